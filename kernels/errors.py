@@ -1,0 +1,68 @@
+"""Every error that a user can meet, and the one form of its message.
+
+A message says what was got, what was expected, on which rank and mesh, for which argument, and what to do
+(`message` builds it). All of them are `SpmdError`, and the narrower ones also the built-in type that a user of
+PyTorch would have caught: a wrong spec is a `ValueError`, a lost peer a `ConnectionError`.
+"""
+
+from __future__ import annotations
+
+
+class SpmdError(Exception):
+    """Base of every error that this library raises on purpose.
+
+    >>> issubclass(SpecError, SpmdError)
+    True
+    """
+
+
+class SpecError(SpmdError, ValueError):
+    """A partition spec, a shape or an argument does not fit the mesh or the function."""
+
+
+class MeshError(SpmdError, RuntimeError):
+    """A mesh cannot be made, or is used where it cannot be."""
+
+
+class CollectiveMismatch(SpmdError, RuntimeError):
+    """Ranks disagree on which collective comes next."""
+
+
+class PeerLost(SpmdError, ConnectionError):
+    """A rank died, or left, while others needed it; `rank` says which."""
+
+    def __init__(self, text: str, rank: int | None = None):
+        super().__init__(text)
+        self.rank = rank
+
+    def __reduce__(self):
+        return (type(self), (self.args[0], self.rank))
+
+
+class RemoteError(SpmdError, RuntimeError):
+    """An exception on a rank that cannot be raised here as its own type."""
+
+
+class Aborted(BaseException):
+    """Raised inside a collective when another rank ended the region; never reaches the user's code as an `Exception`."""
+
+
+def message(problem: str, *, got: object = None, expected: object = None, where: str = "", remedy: str = "") -> str:
+    """Compose an error text from its parts; parts left out are left out of the text.
+
+    >>> message("psum got an unknown axis", got="'model'", expected="one of ('data',)", remedy="name an axis of the mesh")
+    "psum got an unknown axis (expected one of ('data',), got 'model'): name an axis of the mesh"
+    """
+    details = []
+    if expected is not None:
+        details.append(f"expected {expected}")
+    if got is not None:
+        details.append(f"got {got}")
+    text = problem
+    if details:
+        text += f" ({', '.join(details)})"
+    if where:
+        text += f" [{where}]"
+    if remedy:
+        text += f": {remedy}"
+    return text

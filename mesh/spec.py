@@ -1,0 +1,259 @@
+"""Partition specs: which dimension of a value is cut over which mesh axes.
+
+`P` is pure data and knows no mesh; `Layout` joins it with the sizes of a mesh's axes and computes who holds what.
+Invariant: over a tuple of axes the first name is major, in cutting and in joining alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import optree
+import torch
+
+from ..kernels.errors import SpecError, message
+from .trees import NAMESPACE
+
+
+@dataclasses.dataclass(frozen=True, init=False, slots=True)
+class P:
+    """A partition spec: for each dimension `None`, an axis, or a tuple of axes that cut it.
+
+    >>> P("data", None, ("model", "pipe"))
+    P('data', None, ('model', 'pipe'))
+    >>> sorted(P("data", ("model", "pipe")).axes)
+    ['data', 'model', 'pipe']
+
+    Args:
+        entries: one per leading dimension; missing trailing entries are `None` (not cut).
+
+    Raises:
+        SpecError: an entry is none of the three, or an axis appears twice.
+    """
+
+    entries: tuple[None | str | tuple[str, ...], ...]
+
+    def __init__(self, *entries: None | str | tuple[str, ...] | list[str]):
+        normal: list[None | str | tuple[str, ...]] = []
+        for entry in entries:
+            if isinstance(entry, list | tuple) and all(isinstance(name, str) for name in entry):
+                # One axis in a tuple, or none, means the same as without it; one form makes equal specs equal.
+                normal.append(None if not entry else entry[0] if len(entry) == 1 else tuple(entry))
+            elif entry is None or isinstance(entry, str):
+                normal.append(entry)
+            else:
+                raise SpecError(
+                    message(
+                        "P got an unexpected entry",
+                        expected="None, an axis name or a tuple of axis names",
+                        got=repr(entry),
+                        remedy='write for instance P("data", None)',
+                    )
+                )
+        while normal and normal[-1] is None:
+            normal.pop()
+        object.__setattr__(self, "entries", tuple(normal))
+        names = [name for dim in range(len(normal)) for name in self.dim_axes(dim)]
+        for name in names:
+            if names.count(name) > 1:
+                raise SpecError(
+                    message(f"P names axis {name!r} twice", got=repr(self), remedy="an axis can cut one dimension only")
+                )
+
+    def dim_axes(self, dim: int) -> tuple[str, ...]:
+        """The axes that cut dimension `dim`, major first."""
+        entry = self.entries[dim] if dim < len(self.entries) else None
+        return () if entry is None else (entry,) if isinstance(entry, str) else entry
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """All the axes that cut some dimension."""
+        return frozenset(name for dim in range(len(self.entries)) for name in self.dim_axes(dim))
+
+    def __repr__(self) -> str:
+        return f"P({', '.join(map(repr, self.entries))})"
+
+    def __reduce__(self):
+        return (P, self.entries)
+
+
+REPLICATED = P()
+
+
+class Sharded:
+    """A tree node that declares the spec of a local shard: inside a region, wrap an output in it.
+
+    >>> Sharded(torch.zeros(2), P("data")).spec
+    P('data')
+
+    Args:
+        local: this rank's shard (a tensor, or a tree of tensors that share the spec).
+        spec: how the shards of all ranks form the global value.
+    """
+
+    __slots__ = ("local", "spec")
+
+    def __init__(self, local: Any, spec: P):
+        self.local = local
+        self.spec = spec
+
+    def __repr__(self) -> str:
+        return f"Sharded({self.local!r}, {self.spec!r})"
+
+
+optree.register_pytree_node(
+    Sharded,
+    lambda node: ((node.local,), node.spec, ("local",)),
+    lambda spec, children: Sharded(children[0], spec),
+    path_entry_type=optree.GetAttrEntry,
+    namespace=NAMESPACE,
+)
+
+
+def split_sizes(length: int, parts: int) -> list[int]:
+    """The lengths of `parts` blocks of `length` things, as even as can be, longer blocks first.
+
+    >>> split_sizes(10, 4), split_sizes(2, 4)
+    ([3, 3, 2, 2], [1, 1, 0, 0])
+    """
+    each, longer = divmod(length, parts)
+    return [each + (index < longer) for index in range(parts)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """A mesh's axes and their sizes; rank order is row-major, the first axis varying slowest.
+
+    >>> layout = Layout((("data", 2), ("model", 3)))
+    >>> layout.size, layout.coords(4), layout.group(4, ("model",))
+    (6, {'data': 1, 'model': 1}, (3, 4, 5))
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return dict(self.sizes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.sizes)
+
+    @property
+    def size(self) -> int:
+        return math.prod(size for _, size in self.sizes)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        coords = {}
+        for name, size in reversed(self.sizes):
+            rank, coords[name] = divmod(rank, size)
+        return {name: coords[name] for name in self.names}
+
+    def rank(self, coords: Mapping[str, int]) -> int:
+        rank = 0
+        for name, size in self.sizes:
+            rank = rank * size + coords[name]
+        return rank
+
+    def parts(self, axes: tuple[str, ...]) -> int:
+        """How many blocks cutting over `axes` makes."""
+        return math.prod(self.axes[name] for name in axes)
+
+    def part(self, rank: int, axes: tuple[str, ...]) -> int:
+        """Which of those blocks is `rank`'s."""
+        coords, index = self.coords(rank), 0
+        for name in axes:
+            index = index * self.axes[name] + coords[name]
+        return index
+
+    def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` in `axes` only, in the order of `axes` (first name major)."""
+        coords = self.coords(rank)
+        ranks = [dict(coords)]
+        for name in axes:
+            ranks = [{**at, name: index} for at in ranks for index in range(self.axes[name])]
+        return tuple(self.rank(at) for at in ranks)
+
+    def check(self, spec: P, *, where: str = "") -> None:
+        """Refuse a spec that names an axis which this mesh lacks."""
+        for name in spec.axes:
+            if name not in self.axes:
+                raise SpecError(
+                    message(
+                        f"{spec} names an axis that the mesh does not have",
+                        got=repr(name),
+                        expected=f"one of {self.names}",
+                        where=where,
+                        remedy="name an axis of the mesh, or make the mesh with it",
+                    )
+                )
+
+    def check_shape(self, shape: tuple[int, ...], spec: P, *, uneven: bool = False, where: str = "") -> None:
+        """Refuse a spec with more entries than dimensions, and a dimension that its axes do not divide."""
+        self.check(spec, where=where)
+        if len(spec.entries) > len(shape):
+            raise SpecError(
+                message(
+                    f"{spec} has more entries than the tensor has dimensions",
+                    got=f"shape {tuple(shape)}",
+                    expected=f"at least {len(spec.entries)} dimensions",
+                    where=where,
+                    remedy="give one entry per dimension, or P() for a value that is not cut",
+                )
+            )
+        for dim in range(len(spec.entries)):
+            parts = self.parts(spec.dim_axes(dim))
+            if shape[dim] % parts and not uneven:
+                raise SpecError(
+                    message(
+                        f"dimension {dim} of size {shape[dim]} is not divisible by "
+                        f"axis {'x'.join(spec.dim_axes(dim))} of size {parts}",
+                        got=f"shape {tuple(shape)} with {spec}",
+                        where=where,
+                        remedy="pad or drop the rest, or pass it as the batch of data_parallel, which may be uneven",
+                    )
+                )
+
+    def slices(self, shape: tuple[int, ...], spec: P, rank: int) -> tuple[slice, ...]:
+        """Where `rank`'s shard lies in a global value of `shape`."""
+        index = []
+        for dim in range(len(spec.entries)):
+            axes = spec.dim_axes(dim)
+            blocks = split_sizes(shape[dim], self.parts(axes))
+            part = self.part(rank, axes)
+            index.append(slice(sum(blocks[:part]), sum(blocks[: part + 1])))
+        return tuple(index)
+
+    def cut(self, tensor: torch.Tensor, spec: P, rank: int) -> torch.Tensor:
+        """`rank`'s shard of a global tensor, as a view."""
+        return tensor[self.slices(tuple(tensor.shape), spec, rank)] if spec.entries else tensor
+
+    def owner(self, spec: P, rank: int) -> int:
+        """The lowest rank that holds the same shard as `rank`."""
+        coords = self.coords(rank)
+        return self.rank({name: coords[name] if name in spec.axes else 0 for name in self.names})
+
+    def global_shape(self, shapes: list[tuple[int, ...]], spec: P) -> tuple[int, ...]:
+        """The shape of the value whose shards have `shapes`, one per rank."""
+        shape = list(shapes[0])
+        for dim in range(len(spec.entries)):
+            shape[dim] = sum(shapes[rank][dim] for rank in self.group(0, spec.dim_axes(dim)))
+        return tuple(shape)
+
+    def join(self, shards: list[torch.Tensor], spec: P) -> torch.Tensor:
+        """The global tensor, from one shard per rank (those of owners are read)."""
+        shards = list(shards)
+        owners = {self.owner(spec, rank) for rank in range(self.size)}
+        for dim in range(len(spec.entries)):
+            axes = spec.dim_axes(dim)
+            if axes:
+                joined: dict[int, torch.Tensor] = {}
+                for rank in owners:
+                    group = self.group(rank, axes)
+                    if group[0] not in joined:
+                        joined[group[0]] = torch.cat([shards[peer] for peer in group], dim)
+                    shards[rank] = joined[group[0]]
+        return shards[0]

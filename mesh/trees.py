@@ -1,0 +1,44 @@
+"""Trees: optree with this library's fixed choices, so that no caller states them twice.
+
+Invariant: one namespace, `None` is a leaf, dictionaries keep their insertion order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+
+NAMESPACE = "spmd"
+# optree sorts dictionary keys unless told otherwise; the choice holds for as long as this object is alive.
+_insertion_order = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
+_insertion_order.__enter__()
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], optree.PyTreeSpec]:
+    leaves, treedef = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+    return leaves, treedef
+
+
+def unflatten(treedef: optree.PyTreeSpec, leaves: list[Any]) -> Any:
+    return optree.tree_unflatten(treedef, leaves)
+
+
+def map(f: Callable, tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    return optree.tree_map(f, tree, *rest, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    return optree.tree_leaves(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+    """The place of every leaf as a Python expression behind the tree: `['layer']['w'][0]`; `''` for a bare leaf."""
+    accessors, _, _ = optree.tree_flatten_with_accessor(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+    return [accessor.codify("") for accessor in accessors]
+
+
+def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """One entry of `prefix` for every leaf of `tree`; `is_leaf` marks the leaves of the prefix."""
+    return optree.broadcast_prefix(prefix, tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
