@@ -5,9 +5,12 @@ Invariant: one namespace, `None` is a leaf, dictionaries keep their insertion or
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
 import optree
 
 NAMESPACE = "spmd"
@@ -42,3 +45,32 @@ def paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
 def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
     """One entry of `prefix` for every leaf of `tree`; `is_leaf` marks the leaves of the prefix."""
     return optree.broadcast_prefix(prefix, tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Packed:
+    """A treedef on its way to another process, with the node classes that must be known there before it is read."""
+
+    nodes: list[tuple[type, Callable, Callable, str]]
+    data: bytes
+
+    def unpack(self) -> optree.PyTreeSpec:
+        for cls, flatten_node, unflatten_node, namespace in self.nodes:
+            if optree.register_pytree_node.get(cls, namespace=NAMESPACE) is None:
+                optree.register_pytree_node(cls, flatten_node, unflatten_node, namespace=namespace or NAMESPACE)
+        return pickle.loads(self.data)
+
+
+def pack(treedef: optree.PyTreeSpec) -> Packed:
+    """Make a treedef ready to travel; classes of `__main__` travel with it, others are imported there."""
+    classes: dict[type, Any] = {}
+    todo = [treedef]
+    while todo:
+        node = todo.pop()
+        if isinstance(node.type, type) and node.type.__module__ in ("__main__", "__mp_main__"):
+            entry = optree.register_pytree_node.get(node.type, namespace=NAMESPACE)
+            if entry is not None and entry.kind == optree.PyTreeKind.CUSTOM:
+                classes[node.type] = (node.type, entry.flatten_func, entry.unflatten_func, entry.namespace)
+        todo.extend(node.children())
+    return Packed(list(classes.values()), cloudpickle.dumps(treedef))

@@ -1,0 +1,49 @@
+# `make demo` shows what the library does, `make test` is all that must pass; both begin by making .venv.
+
+PYTHON ?= python3
+VENV := $(CURDIR)/.venv
+PY := $(VENV)/bin/python
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.PHONY: demo test lint types suite clean
+
+demo: $(VENV)/.made
+	SPMD_RANKS=4 $(PY) notebooks/digits.py
+
+test: lint types suite
+
+lint: $(VENV)/.made
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+# What users get is the wheel: it is built, installed outside the checkout, and checked there.
+# The second environment sees the first one's packages, all but the editable install of this checkout.
+types: $(VENV)/.made
+	work=$$(mktemp -d); trap 'trap "" INT TERM; rm -rf "$$work" $(CURDIR)/build' EXIT
+	rm -rf build
+	$(PY) -m build --wheel --no-isolation --outdir "$$work" . > "$$work/log" || { cat "$$work/log"; exit 1; }
+	$(PY) -m venv --without-pip "$$work/venv"
+	site() { "$$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+	site $(PY) > "$$(site "$$work/venv/bin/python")/others.pth"
+	$(PY) -m pip install --quiet --no-deps --no-index --target "$$(site "$$work/venv/bin/python")" "$$work"/spmd-*.whl
+	cd "$$work"
+	$(PY) -m mypy --python-executable venv/bin/python --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir $(CURDIR)/.mypy_cache -p spmd
+
+# From tests/, so that `import spmd` finds the installed package and no folder of the checkout.
+suite: $(VENV)/.made
+	cd tests && $(PY) -m pytest -q
+
+# Without build isolation setuptools, too, is the version that constraints.txt pins.
+$(VENV)/.made: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PY) -m pip install --quiet -c constraints.txt setuptools
+	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/.hypothesis
+	rm -f notebooks/*.png
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

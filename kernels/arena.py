@@ -1,0 +1,343 @@
+"""The arena: one `memfd` that every rank of a host maps, and the board on its first pages.
+
+Why a memfd: containers cap /dev/shm at 64 MB, and names there outlive a killed process. The file is sparse:
+its size is address space, pages come with the first touch. Invariants:
+
+* every word has one writer (a rank, or the driver), but for the abort flag, which all set to the same value;
+* aligned 8-byte stores reach the other processes in program order (x86-64); elsewhere this module refuses;
+* memory handed to users as a result is mapped copy-on-write, so an in-place change stays private.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import platform
+import select
+import struct
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from .errors import Aborted, MeshError, PeerLost, message
+
+PAGE = 4096
+_MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE exists from Python 3.13 on
+_STATUS = PAGE  # one page per participant
+_DIRECTORY = 16 * PAGE
+_TEXT = 64  # where a status page's text starts
+_KEPT_FREE_BYTES = 256 << 20
+
+# words of the first page
+_ABORT, _GENERATION = 0, 1
+# words of a status page
+_ABORTED, _REGION, _ACTIVE, _PID, _TEXT_LENGTH, _QUIET = 0, 1, 2, 3, 4, 5
+
+
+def supported() -> str | None:
+    """Why shared memory can't be used here, or None if it can."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return f"plain stores are not ordered between processes on {platform.machine()}"
+    if not hasattr(os, "memfd_create"):
+        return "this system has no memfd_create"
+    return None
+
+
+def create(size: int) -> int:
+    """A new arena for `size` ranks (and a driver), as a file descriptor."""
+    fd = os.memfd_create("spmd-arena", os.MFD_CLOEXEC)
+    os.ftruncate(fd, _heap_start(size) + size * _heap_bytes())
+    return fd
+
+
+def _heap_bytes() -> int:
+    # Address space, not memory: as much as the host has, so that one rank alone may fill it.
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (1 << 21) * (1 << 21)
+
+
+def _heap_start(size: int) -> int:
+    return _directory_start(size) + size * _DIRECTORY
+
+
+def _directory_start(size: int) -> int:
+    return PAGE + (size + 1) * _STATUS
+
+
+class Heap:
+    """Blocks of one rank's part of the arena: size classes with free lists above a rising top."""
+
+    def __init__(self, start: int, size: int, discard: Callable[[int, int], None]):
+        self._top, self._end = start, start + size
+        self._free: dict[int, list[int]] = {}
+        self._free_bytes = 0
+        self._discard = discard
+
+    @staticmethod
+    def rounded(nbytes: int) -> int:
+        """The size class: whole pages, and at most an eighth more than asked for."""
+        step = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))
+        return max(PAGE, -(-nbytes // step) * step)
+
+    def allocate(self, nbytes: int) -> int:
+        size = self.rounded(nbytes)
+        blocks = self._free.get(size)
+        if blocks:
+            self._free_bytes -= size
+            return blocks.pop()
+        if self._top + size > self._end:
+            raise MeshError(
+                message(
+                    "the shared arena is full",
+                    got=f"{nbytes} bytes asked for",
+                    remedy="drop references to tensors made by comm.empty, or use fewer ranks on this host",
+                )
+            )
+        self._top += size
+        return self._top - size
+
+    def free(self, offset: int, nbytes: int) -> None:
+        size = self.rounded(nbytes)
+        if self._free_bytes > _KEPT_FREE_BYTES:
+            self._discard(offset, size)
+        else:
+            self._free_bytes += size
+        self._free.setdefault(size, []).append(offset)
+
+
+class Arena:
+    """A participant's mapping of the arena: `rank` in 0..size-1, or `size` for the driver."""
+
+    def __init__(self, fd: int, size: int, rank: int):
+        self.fd, self.size, self.rank = fd, size, rank
+        length = os.fstat(fd).st_size
+        self._shared = mmap.mmap(fd, length, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
+        self._private = mmap.mmap(fd, length, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE)
+        self.words = memoryview(self._shared).cast("Q")
+        self._bytes = memoryview(self._shared)
+        self._base = torch.frombuffer(self._bytes[:PAGE], dtype=torch.uint8).data_ptr()
+        self._private_base = torch.frombuffer(memoryview(self._private)[:PAGE], dtype=torch.uint8).data_ptr()
+        self._length = length
+        self.generation = self.words[_GENERATION]
+        self._peers: dict[int, int] = {}
+        if rank < size:
+            start = _heap_start(size) + rank * _heap_bytes()
+            self.heap = Heap(start, _heap_bytes(), self._remove)
+            self._results = _Results(self)
+            self.words[self._status(rank) + _PID] = os.getpid()
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The arena's own memory at `offset`; the caller sees to it that it stays allocated."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._bytes, dtype=dtype, count=numel, offset=offset)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of this rank's heap; its block is free again when no tensor refers to it."""
+        numel = int(np.prod(shape, dtype=np.int64))
+        nbytes = numel * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        offset = self.heap.allocate(nbytes)
+        view = self._bytes[offset : offset + nbytes]
+        weakref.finalize(view, self.heap.free, offset, nbytes).atexit = False
+        return torch.frombuffer(view, dtype=dtype).view(shape)
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Where in the arena a contiguous tensor lies, or None if it does not."""
+        offset = tensor.data_ptr() - self._base
+        return offset if 0 <= offset < self._length and tensor.is_contiguous() else None
+
+    def is_leased(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor reads memory that other ranks share or reuse, and must be copied to outlive the region."""
+        pointer = tensor.data_ptr()
+        return 0 <= pointer - self._private_base < self._length or 0 <= pointer - self._base < self._length
+
+    def lease(self, offset: int, numel: int, dtype: torch.dtype, release_word: int) -> torch.Tensor:
+        """A copy-on-write view of a result block; dropping the last reference gives this rank's share of it back."""
+        nbytes = numel * dtype.itemsize
+        view = memoryview(self._private)[offset : offset + nbytes]
+        weakref.finalize(view, self._release, offset, nbytes, release_word).atexit = False
+        return torch.frombuffer(view, dtype=dtype)
+
+    def _release(self, offset: int, nbytes: int, release_word: int) -> None:
+        if self._was_written(offset, nbytes):
+            self._private.madvise(mmap.MADV_DONTNEED, offset, -(-nbytes // PAGE) * PAGE)
+        self.words[release_word] += 1
+
+    def _was_written(self, offset: int, nbytes: int) -> bool:
+        """Whether some page of the private mapping was copied on write: such a page no longer shows the arena."""
+        try:
+            pages = -(-nbytes // PAGE)
+            with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+                entries = np.frombuffer(os.pread(pagemap.fileno(), 8 * pages, (self._private_base + offset) // PAGE * 8), np.uint64)
+        except OSError:
+            return True
+        # Documentation/admin-guide/mm/pagemap.rst: bit 63 present, bit 62 swapped, bit 61 file-backed or shared.
+        mapped = (entries >> np.uint64(62)) != 0
+        return bool(np.any(mapped & ((entries >> np.uint64(61)) & np.uint64(1) == 0)))
+
+    def result_block(self, nbytes: int, users: int) -> tuple[int, int]:
+        """(offset of a free result block, index of its first release word); for the rank that leads a reduction."""
+        return self._results.take(nbytes, users)
+
+    def _remove(self, offset: int, nbytes: int) -> None:
+        self._shared.madvise(mmap.MADV_REMOVE, offset, nbytes)
+
+    # -- directory: each rank publishes (key -> offset), others look it up -----------------------------------------
+
+    def publish(self, key: int, offset: int) -> None:
+        base = (_directory_start(self.size) + self.rank * _DIRECTORY) // 8
+        count = self.words[base]
+        if 2 + 2 * count + 2 > _DIRECTORY // 8:
+            raise MeshError(message("too many communicators on this mesh", remedy="keep and reuse communicators"))
+        self.words[base + 2 + 2 * count] = key
+        self.words[base + 3 + 2 * count] = offset
+        self.words[base] = count + 1
+
+    def lookup(self, owner: int, key: int) -> int | None:
+        base = (_directory_start(self.size) + owner * _DIRECTORY) // 8
+        for entry in range(self.words[base]):
+            if self.words[base + 2 + 2 * entry] == key:
+                return self.words[base + 3 + 2 * entry]
+        return None
+
+    # -- board: who is in which region, who gave up and why ---------------------------------------------------------
+
+    def _status(self, participant: int) -> int:
+        return (PAGE + participant * _STATUS) // 8
+
+    def say(self, text: str) -> None:
+        """Publish what this participant is doing, for the messages of others."""
+        data = text.encode()[: _STATUS - _TEXT]
+        start = PAGE + self.rank * _STATUS + _TEXT
+        self.words[self._status(self.rank) + _TEXT_LENGTH] = 0
+        self._bytes[start : start + len(data)] = data
+        self.words[self._status(self.rank) + _TEXT_LENGTH] = len(data)
+
+    def said(self, participant: int) -> str:
+        start = PAGE + participant * _STATUS + _TEXT
+        length = self.words[self._status(participant) + _TEXT_LENGTH]
+        return bytes(self._bytes[start : start + length]).decode(errors="replace")
+
+    def enter(self, region: int) -> None:
+        base = self._status(self.rank)
+        self.words[base + _TEXT_LENGTH] = 0
+        self.words[base + _REGION] = region
+        self.words[base + _ACTIVE] = 1
+
+    def leave(self) -> None:
+        self.words[self._status(self.rank) + _ACTIVE] = 0
+
+    def region(self, rank: int) -> tuple[int, bool]:
+        """(the last region that a rank entered, whether it is still in it)."""
+        base = self._status(rank)
+        return self.words[base + _REGION], bool(self.words[base + _ACTIVE])
+
+    def abort(self, text: str) -> None:
+        """Make every waiting rank of the mesh give up; `text` says why."""
+        self.say(text)
+        self.words[self._status(self.rank) + _ABORTED] = 1
+        self.words[_ABORT] = 1
+
+    def aborted(self) -> dict[int, str]:
+        """The participants that gave up, and what they said."""
+        if not self.words[_ABORT]:
+            return {}
+        return {who: self.said(who) for who in range(self.size + 1) if self.words[self._status(who) + _ABORTED]}
+
+    def check(self) -> None:
+        if self.words[_ABORT]:
+            raise Aborted("; ".join(self.aborted().values()))
+
+    def clear(self, generation: int) -> None:
+        """Forget the abort; only when no rank is in a region (the driver, or the leader of a recovery)."""
+        for who in range(self.size + 1):
+            self.words[self._status(who) + _ABORTED] = 0
+            self.words[self._status(who) + _TEXT_LENGTH] = 0
+        for rank in range(self.size):
+            self.words[(_directory_start(self.size) + rank * _DIRECTORY) // 8] = 0
+        self.words[_ABORT] = 0
+        self.words[_GENERATION] = generation
+
+    @property
+    def shared_generation(self) -> int:
+        return self.words[_GENERATION]
+
+    def quiet(self, generation: int) -> None:
+        """Say that this rank has left the failed region and is ready for `generation`."""
+        self.words[self._status(self.rank) + _QUIET] = generation
+
+    def quiet_generation(self, rank: int) -> int:
+        return self.words[self._status(rank) + _QUIET]
+
+    def watch_processes(self) -> None:
+        """Watch the other ranks' processes (launched mode: there is no driver that would)."""
+        for rank in range(self.size):
+            pid = self.words[self._status(rank) + _PID]
+            if rank != self.rank and pid:
+                try:
+                    self._peers[rank] = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    self._peers[rank] = -1
+
+    def check_peers(self) -> None:
+        for rank, pidfd in self._peers.items():
+            if pidfd < 0 or select.select([pidfd], [], [], 0)[0]:
+                raise PeerLost(
+                    message(f"rank {rank} died or exited while rank {self.rank} waited for it", remedy="see its output"),
+                    rank,
+                )
+
+    def close(self) -> None:
+        for pidfd in self._peers.values():
+            if pidfd >= 0:
+                os.close(pidfd)
+        self._peers.clear()
+
+
+class _Results:
+    """Result blocks of this rank's heap, each reused once every rank has given it back.
+
+    A block starts with a page of release counters, one per user; it is free when all equal its number of leases.
+    A block that was in use when a region failed may never get there: it stays out of use, which is safe.
+    """
+
+    def __init__(self, arena: Arena):
+        self._arena = weakref.ref(arena)
+        self._blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._leases: dict[int, int] = {}
+
+    def take(self, nbytes: int, users: int) -> tuple[int, int]:
+        arena = self._arena()
+        assert arena is not None
+        size = Heap.rounded(nbytes + PAGE)
+        blocks = self._blocks.setdefault((size, users), [])
+        for index, (block, word) in enumerate(blocks):
+            leases = self._leases[block]
+            if all(arena.words[word + user] == leases for user in range(users)):
+                blocks.append(blocks.pop(index))
+                self._leases[block] = leases + 1
+                return block + PAGE, word
+        block = arena.heap.allocate(nbytes + PAGE)
+        word = block // 8
+        for user in range(users):
+            arena.words[word + user] = 0
+        self._leases[block] = 1
+        blocks.append((block, word))
+        return block + PAGE, word
+
+
+def open_inherited(path: str) -> int:
+    """Open another process's arena by `/proc/<pid>/fd/<n>`."""
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+
+def word_key(*parts: object) -> int:
+    """A 63-bit number for a tuple of names and numbers, equal in every process."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return struct.unpack("<Q", digest)[0] >> 1

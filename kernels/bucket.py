@@ -1,0 +1,151 @@
+"""Gradient buckets: many leaves, few reductions.
+
+Leaves are packed by dtype into flat buffers, in reverse order of use (the backward pass makes the last first), the
+first buffer small so that something is under way early. A buffer is reduced once all its leaves are in, and always in
+the same order on all ranks, whatever the order in which they fill. Buffers live where the communicator reduces fastest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from .communicator import Communicator, Work
+
+FIRST_BYTES = 1 << 20
+_ALIGN = 64  # bytes; leaves start at cache lines
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """Shape, dtype and strides of one leaf; `of` reads them off a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Leaf:
+        twin = torch.empty_like(tensor, device="meta")  # dense, with the tensor's order of dimensions
+        return Leaf(tuple(tensor.shape), tuple(twin.stride()), tensor.dtype)
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Slot:
+    bucket: int
+    start: int  # elements
+
+
+class Buckets:
+    """One use of a set of buckets: `fill` each leaf that has a value, then `finish`.
+
+    Args:
+        comm: the group to sum over; its `empty` makes the buffers.
+        leaves: what will come, in order of use.
+        bucket_bytes: how large a bucket may grow.
+        wire_dtype: travel as this dtype (floating-point leaves only).
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        leaves: Sequence[Leaf],
+        *,
+        bucket_bytes: int,
+        wire_dtype: torch.dtype | None = None,
+    ):
+        self._comm, self._leaves = comm, leaves
+        self._plan = _plan(comm, tuple(leaves), bucket_bytes, wire_dtype)
+        self._buffers = self._plan.buffers(comm)
+        self._left = list(self._plan.counts)
+        self._filled = [False] * len(leaves)
+        self._works: list[Work] = []
+
+    def fill(self, index: int, value: torch.Tensor) -> None:
+        """Copy a leaf's value in; starts every reduction that is now complete, in order."""
+        self._filled[index] = True
+        slot = self._plan.slots[index]
+        self._view(self._buffers[slot.bucket], index).copy_(value)
+        self._left[slot.bucket] -= 1
+        self._start()
+
+    def _start(self) -> None:
+        while len(self._works) < len(self._left) and self._left[len(self._works)] == 0:
+            self._works.append(self._comm.all_reduced(self._buffers[len(self._works)], async_op=True))
+
+    def _view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        leaf, slot = self._leaves[index], self._plan.slots[index]
+        part = buffer[slot.start : slot.start + leaf.numel * self._plan.per_element[index]]
+        if leaf.dtype.is_complex:
+            part = torch.view_as_complex(part.view(-1, 2))
+        return part.as_strided(leaf.shape, leaf.stride, part.storage_offset())
+
+    def finish(self) -> list[torch.Tensor]:
+        """Fill what is missing with zeros, wait, and return the sums, shaped as the leaves."""
+        for index, filled in enumerate(self._filled):
+            if not filled:
+                self.fill(index, torch.zeros((), dtype=self._leaves[index].dtype))
+        results = [work.wait() for work in self._works]
+        self._plan.give_back(self._buffers)
+        out = []
+        for index, leaf in enumerate(self._leaves):
+            value = self._view(results[self._plan.slots[index].bucket], index)
+            out.append(value if value.dtype == leaf.dtype else value.to(leaf.dtype))
+        return out
+
+
+class _Plan:
+    """Where each leaf goes; kept by the communicator together with the buffers, from step to step."""
+
+    def __init__(self, leaves: tuple[Leaf, ...], bucket_bytes: int, wire_dtype: torch.dtype | None):
+        self.slots: list[_Slot] = [_Slot(0, 0)] * len(leaves)
+        self.per_element = [2 if leaf.dtype.is_complex else 1 for leaf in leaves]
+        self.counts: list[int] = []
+        self.sizes: list[tuple[int, torch.dtype]] = []
+        self._spare: list[list[torch.Tensor]] = []
+        open_bucket: dict[torch.dtype, int] = {}
+        for index in reversed(range(len(leaves))):
+            leaf = leaves[index]
+            dtype = leaf.dtype.to_real() if leaf.dtype.is_complex else leaf.dtype
+            if wire_dtype is not None and dtype.is_floating_point and dtype.itemsize > wire_dtype.itemsize:
+                dtype = wire_dtype
+            elements = leaf.numel * self.per_element[index]
+            limit = FIRST_BYTES if open_bucket.get(dtype) == 0 else bucket_bytes
+            bucket = open_bucket.get(dtype)
+            if bucket is None or (self.sizes[bucket][0] and (self.sizes[bucket][0] + elements) * dtype.itemsize > limit):
+                bucket = open_bucket[dtype] = len(self.counts)
+                self.counts.append(0)
+                self.sizes.append((0, dtype))
+            start = self.sizes[bucket][0]
+            self.slots[index] = _Slot(bucket, start)
+            self.counts[bucket] += 1
+            step = max(1, _ALIGN // dtype.itemsize)
+            self.sizes[bucket] = (start + -(-elements // step) * step, dtype)
+
+    def buffers(self, comm: Communicator) -> list[torch.Tensor]:
+        if self._spare:
+            return self._spare.pop()
+        made = [comm.empty(size, dtype=dtype) for size, dtype in self.sizes]
+        for buffer in made:
+            buffer.zero_()  # the gaps between leaves are summed too: keep them finite
+        return made
+
+    def give_back(self, buffers: list[torch.Tensor]) -> None:
+        self._spare.append(buffers)
+
+
+def _plan(comm: Communicator, leaves: tuple[Leaf, ...], bucket_bytes: int, wire_dtype: torch.dtype | None) -> _Plan:
+    key = (leaves, bucket_bytes, wire_dtype)
+    plan = comm.plans.get(key)
+    if plan is None:
+        plan = comm.plans[key] = _Plan(leaves, bucket_bytes, wire_dtype)
+    return plan

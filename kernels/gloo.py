@@ -1,0 +1,210 @@
+"""The Gloo communicator: ranks of several hosts, or of one host that has no usable shared memory.
+
+Only bytes travel through torch's Gloo (`alltoall` and `allgather` of uint8); the arithmetic is done here, in rank
+order. That sidesteps what Gloo does badly: it corrupts strided tensors silently, lacks int16, uint16/32/64 and
+averages of integers, and adds in ring order. Works are polled, never waited for inside Gloo, so that an abort is
+noticed; each operation is preceded by a header, so that a disagreement is told before bytes of it mix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from .callsite import call_site
+from .communicator import Call, Communicator, Steps
+from .errors import Aborted, PeerLost, message
+from .waiting import Watch
+
+_HEADER = 256  # bytes: a signature and the beginning of its text
+
+
+class GenerationWatch(Watch, Protocol):
+    generation: int
+
+    def abort(self, text: str) -> None: ...
+
+
+class GlooCommunicator(Communicator):
+    """A group of ranks that talk over TCP; see `Communicator`.
+
+    Args:
+        store: any `torch.distributed` store that all ranks of the group share.
+        interface: the network interface or address to use; None lets Gloo choose by host name.
+    """
+
+    backend = "gloo"
+
+    def __init__(
+        self,
+        store: dist.Store,
+        watch: GenerationWatch,
+        ranks: Sequence[int],
+        global_rank: int,
+        *,
+        timeout: float,
+        channel: str = "main",
+        interface: str | None = None,
+    ):
+        super().__init__(ranks, list(ranks).index(global_rank), watch, timeout=timeout)
+        self._store, self._board, self.channel, self._interface = store, watch, channel, interface
+        self._group: dist.ProcessGroupGloo | None = None
+        self._open()
+
+    def _open(self) -> None:
+        """Connect to the peers; again after every recovery, under a name that no stale message bears."""
+        self.close()
+        self._queue.clear()
+        self._messages.clear()
+        self.plans.clear()
+        self._generation = self._board.generation
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = datetime.timedelta(seconds=self.timeout)
+        options._devices = [_device(self._interface)]
+        name = f"gloo/{self._generation}/{self.channel}/{','.join(map(str, self.ranks))}"
+        before = _sockets()
+        try:
+            self._group = dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), self.rank, self.size, options)
+        except RuntimeError as error:
+            raise PeerLost(
+                message(
+                    f"rank {self.ranks[self.rank]} could not connect to group {self.ranks} over Gloo",
+                    got=str(error).splitlines()[0],
+                    remedy="see that all ranks are running and that the hosts reach each other",
+                )
+            ) from None
+        self._sockets = _sockets() - before
+
+    def _renew(self) -> None:
+        if self._generation != self._board.generation:
+            self._open()
+
+    def close(self) -> None:
+        if self._group is None:
+            return
+        # Gloo has no way to give an operation up, and its destructor waits for those under way until they time
+        # out. Shutting its sockets down ends them at once.
+        for number in self._sockets & _sockets():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+        self._group = None
+
+    def abort(self, reason: str = "aborted by the user") -> None:
+        self._board.abort(f"rank {self.ranks[self.rank]}: {reason}")
+
+    def _done(self, work: dist.Work) -> Steps:
+        yield work.is_completed
+        try:
+            work.wait()
+        except RuntimeError as error:
+            # A broken connection is how Gloo notices a death or an abort; the watch soon knows who and why.
+            end = time.monotonic() + 0.5
+            while time.monotonic() < end:
+                self._watch.check()
+                self._watch.check_peers()
+                time.sleep(0.01)
+            raise PeerLost(
+                message(
+                    f"rank {self.ranks[self.rank]} lost the connection to a rank of group {self.ranks}",
+                    got=str(error).splitlines()[0],
+                    remedy="see the output of the other ranks",
+                )
+            ) from None
+
+    def _agree(self, call: Call) -> Steps:
+        """See that all ranks make the same call; on disagreement exchange where they stand, and raise."""
+        text = call.text
+        for attempt in range(2):
+            data = call.signature.to_bytes(8, "little") + text.encode()[: _HEADER - 8].ljust(_HEADER - 8, b"\0")
+            mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            theirs = [torch.empty_like(mine) for _ in range(self.size)]
+            assert self._group is not None
+            yield from self._done(self._group.allgather([theirs], [mine]))
+            headers = [bytes(header.numpy().tobytes()) for header in theirs]
+            if attempt == 0:
+                if all(header[:8] == data[:8] for header in headers):
+                    return
+                text = f"{call.text}, at {call_site()}"
+        others = {r: headers[r][8:].rstrip(b"\0").decode(errors="replace") for r in range(self.size) if r != self.rank}
+        raise self.mismatch(text, others)
+
+    def _exchange(
+        self, call: Call | None, sends: list[torch.Tensor | None], recvs: list[torch.Tensor | None]
+    ) -> Steps:
+        assert self._group is not None
+        if call is not None:
+            yield from self._agree(call)
+        send_sizes = [0 if piece is None else piece.numel() for piece in sends]
+        recv_sizes = [0 if piece is None else piece.numel() for piece in recvs]
+        if call is not None and not any(send_sizes) and not any(recv_sizes):
+            return  # the header was the barrier
+        outgoing = torch.cat([piece for piece in sends if piece is not None and piece.numel()] or [_EMPTY])
+        incoming = torch.empty(sum(recv_sizes), dtype=torch.uint8)
+        options = dist.AllToAllOptions()
+        yield from self._done(self._group.alltoall_base(incoming, outgoing, recv_sizes, send_sizes, options))
+        for target, piece in zip(recvs, incoming.split(recv_sizes), strict=True):
+            if target is not None:
+                target.copy_(piece)
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
+        raise NotImplementedError
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
+        raise NotImplementedError
+
+
+def _sockets() -> set[int]:
+    """The descriptors of this process that are sockets."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.add(int(name))
+    return found
+
+
+_EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+def _device(interface: str | None):
+    interface = interface or os.environ.get("SPMD_INTERFACE")
+    if interface is None:
+        return dist.ProcessGroupGloo.create_default_device()
+    if interface.replace(".", "").isdigit():
+        return dist.ProcessGroupGloo.create_device(hostname=interface)
+    return dist.ProcessGroupGloo.create_device(interface=interface)
+
+
+class StoreWatch:
+    """Aborts through a store, for ranks that share no memory; asked a few times a second by those who wait."""
+
+    def __init__(self, store: dist.Store, rank: int):
+        self._store, self._rank = store, rank
+        self.generation = 0
+        self._next_look = 0.0
+
+    def abort(self, text: str) -> None:
+        self._store.set(self._key(), text)
+
+    def check(self) -> None:
+        """Nothing is cheap enough to look at in every round."""
+
+    def check_peers(self) -> None:
+        import time
+
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + 0.05
+            if self._store.check([self._key()]):
+                raise Aborted(self._store.get(self._key()).decode(errors="replace"))
+
+    def _key(self) -> str:
+        return f"abort/{self.generation}"

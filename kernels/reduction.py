@@ -1,0 +1,93 @@
+"""Reducing tensors in rank order, the one place where the order of additions is decided.
+
+Floating-point sums depend on their order. Whatever the transport, contributions are combined as
+((r0 + r1) + r2) + ..., never in order of arrival, so every rank and every run gets the same bits.
+Sixteen-bit floats are accumulated in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .errors import SpecError, message
+
+OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
+
+_BINARY: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+# Accumulating block by block keeps the partial sums in cache when there are more than two contributions.
+_BLOCK = 1 << 16
+
+
+def check_op(op: str, dtype: torch.dtype) -> None:
+    """Refuse an operation that is unknown, or that has no meaning for `dtype`."""
+    if op not in OPS:
+        raise SpecError(message("unknown reduction op", got=repr(op), expected=f"one of {OPS}"))
+    floating = dtype.is_floating_point or dtype.is_complex
+    if (op in ("band", "bor", "bxor") and floating) or (op in ("min", "max") and dtype.is_complex):
+        raise SpecError(message(f"op {op!r} is not defined for {dtype}", remedy="cast the tensor, or use another op"))
+    if op == "avg" and dtype is torch.bool:
+        raise SpecError(message("op 'avg' is not defined for torch.bool", remedy="cast the tensor to a float first"))
+
+
+def reduce_in_order(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> torch.Tensor:
+    """Combine `parts` (flat, of one shape and dtype, in rank order) into `out`.
+
+    >>> reduce_in_order([torch.tensor([1, 2]), torch.tensor([3, 5])], "sum", torch.empty(2, dtype=torch.int64))
+    tensor([4, 7])
+    """
+    if len(parts) > 2 and out.numel() > _BLOCK:
+        for start in range(0, out.numel(), _BLOCK):
+            end = start + _BLOCK
+            _reduce([part[start:end] for part in parts], op, out[start:end])
+    else:
+        _reduce(parts, op, out)
+    return out
+
+
+def _reduce(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
+    combine = _BINARY[op]
+    if len(parts) == 1:
+        out.copy_(parts[0])
+        return
+    narrow = out.dtype in (torch.float16, torch.bfloat16) and op in ("sum", "avg", "product")
+    if narrow:
+        total = combine(parts[0].float(), parts[1])
+    else:
+        total = combine(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        combine(total, part, out=total)
+    if op == "avg":
+        if out.dtype.is_floating_point or out.dtype.is_complex:
+            total.div_(len(parts))
+        else:
+            total.div_(len(parts), rounding_mode="trunc")
+    if narrow:
+        out.copy_(total)
+
+
+def slice_bounds(numel: int, parts: int) -> list[int]:
+    """Where `parts` nearly equal slices of `numel` elements begin and end, cut at multiples of 64 elements.
+
+    Vector loops treat the tail of a slice differently from its middle; cutting at multiples of 64
+    puts every tail in the same place whatever the number of parts.
+
+    >>> slice_bounds(200, 3)
+    [0, 128, 192, 200]
+    """
+    blocks = -(-numel // 64)
+    each, longer = divmod(blocks, parts)
+    bounds = [0]
+    for index in range(parts):
+        bounds.append(min(numel, bounds[-1] + 64 * (each + (index < longer))))
+    return bounds

@@ -1,0 +1,56 @@
+"""Backends by name: how a communicator is made, and where a third party adds one.
+
+>>> sorted(backends())
+['gloo', 'shm']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .arena import Arena
+from .communicator import Communicator
+from .errors import MeshError, message
+from .gloo import GlooCommunicator
+from .shm import ShmCommunicator
+
+Factory = Callable[..., Communicator]
+
+
+def _shm(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: float, channel: str) -> Communicator:
+    if not isinstance(watch, Arena):
+        raise MeshError(message("backend 'shm' needs all ranks on one host", remedy="use backend='auto' or 'gloo'"))
+    return ShmCommunicator(watch, ranks, timeout=timeout, channel=channel)
+
+
+def _gloo(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: float, channel: str) -> Communicator:
+    interface = "127.0.0.1" if isinstance(watch, Arena) else None
+    return GlooCommunicator(store(), watch, ranks, rank, timeout=timeout, channel=channel, interface=interface)
+
+
+_FACTORIES: dict[str, Factory] = {"shm": _shm, "gloo": _gloo}
+
+
+def register_backend(name: str, factory: Factory) -> None:
+    """Make `Mesh(backend=name)` use `factory(ranks=, rank=, watch=, store=, timeout=, channel=) -> Communicator`.
+
+    Args:
+        name: as given to `Mesh`.
+        factory: called on each rank of a group, with the group's global `ranks`, this process's `rank`, the `watch`
+            that notices aborts, `store()` for a `torch.distributed.Store`, and a `channel` name that keeps several
+            communicators over the same ranks apart. It must be picklable (a module's function is).
+    """
+    _FACTORIES[name] = factory
+
+
+def backends() -> dict[str, Factory]:
+    return dict(_FACTORIES)
+
+
+def make_communicator(backend: str, **arguments: Any) -> Communicator:
+    if backend not in _FACTORIES:
+        raise MeshError(
+            message("unknown backend", got=repr(backend), expected=f"one of {sorted(_FACTORIES)}", remedy="register_backend adds one")
+        )
+    return _FACTORIES[backend](**arguments)

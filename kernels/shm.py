@@ -1,0 +1,373 @@
+"""The shared-memory communicator: ranks of one host, talking through the arena.
+
+Each rank has a line of words: how far it has posted, reduced and read (`POSTED`, `REDUCED`, `READ`, all counting
+operations of this communicator), and for each of the last few operations a slot with its signature, where its
+data lies, and for the first rank where the result goes. A rank writes its slot, then `POSTED`; it uses a slot
+again only when every peer has read past its last use. Source: DESIGN of this library, section 7.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from .arena import Arena, word_key
+from .callsite import call_site
+from .communicator import ONE_PHASE_BYTES, Call, Communicator, Ready, Steps, Work
+from .errors import CollectiveMismatch, message
+from .reduction import reduce_in_order, slice_bounds
+from .waiting import wait_until
+
+_SLOTS = 16
+_INLINE = ONE_PHASE_BYTES  # bytes of staging that each slot brings along
+_RING = 32  # messages under way from one rank to another
+
+# words of a rank's line
+_POSTED, _REDUCED, _READ, _LINE = 0, 1, 2, 8
+# words of a slot
+_SIGNATURE, _OFFSET, _RESULT, _RELEASE, _TABLE = 0, 1, 2, 3, 4
+# words of a message in a ring, of the ring's own head (one cache line a writer), bytes before a message's data
+_TAG, _AT, _NBYTES, _MESSAGE = 0, 1, 2, 4
+_SENT, _PULLED, _RING_HEAD = 0, 8, 16
+_BLOCK_HEAD = 64
+_WORD = (1 << 64) - 1
+
+
+class ShmCommunicator(Communicator):
+    """A group of ranks on one host; see `Communicator`."""
+
+    backend = "shm"
+    starts_early = True
+
+    def __init__(
+        self, arena: Arena, ranks: Sequence[int], *, timeout: float, channel: str = "main", crowded: bool | None = None
+    ):
+        rank = list(ranks).index(arena.rank)
+        crowded = arena.size > len(os.sched_getaffinity(0)) if crowded is None else crowded
+        super().__init__(ranks, rank, arena, timeout=timeout, crowded=crowded)
+        self.arena, self.channel = arena, channel
+        self._words = arena.words
+        self._generation = -1
+        self._slot_words = _TABLE + 2 * self.size
+        self._open()
+
+    # -- where things lie ------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Find this group's block, which its first rank allocates; again after every recovery."""
+        arena, leader = self.arena, self.ranks[0]
+        self._queue.clear()
+        self._messages.clear()
+        self._generation = arena.generation
+        self._key = word_key("comm", self._generation, self.ranks, self.channel)
+        line_words = _LINE + _SLOTS * self._slot_words
+        self._stage_start = self.size * line_words * 8
+        nbytes = self._stage_start + self.size * _SLOTS * _INLINE
+        if self.rank == 0:
+            block = arena.heap.allocate(nbytes)
+            arena.tensor(block, self._stage_start, torch.uint8).zero_()
+            arena.publish(self._key, block)
+        else:
+            wait_until(
+                lambda: arena.lookup(leader, self._key) is not None,
+                arena,
+                timeout=self.timeout,
+                crowded=self._crowded,
+                overdue=lambda: self.mismatch(f"opens a communicator over {self.ranks}", {0: "never opened it"}),
+                late=None,
+            )
+            found = arena.lookup(leader, self._key)
+            assert found is not None
+            block = found
+        self._block = block
+        self._lines = [block // 8 + rank * line_words for rank in range(self.size)]
+        self._line = self._lines[self.rank]
+        self._sequence = 0
+        self._retired: deque[tuple[int, int, int]] = deque()  # (operation, offset, bytes) staged for peers to read
+        self._rings: dict[tuple[int, int], int] = {}
+        self._sent: dict[int, int] = {}
+        self._unread: deque[tuple[int, int]] = deque()  # (block, bytes) of messages not yet received
+        self._arrived: list[tuple[int, int, int, int]] = []  # (source, tag, block, bytes) not yet asked for
+        self.plans.clear()
+
+    def _renew(self) -> None:
+        if self._generation != self.arena.generation:
+            self._open()
+
+    def _slot(self, rank: int, sequence: int) -> int:
+        return self._lines[rank] + _LINE + (sequence % _SLOTS) * self._slot_words
+
+    def _stage(self, sequence: int) -> int:
+        return self._block + self._stage_start + (self.rank * _SLOTS + sequence % _SLOTS) * _INLINE
+
+    def empty(self, shape: Sequence[int] | int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        return self.arena.empty(sizes, dtype or torch.get_default_dtype())
+
+    def is_leased(self, tensor: torch.Tensor) -> bool:
+        return self.arena.is_leased(tensor)
+
+    def abort(self, reason: str = "aborted by the user") -> None:
+        self.arena.abort(f"rank {self.arena.rank}: {reason}")
+
+    # -- posting and waiting -------------------------------------------------------------------------------------------
+
+    def _all_past(self, word: int, sequence: int) -> bool:
+        words = self._words
+        for line in self._lines:  # noqa: SIM110 (a generator expression costs three times as much)
+            if words[line + word] < sequence:
+                return False
+        return True
+
+    def _begin(self) -> int:
+        """The next operation's number, once its slot is free."""
+        self._sequence += 1
+        sequence = self._sequence
+        if sequence > _SLOTS and not self._all_past(_READ, sequence - _SLOTS):
+            def free() -> bool:
+                while self._queue and self._queue[0]._ready is not None and self._queue[0].advance():
+                    self._queue.popleft()
+                return self._all_past(_READ, sequence - _SLOTS)
+
+            wait_until(
+                free,
+                self.arena,
+                timeout=self.timeout,
+                crowded=self._crowded,
+                overdue=lambda: self._overdue(self._queue[0]),
+                late=self._late,
+            )
+        while self._retired and self._all_past(_READ, self._retired[0][0]):
+            _, offset, nbytes = self._retired.popleft()
+            self.arena.heap.free(offset, nbytes)
+        return sequence
+
+    def _post(self, sequence: int, call: Call | None, offset: int) -> None:
+        slot = self._slot(self.rank, sequence)
+        self._words[slot + _SIGNATURE] = call.signature if call is not None else 0
+        self._words[slot + _OFFSET] = offset
+        self._words[self._line + _POSTED] = sequence
+
+    def _posted(self, sequence: int, call: Call | None) -> Ready:
+        """A condition: every peer has posted this operation; raises if one has posted another."""
+        words, signature = self._words, call.signature if call is not None else 0
+
+        def ready() -> bool:
+            for rank, line in enumerate(self._lines):
+                if words[line + _POSTED] < sequence:
+                    return False
+                if words[self._slot(rank, sequence)] != signature:
+                    raise self._disagreement(sequence, call)
+            return True
+
+        return ready
+
+    def _disagreement(self, sequence: int, call: Call | None) -> CollectiveMismatch:
+        """Tell the others what this rank called, and wait a moment to learn what they did."""
+        mine = f"{call.text if call else 'the second half of an operation'}, call {sequence}, at {call_site()}"
+        self.arena.say(mine)
+        end = time.monotonic() + 0.5
+        others: dict[int, str] = {}
+        while time.monotonic() < end and len(others) < self.size - 1:
+            for rank, member in enumerate(self.ranks):
+                if rank != self.rank and self.arena.said(member):
+                    others[rank] = self.arena.said(member)
+            time.sleep(1e-3)
+        for rank in range(self.size):
+            if rank != self.rank:
+                others.setdefault(rank, f"is at call {self._words[self._lines[rank] + _POSTED]}, and did not say which")
+        return self.mismatch(mine, others)
+
+    def _late(self) -> None:
+        """A peer that has left the region will never post: say so at once."""
+        region, active = self.arena.region(self.arena.rank)
+        if not active or not self._queue:
+            return
+        if not self.arena.said(self.arena.rank):
+            self.arena.say(f"waiting in {self._queue[0].what}")
+        needed = self._sequence - len(self._queue) + 1
+        for rank, member in enumerate(self.ranks):
+            if self._words[self._lines[rank] + _POSTED] >= needed:
+                continue
+            at, inside = self.arena.region(member)
+            if at > region or (at == region and not inside):
+                # It may have posted between the two looks.
+                if self._words[self._lines[rank] + _POSTED] >= needed:
+                    continue
+                raise CollectiveMismatch(
+                    message(
+                        f"rank {member} left the region without calling {self._queue[0].what}, "
+                        f"for which rank {self.arena.rank} waits",
+                        where=f"group {self.ranks}",
+                        remedy="every rank of the group must make the same collective calls",
+                    )
+                )
+
+    def _overdue(self, work: Work) -> BaseException:
+        error = super()._overdue(work)
+        lines = []
+        for rank, member in enumerate(self.ranks):
+            if rank != self.rank:
+                doing = self.arena.said(member) or "computing, not in a collective"
+                lines.append(f"\n  rank {member}: {doing} ({self._words[self._lines[rank] + _POSTED]} calls so far)")
+        return type(error)(f"{error.args[0]}{''.join(lines)}")
+
+    # -- collectives ------------------------------------------------------------------------------------------------------
+
+    def _exchange(
+        self, call: Call | None, sends: list[torch.Tensor | None], recvs: list[torch.Tensor | None]
+    ) -> Steps:
+        sequence, words = self._begin(), self._words
+        slot = self._slot(self.rank, sequence)
+        pieces = {id(piece): piece for piece in sends if piece is not None}
+        total = sum(piece.numel() + 63 & ~63 for piece in pieces.values())
+        offset = self._stage(sequence)
+        if total > _INLINE:
+            offset = self.arena.heap.allocate(total)
+            self._retired.append((sequence, offset, total))
+        placed: dict[int, int] = {}
+        for key, piece in pieces.items():
+            self.arena.tensor(offset, piece.numel(), torch.uint8).copy_(piece)
+            placed[key] = offset
+            offset += piece.numel() + 63 & ~63
+        for rank, piece in enumerate(sends):
+            words[slot + _TABLE + 2 * rank] = 0 if piece is None else placed[id(piece)]
+            words[slot + _TABLE + 2 * rank + 1] = 0 if piece is None else piece.numel()
+        self._post(sequence, call, 0)
+        yield self._posted(sequence, call)
+        for rank, target in enumerate(recvs):
+            entry = self._slot(rank, sequence) + _TABLE + 2 * self.rank
+            nbytes = words[entry + 1]
+            expected = 0 if target is None else target.numel()
+            if nbytes != expected:
+                # The sender can't see this: end it for all, as a mismatch would.
+                raise CollectiveMismatch(
+                    message(
+                        f"{call.text if call else 'a collective'}: rank {self.ranks[rank]} sends {nbytes} bytes, "
+                        f"rank {self.arena.rank} expects {expected}",
+                        where=f"group {self.ranks}",
+                        remedy="make the shapes of both sides agree",
+                    )
+                )
+            if target is not None:
+                target.copy_(self.arena.tensor(words[entry], nbytes, torch.uint8))
+        words[self._line + _READ] = sequence
+
+    def _all_reduce(self, call: Call, flat: torch.Tensor, op: str) -> Steps:
+        arena, words, numel, dtype = self.arena, self._words, flat.numel(), flat.dtype
+        nbytes = numel * dtype.itemsize
+        sequence = self._begin()
+        if nbytes <= ONE_PHASE_BYTES:
+            offset = self._stage(sequence)
+            if nbytes:
+                arena.tensor(offset, numel, dtype).copy_(flat)
+            self._post(sequence, call, offset)
+            yield self._posted(sequence, call)
+            parts = [arena.tensor(words[self._slot(r, sequence) + _OFFSET], numel, dtype) for r in range(self.size)]
+            result = reduce_in_order(parts, op, torch.empty_like(flat))
+            words[self._line + _REDUCED] = sequence
+            words[self._line + _READ] = sequence
+            return result
+
+        resident = arena.offset_of(flat)
+        if resident is None:
+            resident = arena.heap.allocate(nbytes)
+            arena.tensor(resident, numel, dtype).copy_(flat)
+            self._retired.append((sequence, resident, nbytes))
+        if self.rank == 0:
+            block, release = arena.result_block(nbytes, self.size)
+            slot = self._slot(0, sequence)
+            words[slot + _RESULT], words[slot + _RELEASE] = block, release
+        self._post(sequence, call, resident)
+        yield self._posted(sequence, call)
+        first = self._slot(0, sequence)
+        block, release = words[first + _RESULT], words[first + _RELEASE]
+        bounds = slice_bounds(numel, self.size)
+        start, end = bounds[self.rank], bounds[self.rank + 1]
+        parts = [
+            arena.tensor(words[self._slot(r, sequence) + _OFFSET] + start * dtype.itemsize, end - start, dtype)
+            for r in range(self.size)
+        ]
+        reduce_in_order(parts, op, arena.tensor(block + start * dtype.itemsize, end - start, dtype))
+        result = arena.lease(block, numel, dtype, release + self.rank)
+        words[self._line + _REDUCED] = sequence
+        yield lambda: self._all_past(_REDUCED, sequence)
+        words[self._line + _READ] = sequence
+        return result
+
+    # -- point to point ------------------------------------------------------------------------------------------------
+
+    def _ring(self, src: int, dst: int) -> int | None:
+        """First word of the ring of messages from `src` to `dst`, or None while the sender has not made it."""
+        ring = self._rings.get((src, dst))
+        if ring is None:
+            key = word_key("ring", self._key, src, dst)
+            found = self.arena.lookup(self.ranks[src], key)
+            if found is None and src == self.rank:
+                nbytes = (_RING_HEAD + _RING * _MESSAGE) * 8
+                found = self.arena.heap.allocate(nbytes)
+                self.arena.tensor(found, nbytes, torch.uint8).zero_()
+                self.arena.publish(key, found)
+            if found is None:
+                return None
+            ring = self._rings[src, dst] = found // 8
+        return ring
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
+        """Copy the bytes into the arena and post where they lie; the receiver marks the block as taken."""
+        words, nbytes = self._words, tensor.numel()
+        ring = self._ring(self.rank, dst)
+        assert ring is not None
+        number = self._sent.get(dst, 0)  # messages to one destination keep their order
+        self._sent[dst] = number + 1
+        while self._unread and words[self._unread[0][0] // 8]:
+            self.arena.heap.free(*self._unread.popleft())
+        block = self.arena.heap.allocate(_BLOCK_HEAD + nbytes)
+        words[block // 8] = 0
+        self.arena.tensor(block + _BLOCK_HEAD, nbytes, torch.uint8).copy_(tensor)
+        yield lambda: words[ring + _SENT] == number and number - words[ring + _PULLED] < _RING
+        at = ring + _RING_HEAD + (number % _RING) * _MESSAGE
+        words[at + _TAG], words[at + _AT], words[at + _NBYTES] = tag & _WORD, block, nbytes
+        words[ring + _SENT] = number + 1
+        self._unread.append((block, _BLOCK_HEAD + nbytes))
+
+    def _poll_messages(self) -> None:
+        """Note what has arrived, so that the senders' rings never fill up with messages nobody asks for yet."""
+        words = self._words
+        for src in range(self.size):
+            ring = self._ring(src, self.rank)
+            if ring is None:
+                continue
+            for number in range(words[ring + _PULLED], words[ring + _SENT]):
+                at = ring + _RING_HEAD + (number % _RING) * _MESSAGE
+                self._arrived.append((src, words[at + _TAG], words[at + _AT], words[at + _NBYTES]))
+                words[ring + _PULLED] = number + 1
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
+        matched: list[tuple[int, int, int, int]] = []
+
+        def arrived() -> bool:
+            for index, (source, its_tag, _, _) in enumerate(self._arrived):
+                if its_tag == tag & _WORD and src in (None, source):
+                    matched.append(self._arrived.pop(index))
+                    return True
+            return False
+
+        yield arrived
+        source, _, block, nbytes = matched[0]
+        if nbytes != tensor.numel():
+            raise CollectiveMismatch(
+                message(
+                    f"recv on rank {self.arena.rank} from rank {self.ranks[source]} with tag {tag}: sizes differ",
+                    got=f"a message of {nbytes} bytes",
+                    expected=f"{tensor.numel()} bytes",
+                    remedy="receive into a tensor of the sent shape and dtype",
+                )
+            )
+        tensor.copy_(self.arena.tensor(block + _BLOCK_HEAD, nbytes, torch.uint8))
+        self._words[block // 8] = 1
+        return source

@@ -1,0 +1,159 @@
+"""`Array`: a value on a mesh. The data stays on the ranks; what is here is its shape, its spec and how to get at it.
+
+The same type in the driver and in a launched rank. Where the data is differs, and is a *source*'s business:
+`LocalSource` has this rank's shard in hand, the driver's source (in `driver.py`) has a name for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..kernels.errors import SpecError, message
+from .spec import P
+
+
+class Source(Protocol):
+    """Where an Array's data is."""
+
+    def shape(self) -> tuple[int, ...]: ...
+    def dtype(self) -> torch.dtype: ...
+    def spec(self) -> P: ...
+    def shards(self) -> list[torch.Tensor]: ...
+    def full(self) -> torch.Tensor: ...
+    def local(self) -> torch.Tensor: ...
+
+
+class Array:
+    """A global value whose shards live on the ranks of a mesh.
+
+    Attributes:
+        mesh: the mesh that holds it.
+        shape: the global shape.
+        dtype: as in torch.
+        spec: how it is cut.
+        local: this rank's shard (only on a rank).
+
+    Getting at the values (`float`, `item`, `np.asarray`, `full`, `shards`) waits for the call that makes them, and
+    raises what went wrong in it.
+    """
+
+    __slots__ = ("__weakref__", "_deal", "_donated", "_source", "mesh")
+
+    def __init__(self, mesh: Any, source: Source, deal: Any = None):
+        self.mesh, self._source, self._deal = mesh, source, deal
+        self._donated: str | None = None
+
+    def _readable(self) -> Source:
+        if self._donated is not None:
+            raise SpecError(
+                message(
+                    f"this Array was donated to {self._donated} and its memory reused",
+                    remedy="use the value that the call returned, or leave the argument out of donate=",
+                )
+            )
+        return self._source
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._source.shape())
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._source.dtype()
+
+    @property
+    def spec(self) -> P:
+        return self._source.spec()
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self._readable().local()
+
+    def shards(self) -> list[torch.Tensor]:
+        """Each rank's local tensor, in rank order (on launched ranks a collective call)."""
+        return self._readable().shards()
+
+    def full(self) -> torch.Tensor:
+        """The global value as one torch tensor (on launched ranks a collective call, if it is sharded)."""
+        return self._readable().full()
+
+    def item(self) -> float | int | bool | complex:
+        """The only element, as a Python number."""
+        return self.full().item()
+
+    def __float__(self) -> float:
+        return float(self.item())  # type: ignore[arg-type]
+
+    def __int__(self) -> int:
+        return int(self.item())  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return bool(self.full())
+
+    def __complex__(self) -> complex:
+        return complex(self.item())
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d Array")
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        value = self.full()
+        if value.dtype is torch.bfloat16:
+            value = value.float()  # numpy has no bfloat16
+        return np.asarray(value.numpy(), dtype=dtype)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec else repr(self)
+
+    def __repr__(self) -> str:
+        if self._donated is not None:
+            return f"Array(donated to {self._donated})"
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"Array({kind}{list(self.shape)}, {self.spec}, {self.mesh!r})"
+
+
+class LocalSource:
+    """This rank's shard in hand."""
+
+    def __init__(self, session: Any, tensor: torch.Tensor, spec: P, shape: tuple[int, ...]):
+        self._session, self._tensor, self._spec, self._shape = session, tensor, spec, shape
+
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    def dtype(self) -> torch.dtype:
+        return self._tensor.dtype
+
+    def spec(self) -> P:
+        return self._spec
+
+    def local(self) -> torch.Tensor:
+        return self._tensor
+
+    def full(self) -> torch.Tensor:
+        if not self._spec.entries:
+            return self._tensor.detach()
+        return self._session.layout.join(self.shards(), self._spec)
+
+    def shards(self) -> list[torch.Tensor]:
+        session = self._session
+        layout, spec = session.layout, self._spec
+        shapes = []
+        for rank in range(layout.size):
+            cuts = layout.slices(self._shape, spec, rank)
+            shape = list(self._shape)
+            for dim, cut in enumerate(cuts):
+                shape[dim] = cut.stop - cut.start
+            shapes.append(shape)
+        out = [torch.empty(shape, dtype=self._tensor.dtype) for shape in shapes]
+        session.comm().all_gather(out, self._tensor)
+        return out

@@ -1,0 +1,117 @@
+"""What went wrong on which rank, and the one exception that the user gets to see for it.
+
+Each rank reports a `Failure`; `combine` picks the cause (a rank that only gave up because another did is no
+cause), groups identical ones, and makes an exception of the original type whose cause prints the remote traceback.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import traceback
+from typing import Any
+
+import cloudpickle
+
+from ..kernels.callsite import from_user
+from ..kernels.errors import Aborted, CollectiveMismatch, PeerLost, RemoteError, message
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception as it travels: `kind` is "error", "aborted" (another rank's fault) or "interrupted"."""
+
+    kind: str
+    type_name: str
+    text: str
+    traceback: str
+    pickled: bytes | None
+
+
+class RemoteTraceback(Exception):
+    """Carries the traceback text of another process; shown as the cause of the exception raised here."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def capture(error: BaseException) -> Failure:
+    """Describe an exception so that another process can raise it."""
+    kind = "error"
+    if isinstance(error, Aborted):
+        kind = "aborted"
+    elif isinstance(error, KeyboardInterrupt):
+        kind = "interrupted"
+    text = "".join(traceback.format_exception(type(error), error, from_user(error.__traceback__)))
+    try:
+        pickled = cloudpickle.dumps(error.with_traceback(None))
+        pickle.loads(pickled)
+    except Exception:
+        pickled = None  # an exception whose class or arguments don't travel
+    return Failure(kind, type(error).__qualname__, str(error), text, pickled)
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """`rank 2`, `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def combine(failures: dict[int, Failure], lost: dict[int, str], mesh: str) -> BaseException:
+    """The exception to raise for one failed region.
+
+    Args:
+        failures: by rank, of the ranks that live.
+        lost: how each rank that died did so.
+        mesh: the mesh's description, for the message.
+    """
+    if lost:
+        ranks = sorted(lost)
+        ends = "; ".join(f"rank {rank} {lost[rank]}" for rank in ranks)
+        waiting = sorted(rank for rank, failure in failures.items() if failure.kind == "aborted")
+        others = f"; {ranks_text(waiting)} waited for it and gave up" if waiting else ""
+        return PeerLost(
+            message(
+                f"{ends}{others}",
+                where=mesh,
+                remedy="its values on this mesh are lost unless another rank holds the same; the mesh replaces it at the next call",
+            ),
+            ranks[0],
+        )
+    causes = {rank: failure for rank, failure in failures.items() if failure.kind == "error"}
+    if not causes:
+        return KeyboardInterrupt()
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, failure in sorted(causes.items()):
+        groups.setdefault((failure.type_name, failure.text), []).append(rank)
+    # A lost connection is often the echo of another rank's error.
+    order = sorted(groups, key=lambda key: (key[0] == "PeerLost", groups[key][0]))
+    first = causes[groups[order[0]][0]]
+    error: Any = None
+    if first.pickled is not None:
+        try:
+            error = pickle.loads(first.pickled)
+        except Exception:
+            error = None
+    if not isinstance(error, BaseException):
+        error = RemoteError(f"{first.type_name}: {first.text}")
+    who = ranks_text(groups[order[0]])
+    report = [f"on {who} of {mesh}:\n{first.traceback}"]
+    if not isinstance(error, CollectiveMismatch):
+        # A mismatch already tells every side; for the rest each group is told once.
+        for key in order[1:]:
+            failure = causes[groups[key][0]]
+            report.append(f"on {ranks_text(groups[key])} of {mesh}:\n{failure.traceback}")
+    error.__cause__ = RemoteTraceback("\n\n" + "\n".join(report))
+    error.__suppress_context__ = True
+    if len(order) > 1 and hasattr(error, "add_note"):
+        error.add_note(f"[raised on {who}; other ranks failed in another way, see above]")
+    elif hasattr(error, "add_note"):
+        error.add_note(f"[raised on {who} of {mesh}]")
+    return error

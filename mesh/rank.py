@@ -1,0 +1,120 @@
+"""A rank's side of a mesh: its communicators, how it enters and leaves a region, and how it gives up.
+
+The same object serves a rank of a driver (`worker.py` runs it) and a launched rank (the user's script runs it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..kernels.arena import Arena
+from ..kernels.communicator import Communicator
+from ..kernels.errors import SpecError, message
+from ..kernels.registry import make_communicator
+from .spec import Layout
+
+
+class RankSession:
+    """What one rank knows of its mesh.
+
+    Args:
+        layout: the axes.
+        rank: this process's place in it.
+        backend: the name under which the transport is registered.
+        watch: the arena, or the store's watch, through which aborts travel.
+        store: a `torch.distributed` store shared by all ranks, where the backend needs one.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        *,
+        backend: str,
+        watch: Any,
+        store: Callable[[], Any],
+        timeout: float,
+        seed: int,
+        launched: bool,
+    ):
+        self.layout, self.rank, self.backend = layout, rank, backend
+        self.watch, self.store, self.timeout, self.seed, self.launched = watch, store, timeout, seed, launched
+        self.regions = 0
+        self._comms: dict[tuple[tuple[int, ...], str], Communicator] = {}
+
+    @property
+    def arena(self) -> Arena | None:
+        return self.watch if isinstance(self.watch, Arena) else None
+
+    def axes(self, axis: str | tuple[str, ...] | None, *, what: str = "comm") -> tuple[str, ...]:
+        """`axis` as a checked tuple of axis names; None is all of them."""
+        axes = self.layout.names if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+        for name in axes:
+            if name not in self.layout.axes:
+                raise SpecError(
+                    message(
+                        f'{what} got an unknown "axis"',
+                        got=repr(name),
+                        expected=f"one of {self.layout.names}",
+                        where=self.where(),
+                        remedy="name an axis of the mesh",
+                    )
+                )
+        if len(set(axes)) < len(axes):
+            raise SpecError(message(f"{what} names an axis twice", got=repr(axes), remedy="name each axis once"))
+        return axes
+
+    def where(self) -> str:
+        """`rank 2 at (data=1, model=0)`."""
+        coords = ", ".join(f"{name}={index}" for name, index in self.layout.coords(self.rank).items())
+        return f"rank {self.rank} at ({coords})"
+
+    def comm(self, axis: str | tuple[str, ...] | None = None, channel: str = "main") -> Communicator:
+        """The communicator of the ranks that differ from this one in `axis` only."""
+        return self.comm_of(self.layout.group(self.rank, self.axes(axis)), channel)
+
+    def comm_of(self, ranks: tuple[int, ...], channel: str = "main") -> Communicator:
+        comm = self._comms.get((ranks, channel))
+        if comm is None:
+            comm = make_communicator(
+                self.backend,
+                ranks=ranks,
+                rank=self.rank,
+                watch=self.watch,
+                store=self.store,
+                timeout=self.timeout,
+                channel=channel,
+            )
+            self._comms[ranks, channel] = comm
+        return comm
+
+    def is_leased(self, tensor: torch.Tensor) -> bool:
+        return self.arena is not None and self.arena.is_leased(tensor)
+
+    @contextlib.contextmanager
+    def region(self, number: int) -> Iterator[None]:
+        """Tell the peers that this rank is in region `number`, so that they know whether to wait for it."""
+        if self.arena is None:
+            yield
+            return
+        self.arena.enter(number)
+        try:
+            yield
+        finally:
+            self.arena.leave()
+
+    def abort(self, text: str) -> None:
+        self.watch.abort(f"{self.where()}: {text}")
+
+    def renew(self, generation: int) -> None:
+        """Go on after a failure; every communicator opens afresh when it is next used."""
+        self.watch.generation = generation
+
+    def close(self) -> None:
+        for comm in self._comms.values():
+            comm.close()
+        self._comms.clear()

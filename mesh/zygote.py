@@ -1,0 +1,133 @@
+"""The zygote: a process that has imported torch and run nothing, from which ranks are forked.
+
+Why: `import torch` costs seconds and a fork of it milliseconds; and a fork of the user's own process, in which
+torch's thread pool has run, would hang. Invariants: one thread here, ever; when the driver goes, by whatever death,
+so do the zygote and all its ranks.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import gc
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(control_fd: int, driver_pid: int) -> None:
+    """Serve fork requests on the control socket until it closes."""
+    import torch  # noqa: F401  (what this process is for)
+
+    from . import worker
+
+    control = socket.socket(fileno=control_fd)
+    wake_read, wake_write = os.pipe()
+    for fd in (wake_read, wake_write):
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(wake_write)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    driver = os.pidfd_open(driver_pid)
+    gc.collect()
+    gc.freeze()  # pages of long-lived objects stay shared with the ranks
+    children: set[int] = set()
+    control.sendall(b"R")
+    while True:
+        readable, _, _ = select.select([control, wake_read, driver], [], [])
+        if driver in readable:
+            break
+        if wake_read in readable:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake_read, 4096)
+            _reap(control, children)
+        if control in readable:
+            request, fds = _receive(control)
+            if request is None:
+                break
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _die_with_parent()
+                for fd in (control.detach(), wake_read, wake_write, driver):
+                    os.close(fd)
+                code = 1
+                try:
+                    worker.main(request, fds)
+                    code = 0
+                except BaseException:
+                    sys.excepthook(*sys.exc_info())
+                finally:
+                    with contextlib.suppress(Exception):
+                        sys.stdout.flush()
+                        sys.stderr.flush()
+                    os._exit(code)
+            children.add(pid)
+            for fd in fds:
+                os.close(fd)
+            pidfd = os.pidfd_open(pid)
+            _send(control, {"pid": pid}, [pidfd])
+            os.close(pidfd)
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    os._exit(0)
+
+
+def _die_with_parent() -> None:
+    zygote = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != zygote:
+        os._exit(1)
+
+
+def _reap(control: socket.socket, children: set[int]) -> None:
+    while children:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        children.discard(pid)
+        _send(control, {"exited": pid, "status": os.waitstatus_to_exitcode(status)}, [])
+
+
+def _send(connection: socket.socket, message: Any, fds: list[int]) -> None:
+    data = pickle.dumps(message)
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    with contextlib.suppress(ConnectionError):
+        connection.sendmsg([len(data).to_bytes(8, "little")], rights)
+        connection.sendall(data)
+
+
+def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
+    """One message and its descriptors, or (None, []) at the end of the stream."""
+    try:
+        head, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(64), socket.MSG_WAITALL)
+    except ConnectionError:
+        return None, []
+    fds = array.array("i")
+    for _, _, content in ancillary:
+        fds.frombytes(content)
+    if len(head) < 8:
+        return None, []
+    data = b""
+    length = int.from_bytes(head, "little")
+    while len(data) < length:
+        piece = connection.recv(length - len(data))
+        if not piece:
+            return None, []
+        data += piece
+    return pickle.loads(data), list(fds)
+
+
+send_message, receive_message = _send, _receive

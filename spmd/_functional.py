@@ -1,0 +1,266 @@
+"""Modules as pure functions: the weights leave the module and come back as arguments.
+
+What is shipped to other processes is a skeleton: the module's code and structure with every parameter on the meta
+device, so that it weighs nothing and cannot be trained by mistake.
+Invariant: a call leaves no trace. Whatever `forward` rebinds (parameters, buffers, attributes) is put back after it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from .kernels.errors import SpecError, SpmdError, message
+
+
+def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]]:
+    """Split a module into a pure function of its parameters, and those parameters.
+
+    >>> apply, params = functional(nn.Linear(3, 1))
+    >>> {name: tuple(value.shape) for name, value in params.items()}
+    {'weight': (1, 3), 'bias': (1,)}
+    >>> apply({"weight": torch.ones(1, 3), "bias": torch.zeros(1)}, torch.tensor([1.0, 2.0, 3.0]))
+    tensor([6.])
+
+    Args:
+        module: any module; it stays as it is. `apply` keeps the train/eval mode that every submodule has now.
+
+    Returns:
+        `apply(params, *args, **kwargs)`, which gives what `module(*args, **kwargs)` would, and can be pickled; and the
+        parameters by name: copies, a tied one once under its first name, a frozen one (`requires_grad=False`) still an
+        `nn.Parameter`. Buffers are constants of `apply`: batch norm in train mode normalises by the batch and updates
+        nothing (`functional_with_buffers` does).
+
+    Raises:
+        SpecError: `module` is no module, or has uninitialised lazy parameters; later, `params` has other names.
+        SpmdError: `module` cannot be copied.
+
+    Source: `torch.func.functional_call`, and the Flax/Haiku `init`/`apply` pair.
+    """
+    _check(module)
+    return Apply(_skeleton(module, dict(module.named_parameters()))), _values(module)
+
+
+def functional_with_buffers(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Tensor]]:
+    """Split a module into a pure function of its parameters and buffers, those parameters, and those buffers.
+
+    >>> apply, params, buffers = functional_with_buffers(nn.BatchNorm1d(2, momentum=0.5))
+    >>> out, new = apply(params, buffers, torch.tensor([[0.0, 2.0], [4.0, 2.0]]))
+    >>> buffers["running_mean"], new["running_mean"]
+    (tensor([0., 0.]), tensor([1., 1.]))
+
+    Args:
+        module: any module; it stays as it is. `apply` keeps the train/eval mode that every submodule has now.
+
+    Returns:
+        `apply(params, buffers, *args, **kwargs) -> (out, new_buffers)`, which leaves `buffers` as they are; the
+        parameters as in `functional`; and the buffers by name, persistent or not: copies, a tied one once.
+
+    Raises:
+        SpecError: `module` is no module, or has uninitialised lazy parameters; later, `params` or `buffers` have other
+            names.
+        SpmdError: `module` cannot be copied.
+
+    Source: `torch.func.functional_call`, and the mutable collections of Flax.
+    """
+    _check(module)
+    buffers = dict(module.named_buffers())
+    skeleton = _skeleton(module, dict(module.named_parameters()), buffers)
+    return ApplyWithBuffers(skeleton), _values(module), {name: b.detach().clone() for name, b in buffers.items()}
+
+
+class Apply:
+    """The function that `functional` returns: a skeleton, and runnable copies of it made on demand."""
+
+    def __init__(self, skeleton: nn.Module):
+        self.skeleton = skeleton
+        self._idle: list[_Runner] = []
+
+    def __reduce__(self):
+        if any(parametrize.is_parametrized(submodule) for submodule in self.skeleton.modules()):
+            return _load_parametrized, (type(self), _without_parametrized_classes(self.skeleton))
+        return type(self), (self.skeleton,)
+
+    def __repr__(self) -> str:
+        return f"apply({type(self.skeleton).__name__})"
+
+    def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
+        return self._call(params, None, args, kwargs)[0]
+
+    def _call(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None, args: tuple, kwargs: dict):
+        # A runner serves one call at a time: another thread, or a call from within the call, gets its own.
+        try:
+            runner = self._idle.pop()
+        except IndexError:
+            runner = _Runner(_duplicate(self.skeleton))
+        try:
+            return runner.run(params, buffers, args, kwargs)
+        finally:
+            self._idle.append(runner)
+
+
+class ApplyWithBuffers(Apply):
+    """The function that `functional_with_buffers` returns."""
+
+    def __call__(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        return self._call(params, buffers, args, kwargs)
+
+
+class _Runner:
+    """A copy of a skeleton that is lent parameters and buffers for the length of a call.
+
+    It does what `torch.func.functional_call` does with the look-up of every name done once, and also puts back
+    what `forward` assigned: otherwise a cached activation would keep the graph of one call alive until the next.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.params = _places(module, "_parameters", dict(module.named_parameters()))
+        self.constants = dict(module.named_buffers())
+        self.buffers = _places(module, "_buffers", self.constants)
+        submodules = list(module.modules())
+        tables = [getattr(m, table) for m in submodules for table in ("_parameters", "_buffers")]
+        self.saved = [(table, table.copy()) for table in (*tables, *(vars(m) for m in submodules))]
+
+    def run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None, args: tuple, kwargs: dict):
+        _check_names("params", params, self.params)
+        if buffers is not None:
+            _check_names("buffers", buffers, self.buffers)
+        lent = self.constants if buffers is None else buffers
+        try:
+            for name, places in self.params.items():
+                for table, key in places:
+                    table[key] = params[name]
+            for name, places in self.buffers.items():
+                buffer = lent[name].clone()
+                for table, key in places:
+                    table[key] = buffer
+            out = self.module(*args, **kwargs)
+            return out, {name: places[0][0][places[0][1]] for name, places in self.buffers.items()}
+        finally:
+            for table, entries in self.saved:
+                if len(table) != len(entries):
+                    table.clear()
+                table.update(entries)
+
+
+def _places(module: nn.Module, table: str, tensors: dict[str, Tensor]) -> dict[str, list[tuple[dict, str]]]:
+    """Every (table, key) at which each tensor sits: more than one where tensors are tied."""
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    places: dict[str, list[tuple[dict, str]]] = {name: [] for name in tensors}
+    for submodule in module.modules():
+        entries = getattr(submodule, table)
+        for key, tensor in entries.items():
+            if tensor is not None:
+                places[names[id(tensor)]].append((entries, key))
+    return places
+
+
+def _skeleton(module: nn.Module, *emptied: dict[str, Tensor]) -> nn.Module:
+    """A copy of `module` in which each of the `emptied` tensors is a twin without memory, tied as before."""
+    memo: dict[int, Any] = {}
+    for tensors in emptied:
+        for tensor in tensors.values():
+            twin = torch.empty_like(tensor.detach(), device="meta")
+            memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+    for submodule in module.modules():
+        for value in vars(submodule).values():
+            # Left by a forward pass, for instance by weight norm: deepcopy refuses a tensor with a history.
+            if isinstance(value, Tensor) and value.grad_fn is not None and id(value) not in memo:
+                memo[id(value)] = value.detach().clone()
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise SpmdError(
+            message(
+                f"functional cannot copy the module {type(module).__name__}",
+                got=f"{type(error).__name__}: {error}",
+                remedy="keep open files, locks and tensors with a history out of its attributes",
+            )
+        ) from error
+
+
+def _duplicate(skeleton: nn.Module) -> nn.Module:
+    """A copy with the same constants: nothing writes to them, and storage pickles with its address."""
+    return copy.deepcopy(skeleton, {id(buffer): buffer for buffer in skeleton.buffers()})
+
+
+def _without_parametrized_classes(skeleton: nn.Module) -> nn.Module:
+    """A copy with the classes from before `register_parametrization`, whose own made-up ones refuse to be pickled."""
+    plain = _duplicate(skeleton)
+    for submodule in list(plain.modules()):
+        submodule.__class__ = parametrize.type_before_parametrizations(submodule)
+    return plain
+
+
+def _load_parametrized(apply: type[Apply], skeleton: nn.Module) -> Apply:
+    for submodule in list(skeleton.modules()):
+        names = vars(submodule)["_modules"].get("parametrizations")
+        if isinstance(names, nn.ModuleDict):
+            parametrize._inject_new_class(submodule)
+            for name in names:
+                parametrize._inject_property(submodule, name)
+    return apply(skeleton)
+
+
+def _values(module: nn.Module) -> dict[str, Tensor]:
+    values: dict[str, Tensor] = {}
+    for name, param in module.named_parameters():
+        value = param.detach().clone()
+        values[name] = value if param.requires_grad else nn.Parameter(value, requires_grad=False)
+    return values
+
+
+def _check(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        hint = f"call it first, functional({module.__name__}(...))" if isinstance(module, type) else "pass a module"
+        raise SpecError(
+            message(
+                "functional got an unexpected type for argument 'module'",
+                expected="a torch.nn.Module",
+                got=repr(module) if isinstance(module, type) else type(module).__name__,
+                remedy=hint,
+            )
+        )
+    if any(isinstance(submodule, torch.jit.ScriptModule) for submodule in module.modules()):
+        raise SpmdError(
+            message("functional cannot empty a scripted module", remedy="pass the module from before torch.jit.script")
+        )
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise SpecError(
+                message(
+                    f"functional got a module whose {name!r} is not initialised yet",
+                    remedy="run the module once on a sample batch, so that its lazy layers learn their shapes",
+                )
+            )
+
+
+def _check_names(argument: str, given: Any, expected: Mapping[str, Any]) -> None:
+    if not isinstance(given, Mapping):
+        raise SpecError(
+            message(
+                f"apply got an unexpected type for argument {argument!r}",
+                expected=f"a dictionary with the {len(expected)} names that functional returned",
+                got=type(given).__name__,
+            )
+        )
+    if given.keys() == expected.keys():
+        return
+    missing = [name for name in expected if name not in given]
+    extra = [name for name in given if name not in expected]
+    problem = f"misses {missing[0]!r}" if missing else f"has an unexpected {extra[0]!r}"
+    raise SpecError(
+        message(
+            f"argument {argument!r} of apply {problem}",
+            got=f"{len(missing)} missing: {missing[:5]}, {len(extra)} unexpected: {extra[:5]}",
+            remedy="pass the dictionary that functional returned, with every value under its own name",
+        )
+    )

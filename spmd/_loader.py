@@ -1,0 +1,188 @@
+"""`Loader`: batches of a dataset, read on the ranks, each rank its own samples.
+
+The driver sends positions, not data: the dataset goes to the ranks once, and which samples a rank reads follows from
+the sampler alone. Invariant: the batches depend on the sampler's arguments, never on how far reading ahead has got.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from .kernels.arena import word_key
+from .kernels.errors import SpecError, message
+from .mesh import trees
+from .mesh.mesh import Mesh, resolve
+from .mesh.placing import Deal, as_tensor, fill
+from .mesh.rank import RankSession
+from .mesh.region import Leaving
+from .mesh.spec import P
+from .transforms import Sampler
+
+
+class Loader:
+    """Iterate over one epoch of minibatches, as Arrays that are already on the ranks.
+
+    >>> with Mesh({"data": 2}) as mesh:
+    ...     loader = Loader({"x": torch.arange(10)}, batch_size=4, shuffle=False, mesh=mesh)
+    ...     [batch["x"].shards() for batch in loader][-1]
+    [tensor([8]), tensor([9])]
+
+    Args:
+        dataset: a dict, tuple, named tuple or single one of tensors or arrays that share dimension 0; or any map-style
+            dataset (`len(d)`, `d[i]`; a list is one), whose samples are collated.
+        batch_size: samples in a minibatch, over all ranks.
+        mesh: None is the enclosing or default mesh.
+        seed, shuffle, drop_last: as in `Sampler`.
+        collate_fn: makes a batch of a list of samples; None is torch's default.
+        prefetch: batches to have read ahead.
+        shards: deal by this many virtual shards.
+
+    Iterating yields the batches of one epoch, sharded over the axis "data" (the first axis, if there is none of that
+    name), and moves on to the next epoch at its end. `len()` is steps per epoch.
+
+    Raises:
+        SpecError: the dataset's leaves differ in length, or a bad number.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        mesh: Mesh | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate_fn: Callable[[list], Any] | None = None,
+        prefetch: int = 2,
+        shards: int | None = None,
+    ):
+        if prefetch < 0:
+            raise SpecError(message("Loader got a bad prefetch", got=prefetch, expected="at least 0"))
+        tree = _tensors(dataset) if collate_fn is None else None
+        self.dataset, self.prefetch, self.shards = dataset, prefetch, shards
+        length = len(dataset) if tree is None else trees.leaves(tree)[0].shape[0]
+        self.sampler = Sampler(length, batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
+        self._mesh = mesh
+        self._reader = _Reader(dataset if tree is None else tree, tree is None, collate_fn, self.sampler, shards)
+        self._epoch = 0
+        self._yielded = 0
+        self._resume = 0
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position of the next batch; it means the same at any number of ranks."""
+        return {"epoch": self._epoch, "step": self._yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a position that `state_dict` gave.
+
+        Raises:
+            SpecError: there is no such position.
+        """
+        epoch, step = int(state["epoch"]), int(state["step"])
+        if epoch < 0 or not 0 <= step <= len(self):
+            raise SpecError(
+                message("Loader got a bad state", got=state, expected=f"epoch from 0 on, step 0 to {len(self)}")
+            )
+        self._epoch, self._yielded, self._resume = epoch, step, step
+
+    def __iter__(self) -> Iterator[Any]:
+        mesh = resolve(self._mesh)
+        axis = "data" if "data" in mesh.axes else next(iter(mesh.axes))
+        epoch, first = self._epoch, self._resume
+        self._resume, self._yielded = 0, first
+        pending: deque[Callable[[], Any]] = deque()
+        steps = iter(range(first, len(self)))
+
+        def ask() -> None:
+            for step in steps:
+                deal = Deal((epoch, step), self.shards)
+                pending.append(fill(mesh, "the Loader's dataset", self._reader, (axis, epoch, step), deal))
+                return
+
+        for _ in range(self.prefetch if mesh.is_driver else 0):
+            ask()
+        while True:
+            ask()
+            if not pending:
+                break
+            batch = pending.popleft()()
+            self._yielded += 1
+            if self._yielded == len(self):
+                self._epoch, self._yielded = epoch + 1, 0
+            yield batch
+
+    def __repr__(self) -> str:
+        return f"Loader({self.sampler!r}, shards={self.shards})"
+
+
+def _tensors(dataset: Any) -> Any:
+    """The dataset as a tree of tensors with one length, or None if it is map-style."""
+    if isinstance(dataset, list | torch.utils.data.Dataset):
+        return None
+    leaves = [as_tensor(leaf) for leaf in trees.leaves(dataset)]
+    if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, dict | tuple):
+            return None
+        raise SpecError(
+            message(
+                "Loader got a dataset that it can't read",
+                got=type(dataset).__name__,
+                expected="a dict, tuple or single one of tensors or arrays, or a map-style dataset",
+            )
+        )
+    lengths = [leaf.shape[0] if leaf.dim() else None for leaf in leaves]
+    if None in lengths or len(set(lengths)) > 1:
+        listed = ", ".join(f"{path or 'the whole'}: {n}" for path, n in zip(trees.paths(dataset), lengths, strict=True))
+        raise SpecError(message("the leaves of the dataset differ in length", got=listed, remedy="make dimension 0 agree"))
+    return trees.map(as_tensor, dataset)
+
+
+class _Reader:
+    """Reads a rank's part of a minibatch; shipped to the ranks once."""
+
+    def __init__(self, data: Any, map_style: bool, collate: Any, sampler: Sampler, shards: int | None):
+        self.data, self.map_style, self.collate = data, map_style, collate
+        self.sampler, self.shards = sampler, shards
+
+    def __call__(self, session: RankSession, axis: str, epoch: int, step: int) -> tuple[Any, list[Any], list[Leaving]]:
+        parts, mine = session.layout.axes[axis], session.layout.coords(session.rank)[axis]
+        ids = self.sampler.shard(epoch, step, mine, parts, self.shards)
+        total = min(self.sampler.batch_size, self.sampler.length - step * self.sampler.batch_size)
+        batch = self._collated(ids, session, epoch, step) if self.map_style else trees.map(lambda x: x[ids], self.data)
+        leaves, treedef = trees.flatten(batch)
+        spec = P(axis)
+        said = []
+        for index, leaf in enumerate(leaves):
+            leaf = leaves[index] = as_tensor(leaf)
+            if isinstance(leaf, torch.Tensor) and leaf.dim():
+                said.append(Leaving(spec, tuple(leaf.shape), leaf.dtype, whole=(total, *leaf.shape[1:])))
+            elif isinstance(leaf, torch.Tensor):
+                said.append(Leaving(P(), tuple(leaf.shape), leaf.dtype))
+            else:
+                said.append(Leaving(None, value=leaf))
+        return treedef, leaves, said
+
+    def _collated(self, ids: torch.Tensor, session: RankSession, epoch: int, step: int) -> Any:
+        collate = default_collate if self.collate is None else self.collate
+        state = torch.get_rng_state(), np.random.get_state()
+        key = word_key("loader", self.sampler.seed, epoch, step, session.rank)
+        torch.manual_seed(key)
+        np.random.seed(key & 0xFFFFFFFF)
+        try:
+            if len(ids):
+                return collate([self.data[int(i)] for i in ids])
+            # A rank without samples still needs the batch's structure: that of any sample, with none of it.
+            return trees.map(lambda x: x[:0] if isinstance(x, torch.Tensor) and x.dim() else x, collate([self.data[0]]))
+        finally:
+            torch.set_rng_state(state[0])
+            np.random.set_state(state[1])

@@ -1,0 +1,359 @@
+"""Any `torch.optim` optimizer as two pure functions: `init` makes its state, `step` makes new parameters and state.
+
+The torch optimizer itself does the arithmetic, so the bits are its own: an `Engine` lends it copies of the parameters
+and of their state for the length of a call, and takes them back as the results.
+Invariant: inputs keep their values, outputs are new tensors, and between two calls an engine holds none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from . import _sharded_optimizer as sharded
+from ._sharded_optimizer import Axis, Leaf, State
+from .kernels.errors import SpecError, SpmdError, message
+from .mesh import trees
+from .mesh.array import Array
+
+
+class Optimizer(NamedTuple):
+    """A pair: `init(params) -> opt_state` and `step(params, grads, opt_state) -> (params, opt_state)`."""
+
+    init: Callable[[Any], dict[str, Any]]
+    step: Callable[[Any, Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
+
+
+def optimizer(cls: type[torch.optim.Optimizer], *, shard: Axis | None = None, **hyper: Any) -> Optimizer:
+    """Make pure `init` and `step` functions of a torch optimizer class.
+
+    >>> opt = optimizer(torch.optim.SGD, lr=0.5, momentum=0.5)
+    >>> params = {"w": torch.tensor([1.0, 2.0]), "name": "linear"}
+    >>> opt_state = opt.init(params)
+    >>> params, opt_state = opt.step(params, {"w": torch.tensor([2.0, 0.0]), "name": None}, opt_state)
+    >>> params
+    {'w': tensor([0., 2.]), 'name': 'linear'}
+    >>> opt_state["state"]
+    {"['w']": {'momentum_buffer': tensor([2., 0.])}}
+    >>> opt_state["hyper"]["lr"] = 0.25  # a schedule: any step may have its own
+    >>> opt.step(params, {"w": torch.tensor([0.0, 4.0]), "name": None}, opt_state)[0]
+    {'w': tensor([-0.2500,  1.0000]), 'name': 'linear'}
+
+    Args:
+        cls: a subclass of `torch.optim.Optimizer` whose `step` needs no closure.
+        shard: a mesh axis (or several). Inside a region each rank then updates one slice of the flattened parameters,
+            keeps the state of that slice only, and gathers the new parameters from all ranks. For optimizers that
+            treat every element alike. Outside a region it changes nothing.
+        hyper: keyword arguments of `cls`. Numbers and tuples of numbers start out in `opt_state["hyper"]`, from which
+            every step reads them; the others (`foreach`, `maximize`, ...) are fixed.
+
+    Returns:
+        `Optimizer(init, step)`. `params` is any tree and `grads` a tree like it. Frozen parameters (`nn.Parameter` with
+        `requires_grad=False`), integer tensors and leaves that are no tensors come back as they are, and so does a
+        leaf whose gradient is `None`. `opt_state` is `{"state": {path: {name: value}}, "hyper": {name: number}}`; its
+        state is filled when torch fills it, at the first step for most classes.
+
+    Raises:
+        SpecError: `cls` is no optimizer class, does not take these keywords or values, or cannot be sharded; later,
+            parameters, gradients and state do not fit one another.
+        SpmdError: the `step` of `cls` needs a closure (LBFGS).
+
+    Source: the `init`/`update` pair of optax; for `shard`, ZeRO stage 1, https://arxiv.org/abs/1910.02054.
+    """
+    _check_class(cls)
+    if shard is not None:
+        sharded.check(cls, shard)
+    _check_keywords(cls, hyper)
+    engine = Engine(cls, hyper)
+    engine.hyper()  # makes an instance, so that torch refuses a bad value here and not in the first step
+    return Optimizer(functools.partial(_init, engine, shard), functools.partial(_step, engine, shard))
+
+
+class Engine:
+    """Instances of one torch optimizer class, each lent to one call at a time."""
+
+    def __init__(self, cls: type[torch.optim.Optimizer], options: dict[str, Any]):
+        self.cls = cls
+        self.options = options
+        self._idle: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = []
+
+    def __reduce__(self):
+        return Engine, (self.cls, self.options)
+
+    def hyper(self) -> dict[str, Any]:
+        """The numeric hyper-parameters with their starting values."""
+        instance, options = self._take()
+        self._idle.append((instance, options))
+        return {name: value for name, value in options.items() if _is_numeric(value)}
+
+    def create(self, leaves: Sequence[Leaf]) -> list[State]:
+        """The state that the constructor makes; most classes make none before the first step."""
+        if not leaves:
+            return []
+        params = [leaf.param.detach() for leaf in leaves]
+        instance = self._construct(params)
+        return [dict(instance.state.get(param, {})) for param in params]
+
+    def update(
+        self, leaves: Sequence[Leaf], states: Sequence[State], hyper: Mapping[str, Any]
+    ) -> tuple[list[Tensor], list[State], dict[str, Any]]:
+        """One step on copies: the new parameters, states and hyper-parameters. Leaves without gradient pass through."""
+        instance, options = self._take()
+        lent = _lent(options, hyper)
+        active = [index for index, leaf in enumerate(leaves) if leaf.grad is not None]
+        kept, treedef = trees.flatten([states[index] for index in active])
+        tensors = [value for value in kept if isinstance(value, Tensor)]
+        with torch.no_grad():
+            copies = _clones([*(leaves[index].param for index in active), *tensors])
+            stepped, rest = copies[: len(active)], iter(copies[len(active) :])
+            states, params = list(states), [leaf.param for leaf in leaves]
+            for index, param, state in zip(
+                active,
+                stepped,
+                trees.unflatten(treedef, [next(rest) if isinstance(value, Tensor) else value for value in kept]),
+                strict=True,
+            ):
+                params[index] = param
+                param.grad = self._private(leaves[index].grad)
+                if state:
+                    instance.state[param] = state
+            group = instance.param_groups[0]
+            group.clear()
+            group.update(options, params=stepped, **lent)
+            if stepped:
+                instance.step()
+        for index, param in zip(active, stepped, strict=True):
+            param.grad = None
+            states[index] = instance.state.pop(param, {})
+        if instance.state:
+            raise SpmdError(
+                message(
+                    f"{self.cls.__name__} keeps state that belongs to no parameter",
+                    got=repr([*instance.state][:3]),
+                    remedy="keep it per parameter, or as a number in the defaults of its parameter group",
+                )
+            )
+        new_hyper = {name: hyper[name] if group[name] is lent[name] else group[name] for name in hyper}
+        group["params"] = []
+        # Not after an error: what the instance holds then goes with it.
+        self._idle.append((instance, options))
+        return params, states, new_hyper
+
+    def _private(self, grad: Any) -> Tensor:
+        # A class from elsewhere may clip or scale gradients in place; of torch's own, foreach SGD with nesterov does.
+        if self.cls is torch.optim.SGD and self.options.get("nesterov"):
+            keeps = not self.options.get("foreach") and grad.is_cpu
+        else:
+            keeps = self.cls.__module__.startswith("torch.optim")
+        return grad.detach() if keeps else grad.detach().clone()
+
+    def _take(self) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            instance = self._construct([torch.zeros(1, 1)])
+            instance.state.clear()
+            return instance, {name: value for name, value in instance.param_groups[0].items() if name != "params"}
+
+    def _construct(self, params: Sequence[Tensor]) -> torch.optim.Optimizer:
+        try:
+            return self.cls(params, **self.options)
+        except (ValueError, TypeError, RuntimeError) as error:
+            given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+            raise SpecError(
+                message(f"{self.cls.__name__} refuses its arguments: {error}", got=given or None)
+            ) from error
+
+
+def _init(engine: Engine, shard: Axis | None, params: Any) -> dict[str, Any]:
+    leaves, treedef = trees.flatten(params)
+    # In the driver a parameter may live on the ranks.
+    leaves = [leaf.full() if isinstance(leaf, Array) else leaf for leaf in leaves]
+    given = [Leaf(path, leaf) for path, leaf in zip(_paths(treedef), leaves, strict=True) if _is_trainable(leaf)]
+    if shard is not None:
+        return {"state": sharded.create(shard, engine, given), "hyper": engine.hyper()}
+    states = zip(given, engine.create(given), strict=True)
+    return {"state": {leaf.path: own for leaf, own in states if own}, "hyper": engine.hyper()}
+
+
+def _step(
+    engine: Engine, shard: Axis | None, params: Any, grads: Any, opt_state: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    leaves, treedef = trees.flatten(params)
+    given, places = [], []
+    for index, (path, leaf, grad) in enumerate(zip(_paths(treedef), leaves, _matched(treedef, grads), strict=True)):
+        if isinstance(leaf, Array):
+            remedy = "pass it as an argument of an @spmd function, and step there"
+            raise SpecError(message("opt.step works on a rank's tensors", got=f"an Array, params{path}", remedy=remedy))
+        if _is_trainable(leaf):
+            _check_grad(path, leaf, grad)
+            given.append(Leaf(path, leaf, grad))
+            places.append(index)
+    try:
+        state, hyper = opt_state["state"], opt_state["hyper"]
+    except (TypeError, KeyError, IndexError):
+        raise SpecError(
+            message(
+                "opt_state has an unexpected form",
+                got=repr([*opt_state]) if isinstance(opt_state, Mapping) else type(opt_state).__name__,
+                expected="{'state': ..., 'hyper': ...}",
+                remedy="pass what opt.init or opt.step returned",
+            )
+        ) from None
+    update = _update if shard is None else functools.partial(sharded.update, shard)
+    new_params, new_state, new_hyper = update(engine, given, state, hyper)
+    for index, leaf, new in zip(places, given, new_params, strict=True):
+        leaves[index] = new
+        _mark(new, leaf.param)
+    return trees.unflatten(treedef, leaves), {"state": new_state, "hyper": new_hyper}
+
+
+def _update(
+    engine: Engine, leaves: Sequence[Leaf], state: Mapping[str, State], hyper: Mapping[str, Any]
+) -> tuple[list[Tensor], dict[str, State], dict[str, Any]]:
+    """Step every leaf whole; state that has its parameter's shape is marked as the parameter is."""
+    sharded.check_state(state, {leaf.path for leaf in leaves})
+    new_params, states, new_hyper = engine.update(leaves, [state.get(leaf.path, {}) for leaf in leaves], hyper)
+    for leaf, own in zip(leaves, states, strict=True):
+        for value in own.values():
+            if isinstance(value, Tensor) and value.shape == leaf.param.shape:
+                _mark(value, leaf.param)
+    return new_params, {leaf.path: own for leaf, own in zip(leaves, states, strict=True) if own}, new_hyper
+
+
+def _mark(new: Tensor, old: Tensor) -> None:
+    """Carry over on which axes a value is cut; `value_and_grad` reads it."""
+    axes = getattr(old, "_spmd_axes", None)
+    if axes is not None:
+        new._spmd_axes = axes  # type: ignore[attr-defined]
+
+
+def _is_trainable(leaf: Any) -> bool:
+    if not isinstance(leaf, Tensor) or (isinstance(leaf, nn.Parameter) and not leaf.requires_grad):
+        return False
+    return leaf.is_floating_point() or leaf.is_complex()
+
+
+def _is_numeric(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(item is None or _is_numeric(item) for item in value)
+    return isinstance(value, numbers.Real | Tensor) and not isinstance(value, bool)
+
+
+def _lent(options: dict[str, Any], hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters as torch wants them: the user may have put a tensor for a number, a list for a tuple."""
+    expected = [name for name, value in options.items() if _is_numeric(value)]
+    if hyper.keys() != set(expected):
+        name = min(hyper.keys() ^ set(expected))
+        problem = f"opt_state['hyper'] {'misses' if name in expected else 'has an unknown'} {name!r}"
+        raise SpecError(message(problem, expected=f"the names {expected}", remedy="pass what opt.init returned"))
+
+    def lend(name: str, default: Any, value: Any) -> Any:
+        if isinstance(default, tuple) and isinstance(value, tuple | list) and len(value) == len(default):
+            return tuple(lend(name, *pair) for pair in zip(default, value, strict=True))
+        if isinstance(value, Tensor) and value.numel() == 1 and not isinstance(default, Tensor):
+            return value.item()
+        if value is not default and (isinstance(default, tuple) or isinstance(value, tuple) or not _is_numeric(value)):
+            problem = f"opt_state['hyper'][{name!r}] has an unexpected value"
+            raise SpecError(message(problem, got=repr(value), expected=f"something like {default!r}"))
+        return value
+
+    return {name: lend(name, options[name], value) for name, value in hyper.items()}
+
+
+def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    if not hasattr(torch, "_foreach_clone"):
+        return [tensor.clone() for tensor in tensors]
+    # On an accelerator it copies all tensors of one kind in one launch.
+    kinds: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        kinds.setdefault(None if tensor.is_cpu else (tensor.device, tensor.dtype), []).append(index)
+    clones = list(tensors)
+    for indices in kinds.values():
+        for index, clone in zip(indices, torch._foreach_clone([tensors[index] for index in indices]), strict=True):
+            clones[index] = clone
+    return clones
+
+
+@functools.lru_cache(maxsize=64)
+def _paths(treedef: optree.PyTreeSpec) -> list[str]:
+    return [accessor.codify("") for accessor in treedef.accessors()]
+
+
+def _matched(treedef: optree.PyTreeSpec, grads: Any) -> list[Any]:
+    """The gradients, in the order of the parameters."""
+    try:
+        return treedef.flatten_up_to(grads)
+    except (ValueError, TypeError) as error:
+        expected, got = _paths(treedef), trees.paths(grads)
+        missing = next((path for path in expected if path not in got), None)
+        extra = next((path for path in got if path not in expected), None)
+        problem = (
+            f"grads{missing} is missing"
+            if missing is not None
+            else f"grads{extra} belongs to no parameter"
+            if extra is not None
+            else str(error)
+        )
+        raise SpecError(
+            message(
+                f"grads has another structure than params: {problem}",
+                got=f"{len(got)} leaves",
+                expected=f"{len(expected)} leaves",
+                remedy="pass what value_and_grad gave for these parameters",
+            )
+        ) from None
+
+
+def _check_grad(path: str, param: Tensor, grad: Any) -> None:
+    if grad is None:
+        return
+    if not isinstance(grad, Tensor):
+        expected = "a tensor like its parameter, or None"
+        raise SpecError(message(f"grads{path} is no tensor", got=type(grad).__name__, expected=expected))
+    if grad.shape != param.shape or grad.dtype != param.dtype or grad.device != param.device:
+        got, expected = (f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (grad, param))
+        raise SpecError(message(f"grads{path} does not fit its parameter", got=got, expected=expected))
+
+
+def _check_class(cls: Any) -> None:
+    if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer) or cls is torch.optim.Optimizer:
+        raise SpecError(
+            message(
+                "optimizer got an unexpected argument 'cls'",
+                got=repr(cls),
+                expected="a subclass of torch.optim.Optimizer",
+                remedy="pass the class and its keywords, as in optimizer(torch.optim.AdamW, lr=1e-3)",
+            )
+        )
+
+
+def _check_keywords(cls: type[torch.optim.Optimizer], hyper: dict[str, Any]) -> None:
+    if any(argument.default is argument.empty for argument in _arguments(cls.step).values()):
+        raise SpmdError(
+            message(
+                f"{cls.__name__} evaluates a closure in its step, which a pure step(params, grads, state) has not",
+                remedy="take an optimizer that needs one gradient a step, such as AdamW, or use this one without spmd",
+            )
+        )
+    accepted = _arguments(cls.__init__)
+    accepted.pop("params", None)
+    open_ended = any(a.kind is a.VAR_KEYWORD for a in inspect.signature(cls.__init__).parameters.values())
+    unknown = next((name for name in hyper if name not in accepted and not open_ended), None)
+    missing = next((name for name, a in accepted.items() if a.default is a.empty and name not in hyper), None)
+    if unknown or missing:
+        problem = f"does not take {unknown!r}" if unknown else f"needs a value for {missing!r}"
+        raise SpecError(message(f"{cls.__name__} {problem}", expected=f"some of {[*accepted]}", got=f"{[*hyper]}"))
+
+
+def _arguments(method: Callable) -> dict[str, inspect.Parameter]:
+    """The named arguments after `self`."""
+    _, *rest = inspect.signature(method).parameters.values()
+    return {a.name: a for a in rest if a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)}

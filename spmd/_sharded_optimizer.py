@@ -1,0 +1,245 @@
+"""The optimizer of which every rank does, and keeps, one part: slices of the parameters laid end to end.
+
+Leaves of one dtype form a group. Each rank steps its slice of the group as if it were one parameter, keeps the state
+of that slice as `Sharded`, and gathers everyone's new slice. Leaves that are cut over the axis already (their
+`_spmd_axes` say so) are stepped whole where they are.
+Invariant: slices are cut at multiples of 64 elements and padded to equal length, so that vector tails fall in the same
+places at any number of ranks, and state of one number of ranks, fetched and put back, suits another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from . import transforms
+from .kernels.errors import MeshError, SpecError, message
+from .mesh.spec import P, Sharded
+
+Axis = str | tuple[str, ...]
+State = dict[str, Any]  # of one parameter: {"exp_avg": tensor, ...}
+
+REFUSED = {
+    "Adafactor": "factors the moments of whole matrices",
+    "LBFGS": "uses dot products of all parameters",
+    "Muon": "orthogonalises whole matrices",
+    "SparseAdam": "takes sparse gradients, which cannot be cut flat",
+}
+
+
+class Leaf(NamedTuple):
+    """A parameter to be optimised; its path names its state."""
+
+    path: str
+    param: Tensor
+    grad: Tensor | None = None
+
+
+class Engine(Protocol):
+    """What `_optimizer.Engine` does here."""
+
+    def create(self, leaves: Sequence[Leaf]) -> list[State]: ...
+    def update(
+        self, leaves: Sequence[Leaf], states: Sequence[State], hyper: Mapping[str, Any]
+    ) -> tuple[list[Tensor], list[State], dict[str, Any]]: ...
+
+
+def slice_length(numel: int, parts: int) -> int:
+    """The length of every slice with its padding: a multiple of 64.
+
+    >>> slice_length(200, 3)
+    128
+    """
+    return -(-numel // (64 * parts)) * 64
+
+
+def slice_bounds(numel: int, parts: int) -> list[tuple[int, int]]:
+    """Where each of `parts` slices of `numel` elements starts and stops: at multiples of 64, or at the end.
+
+    >>> slice_bounds(200, 2), slice_bounds(200, 3)
+    ([(0, 128), (128, 200)], [(0, 128), (128, 200), (200, 200)])
+    """
+    length = slice_length(numel, parts)
+    return [(min(part * length, numel), min((part + 1) * length, numel)) for part in range(parts)]
+
+
+def check(cls: type[torch.optim.Optimizer], shard: Any) -> None:
+    """Refuse an optimizer whose step mixes elements of a parameter, and an axis that is no axis."""
+    for base in cls.__mro__:
+        if base.__module__.startswith("torch.optim") and base.__name__ in REFUSED:
+            raise SpecError(
+                message(
+                    f"optimizer cannot shard {cls.__name__}, which {REFUSED[base.__name__]}",
+                    got=f"shard={shard!r}",
+                    remedy="leave shard out, or take an optimizer that treats every element alike, such as AdamW",
+                )
+            )
+    if not isinstance(shard, str) and not (isinstance(shard, tuple) and all(isinstance(name, str) for name in shard)):
+        raise SpecError(
+            message("optimizer got an unexpected argument 'shard'", got=repr(shard), expected="a mesh axis")
+        )
+
+
+def check_state(state: Mapping[str, Any], known: set[str]) -> None:
+    if unknown := state.keys() - known:
+        raise SpecError(
+            message(
+                "opt_state holds state of something that is no trainable parameter here",
+                got=f"opt_state['state'][{min(unknown)!r}]",
+                expected=f"some of {sorted(known)[:5]}",
+                remedy="pass what opt.init or opt.step returned for these parameters",
+            )
+        )
+
+
+@torch.no_grad()
+def create(axis: Axis, engine: Engine, leaves: Sequence[Leaf]) -> dict[str, State]:
+    """The state that the torch class makes in its constructor, of this rank's parts."""
+    parts = _parts(axis, leaves)
+    states = engine.create([part.leaf() for part in parts])
+    return {part.key: part.declare(own) for part, own in zip(parts, states, strict=True) if own}
+
+
+@torch.no_grad()
+def update(
+    axis: Axis, engine: Engine, leaves: Sequence[Leaf], state: Mapping[str, State], hyper: Mapping[str, Any]
+) -> tuple[list[Tensor], dict[str, State], dict[str, Any]]:
+    """Step this rank's parts, and gather the parameters."""
+    parts = _parts(axis, leaves)
+    check_state(state, {part.key for part in parts})
+    states = [part.localize(state.get(part.key, {})) for part in parts]
+    stepped, states, new_hyper = engine.update([part.leaf() for part in parts], states, hyper)
+    new_params: dict[str, Tensor] = {}
+    for part, new in zip(parts, stepped, strict=True):
+        new_params.update(part.join(new))
+    new_state = {part.key: part.declare(own) for part, own in zip(parts, states, strict=True) if own}
+    return [new_params[leaf.path] for leaf in leaves], new_state, new_hyper
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slice:
+    """This rank's slice, `start` to `stop`, of `leaves` laid end to end; padded to `length`, the same on all ranks."""
+
+    key: str
+    leaves: list[Leaf]
+    start: int
+    stop: int
+    length: int
+    numel: int
+    axis: Axis | None
+    """Over which the slices are gathered; `None` if this one is all there is."""
+    spec: P | None
+    """Of the state; `None` outside a region."""
+
+    def leaf(self) -> Leaf:
+        param = self._cut([leaf.param.reshape(-1) for leaf in self.leaves])
+        if all(leaf.grad is None for leaf in self.leaves):
+            return Leaf(self.key, param)
+        return Leaf(self.key, param, self._cut([_flat_grad(leaf) for leaf in self.leaves]))
+
+    def join(self, new: Tensor) -> dict[str, Tensor]:
+        flat = new if self.axis is None else transforms.all_gather(new, self.axis, dim=0, tiled=True)
+        sizes = [leaf.param.numel() for leaf in self.leaves]
+        joined = {}
+        for leaf, piece in zip(self.leaves, flat[: self.numel].split(sizes), strict=True):
+            piece = piece.view(leaf.param.shape)
+            if leaf.grad is None:
+                piece = leaf.param
+            elif not leaf.param.is_contiguous():
+                piece = torch.empty_like(leaf.param).copy_(piece)  # keeps the strides: channels last stays so
+            joined[leaf.path] = piece
+        return joined
+
+    def localize(self, own: State) -> State:
+        """State values as this rank's slice, be they given as that or (from elsewhere) as the whole."""
+        local = {}
+        for name, value in own.items():
+            value = value.local if isinstance(value, Sharded) else value
+            if isinstance(value, Tensor) and value.ndim and value.shape != (self.length,):
+                if value.ndim != 1 or value.numel() < self.numel:
+                    raise SpecError(
+                        message(
+                            f"opt_state['state'][{self.key!r}][{name!r}] does not fit the parameters",
+                            got=f"shape {tuple(value.shape)}",
+                            expected=f"({self.length},), this rank's slice, or ({self.numel},) or more, the whole",
+                            remedy="pass what opt.init or opt.step returned for these parameters",
+                        )
+                    )
+                value = self._cut([value[: self.numel]])
+            local[name] = value
+        return local
+
+    def declare(self, own: State) -> State:
+        spec = self.spec
+        return own if spec is None else {name: _declared(value, (self.length,), spec) for name, value in own.items()}
+
+    def _cut(self, tensors: Sequence[Tensor]) -> Tensor:
+        """This rank's slice of flat tensors laid end to end, without laying out the rest."""
+        pieces, offset = [], 0
+        for tensor in tensors:
+            pieces.append(tensor[max(self.start - offset, 0) : max(self.stop - offset, 0)])
+            offset += tensor.numel()
+        return torch.cat([*pieces, tensors[0].new_zeros(self.length - (self.stop - self.start))])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Whole:
+    """A leaf that is cut over the axis already, and stepped where it is."""
+
+    key: str
+    given: Leaf
+    spec: P
+
+    def leaf(self) -> Leaf:
+        return self.given
+
+    def join(self, new: Tensor) -> dict[str, Tensor]:
+        return {self.given.path: new}
+
+    def localize(self, own: State) -> State:
+        return {name: value.local if isinstance(value, Sharded) else value for name, value in own.items()}
+
+    def declare(self, own: State) -> State:
+        return {name: _declared(value, self.given.param.shape, self.spec) for name, value in own.items()}
+
+
+def _flat_grad(leaf: Leaf) -> Tensor:
+    if leaf.grad is None:  # the state of a shared slice has to see something
+        return leaf.param.new_zeros(()).expand(leaf.param.numel())
+    return (leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad).reshape(-1)
+
+
+def _declared(value: Any, shape: Sequence[int], spec: P) -> Any:
+    """A state value as `Sharded` if it is laid out as the parameter is; a count of steps stays plain."""
+    cut = isinstance(value, Tensor) and value.ndim > 0 and value.shape == shape
+    return Sharded(value, spec) if cut else value
+
+
+def _parts(axis: Axis, leaves: Sequence[Leaf]) -> list[Slice | Whole]:
+    """What this rank steps; in the same order on all ranks, as the gathering needs."""
+    names = (axis,) if isinstance(axis, str) else axis
+    try:
+        index, size, inside = transforms.axis_index(axis), transforms.axis_size(axis), True
+    except MeshError:
+        index, size, inside = 0, 1, False
+    parts: list[Slice | Whole] = []
+    groups: dict[tuple[torch.dtype, tuple[str, ...]], list[Leaf]] = {}
+    for leaf in leaves:
+        axes = tuple(sorted(getattr(leaf.param, "_spmd_axes", ())))
+        if inside and set(names) & set(axes):
+            parts.append(Whole(leaf.path, leaf, P(axes)))
+        else:
+            groups.setdefault((leaf.param.dtype, axes), []).append(leaf)
+    for (dtype, axes), members in groups.items():
+        numel = sum(leaf.param.numel() for leaf in members)
+        key = str(dtype).removeprefix("torch.") + "".join(f"/{name}" for name in axes)
+        gathered = axis if size > 1 and numel else None
+        # State differs over every axis that cuts the leaves, and over ours: dim 0 is cut over all of them.
+        spec = P((*names, *axes)) if inside else None
+        start, stop = slice_bounds(numel, size)[index]
+        parts.append(Slice(key, members, start, stop, slice_length(numel, size), numel, gathered, spec))
+    return parts

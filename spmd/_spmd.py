@@ -1,0 +1,216 @@
+"""`spmd`: the decorator that runs a function on every rank of a mesh."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .kernels.errors import SpecError, message
+from .mesh import trees
+from .mesh.array import Array
+from .mesh.mesh import Mesh, resolve
+from .mesh.placing import Call, call
+from .mesh.region import Program, current, is_spec
+from .mesh.spec import REPLICATED, P, Sharded
+
+CHECKS = ("first", "always", "never")
+
+
+def spmd(
+    f: Callable | None = None,
+    *,
+    mesh: Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    donate: str | Sequence[str] = (),
+    check: str = "first",
+) -> Any:
+    """Run `f` on every rank of a mesh, each on its own shards.
+
+    >>> with Mesh({"data": 2}) as mesh:
+    ...     total = spmd(lambda x: psum(x.sum(), "data"), in_specs=P("data"), mesh=mesh)
+    ...     float(total(torch.arange(4.0)))
+    6.0
+
+    Args:
+        f: a pure function of trees; inside it, tensors are this rank's local ones. Works bare and with arguments.
+        mesh: None is the enclosing or default mesh, looked up at each call.
+        in_specs: how the arguments are cut: one P for all, a tuple with a prefix tree for each positional argument, or a
+            dict by argument name. None (everywhere the default): Arrays as they are, other tensors replicated.
+        out_specs: how results form global values, a prefix tree; None is replicated.
+        donate: names of arguments whose memory the results may take over; the Arrays passed can't be read afterwards.
+        check: when replicas of a result are compared: on the "first" call of each signature, "always", "never".
+
+    Returns:
+        A function of the same arguments, whose tensors come back as `Array`.
+
+    Raises:
+        SpecError: a spec does not fit, a result differs between ranks. Whatever `f` raises on a rank, as its own type.
+    """
+    if f is None:
+        return functools.partial(
+            spmd, mesh=mesh, in_specs=in_specs, out_specs=out_specs, donate=donate, check=check
+        )
+    return Spmd(f, mesh, in_specs, out_specs, donate, check)
+
+
+class Spmd:
+    """What `spmd` returns: call it like the function it wraps."""
+
+    def __init__(
+        self, f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any, donate: str | Sequence[str], check: str
+    ):
+        functools.update_wrapper(self, f)
+        self._f, self._mesh, self._in_specs, self._out_specs = f, mesh, in_specs, out_specs
+        self._name = getattr(f, "__name__", type(f).__name__)
+        self._signature = inspect.signature(f)
+        self._donate = (donate,) if isinstance(donate, str) else tuple(donate)
+        self._check = check
+        for name in self._donate:
+            if name not in self._signature.parameters:
+                raise SpecError(
+                    message(
+                        f"spmd got a bad donate for {self._name}",
+                        got=repr(name),
+                        expected=f"one of ({', '.join(self._signature.parameters)})",
+                    )
+                )
+        if check not in CHECKS:
+            raise SpecError(message("spmd got a bad check", got=repr(check), expected=f"one of {CHECKS}"))
+        for what, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
+            for leaf in trees.leaves(specs, is_leaf=is_spec):
+                if leaf is not None and not isinstance(leaf, P):
+                    raise SpecError(
+                        message(f"spmd got bad {what} for {self._name}", got=repr(leaf), expected="P(...) or None as leaves")
+                    )
+        self._batch = getattr(f, "_spmd_batch", None)
+        self._program = Program(f, out_specs, self._name, None if self._batch is None else self._batch[2])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self._name}() {error}") from None
+        if current() is not None:
+            return self._inside(bound)
+        mesh = resolve(self._mesh)
+        request = Call(mesh, self._name, bound.args, bound.kwargs, self._specs(bound), self._batch_of(bound))
+        for spec in trees.leaves(self._out_specs, is_leaf=is_spec):
+            if spec is not None:
+                mesh.layout.check(spec, where=f"out_specs of {self._name}")
+        results = call(mesh, self._program, self._f, request, check=self._check, slot=self)
+        for name in self._donate:
+            for leaf in trees.leaves(bound.arguments.get(name)):
+                if isinstance(leaf, Array):
+                    leaf._donated = self._name
+        return results
+
+    def _batch_of(self, bound: inspect.BoundArguments) -> tuple[int | str, str] | None:
+        if self._batch is None:
+            return None
+        position, name, axis = self._batch
+        by_position = position is not None and position < len(bound.args)
+        return (position if by_position else name), axis
+
+    def _specs(self, bound: inspect.BoundArguments) -> Any:
+        """in_specs as a prefix of (args, kwargs)."""
+        specs = self._in_specs
+        args, kwargs = bound.args, bound.kwargs
+        if specs is None:
+            return None
+        if isinstance(specs, P):
+            return (tuple(specs for _ in args), {name: specs for name in kwargs})
+        if isinstance(specs, dict):
+            names = [*self._positional_names(len(args)), *kwargs]
+            for name in specs:
+                if name not in self._signature.parameters:
+                    raise SpecError(
+                        message(
+                            f"in_specs of {self._name} name an unknown argument",
+                            got=repr(name),
+                            expected=f"of ({', '.join(self._signature.parameters)})",
+                        )
+                    )
+            found = [specs.get(name) for name in names]
+            return tuple(found[: len(args)]), dict(zip(kwargs, found[len(args) :], strict=True))
+        specs = tuple(specs)
+        if len(specs) < len(args) or len(specs) > len(self._signature.parameters) and not self._variadic():
+            raise SpecError(
+                message(
+                    f"in_specs of {self._name} do not fit its arguments",
+                    got=f"{len(specs)} specs for {len(args)} positional arguments",
+                    remedy="give one entry per positional argument, or a dict by argument name",
+                )
+            )
+        rest = dict(zip([n for n in self._signature.parameters], specs, strict=False))
+        return specs[: len(args)], {name: rest.get(name) for name in kwargs}
+
+    def _variadic(self) -> bool:
+        return any(p.kind is p.VAR_POSITIONAL for p in self._signature.parameters.values())
+
+    def _positional_names(self, count: int) -> list[str]:
+        names: list[str] = []
+        for parameter in self._signature.parameters.values():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                names.extend([parameter.name] * (count - len(names)))
+            elif len(names) < count:
+                names.append(parameter.name)
+        return names
+
+    def _inside(self, bound: inspect.BoundArguments) -> Any:
+        """A call within a region: the body runs here and now, on what this rank has."""
+        region = current()
+        assert region is not None
+        layout, rank = region.session.layout, region.session.rank
+        if self._mesh is not None and region.mesh is not None and self._mesh is not region.mesh:
+            raise SpecError(
+                message(f"{self._name} is bound to another mesh than the region it is called in", got=repr(self._mesh))
+            )
+        tree = (bound.args, bound.kwargs)
+        specs = self._specs(bound)
+        if specs is not None:
+            flat = trees.broadcast_prefix(specs, tree, is_leaf=is_spec)
+            leaves, treedef = trees.flatten(tree)
+            for index, (leaf, spec) in enumerate(zip(leaves, flat, strict=True)):
+                if spec is not None and spec.entries:
+                    layout.check_shape(tuple(leaf.shape), spec, where=f"a nested call of {self._name}")
+                    leaves[index] = layout.cut(leaf, spec, rank)
+            tree = trees.unflatten(treedef, leaves)
+        return self._f(*tree[0], **tree[1])
+
+    def _spmd_lift(self, transform: Callable, argnums: Any, with_value: bool, has_aux: bool) -> Spmd:
+        """`grad` of this is the spmd function of the grad; gradients have their arguments' specs."""
+        inner = transform(self._f)
+        chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+        @functools.wraps(self._f)
+        def body(*args: Any, **kwargs: Any) -> Any:
+            out = inner(*args, **kwargs)
+            gradients = out[1] if with_value else out[0] if has_aux else out
+            several = (gradients,) if isinstance(argnums, int) else gradients
+            several = tuple(_declare(gradient, args[number]) for number, gradient in zip(chosen, several, strict=True))
+            gradients = several[0] if isinstance(argnums, int) else several
+            return (out[0], gradients) if with_value else (gradients, out[1]) if has_aux else gradients
+
+        if self._batch is not None:
+            body._spmd_batch = self._batch  # type: ignore[attr-defined]
+        return Spmd(body, self._mesh, self._in_specs, REPLICATED, (), self._check)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method: bound to its object, like any function."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"spmd({self._name})"
+
+
+def _declare(gradient: Any, argument: Any) -> Any:
+    """A gradient's tree with the specs of its argument's leaves declared."""
+
+    def one(leaf: Any, like: Any) -> Any:
+        spec = getattr(like, "_spmd_spec", None)
+        return Sharded(leaf, spec) if spec is not None and spec.entries else leaf
+
+    return trees.map(one, gradient, argument)

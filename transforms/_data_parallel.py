@@ -1,0 +1,143 @@
+"""`data_parallel`: split the batch over an axis, and make the step mean what it says on one device.
+
+All it does is to cut the argument called `batch` (unless that was done on the way in) and to say how much this
+rank's samples weigh; `grad` does the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..kernels.errors import SpecError, message
+from ..mesh import trees
+from ..mesh.region import Region, mark, marked, require
+from ..mesh.spec import split_sizes
+from ._collectives import psum
+
+
+def data_parallel(
+    f: Callable | None = None,
+    *,
+    axis: str = "data",
+    batch: str = "batch",
+    shards: int | None = None,
+    bucket_mb: float = 25.0,
+    wire_dtype: torch.dtype | None = None,
+) -> Any:
+    """Run a step on each rank's part of the batch; its gradients are those of the whole batch on one device.
+
+    Uneven and empty parts are exact: means are weighted by the number of samples. The step's values that are not
+    results of `value_and_grad` are local: `psum` or `pmean` what is to be returned.
+
+    Args:
+        f: the step; one of its arguments is the batch.
+        axis: the mesh axis to split over.
+        batch: the name of the argument to split, each leaf along dimension 0 (all leaves of one length).
+        shards: cut the global batch into this many virtual shards.
+        bucket_mb: largest gradient bucket, in MiB.
+        wire_dtype: dtype in which gradients travel, such as torch.bfloat16; None is their own.
+
+    Returns:
+        A function of the same arguments, to be called in a region or wrapped by `spmd`. Works bare and with arguments.
+
+    Raises:
+        SpecError: `f` has no such argument, or the batch's leaves differ in length.
+    """
+    if f is None:
+        return functools.partial(
+            data_parallel, axis=axis, batch=batch, shards=shards, bucket_mb=bucket_mb, wire_dtype=wire_dtype
+        )
+    if shards is not None:
+        raise SpecError(message("data_parallel(shards=) is not available yet", remedy="leave it out"))
+    if not bucket_mb > 0:
+        raise SpecError(message("data_parallel got a bad bucket_mb", got=bucket_mb, expected="MiB, more than 0"))
+    step = f
+    signature = inspect.signature(step)
+    which = _position(signature, batch, getattr(step, "__name__", "the step"))
+
+    @functools.wraps(step)
+    def parallel(*args: Any, **kwargs: Any) -> Any:
+        region = require("a data_parallel function")
+        region.session.axes(axis, what="data_parallel")
+        bound = signature.bind(*args, **kwargs)
+        if batch not in bound.arguments:
+            raise SpecError(
+                message(f"{parallel.__name__} was called without its batch", expected=f"an argument named {batch!r}")
+            )
+        part, local, total = _split(region, bound.arguments[batch], axis)
+        bound.arguments[batch] = part
+        before = region.totals, region.bucket_mb, region.wire_dtype
+        region.totals = {**region.totals, axis: (local, total)}
+        region.bucket_mb, region.wire_dtype = bucket_mb, wire_dtype
+        try:
+            return step(*bound.args, **bound.kwargs)
+        finally:
+            region.totals, region.bucket_mb, region.wire_dtype = before
+
+    def lift(transform: Callable, argnums: Any, with_value: bool, has_aux: bool) -> Callable:
+        """A transform of the parallel function is the parallel function of the transform."""
+        return data_parallel(
+            transform(step), axis=axis, batch=batch, shards=shards, bucket_mb=bucket_mb, wire_dtype=wire_dtype
+        )
+
+    parallel._spmd_batch = (which, batch, axis)  # type: ignore[attr-defined]
+    parallel._spmd_lift = lift  # type: ignore[attr-defined]
+    return parallel
+
+
+def _position(signature: inspect.Signature, batch: str, name: str) -> int | None:
+    """Where the batch comes among the positional arguments; None if it is keyword-only."""
+    for index, parameter in enumerate(signature.parameters.values()):
+        if parameter.name == batch:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                break
+            return None if parameter.kind is parameter.KEYWORD_ONLY else index
+    raise SpecError(
+        message(
+            f"{name} has no argument named {batch!r} to split",
+            got=f"({', '.join(signature.parameters)})",
+            remedy='name the batch with data_parallel(batch="...")',
+        )
+    )
+
+
+def _split(region: Region, tree: Any, axis: str) -> tuple[Any, int, int]:
+    """This rank's part of the batch, its number of samples, and that of the whole batch."""
+    session = region.session
+    parts, mine = session.layout.axes[axis], session.layout.coords(session.rank)[axis]
+    lengths: set[int] = set()
+    already = False
+
+    def cut(leaf: Any) -> Any:
+        nonlocal already
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.dim() == 0:
+            raise SpecError(message("a leaf of the batch has no dimension to split", remedy="pass it in another argument"))
+        if axis in (marked(leaf) or ()):
+            already = True
+            lengths.add(leaf.shape[0])
+            return leaf
+        sizes = split_sizes(leaf.shape[0], parts)
+        part = leaf[sum(sizes[:mine]) : sum(sizes[: mine + 1])]
+        lengths.add(part.shape[0])
+        return mark(part, (marked(leaf) or frozenset()) | {axis})
+
+    wholes = {leaf.shape[0] for leaf in trees.leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    tree = trees.map(cut, tree)
+    if len(lengths) > 1 or len(wholes) > 1:
+        raise SpecError(
+            message("the leaves of the batch differ in dimension 0", got=sorted(wholes), remedy="make them agree")
+        )
+    local = next(iter(lengths), 0)
+    if not already:
+        return tree, local, next(iter(wholes), 0)
+    if region.batch_total is not None and region.batch_axis == axis:
+        return tree, local, region.batch_total
+    return tree, local, int(psum(torch.tensor(local), axis))
+

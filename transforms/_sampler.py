@@ -1,0 +1,195 @@
+"""The sampler: which samples make up the minibatch of a step, as a pure function of (seed, epoch, step).
+
+It keeps no position, so any rank can ask for any step at any time: resuming is knowing (epoch, step), and running a
+step again after a failure gives the same samples. Invariant: within an epoch every id comes exactly once (at most
+once with `drop_last`), and the ranks' shards of a step are together the minibatch, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+
+import numpy as np
+import torch
+
+from ..kernels.errors import SpecError, message
+from ..mesh.spec import split_sizes
+from ._feistel import derive_key, permute
+
+_LONGEST = 2**63 - 1  # ids are torch.int64
+_ORDERS = ("feistel", "torch")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampler:
+    """Deals out the ids 0..length-1 of a data set in minibatches: shuffled, stateless, nothing padded or repeated.
+
+    >>> sampler = Sampler(10, 4, seed=1)
+    >>> len(sampler), [sampler.batch(0, step).tolist() for step in range(len(sampler))]
+    (3, [[5, 3, 1, 6], [9, 7, 2, 4], [0, 8]])
+    >>> [sampler.shard(0, 0, rank, 3).tolist() for rank in range(3)]
+    [[5, 6], [3], [1]]
+    >>> Sampler(10**12, 3).batch(epoch=3, step=10**11)
+    tensor([398702311439, 434228383181, 714206749297])
+
+    Args:
+        length: number of samples in the data set; 0 is allowed and gives no steps.
+        batch_size: number of samples of a minibatch over all ranks together, at least 1.
+        seed: any integer; with the epoch it determines the order.
+        shuffle: False gives the ids in sequence, in every epoch.
+        drop_last: leave out the last minibatch if it is short.
+        order: "feistel" computes the order per index, O(batch) time and memory at any length, unlike for every
+            (seed, epoch). "torch" is the order of `torch.utils.data.DistributedSampler`: O(length) memory, a shuffle
+            of `seed + epoch` (so seed 0 in epoch 1 is seed 1 in epoch 0), the last one used is kept.
+
+    Raises:
+        SpecError: an argument is out of its range.
+
+    Source:
+        `_feistel.permute` for the order; `torch.utils.data.DistributedSampler` for order="torch".
+    """
+
+    length: int
+    batch_size: int
+    _: dataclasses.KW_ONLY
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    order: str = "feistel"
+
+    def __post_init__(self) -> None:
+        # object.__setattr__: the fields are frozen; NumPy integers become Python's, which never overflow.
+        object.__setattr__(self, "length", _integer("Sampler", "length", self.length, 0, _LONGEST))
+        object.__setattr__(self, "batch_size", _integer("Sampler", "batch_size", self.batch_size, 1))
+        object.__setattr__(self, "seed", _integer("Sampler", "seed", self.seed))
+        if self.order not in _ORDERS:
+            raise SpecError(
+                message(
+                    'Sampler got an unknown value for argument "order"',
+                    expected=f"one of {_ORDERS}",
+                    got=repr(self.order),
+                    remedy='"feistel" for any length, "torch" for the order of DistributedSampler',
+                )
+            )
+
+    def __len__(self) -> int:
+        """Steps per epoch: the last one is short unless `batch_size` divides `length`, or is left out (`drop_last`)."""
+        steps, rest = divmod(self.length, self.batch_size)
+        return steps + (rest > 0 and not self.drop_last)
+
+    def batch(self, epoch: int, step: int) -> torch.Tensor:
+        """The ids of one minibatch, over all ranks.
+
+        >>> Sampler(6, 4, shuffle=False).batch(0, 1)
+        tensor([4, 5])
+
+        Args:
+            epoch: 0 or more; every epoch has its own order.
+            step: 0 to len(self) - 1.
+
+        Returns:
+            torch.int64 of shape [batch_size], or shorter at the end of the epoch; a new tensor at every call.
+
+        Raises:
+            SpecError: `epoch` or `step` is out of its range.
+        """
+        epoch, first, count = self._span("batch", epoch, step)
+        return self._ids(epoch, np.arange(first, first + count, dtype=np.uint64))
+
+    def shard(self, epoch: int, step: int, rank: int, size: int, shards: int | None = None) -> torch.Tensor:
+        """The part of `batch(epoch, step)` that belongs to one rank: `batch[rank::size]`.
+
+        With `shards=V` the minibatch is dealt to V virtual shards, `batch[v::V]`, and a rank has a contiguous block of
+        them, one after the other (longer blocks first where `size` does not divide V; no shards at all for the last
+        ranks where V < size). Which samples share a virtual shard then does not depend on the number of ranks.
+
+        >>> sampler = Sampler(8, 8, shuffle=False)
+        >>> [sampler.shard(0, 0, rank, 2).tolist() for rank in range(2)]
+        [[0, 2, 4, 6], [1, 3, 5, 7]]
+        >>> [sampler.shard(0, 0, rank, 2, shards=4).tolist() for rank in range(2)]
+        [[0, 4, 1, 5], [2, 6, 3, 7]]
+
+        Args:
+            epoch: 0 or more.
+            step: 0 to len(self) - 1.
+            rank: 0 to size - 1.
+            size: number of ranks that share the minibatch, at least 1.
+            shards: number of virtual shards, at least 1; None for one per rank.
+
+        Returns:
+            torch.int64 of one dimension; it may be empty, and its length may differ between ranks.
+
+        Raises:
+            SpecError: an argument is out of its range.
+        """
+        epoch, first, count = self._span("shard", epoch, step)
+        size = _integer("shard", "size", size, 1)
+        rank = _integer("shard", "rank", rank, 0, size - 1)
+        if shards is None:
+            return self._ids(epoch, _dealt(first, count, rank, size))
+        shards = _integer("shard", "shards", shards, 1)
+        blocks = split_sizes(shards, size)
+        start = sum(blocks[:rank])
+        # Shards from `count` on are empty: `shards` may be any number.
+        mine = [_dealt(first, count, shard, shards) for shard in range(start, min(start + blocks[rank], count))]
+        return self._ids(epoch, np.concatenate([np.empty(0, dtype=np.uint64), *mine]))
+
+    def _span(self, caller: str, epoch: int, step: int) -> tuple[int, int, int]:
+        """The checked epoch, the first position of the step in the epoch's order, and the number of positions."""
+        epoch = _integer(caller, "epoch", epoch, 0)
+        step, steps = _integer(caller, "step", step), len(self)
+        if not 0 <= step < steps:
+            raise SpecError(
+                message(
+                    f"{caller} got a step outside the epoch",
+                    expected=f"0 <= step < {steps}" if steps else "no step at all: the epoch is empty",
+                    got=f"step={step} of {self}",
+                    remedy="go on with step 0 of the next epoch; len(sampler) is the number of steps",
+                )
+            )
+        first = step * self.batch_size
+        return epoch, first, min(self.batch_size, self.length - first)
+
+    def _ids(self, epoch: int, positions: np.ndarray) -> torch.Tensor:
+        """The ids at `positions` (uint64) of the epoch's order."""
+        if self.shuffle and self.order == "feistel":
+            positions = permute(positions, self.length, derive_key(self.seed, epoch))
+        ids = torch.from_numpy(positions.astype(np.int64))
+        # Indexing with a tensor copies, so that nobody can write into the permutation that is kept.
+        return _torch_order(self.length, self.seed + epoch)[ids] if self.shuffle and self.order == "torch" else ids
+
+
+@functools.lru_cache(maxsize=1)
+def _torch_order(length: int, seed: int) -> torch.Tensor:
+    """The permutation that `DistributedSampler` draws; only the last one is kept, since it is as long as the data."""
+    generator = torch.Generator(device="cpu")
+    # torch takes -2**63 to 2**64 - 1; what it would refuse is reduced to that range.
+    generator.manual_seed(seed if -(2**63) <= seed < 2**64 else seed % 2**64)
+    return torch.randperm(length, generator=generator, device="cpu")
+
+
+def _dealt(first: int, count: int, part: int, parts: int) -> np.ndarray:
+    """The positions that part `part` gets when `count` >= 1 positions from `first` on are dealt out to `parts`."""
+    # min: past `count` a stride means the same, and numpy would overflow.
+    return np.arange(first + min(part, count), first + count, min(parts, count), dtype=np.uint64)
+
+
+def _integer(caller: str, name: str, value: object, low: int | None = None, high: int | None = None) -> int:
+    """`value` as a Python integer, checked; `low` and `high` are the first and last allowed."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is not None and (low is None or low <= number) and (high is None or number <= high):
+        return number
+    span = "" if low is None else f" of at least {low}" if high is None else f" from {low} to {high}"
+    raise SpecError(
+        message(
+            f'{caller} got an unexpected value for argument "{name}"',
+            expected=f"an integer{span}",
+            got=repr(value),
+            remedy=f"pass {name} as a whole number in that range",
+        )
+    )
