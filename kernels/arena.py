@@ -174,7 +174,9 @@ class Arena:
         try:
             pages = -(-nbytes // PAGE)
             with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-                entries = np.frombuffer(os.pread(pagemap.fileno(), 8 * pages, (self._private_base + offset) // PAGE * 8), np.uint64)
+                entries = np.frombuffer(
+                    os.pread(pagemap.fileno(), 8 * pages, (self._private_base + offset) // PAGE * 8), np.uint64
+                )
         except OSError:
             return True
         # Documentation/admin-guide/mm/pagemap.rst: bit 63 present, bit 62 swapped, bit 61 file-backed or shared.
@@ -289,7 +291,9 @@ class Arena:
         for rank, pidfd in self._peers.items():
             if pidfd < 0 or select.select([pidfd], [], [], 0)[0]:
                 raise PeerLost(
-                    message(f"rank {rank} died or exited while rank {self.rank} waited for it", remedy="see its output"),
+                    message(
+                        f"rank {rank} died or exited while rank {self.rank} waited for it", remedy="see its output"
+                    ),
                     rank,
                 )
 

@@ -121,7 +121,9 @@ class _Plan:
             elements = leaf.numel * self.per_element[index]
             limit = FIRST_BYTES if open_bucket.get(dtype) == 0 else bucket_bytes
             bucket = open_bucket.get(dtype)
-            if bucket is None or (self.sizes[bucket][0] and (self.sizes[bucket][0] + elements) * dtype.itemsize > limit):
+            if bucket is None or (
+                self.sizes[bucket][0] and (self.sizes[bucket][0] + elements) * dtype.itemsize > limit
+            ):
                 bucket = open_bucket[dtype] = len(self.counts)
                 self.counts.append(0)
                 self.sizes.append((0, dtype))

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import FrameType, TracebackType
 
 _LIBRARY = ("spmd", "torch", "optree", "cloudpickle", "concurrent", "threading")
+
+
+_OUR_FOLDERS = tuple(
+    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), folder, "")
+    for folder in ("spmd", "transforms", "mesh", "kernels")
+)
+
+
+def is_our_file(name: str) -> bool:
+    """Whether a source file is this library's (in a checkout the folders lie side by side, installed in one)."""
+    return name.startswith(_OUR_FOLDERS) or "/optree/" in name
 
 
 def is_ours(frame: FrameType) -> bool:
@@ -20,6 +32,18 @@ def call_site() -> str:
     while frame.f_back is not None and is_ours(frame):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def hide_our_frames(error: BaseException) -> BaseException:
+    """An exception without this library's frames, unless SPMD_TRACEBACK=full asks for them."""
+    if os.environ.get("SPMD_TRACEBACK") == "full":
+        return error
+    frame = error.__traceback__
+    while frame is not None:
+        if not is_ours(frame.tb_frame):
+            return error  # the user's code ran below us, and where it failed is what matters
+        frame = frame.tb_next
+    return error.with_traceback(None)
 
 
 def from_user(traceback: TracebackType | None) -> TracebackType | None:

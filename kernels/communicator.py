@@ -97,9 +97,7 @@ class Communicator(abc.ABC):
     # -- for transports ---------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _exchange(
-        self, call: Call | None, sends: list[torch.Tensor | None], recvs: list[torch.Tensor | None]
-    ) -> Steps:
+    def _exchange(self, call: Call | None, sends: list[torch.Tensor | None], recvs: list[torch.Tensor | None]) -> Steps:
         """Give `sends[i]` to rank i and fill `recvs[i]` from it; flat uint8 tensors, None where nothing goes.
 
         With a `call`, first see that all ranks of the group make the same one, else raise `mismatch`.
@@ -218,7 +216,9 @@ class Communicator(abc.ABC):
             self._check_rank("irecv", "src", src)
 
         def steps() -> Steps:
-            target = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            target = (
+                tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            )
             source = yield from self._recv(as_bytes(target), src, tag)
             if target is not tensor:
                 tensor.copy_(target)
@@ -295,7 +295,12 @@ class Communicator(abc.ABC):
         return self._start(call.text, steps(), async_op)
 
     def gather(
-        self, tensor: torch.Tensor, gather_list: list[torch.Tensor] | None = None, dst: int = 0, *, async_op: bool = False
+        self,
+        tensor: torch.Tensor,
+        gather_list: list[torch.Tensor] | None = None,
+        dst: int = 0,
+        *,
+        async_op: bool = False,
     ) -> Any:
         """Fill rank `dst`'s `gather_list` with the tensors of all ranks (shapes may differ between ranks)."""
         self._check_rank("gather", "dst", dst)
@@ -313,7 +318,12 @@ class Communicator(abc.ABC):
         return self._start(call.text, steps(), async_op)
 
     def scatter(
-        self, tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = None, src: int = 0, *, async_op: bool = False
+        self,
+        tensor: torch.Tensor,
+        scatter_list: list[torch.Tensor] | None = None,
+        src: int = 0,
+        *,
+        async_op: bool = False,
     ) -> Any:
         """Overwrite each rank's `tensor` with its entry of rank `src`'s `scatter_list` (shapes may differ)."""
         self._check_rank("scatter", "src", src)
@@ -422,7 +432,9 @@ class Communicator(abc.ABC):
     def _check_rank(self, name: str, argument: str, rank: int) -> None:
         if not 0 <= rank < self.size:
             raise SpecError(
-                message(f'{name} got a bad "{argument}"', got=rank, expected=f"a rank of the group, 0 to {self.size - 1}")
+                message(
+                    f'{name} got a bad "{argument}"', got=rank, expected=f"a rank of the group, 0 to {self.size - 1}"
+                )
             )
 
     def _check_list(
@@ -432,7 +444,9 @@ class Communicator(abc.ABC):
             return []
         if tensors is None or len(tensors) != self.size:
             got = "None" if tensors is None else f"{len(tensors)} tensors"
-            raise SpecError(message(f'{name} got a bad "{argument}"', got=got, expected=f"{self.size} tensors, one per rank"))
+            raise SpecError(
+                message(f'{name} got a bad "{argument}"', got=got, expected=f"{self.size} tensors, one per rank")
+            )
         return list(tensors)
 
     def mismatch(self, mine: str, others: dict[int, str]) -> CollectiveMismatch:
@@ -453,7 +467,9 @@ class Call:
     __slots__ = ("signature", "text")
     _known: dict[tuple, tuple[int, str]] = {}  # noqa: RUF012 (a cache, shared on purpose)
 
-    def __init__(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None, detail: str = ""):
+    def __init__(
+        self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None, detail: str = ""
+    ):
         key = (name, dtype, shape, detail)
         known = self._known.get(key)
         if known is None:

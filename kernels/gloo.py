@@ -136,9 +136,7 @@ class GlooCommunicator(Communicator):
         others = {r: headers[r][8:].rstrip(b"\0").decode(errors="replace") for r in range(self.size) if r != self.rank}
         raise self.mismatch(text, others)
 
-    def _exchange(
-        self, call: Call | None, sends: list[torch.Tensor | None], recvs: list[torch.Tensor | None]
-    ) -> Steps:
+    def _exchange(self, call: Call | None, sends: list[torch.Tensor | None], recvs: list[torch.Tensor | None]) -> Steps:
         assert self._group is not None
         if call is not None:
             yield from self._agree(call)

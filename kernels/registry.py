@@ -51,6 +51,11 @@ def backends() -> dict[str, Factory]:
 def make_communicator(backend: str, **arguments: Any) -> Communicator:
     if backend not in _FACTORIES:
         raise MeshError(
-            message("unknown backend", got=repr(backend), expected=f"one of {sorted(_FACTORIES)}", remedy="register_backend adds one")
+            message(
+                "unknown backend",
+                got=repr(backend),
+                expected=f"one of {sorted(_FACTORIES)}",
+                remedy="register_backend adds one",
+            )
         )
     return _FACTORIES[backend](**arguments)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -77,8 +77,8 @@ class ShmCommunicator(Communicator):
                 arena,
                 timeout=self.timeout,
                 crowded=self._crowded,
-                overdue=lambda: self.mismatch(f"opens a communicator over {self.ranks}", {0: "never opened it"}),
-                late=None,
+                overdue=lambda: self.mismatch("opens a communicator", {0: "never opened it"}),
+                late=lambda: self._check_left(0, lambda: arena.lookup(leader, self._key) is not None, "a collective"),
             )
             found = arena.lookup(leader, self._key)
             assert found is not None
@@ -128,6 +128,7 @@ class ShmCommunicator(Communicator):
         self._sequence += 1
         sequence = self._sequence
         if sequence > _SLOTS and not self._all_past(_READ, sequence - _SLOTS):
+
             def free() -> bool:
                 while self._queue and self._queue[0]._ready is not None and self._queue[0].advance():
                     self._queue.popleft()
@@ -184,28 +185,30 @@ class ShmCommunicator(Communicator):
 
     def _late(self) -> None:
         """A peer that has left the region will never post: say so at once."""
-        region, active = self.arena.region(self.arena.rank)
-        if not active or not self._queue:
+        if not self._queue:
             return
+        what = self._queue[0].what
         if not self.arena.said(self.arena.rank):
-            self.arena.say(f"waiting in {self._queue[0].what}")
+            self.arena.say(f"waiting in {what}")
         needed = self._sequence - len(self._queue) + 1
-        for rank, member in enumerate(self.ranks):
-            if self._words[self._lines[rank] + _POSTED] >= needed:
-                continue
-            at, inside = self.arena.region(member)
-            if at > region or (at == region and not inside):
-                # It may have posted between the two looks.
-                if self._words[self._lines[rank] + _POSTED] >= needed:
-                    continue
-                raise CollectiveMismatch(
-                    message(
-                        f"rank {member} left the region without calling {self._queue[0].what}, "
-                        f"for which rank {self.arena.rank} waits",
-                        where=f"group {self.ranks}",
-                        remedy="every rank of the group must make the same collective calls",
-                    )
+        for rank in range(self.size):
+            self._check_left(rank, lambda rank=rank: self._words[self._lines[rank] + _POSTED] >= needed, what)  # type: ignore[misc]
+
+    def _check_left(self, rank: int, came: Callable[[], bool], what: str) -> None:
+        """Raise if a rank of the group is past the region that this one waits in, and did not come."""
+        region, active = self.arena.region(self.arena.rank)
+        if not active or came():
+            return
+        at, inside = self.arena.region(self.ranks[rank])
+        if (at > region or (at == region and not inside)) and not came():  # it may have come between the two looks
+            raise CollectiveMismatch(
+                message(
+                    f"rank {self.ranks[rank]} left the region without calling {what}, "
+                    f"for which rank {self.arena.rank} waits",
+                    where=f"group {self.ranks}",
+                    remedy="every rank of the group must make the same collective calls",
                 )
+            )
 
     def _overdue(self, work: Work) -> BaseException:
         error = super()._overdue(work)
@@ -218,9 +221,7 @@ class ShmCommunicator(Communicator):
 
     # -- collectives ------------------------------------------------------------------------------------------------------
 
-    def _exchange(
-        self, call: Call | None, sends: list[torch.Tensor | None], recvs: list[torch.Tensor | None]
-    ) -> Steps:
+    def _exchange(self, call: Call | None, sends: list[torch.Tensor | None], recvs: list[torch.Tensor | None]) -> Steps:
         sequence, words = self._begin(), self._words
         slot = self._slot(self.rank, sequence)
         pieces = {id(piece): piece for piece in sends if piece is not None}

@@ -241,7 +241,9 @@ class DriverSession:
     def _ready(self) -> None:
         """Refuse a closed mesh, raise an error not yet reported, and wait until a recovery is over."""
         if self.closed is not None:
-            raise MeshError(message(f"this mesh is closed: {self.closed}", where=self.describe(), remedy="make a new Mesh"))
+            raise MeshError(
+                message(f"this mesh is closed: {self.closed}", where=self.describe(), remedy="make a new Mesh")
+            )
         self.raise_failure()
         end = time.monotonic() + self.timeout
         while self._recovering:
@@ -494,7 +496,9 @@ class DriverSession:
                 self._ranks[rank].ready, self._stillborn = True, 0
                 return
             if number is None:  # a task that the rank could not even read: the oldest it has not answered
-                waiting = [n for n, task in sorted(self._tasks.items()) if rank in task.ranks and rank not in task.answers]
+                waiting = [
+                    n for n, task in sorted(self._tasks.items()) if rank in task.ranks and rank not in task.answers
+                ]
                 if not waiting:
                     return
                 number = waiting[0]
@@ -550,7 +554,13 @@ class DriverSession:
                     break
             process.alive = False
             code = self._zygote.exit_code(process.pid)
-            how = "died" if code is None else f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            how = (
+                "died"
+                if code is None
+                else f"was killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"exited with code {code}"
+            )
             self._lost[process.rank] = how
             self._stillborn += not process.ready
             for stream in list(process.pipes):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 import traceback
 from typing import Any
 
 import cloudpickle
 
-from ..kernels.callsite import from_user
+from ..kernels.callsite import from_user, is_our_file
 from ..kernels.errors import Aborted, CollectiveMismatch, PeerLost, RemoteError, message
 
 
@@ -42,13 +43,27 @@ def capture(error: BaseException) -> Failure:
         kind = "aborted"
     elif isinstance(error, KeyboardInterrupt):
         kind = "interrupted"
-    text = "".join(traceback.format_exception(type(error), error, from_user(error.__traceback__)))
+    text = "".join(_formatted(error))
     try:
         pickled = cloudpickle.dumps(error.with_traceback(None))
         pickle.loads(pickled)
     except Exception:
         pickled = None  # an exception whose class or arguments don't travel
     return Failure(kind, type(error).__qualname__, str(error), text, pickled)
+
+
+def _formatted(error: BaseException) -> list[str]:
+    """The traceback from the user's first frame on, without this library's own frames."""
+    summary = traceback.TracebackException(type(error), error, from_user(error.__traceback__))
+    parts: list[traceback.TracebackException | None] = [summary]
+    while parts:
+        part = parts.pop()
+        if part is not None:
+            kept = [frame for frame in part.stack if not is_our_file(frame.filename)]
+            if kept:
+                part.stack[:] = kept
+            parts.extend((part.__cause__, part.__context__))
+    return list(summary.format())
 
 
 def ranks_text(ranks: list[int]) -> str:
@@ -80,7 +95,7 @@ def combine(failures: dict[int, Failure], lost: dict[int, str], mesh: str) -> Ba
             message(
                 f"{ends}{others}",
                 where=mesh,
-                remedy="its values on this mesh are lost unless another rank holds the same; the mesh replaces it at the next call",
+                remedy="values that only it held are lost; the mesh has replaced it and goes on",
             ),
             ranks[0],
         )
@@ -89,7 +104,8 @@ def combine(failures: dict[int, Failure], lost: dict[int, str], mesh: str) -> Ba
         return KeyboardInterrupt()
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, failure in sorted(causes.items()):
-        groups.setdefault((failure.type_name, failure.text), []).append(rank)
+        # Texts that differ in numbers only (a rank, a shard's size) tell the same story.
+        groups.setdefault((failure.type_name, re.sub(r"\d+", "#", failure.text)), []).append(rank)
     # A lost connection is often the echo of another rank's error.
     order = sorted(groups, key=lambda key: (key[0] == "PeerLost", groups[key][0]))
     first = causes[groups[order[0]][0]]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..kernels import arena as arena_module
+from ..kernels.callsite import hide_our_frames
 from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, message
 from ..kernels.registry import backends
@@ -28,7 +29,7 @@ from .driver import DriverSession, ResidentSource
 from .environments import detect
 from .rank import RankSession
 from .region import Region, current, inside, seed_generators
-from .spec import REPLICATED, Layout, P
+from .spec import REPLICATED, Layout
 
 
 class Mesh:
@@ -79,7 +80,9 @@ class Mesh:
         self._driver: DriverSession | None = None
         if launch is not None:
             self.threads = launched.set_threads(threads, launch, layout.size)
-            self._rank_session, self.backend = launched.join(layout, launch, backend=backend, seed=seed, timeout=timeout)
+            self._rank_session, self.backend = launched.join(
+                layout, launch, backend=backend, seed=seed, timeout=timeout
+            )
         else:
             self.threads = threads or max(1, len(os.sched_getaffinity(0)) // layout.size)
             self.backend = ("gloo" if arena_module.supported() else "shm") if backend == "auto" else backend
@@ -143,7 +146,12 @@ class Mesh:
         Raises:
             what `fn` raises on a rank, as its own type, with that rank's traceback.
         """
-        chosen = self._check_ranks(ranks)
+        try:
+            return self._run(fn, args, self._check_ranks(ranks))
+        except BaseException as error:
+            raise hide_our_frames(error) from error.__cause__
+
+    def _run(self, fn: Callable[..., Any], args: tuple, chosen: list[int]) -> list[Any]:
         if self._driver is not None:
             driver = self._driver
             key = driver.ship_function(fn)
@@ -199,7 +207,9 @@ class Mesh:
     def _check_ranks(self, ranks: Sequence[int] | None) -> list[int]:
         if current() is not None:
             raise MeshError(
-                message("mesh.run and mesh.submit were called inside a region", remedy="call the function directly there")
+                message(
+                    "mesh.run and mesh.submit were called inside a region", remedy="call the function directly there"
+                )
             )
         chosen = list(range(self.size)) if ranks is None else [int(rank) for rank in ranks]
         for rank in chosen:
@@ -275,7 +285,9 @@ def _layout(axes: dict[str, int], launch: Any) -> Layout:
         if not isinstance(name, str) or not name:
             raise MeshError(message("Mesh got a bad axis name", got=repr(name), expected="a non-empty string"))
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
-            raise MeshError(message(f"axis {name!r} got a bad size", got=repr(size), expected="a positive integer or -1"))
+            raise MeshError(
+                message(f"axis {name!r} got a bad size", got=repr(size), expected="a positive integer or -1")
+            )
     free = [name for name, size in axes.items() if size == -1]
     if len(free) > 1:
         raise MeshError(message("only one axis may have size -1", got=repr(axes)))
@@ -289,7 +301,9 @@ def _layout(axes: dict[str, int], launch: Any) -> Layout:
         if total % known:
             raise MeshError(
                 message(
-                    f"axis {free[0]!r} cannot be filled in", got=f"{axes}, and {origin}", remedy="make the sizes divide it"
+                    f"axis {free[0]!r} cannot be filled in",
+                    got=f"{axes}, and {origin}",
+                    remedy="make the sizes divide it",
                 )
             )
         axes = {**axes, free[0]: total // known}

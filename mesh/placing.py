@@ -101,7 +101,9 @@ class Call:
         tree = (args, kwargs)
         leaves, self.treedef = trees.flatten(tree, is_leaf=is_array)
         self.leaves = [as_tensor(leaf) for leaf in leaves]
-        self.specs: list[P | None] = [None] * len(leaves) if specs is None else specs_for(specs, tree, f"in_specs of {name}")
+        self.specs: list[P | None] = (
+            [None] * len(leaves) if specs is None else specs_for(specs, tree, f"in_specs of {name}")
+        )
         self._tree = tree
         self.batch_total: int | None = None
         self.uneven: set[int] = set()
@@ -140,7 +142,9 @@ class Call:
             listed = ", ".join(f"{self.path(index)}: {size}" for index, size in sizes.items())
             raise SpecError(
                 message(
-                    f"the leaves of the batch of {self.name} differ in dimension 0", got=listed, remedy="make them agree"
+                    f"the leaves of the batch of {self.name} differ in dimension 0",
+                    got=listed,
+                    remedy="make them agree",
                 )
             )
         self.uneven = set(sizes)
@@ -312,7 +316,9 @@ def fill(mesh: Mesh, name: str, reader: Any, arguments: tuple, deal: Deal) -> Ca
     def there() -> Any:
         treedef, metas = _results(mesh, session, program, session.wait(task))
         made = [
-            meta[4] if meta[2] is None else resident(mesh, session, (out, index), task, lambda meta=meta: meta[:4], deal)
+            meta[4]
+            if meta[2] is None
+            else resident(mesh, session, (out, index), task, lambda meta=meta: meta[:4], deal)
             for index, meta in enumerate(metas)
         ]
         return trees.unflatten(treedef, made)
@@ -355,7 +361,9 @@ def _assemble(mesh: Mesh, program: Program, decoded: dict[int, tuple[Any, list[L
             raise SpecError(
                 message(
                     f"result {index} of {program.name} differs in kind between ranks",
-                    got="; ".join(f"rank {rank}: {leaves[index].dtype} {leaves[index].spec}" for rank, leaves in said.items()),
+                    got="; ".join(
+                        f"rank {rank}: {leaves[index].dtype} {leaves[index].spec}" for rank, leaves in said.items()
+                    ),
                     remedy="return the same kind of value on every rank",
                 )
             )
@@ -409,9 +417,7 @@ def _call_launched(mesh: Mesh, program: Program, request: Call, *, check: str, s
     treedef, results, metas = mesh._launched_call(run)
     mesh._known[signature] = (treedef, metas)
     made = [
-        result
-        if meta[2] is None
-        else Array(mesh, LocalSource(session, result, meta[2], meta[0]))
+        result if meta[2] is None else Array(mesh, LocalSource(session, result, meta[2], meta[0]))
         for result, meta in zip(results, metas, strict=True)
     ]
     return trees.unflatten(treedef, made)

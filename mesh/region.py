@@ -202,7 +202,9 @@ def execute(
     finally:
         if state is not None:
             torch.set_rng_state(state)
-    for value, version, path in zip(local, versions, trees.paths((args, kwargs)) if _changed(local, versions) else versions, strict=True):
+    for value, version, path in zip(
+        local, versions, trees.paths((args, kwargs)) if _changed(local, versions) else versions, strict=True
+    ):
         if isinstance(value, torch.Tensor) and value._version != version:
             raise SpecError(
                 message(
@@ -317,9 +319,7 @@ def digest(tensor: torch.Tensor) -> bytes:
     return state.digest()
 
 
-def disagreement(
-    layout: Any, treedef: Any, said: dict[int, list[Leaving]], name: str, mesh: str
-) -> SpecError | None:
+def disagreement(layout: Any, treedef: Any, said: dict[int, list[Leaving]], name: str, mesh: str) -> SpecError | None:
     """The error for a result that should be the same on several ranks and is not, or None.
 
     Args:
@@ -366,4 +366,8 @@ def _token(leaf: Leaving) -> Any:
 def _show(leaf: Leaving) -> str:
     if leaf.spec is None:
         return repr(leaf.value)[:60]
-    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} with other bytes" if leaf.shape else "another number"
+    return (
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} with other bytes"
+        if leaf.shape
+        else "another number"
+    )

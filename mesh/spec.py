@@ -34,10 +34,10 @@ class P:
         SpecError: an entry is none of the three, or an axis appears twice.
     """
 
-    entries: tuple[None | str | tuple[str, ...], ...]
+    entries: tuple[str | tuple[str, ...] | None, ...]
 
-    def __init__(self, *entries: None | str | tuple[str, ...] | list[str]):
-        normal: list[None | str | tuple[str, ...]] = []
+    def __init__(self, *entries: str | tuple[str, ...] | list[str] | None):
+        normal: list[str | tuple[str, ...] | None] = []
         for entry in entries:
             if isinstance(entry, list | tuple) and all(isinstance(name, str) for name in entry):
                 # One axis in a tuple, or none, means the same as without it; one form makes equal specs equal.

@@ -47,7 +47,6 @@ def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | No
     return optree.broadcast_prefix(prefix, tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
 
 
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
     """A treedef on its way to another process, with the node classes that must be known there before it is read."""

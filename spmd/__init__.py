@@ -6,6 +6,11 @@ import os as _os
 if not _os.path.isdir(_os.path.join(__path__[0], "kernels")):
     __path__.append(_os.path.dirname(__path__[0]))
 
+from ._functional import functional as functional
+from ._functional import functional_with_buffers as functional_with_buffers
+from ._loader import Loader as Loader
+from ._optimizer import optimizer as optimizer
+from ._spmd import spmd as spmd
 from .kernels.errors import CollectiveMismatch as CollectiveMismatch
 from .kernels.errors import MeshError as MeshError
 from .kernels.errors import PeerLost as PeerLost
@@ -34,11 +39,5 @@ from .transforms import ppermute as ppermute
 from .transforms import psum as psum
 from .transforms import psum_scatter as psum_scatter
 from .transforms import value_and_grad as value_and_grad
-
-from ._functional import functional as functional
-from ._functional import functional_with_buffers as functional_with_buffers
-from ._loader import Loader as Loader
-from ._optimizer import optimizer as optimizer
-from ._spmd import spmd as spmd
 
 __version__ = "0.1.0"

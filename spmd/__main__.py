@@ -38,9 +38,11 @@ def run(arguments: list[str]) -> None:
     parser.prog = "spmd run"
     parser.add_argument("-n", type=int, default=None, metavar="N", help="ranks on this host (default: its cores)")
     options = parser.parse_args(arguments)
-    options.nproc_per_node = str(options.n or len(os.sched_getaffinity(0))) if options.n or not _given(
-        arguments, options, "--nproc"
-    ) else options.nproc_per_node
+    options.nproc_per_node = (
+        str(options.n or len(os.sched_getaffinity(0)))
+        if options.n or not _given(arguments, options, "--nproc")
+        else options.nproc_per_node
+    )
     if not any(_given(arguments, options, name) for name in ("--nnodes", "--rdzv", "--master", "--standalone")):
         options.standalone = True
     launch(options)

@@ -143,7 +143,9 @@ def _tensors(dataset: Any) -> Any:
     lengths = [leaf.shape[0] if leaf.dim() else None for leaf in leaves]
     if None in lengths or len(set(lengths)) > 1:
         listed = ", ".join(f"{path or 'the whole'}: {n}" for path, n in zip(trees.paths(dataset), lengths, strict=True))
-        raise SpecError(message("the leaves of the dataset differ in length", got=listed, remedy="make dimension 0 agree"))
+        raise SpecError(
+            message("the leaves of the dataset differ in length", got=listed, remedy="make dimension 0 agree")
+        )
     return trees.map(as_tensor, dataset)
 
 

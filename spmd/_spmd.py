@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .kernels.callsite import hide_our_frames
 from .kernels.errors import SpecError, message
 from .mesh import trees
 from .mesh.array import Array
@@ -50,9 +51,7 @@ def spmd(
         SpecError: a spec does not fit, a result differs between ranks. Whatever `f` raises on a rank, as its own type.
     """
     if f is None:
-        return functools.partial(
-            spmd, mesh=mesh, in_specs=in_specs, out_specs=out_specs, donate=donate, check=check
-        )
+        return functools.partial(spmd, mesh=mesh, in_specs=in_specs, out_specs=out_specs, donate=donate, check=check)
     return Spmd(f, mesh, in_specs, out_specs, donate, check)
 
 
@@ -83,7 +82,9 @@ class Spmd:
             for leaf in trees.leaves(specs, is_leaf=is_spec):
                 if leaf is not None and not isinstance(leaf, P):
                     raise SpecError(
-                        message(f"spmd got bad {what} for {self._name}", got=repr(leaf), expected="P(...) or None as leaves")
+                        message(
+                            f"spmd got bad {what} for {self._name}", got=repr(leaf), expected="P(...) or None as leaves"
+                        )
                     )
         self._batch = getattr(f, "_spmd_batch", None)
         self._program = Program(f, out_specs, self._name, None if self._batch is None else self._batch[2])
@@ -95,6 +96,12 @@ class Spmd:
             raise TypeError(f"{self._name}() {error}") from None
         if current() is not None:
             return self._inside(bound)
+        try:
+            return self._outside(bound)
+        except BaseException as error:
+            raise hide_our_frames(error) from error.__cause__
+
+    def _outside(self, bound: inspect.BoundArguments) -> Any:
         mesh = resolve(self._mesh)
         request = Call(mesh, self._name, bound.args, bound.kwargs, self._specs(bound), self._batch_of(bound))
         for spec in trees.leaves(self._out_specs, is_leaf=is_spec):
@@ -121,7 +128,7 @@ class Spmd:
         if specs is None:
             return None
         if isinstance(specs, P):
-            return (tuple(specs for _ in args), {name: specs for name in kwargs})
+            return (tuple(specs for _ in args), dict.fromkeys(kwargs, specs))
         if isinstance(specs, dict):
             names = [*self._positional_names(len(args)), *kwargs]
             for name in specs:
@@ -136,7 +143,7 @@ class Spmd:
             found = [specs.get(name) for name in names]
             return tuple(found[: len(args)]), dict(zip(kwargs, found[len(args) :], strict=True))
         specs = tuple(specs)
-        if len(specs) < len(args) or len(specs) > len(self._signature.parameters) and not self._variadic():
+        if len(specs) < len(args) or (len(specs) > len(self._signature.parameters) and not self._variadic()):
             raise SpecError(
                 message(
                     f"in_specs of {self._name} do not fit its arguments",

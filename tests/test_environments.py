@@ -8,6 +8,7 @@ import os
 import pickle
 
 import pytest
+
 from spmd.kernels.errors import MeshError
 from spmd.mesh import _meeting, environments
 from spmd.mesh._meeting import first_host, tasks_per_node, tcp

@@ -8,12 +8,12 @@ import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
-from spmd.kernels.errors import SpecError, SpmdError
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import spmd._functional
 from spmd._functional import functional, functional_with_buffers
+from spmd.kernels.errors import SpecError, SpmdError
 
 
 def test_the_examples_in_the_documentation_are_right():

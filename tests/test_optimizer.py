@@ -12,14 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spmd.kernels.errors import MeshError, SpecError, SpmdError
-from spmd.mesh import trees
-from spmd.mesh.spec import P, Sharded
 from torch import nn, optim
 
 import spmd._optimizer
 import spmd._sharded_optimizer as sharded
 from spmd._optimizer import Optimizer, optimizer
+from spmd.kernels.errors import MeshError, SpecError, SpmdError
+from spmd.mesh import trees
+from spmd.mesh.spec import P, Sharded
 
 RECIPES = [
     (optim.SGD, {"lr": 0.1}),

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from spmd.mesh import output
 from spmd.mesh.output import Collator, rank_label
 

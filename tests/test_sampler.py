@@ -15,12 +15,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler, TensorDataset
+
 from spmd.kernels.errors import SpecError
 from spmd.mesh.spec import split_sizes
 from spmd.transforms import _feistel, _sampler
 from spmd.transforms._feistel import derive_key, permute
 from spmd.transforms._sampler import Sampler
-from torch.utils.data import DistributedSampler, TensorDataset
 
 
 def epoch_ids(sampler: Sampler, epoch: int = 0) -> list[int]:

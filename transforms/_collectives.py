@@ -342,7 +342,7 @@ def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> An
 def _divide(what: str, leaf: torch.Tensor, dim: int, size: int, tiled: bool) -> torch.Tensor:
     """`leaf` with a new first dimension of `size` parts of `dim` (which goes, unless `tiled`)."""
     length = leaf.shape[dim]
-    if tiled and length % size or not tiled and length != size:
+    if (tiled and length % size) or (not tiled and length != size):
         expected = f"a multiple of {size}" if tiled else f"{size}, the size of the axis (or tiled=True)"
         raise SpecError(
             message(f"{what}: dimension {dim} does not fit the axis", got=f"size {length}", expected=expected)

@@ -118,7 +118,9 @@ def _split(region: Region, tree: Any, axis: str) -> tuple[Any, int, int]:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if leaf.dim() == 0:
-            raise SpecError(message("a leaf of the batch has no dimension to split", remedy="pass it in another argument"))
+            raise SpecError(
+                message("a leaf of the batch has no dimension to split", remedy="pass it in another argument")
+            )
         if axis in (marked(leaf) or ()):
             already = True
             lengths.add(leaf.shape[0])
@@ -140,4 +142,3 @@ def _split(region: Region, tree: Any, axis: str) -> tuple[Any, int, int]:
     if region.batch_total is not None and region.batch_axis == axis:
         return tree, local, region.batch_total
     return tree, local, int(psum(torch.tensor(local), axis))
-

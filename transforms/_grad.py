@@ -116,13 +116,19 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     for number in chosen:
         if not -len(args) <= number < len(args):
             raise SpecError(
-                message(f"grad got a bad argnums for {name}", got=argnums, expected=f"below {len(args)} positional arguments")
+                message(
+                    f"grad got a bad argnums for {name}",
+                    got=argnums,
+                    expected=f"below {len(args)} positional arguments",
+                )
             )
     chosen = tuple(number % len(args) for number in chosen)
     region = current()
     over = () if region is None else _axes_of_mean(region, axes)
     arguments, treedef = _prepare(tuple(args[number] for number in chosen), region, over)
-    nested = getattr(_depth, "value", 0) > 0 or any(a.twin is not None and a.leaf.grad_fn is not None for a in arguments)
+    nested = getattr(_depth, "value", 0) > 0 or any(
+        a.twin is not None and a.leaf.grad_fn is not None for a in arguments
+    )
     for argument in arguments:
         if argument.twin is not None:
             # Inside an outer gradient the twin must hang on the outer graph; on its own it is a fresh leaf.
@@ -144,7 +150,10 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     value, aux = _split(out, has_aux, name)
     solve = _solve_nested if nested else _solve
     value, gradients, aux = solve(value, aux, arguments, region, over)
-    gradients = [a.leaf.new_zeros(a.leaf.shape) if g is None and isinstance(a.leaf, torch.Tensor) else g for a, g in zip(arguments, gradients, strict=True)]
+    gradients = [
+        a.leaf.new_zeros(a.leaf.shape) if g is None and isinstance(a.leaf, torch.Tensor) else g
+        for a, g in zip(arguments, gradients, strict=True)
+    ]
     found = trees.unflatten(treedef, gradients)
     return value, found[0] if isinstance(argnums, int) else found, aux
 
@@ -160,7 +169,9 @@ def _split(out: Any, has_aux: bool, name: str) -> tuple[torch.Tensor, Any]:
     if has_aux:
         if not isinstance(out, tuple | list) or len(out) != 2:
             raise SpecError(
-                message(f"{name} must return (value, aux) under has_aux=True", got=type(out).__name__, expected="a pair")
+                message(
+                    f"{name} must return (value, aux) under has_aux=True", got=type(out).__name__, expected="a pair"
+                )
             )
         value, aux = out
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.dtype.is_floating_point:
@@ -223,7 +234,9 @@ def _compare(unknown: list[_Argument], region: Region, over: tuple[str, ...]) ->
 # -- the outermost gradient -----------------------------------------------------------------------------------------------------
 
 
-def _solve(value: torch.Tensor, aux: Any, arguments: list[_Argument], region: Region | None, over: tuple[str, ...]) -> tuple:
+def _solve(
+    value: torch.Tensor, aux: Any, arguments: list[_Argument], region: Region | None, over: tuple[str, ...]
+) -> tuple:
     weight, counts = (1.0, True) if region is None else region.weight(over)
     aux_leaves, aux_def = trees.flatten(aux)
     sums = _Sums(region)
@@ -233,7 +246,9 @@ def _solve(value: torch.Tensor, aux: Any, arguments: list[_Argument], region: Re
             places.append((argument, sums.add(argument.twin, argument.reduce)))
     value_place = sums.add(value, over)
     aux_places = {
-        index: sums.add(leaf, over) for index, leaf in enumerate(aux_leaves) if _is_averaged(leaf) and region is not None
+        index: sums.add(leaf, over)
+        for index, leaf in enumerate(aux_leaves)
+        if _is_averaged(leaf) and region is not None
     }
     sums.open()
     if region is not None and over:
@@ -356,7 +371,9 @@ def _check_aux(leaves: list[Any], region: Region, over: tuple[str, ...]) -> None
             message(
                 "auxiliary values that are not floating-point differ between ranks and cannot be averaged",
                 got=", ".join(
-                    f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+                    f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+                    if isinstance(leaf, torch.Tensor)
+                    else repr(leaf)
                     for leaf in rest
                 ),
                 where=region.session.where(),

@@ -1,0 +1,72 @@
+"""Fixtures: meshes that are closed after the test, and a check that nothing of ours outlives the suite."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spmd import Mesh
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def make_mesh() -> Iterator[Callable[..., Mesh]]:
+    """`make_mesh({"data": 2}, ...)` is a Mesh that is closed when the test ends."""
+    made: list[Mesh] = []
+
+    def make(axes: dict[str, int] | None = None, **options: Any) -> Mesh:
+        made.append(Mesh(axes, **{"timeout": 60.0, **options}))
+        return made[-1]
+
+    yield make
+    for mesh in made:
+        mesh.close()
+
+
+@pytest.fixture(scope="session")
+def shared_mesh() -> Iterator[Callable[..., Mesh]]:
+    """`shared_mesh({"data": 2}, backend="shm")`: one mesh for all tests that only use it and never break it."""
+    made: dict[Any, Mesh] = {}
+
+    def get(axes: dict[str, int], backend: str = "shm") -> Mesh:
+        key = (tuple(axes.items()), backend)
+        if key not in made:
+            made[key] = Mesh(axes, backend=backend, timeout=60.0)
+        return made[key]
+
+    yield get
+    for mesh in made.values():
+        mesh.close()
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes whose parent is `pid`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == pid and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left() -> Iterator[None]:
+    """After the suite: no rank process, no file in /dev/shm."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    from spmd.mesh.driver import close_all
+
+    close_all()
+    ranks = [grandchild for child in children_of(os.getpid()) for grandchild in children_of(child)]
+    assert not ranks, f"rank processes left behind: {ranks}"
+    assert not set(os.listdir("/dev/shm")) - before, "files left in /dev/shm"
