@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from . import debug
 from .arena import word_key
 from .errors import CollectiveMismatch, PeerLost, SpecError, message
 from .reduction import check_op, reduce_in_order, slice_bounds
@@ -27,6 +28,10 @@ Steps = Generator[Ready, None, Any]
 
 # Up to here a rank sends its whole contribution to all: one exchange instead of two.
 ONE_PHASE_BYTES = 1 << 15
+
+
+# Communicators of this process with operations under way.
+_active: set[Communicator] = set()
 
 
 class Work:
@@ -89,7 +94,7 @@ class Communicator(abc.ABC):
     def __init__(self, ranks: Sequence[int], rank: int, watch: Watch, *, timeout: float, crowded: bool = True):
         self.ranks, self.rank, self.size = tuple(ranks), rank, len(ranks)
         self.timeout = timeout
-        self._watch, self._crowded = watch, crowded
+        self._watch, self._crowded, self._debug = watch, crowded, debug.enabled()
         self._queue: deque[Work] = deque()
         self._messages: list[Work] = []
         self.plans: dict[Any, Any] = {}  # bucket plans and their buffers, kept from step to step
@@ -134,6 +139,8 @@ class Communicator(abc.ABC):
         while self._queue and self._queue[0].advance():
             self._queue.popleft()
         self._progress_messages()
+        if not self._queue and not self._messages:
+            _active.discard(self)
 
     def _progress_messages(self) -> None:
         if self._messages:
@@ -150,6 +157,10 @@ class Communicator(abc.ABC):
 
             def ready(first: Work = first) -> bool:
                 self._progress_messages()
+                if len(_active) > 1:  # peers may wait for our part in what was started elsewhere
+                    for other in tuple(_active):
+                        if other is not self:
+                            other.progress()
                 return first.advance()
 
             try:
@@ -182,16 +193,23 @@ class Communicator(abc.ABC):
 
     def _start(self, what: str, steps: Steps, async_op: bool) -> Any:
         self._renew()
+        if self._debug:
+            steps = debug.traced(steps, self.ranks[self.rank], what, self.backend)
         work = Work(self, what, steps)
         self._queue.append(work)
         if self.starts_early:
             work.start()
+        if async_op:
+            _active.add(self)
         return work if async_op else work.wait()
 
     def _start_message(self, what: str, steps: Steps, async_op: bool) -> Any:
         self._renew()
+        if self._debug:
+            steps = debug.traced(steps, self.ranks[self.rank], what, self.backend)
         work = Work(self, what, steps)
         self._messages.append(work)
+        _active.add(self)
         self._progress_messages()
         return work if async_op else work.wait()
 
@@ -448,6 +466,17 @@ class Communicator(abc.ABC):
                 message(f'{name} got a bad "{argument}"', got=got, expected=f"{self.size} tensors, one per rank")
             )
         return list(tensors)
+
+    def wrong_size(self, source: int, tag: int, got: int, expected: int) -> CollectiveMismatch:
+        """The error for a message that does not fit the tensor it is received into."""
+        return CollectiveMismatch(
+            message(
+                f"recv on rank {self.ranks[self.rank]} from rank {self.ranks[source]} with tag {tag}: sizes differ",
+                got=f"a message of {got} bytes",
+                expected=f"{expected} bytes",
+                remedy="receive into a tensor of the sent shape and dtype",
+            )
+        )
 
     def mismatch(self, mine: str, others: dict[int, str]) -> CollectiveMismatch:
         """The error for ranks that disagree; `others` maps group ranks to what they called."""

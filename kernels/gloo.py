@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import os
 import socket
+import struct
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -22,8 +24,10 @@ import torch.distributed as dist
 from .callsite import call_site
 from .communicator import Call, Communicator, Steps
 from .errors import Aborted, PeerLost, message
+from .mailbox import Mailbox
 from .waiting import Watch
 
+_SIOCGIFADDR = 0x8915
 _HEADER = 256  # bytes: a signature and the beginning of its text
 
 
@@ -69,7 +73,11 @@ class GlooCommunicator(Communicator):
         options = dist.ProcessGroupGloo._Options()
         options._timeout = datetime.timedelta(seconds=self.timeout)
         options._devices = [_device(self._interface)]
-        name = f"gloo/{self._generation}/{self.channel}/{','.join(map(str, self.ranks))}"
+        self._name = name = f"gloo/{self._generation}/{self.channel}/{','.join(map(str, self.ranks))}"
+        self._mailbox: Mailbox | None = None
+        self._turns: dict[int, int] = {}  # messages started, by destination
+        self._posted: dict[int, int] = {}  # messages handed to the mailbox
+        self._seen = 0
         before = _sockets()
         try:
             self._group = dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), self.rank, self.size, options)
@@ -90,6 +98,9 @@ class GlooCommunicator(Communicator):
     def close(self) -> None:
         if self._group is None:
             return
+        if self._mailbox is not None:
+            self._mailbox.close()
+            self._mailbox = None
         # Gloo has no way to give an operation up, and its destructor waits for those under way until they time
         # out. Shutting its sockets down ends them at once.
         for number in self._sockets & _sockets():
@@ -152,11 +163,46 @@ class GlooCommunicator(Communicator):
             if target is not None:
                 target.copy_(piece)
 
+    # -- point to point -----------------------------------------------------------------------------------------------
+
+    def _open_mailbox(self) -> Mailbox:
+        if self._mailbox is None:
+            self._mailbox = Mailbox(self._store, self._name, self.rank, _address(self._interface))
+        return self._mailbox
+
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
-        raise NotImplementedError
+        mailbox = self._open_mailbox()
+        # Messages to one destination keep their order: each waits until those before it are posted.
+        turn = self._turns.get(dst, 0)
+        self._turns[dst] = turn + 1
+        yield lambda: self._posted.get(dst, 0) == turn and mailbox.connected(dst)
+        message = mailbox.post(tensor, dst, tag)
+        self._posted[dst] = turn + 1
+        yield lambda: message.sent
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
-        raise NotImplementedError
+        mailbox = self._open_mailbox()
+        matched: list[tuple[int, int, torch.Tensor]] = []
+
+        def arrived() -> bool:
+            for index in range(self._seen):
+                source, its_tag, _ = mailbox.inbox[index]
+                if its_tag == tag and src in (None, source):
+                    matched.append(mailbox.inbox.pop(index))
+                    self._seen -= 1
+                    return True
+            return False
+
+        yield arrived
+        source, _, data = matched[0]
+        if data.numel() != tensor.numel():
+            raise self.wrong_size(source, tag, data.numel(), tensor.numel())
+        tensor.copy_(data)
+        return source
+
+    def _poll_messages(self) -> None:
+        # The mailbox's thread appends at any time; receives match what was there at the start of a round.
+        self._seen = len(self._mailbox.inbox) if self._mailbox is not None else 0
 
 
 def _sockets() -> set[int]:
@@ -170,6 +216,21 @@ def _sockets() -> set[int]:
 
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+def _address(interface: str | None) -> str:
+    """This host's address on an interface (an address is itself); by default the one that host names resolve to."""
+    interface = interface or os.environ.get("SPMD_INTERFACE")
+    if interface is None:
+        try:
+            return socket.gethostbyname(socket.gethostname())
+        except OSError:
+            return "127.0.0.1"
+    if interface.replace(".", "").isdigit():
+        return interface
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
 
 
 def _device(interface: str | None):

@@ -361,14 +361,7 @@ class ShmCommunicator(Communicator):
         yield arrived
         source, _, block, nbytes = matched[0]
         if nbytes != tensor.numel():
-            raise CollectiveMismatch(
-                message(
-                    f"recv on rank {self.arena.rank} from rank {self.ranks[source]} with tag {tag}: sizes differ",
-                    got=f"a message of {nbytes} bytes",
-                    expected=f"{tensor.numel()} bytes",
-                    remedy="receive into a tensor of the sent shape and dtype",
-                )
-            )
+            raise self.wrong_size(source, tag, nbytes, tensor.numel())
         tensor.copy_(self.arena.tensor(block + _BLOCK_HEAD, nbytes, torch.uint8))
         self._words[block // 8] = 1
         return source

@@ -21,37 +21,12 @@ from . import wire
 from .environments import Launch
 from .failure import Failure, capture, combine
 from .rank import RankSession
+from .rendezvous import meet
 from .spec import Layout
 
 RECOVERY_SECONDS = 5.0
 
-_store: Any = None
 _meshes = 0
-
-
-def rendezvous(launch: Launch, timeout: float) -> Any:
-    """The store through which all ranks of this job meet; made once in a process."""
-    global _store
-    if _store is None:
-        import torch.distributed as dist
-
-        method = launch.init_method or f"file:///tmp/spmd-{os.getuid()}-{os.getppid()}"
-        if "://" in method and not method.startswith("env"):
-            method += f"{'&' if '?' in method else '?'}rank={launch.rank}&world_size={launch.size}"
-        else:
-            os.environ.setdefault("RANK", str(launch.rank))
-            os.environ.setdefault("WORLD_SIZE", str(launch.size))
-        try:
-            _store, _, _ = next(dist.rendezvous(method, timeout=datetime.timedelta(seconds=timeout)))
-        except (RuntimeError, ValueError, OSError) as error:
-            raise MeshError(
-                message(
-                    f"rank {launch.rank} of {launch.size} (from {launch.source}) could not meet the others at {method}",
-                    got=str(error).splitlines()[0],
-                    remedy="check that all ranks were started and that the address is reachable and free",
-                )
-            ) from None
-    return _store
 
 
 def join(layout: Layout, launch: Launch, *, backend: str, seed: int, timeout: float) -> tuple[RankSession, str]:
@@ -60,7 +35,7 @@ def join(layout: Layout, launch: Launch, *, backend: str, seed: int, timeout: fl
     import torch.distributed as dist
 
     _meshes += 1
-    store = dist.PrefixStore(f"spmd/mesh{_meshes}", rendezvous(launch, timeout))
+    store = dist.PrefixStore(f"spmd/mesh{_meshes}", meet(launch, timeout))
     store.set_timeout(datetime.timedelta(seconds=timeout))
     rank, size = launch.rank, layout.size
     store.set(f"host/{rank}", _host_identity())

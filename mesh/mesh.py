@@ -26,9 +26,9 @@ from ..kernels.registry import backends
 from . import launched, tasks, wire
 from .array import Array, LocalSource
 from .driver import DriverSession, ResidentSource
-from .environments import detect
 from .rank import RankSession
 from .region import Region, current, inside, seed_generators
+from .rendezvous import launch_of_process
 from .spec import REPLICATED, Layout
 
 
@@ -70,7 +70,7 @@ class Mesh:
         if current() is not None:
             raise MeshError(message("a Mesh cannot be made inside a region", remedy="make it outside and use it here"))
         _check_arguments(backend, device, threads, timeout)
-        launch = detect()
+        launch = launch_of_process()
         layout = _layout({"data": -1} if axes is None else dict(axes), launch)
         self._layout, self.seed, self.timeout = layout, seed, timeout
         self.device = "cpu"

@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from tqdm import tqdm
 
-from spmd import Loader, Mesh, Sampler, data_parallel, functional, optimizer, psum, spmd, value_and_grad
+from spmd import Loader, Mesh, data_parallel, functional, optimizer, psum, spmd, value_and_grad
 
 EPOCHS, BATCH_SIZE = 15, 64
 
@@ -27,15 +27,8 @@ x, y = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, torch
 test = torch.arange(len(x)) % 5 == 0
 
 torch.manual_seed(0)
-model = nn.Sequential(
-    nn.Conv2d(1, 16, 3, padding=1),
-    nn.ReLU(),
-    nn.Conv2d(16, 32, 3, padding=1),
-    nn.ReLU(),
-    nn.MaxPool2d(2),
-    nn.Flatten(),
-    nn.Linear(32 * 4 * 4, 10),
-)
+features = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU())
+model = nn.Sequential(features, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 4 * 4, 10))
 
 # As many ranks as were launched; without a launcher SPMD_RANKS says how many, or this host's cores.
 mesh = Mesh({"data": -1})
@@ -66,24 +59,21 @@ def count_correct(params, batch):
 loader = Loader({"x": x[~test], "y": y[~test]}, BATCH_SIZE, seed=0, mesh=mesh)
 losses: list[float] = []
 start = time.perf_counter()
-with tqdm(total=EPOCHS * len(loader), unit="step", disable=not lead) as bar:
-    for epoch in range(EPOCHS):
-        steps = []
-        for batch in loader:
-            params, opt_state, loss = train_step(params, opt_state, batch)
-            steps.append(loss)
-            bar.update()
-        losses += map(float, steps)
-        if lead:
-            bar.write(f"epoch {epoch + 1:2d}  loss {fmean(losses[-len(steps) :])!r}")
+for epoch in range(EPOCHS):
+    steps = []
+    for batch in tqdm(loader, f"epoch {epoch + 1:2d}", leave=False, disable=not lead):
+        params, opt_state, loss = train_step(params, opt_state, batch)
+        steps.append(loss)
+    losses += map(float, steps)
+    if lead:
+        print(f"epoch {epoch + 1:2d}  loss {fmean(losses[-len(steps) :])!r}")
 seconds = time.perf_counter() - start
 
 correct = count_correct(params, {"x": x[test], "y": y[test]}).item()
-ranks = mesh.run(lambda: f"{socket.gethostname()}  pid {os.getpid()}  threads {torch.get_num_threads()}")
+places = mesh.run(lambda: f"{mesh.coords()}  {socket.gethostname()}  pid {os.getpid()}  threads {mesh.threads}")
 if lead:
     print(f"test accuracy {correct / int(test.sum()):.4f}  ({correct} of {int(test.sum())})")
     print(f"{EPOCHS * int((~test).sum()) / seconds:.0f} samples/s on {mesh.size} ranks")
-    for rank, where in enumerate(ranks):
-        print(f"rank {rank}  {mesh.coords(rank)}  {where}")
-    sampler = Sampler(int((~test).sum()), BATCH_SIZE, seed=0)
-    draw(Path(__file__).with_suffix(".png"), losses, sampler, mesh.size, digits.images[~test.numpy()])
+    for rank, place in enumerate(places):
+        print(f"rank {rank}  {place}")
+    draw(Path(__file__).with_suffix(".png"), losses, loader.sampler, mesh.size, digits.images[~test.numpy()])

@@ -21,6 +21,7 @@ from .kernels.registry import register_backend as register_backend
 from .mesh.array import Array as Array
 from .mesh.mesh import Mesh as Mesh
 from .mesh.mesh import put as put
+from .mesh.rendezvous import initialize as initialize
 from .mesh.spec import P as P
 from .mesh.spec import Sharded as Sharded
 from .transforms import Sampler as Sampler

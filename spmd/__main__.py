@@ -9,49 +9,96 @@ from collections.abc import Sequence
 
 from . import __version__
 
+USAGE = "spmd run [-n N] [options of torchrun] script.py [arguments of the script]"
+HELP = """\
+Run a script on many processes, each of which is one rank of the script's Mesh.
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; its exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+  spmd run train.py                  as many ranks as this host has cores
+  spmd run -n 4 train.py --lr 0.1    four ranks; what follows the script is the script's own
+  spmd run -n 4 -m package.train     a module, as with python -m
+  spmd run -n 8 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host0:29500 --rdzv-id 1 train.py
+                                     sixteen ranks: the same command on each of two hosts
+
+Every option of torchrun is taken. Without one that says where the ranks meet, they meet on this host, at a free port.
+"""
+MEETING = (
+    *("nnodes", "node_rank", "master_addr", "master_port"),
+    *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: without the program's name; None is `sys.argv`'s.
+
+    Returns:
+        The exit status.
+    """
+    own = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="spmd", description="Functional SPMD for PyTorch.")
     parser.add_argument("--version", action="version", version=f"spmd {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    commands.add_parser(
-        "run",
-        add_help=False,
-        help="run a script on many processes: spmd run [-n N] [options of torchrun] script.py [arguments]",
-    )
-    parsed, rest = parser.parse_known_args(arguments[:1])
-    if parsed.command == "run":
-        run(arguments[1:])
+    commands = parser.add_subparsers(required=True, metavar="command")
+    commands.add_parser("run", add_help=False, help=f"run a script on many processes: {USAGE}")
+    parser.parse_args(own[:1])  # anything but a command ends here
+    return run(own[1:])
+
+
+def run(arguments: list[str]) -> int:
+    """Launch a script with torch's elastic launcher; the exit status, that of the first rank that failed."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import run as launch
+
+    # A Mesh sets its ranks' threads; unless told a number torchrun prints a page about it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        launch(parse(arguments))
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        _, first = error.get_first_failure()
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # as a shell tells of a signal
+    except SignalException as error:
+        return 128 + int(error.sigval)
     return 0
 
 
-def run(arguments: list[str]) -> None:
-    """`torchrun`, with `-n` for the ranks per host, and alone on this host unless told of others."""
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The options for torch's launcher.
+
+    Args:
+        arguments: what follows `spmd run`.
+
+    Returns:
+        As torchrun's own parser would, but for what nobody set, on the command line or in torchrun's PET_* variables:
+        the ranks are as many as this host's cores, and they meet on this host.
+    """
     from torch.distributed.run import get_args_parser
-    from torch.distributed.run import run as launch
 
-    # Our own ranks pin their threads; without this torchrun prints a page about it.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     parser = get_args_parser()
-    parser.prog = "spmd run"
-    parser.add_argument("-n", type=int, default=None, metavar="N", help="ranks on this host (default: its cores)")
-    options = parser.parse_args(arguments)
-    options.nproc_per_node = (
-        str(options.n or len(os.sched_getaffinity(0)))
-        if options.n or not _given(arguments, options, "--nproc")
-        else options.nproc_per_node
+    parser.prog, parser.usage, parser.description = "spmd run", USAGE, HELP
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "-n", dest="nproc_per_node", type=_count, metavar="N", help="number of ranks on this host (default: its cores)"
     )
-    if not any(_given(arguments, options, name) for name in ("--nnodes", "--rdzv", "--master", "--standalone")):
-        options.standalone = True
-    launch(options)
+    if "PET_NPROC_PER_NODE" not in os.environ:
+        parser.set_defaults(nproc_per_node=str(len(os.sched_getaffinity(0))))
+    # argparse puts in defaults only where the namespace has nothing yet, so that None is what nobody gave.
+    options = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(MEETING)))
+    given = {name for name in MEETING if getattr(options, name) is not None or f"PET_{name.upper()}" in os.environ}
+    for name in MEETING:
+        if getattr(options, name) is None:
+            setattr(options, name, parser.get_default(name))
+    options.standalone = options.standalone or not given
+    return options
 
 
-def _given(arguments: list[str], options: argparse.Namespace, prefix: str) -> bool:
-    """Whether an option was given to us, rather than to the script."""
-    own = arguments[: len(arguments) - len(options.training_script_args)]
-    return any(argument.replace("_", "-").startswith(prefix) for argument in own)
+def _count(text: str) -> str:
+    """A number of ranks, as the text that torchrun takes."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number, at least 1, got {text!r}")
+    return text
 
 
 if __name__ == "__main__":
