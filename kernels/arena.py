@@ -67,12 +67,16 @@ def _directory_start(size: int) -> int:
 
 
 class Heap:
-    """Blocks of one rank's part of the arena: size classes with free lists above a rising top."""
+    """Blocks of one rank's part of the arena: size classes with free lists above a rising top.
+
+    Free blocks keep their memory up to a limit; past it they give it back and keep only their address.
+    """
 
     def __init__(self, start: int, size: int, discard: Callable[[int, int], None]):
         self._top, self._end = start, start + size
-        self._free: dict[int, list[int]] = {}
-        self._free_bytes = 0
+        self._kept: dict[int, list[int]] = {}
+        self._emptied: dict[int, list[int]] = {}
+        self._kept_bytes = 0
         self._discard = discard
 
     @staticmethod
@@ -83,10 +87,12 @@ class Heap:
 
     def allocate(self, nbytes: int) -> int:
         size = self.rounded(nbytes)
-        blocks = self._free.get(size)
-        if blocks:
-            self._free_bytes -= size
-            return blocks.pop()
+        kept, emptied = self._kept.get(size), self._emptied.get(size)
+        if kept:
+            self._kept_bytes -= size
+            return kept.pop()
+        if emptied:
+            return emptied.pop()
         if self._top + size > self._end:
             raise MeshError(
                 message(
@@ -100,11 +106,12 @@ class Heap:
 
     def free(self, offset: int, nbytes: int) -> None:
         size = self.rounded(nbytes)
-        if self._free_bytes > _KEPT_FREE_BYTES:
+        if self._kept_bytes + size > _KEPT_FREE_BYTES:
             self._discard(offset, size)
+            self._emptied.setdefault(size, []).append(offset)
         else:
-            self._free_bytes += size
-        self._free.setdefault(size, []).append(offset)
+            self._kept_bytes += size
+            self._kept.setdefault(size, []).append(offset)
 
 
 class Arena:
@@ -157,8 +164,9 @@ class Arena:
         pointer = tensor.data_ptr()
         return 0 <= pointer - self._private_base < self._length or 0 <= pointer - self._base < self._length
 
-    def lease(self, offset: int, numel: int, dtype: torch.dtype, release_word: int) -> torch.Tensor:
+    def lease(self, offset: int, numel: int, dtype: torch.dtype, release_word: int, users: int) -> torch.Tensor:
         """A copy-on-write view of a result block; dropping the last reference gives this rank's share of it back."""
+        self.words[release_word + users] += 1
         nbytes = numel * dtype.itemsize
         view = memoryview(self._private)[offset : offset + nbytes]
         weakref.finalize(view, self._release, offset, nbytes, release_word).atexit = False
@@ -307,33 +315,43 @@ class Arena:
 class _Results:
     """Result blocks of this rank's heap, each reused once every rank has given it back.
 
-    A block starts with a page of release counters, one per user; it is free when all equal its number of leases.
-    A block that was in use when a region failed may never get there: it stays out of use, which is safe.
+    A block starts with two counters per user: how often it gave the block back, and how often it leased it. The block
+    is free when every user has given back as many leases as were due. When a region fails, some leases that were
+    due are never taken; from the next generation on those that were taken count.
     """
 
     def __init__(self, arena: Arena):
         self._arena = weakref.ref(arena)
-        self._blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        self._leases: dict[int, int] = {}
+        self._blocks: dict[tuple[int, int], list[int]] = {}
+        self._due: dict[int, tuple[int, list[int]]] = {}  # block -> generation, leases due to each user
 
     def take(self, nbytes: int, users: int) -> tuple[int, int]:
         arena = self._arena()
         assert arena is not None
-        size = Heap.rounded(nbytes + PAGE)
-        blocks = self._blocks.setdefault((size, users), [])
-        for index, (block, word) in enumerate(blocks):
-            leases = self._leases[block]
-            if all(arena.words[word + user] == leases for user in range(users)):
+        head = -(-16 * users // PAGE) * PAGE
+        blocks = self._blocks.setdefault((Heap.rounded(nbytes + head), users), [])
+        for index, block in enumerate(blocks):
+            if self._is_free(arena, block, users):
                 blocks.append(blocks.pop(index))
-                self._leases[block] = leases + 1
-                return block + PAGE, word
-        block = arena.heap.allocate(nbytes + PAGE)
-        word = block // 8
+                break
+        else:
+            block = arena.heap.allocate(nbytes + head)
+            for word in range(block // 8, block // 8 + 2 * users):
+                arena.words[word] = 0
+            self._due[block] = (arena.generation, [0] * users)
+            blocks.append(block)
+        due = self._due[block][1]
         for user in range(users):
-            arena.words[word + user] = 0
-        self._leases[block] = 1
-        blocks.append((block, word))
-        return block + PAGE, word
+            due[user] += 1
+        return block + head, block // 8
+
+    def _is_free(self, arena: Arena, block: int, users: int) -> bool:
+        generation, due = self._due[block]
+        word = block // 8
+        if generation != arena.generation:
+            due[:] = arena.words[word + users : word + 2 * users].tolist()
+            self._due[block] = (arena.generation, due)
+        return all(arena.words[word + user] == due[user] for user in range(users))
 
 
 def open_inherited(path: str) -> int:

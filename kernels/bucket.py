@@ -116,7 +116,7 @@ class _Plan:
         for index in reversed(range(len(leaves))):
             leaf = leaves[index]
             dtype = leaf.dtype.to_real() if leaf.dtype.is_complex else leaf.dtype
-            if wire_dtype is not None and dtype.is_floating_point and dtype.itemsize > wire_dtype.itemsize:
+            if wire_dtype is not None and leaf.dtype.is_floating_point and dtype.itemsize > wire_dtype.itemsize:
                 dtype = wire_dtype
             elements = leaf.numel * self.per_element[index]
             limit = FIRST_BYTES if open_bucket.get(dtype) == 0 else bucket_bytes

@@ -11,17 +11,20 @@ Ranks (`src`, `dst`, list positions) count within the group, 0 to size-1.
 from __future__ import annotations
 
 import abc
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from . import debug
-from .arena import word_key
-from .errors import CollectiveMismatch, PeerLost, SpecError, message
+from .arena import Arena, word_key
+from .attendance import Attendance
+from .callsite import call_site
+from .errors import CollectiveMismatch, PeerLost, SpecError, SpmdError, message
 from .reduction import check_op, reduce_in_order, slice_bounds
-from .waiting import Watch, wait_until
+from .waiting import PEER_CHECK_SECONDS, Watch, wait_until
 
 Ready = Callable[[], bool]
 Steps = Generator[Ready, None, Any]
@@ -30,6 +33,9 @@ Steps = Generator[Ready, None, Any]
 ONE_PHASE_BYTES = 1 << 15
 
 
+# How a rank's text on the board begins while it waits.
+WAITING = "waiting in"
+
 # Communicators of this process with operations under way.
 _active: set[Communicator] = set()
 
@@ -37,10 +43,10 @@ _active: set[Communicator] = set()
 class Work:
     """A started operation: `wait()` finishes it and gives its value, `is_completed()` asks without waiting."""
 
-    __slots__ = ("_comm", "_error", "_ready", "_steps", "_value", "done", "what")
+    __slots__ = ("_comm", "_error", "_ready", "_steps", "_value", "done", "peers", "site", "what")
 
-    def __init__(self, comm: Communicator, what: str, steps: Steps):
-        self._comm, self.what, self._steps = comm, what, steps
+    def __init__(self, comm: Communicator, what: str, steps: Steps, peers: Sequence[int], site: str = ""):
+        self._comm, self.what, self._steps, self.peers, self.site = comm, what, steps, peers, site
         self._ready: Ready | None = None
         self._value: Any = None
         self._error: BaseException | None = None
@@ -48,6 +54,8 @@ class Work:
 
     def is_completed(self) -> bool:
         self._comm.progress()
+        if not self.done:
+            self._comm.look(self)
         return self.done
 
     def wait(self) -> Any:
@@ -66,6 +74,10 @@ class Work:
         while not self.done and (self._ready is None or self._ready()):
             self._step()
         return self.done
+
+    def give_up(self, error: BaseException) -> None:
+        """End with an error, for who waits for it."""
+        self._error, self.done = error, True
 
     def _step(self) -> None:
         try:
@@ -95,14 +107,19 @@ class Communicator(abc.ABC):
         self.ranks, self.rank, self.size = tuple(ranks), rank, len(ranks)
         self.timeout = timeout
         self._watch, self._crowded, self._debug = watch, crowded, debug.enabled()
+        self._generation = watch.generation
+        self._next_look = 0.0
+        self._attendance: Attendance | None = None  # set by a transport that can't tell otherwise who took part
         self._queue: deque[Work] = deque()
         self._messages: list[Work] = []
         self.plans: dict[Any, Any] = {}  # bucket plans and their buffers, kept from step to step
 
-    # -- for transports ---------------------------------------------------------------------------------------------
+    # -- for transports ------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _exchange(self, call: Call | None, sends: list[torch.Tensor | None], recvs: list[torch.Tensor | None]) -> Steps:
+    def _exchange(
+        self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
+    ) -> Steps:
         """Give `sends[i]` to rank i and fill `recvs[i]` from it; flat uint8 tensors, None where nothing goes.
 
         With a `call`, first see that all ranks of the group make the same one, else raise `mismatch`.
@@ -116,11 +133,10 @@ class Communicator(abc.ABC):
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
         """Receive into flat uint8 bytes; returns the source."""
 
-    def abort(self, reason: str = "aborted by the user") -> None:
-        """Make every rank that waits in this mesh give up."""
-        raise NotImplementedError
+    def _open(self) -> None:  # noqa: B027 (not every transport needs it)
+        """Meet the peers; called again after every recovery, when nothing is under way any more."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Give back what the operating system holds for this communicator."""
 
     def empty(self, shape: Sequence[int] | int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -131,37 +147,69 @@ class Communicator(abc.ABC):
         """Whether a tensor must be copied to outlive the region."""
         return False
 
-    # -- driving ------------------------------------------------------------------------------------------------------
+    # -- driving -------------------------------------------------------------------------------------------------------
+
+    def abort(self, reason: str = "no reason given") -> NoReturn:
+        """End the region on every rank of the mesh; raises here, and in the driver.
+
+        Raises:
+            SpmdError: always.
+        """
+        self._watch.abort(f"rank {self.ranks[self.rank]}: {reason}")
+        raise SpmdError(message(f"rank {self.ranks[self.rank]} aborted the region", got=reason))
 
     def progress(self) -> None:
         """Advance what can be advanced without waiting."""
+        if self._generation != self._watch.generation:
+            self._forget()
+            return
         self._watch.check()
-        while self._queue and self._queue[0].advance():
-            self._queue.popleft()
+        self._progress_collectives()
         self._progress_messages()
         if not self._queue and not self._messages:
             _active.discard(self)
+
+    def look(self, work: Work) -> None:
+        """What a wait does now and then, for who asks instead of waiting."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + PEER_CHECK_SECONDS
+            self._watch.check_peers()
+            self._late(work)
+
+    def _progress_collectives(self) -> None:
+        while self._queue and self._queue[0].advance():
+            self._finished()
+
+    def _finished(self) -> None:
+        """Go on to the next operation in the queue."""
+        self._queue.popleft()
+        if self._attendance is not None:
+            self._attendance.finish()
 
     def _progress_messages(self) -> None:
         if self._messages:
             self._poll_messages()
             self._messages = [work for work in self._messages if not work.advance()]
 
-    def _poll_messages(self) -> None:
+    def _poll_messages(self) -> None:  # noqa: B027
         """Look once for what has arrived; receives then match it in the order in which they were posted."""
 
     def finish(self, work: Work) -> None:
         """Wait for one operation, and so for those started before it."""
+        if self._generation != self._watch.generation:
+            self._forget()
         while not work.done:
             first = work if work in self._messages or not self._queue else self._queue[0]
 
             def ready(first: Work = first) -> bool:
                 self._progress_messages()
+                self._progress_collectives()  # also while a message is waited for: its sender may wait for our part
                 if len(_active) > 1:  # peers may wait for our part in what was started elsewhere
                     for other in tuple(_active):
                         if other is not self:
                             other.progress()
-                return first.advance()
+                return first.done
 
             try:
                 wait_until(
@@ -170,14 +218,35 @@ class Communicator(abc.ABC):
                     timeout=self.timeout,
                     crowded=self._crowded,
                     overdue=lambda first=first: self._overdue(first),  # type: ignore[misc]
-                    late=self._late,
+                    late=lambda first=first: self._late(first),  # type: ignore[misc]
                 )
             finally:
                 if self._queue and self._queue[0].done:
-                    self._queue.popleft()
+                    self._finished()
 
-    def _late(self) -> None:
-        """Called now and then while a wait lasts: a transport looks for the reason here."""
+    def _late(self, work: Work) -> None:
+        """Called now and then while a wait for `work` lasts: a peer that has left the region won't do its part."""
+        if not isinstance(self._watch, Arena):
+            return
+        if not self._watch.said(self._watch.rank):
+            self._watch.say(f"{WAITING} {work.what}")
+        left = [rank for rank in work.peers if self._has_left(rank) and not self._took_part(rank, work)]
+        if left and (len(left) == len(work.peers) or work not in self._messages):
+            raise self.absent(left[0], work.what)
+
+    def _has_left(self, rank: int) -> bool:
+        """Whether a rank of the group is past the region that this one is in."""
+        if not isinstance(self._watch, Arena):
+            return False
+        region, active = self._watch.region(self._watch.rank)
+        at, inside = self._watch.region(self.ranks[rank])
+        return active and (at > region or (at == region and not inside))
+
+    def _took_part(self, rank: int, work: Work) -> bool:
+        """Whether a rank has done all that an operation needs of it, as far as this transport can tell."""
+        if self._attendance is None or work in self._messages:
+            return True
+        return self._attendance.finished_by(rank) > self._attendance.finished
 
     def _overdue(self, work: Work) -> BaseException:
         return PeerLost(
@@ -190,12 +259,34 @@ class Communicator(abc.ABC):
 
     def _renew(self) -> None:
         """Open the communicator afresh if the mesh has recovered from a failure since it was last used."""
+        if self._generation != self._watch.generation:
+            self._forget()
+            self._open()
+            self._generation = self._watch.generation
+
+    def _forget(self) -> None:
+        """Drop what was under way when a region failed: nobody will answer it."""
+        for work in (*self._queue, *self._messages):
+            work.give_up(
+                PeerLost(
+                    message(
+                        f"{work.what} was under way when a region failed",
+                        where=f"group {self.ranks}",
+                        remedy="start it again",
+                    )
+                )
+            )
+        self._queue.clear()
+        self._messages.clear()
+        self.plans.clear()
+        _active.discard(self)
 
     def _start(self, what: str, steps: Steps, async_op: bool) -> Any:
         self._renew()
         if self._debug:
             steps = debug.traced(steps, self.ranks[self.rank], what, self.backend)
-        work = Work(self, what, steps)
+        # Where a blocking call stands is found on the stack when it is asked for.
+        work = Work(self, what, steps, range(self.size), call_site() if async_op else "")
         self._queue.append(work)
         if self.starts_early:
             work.start()
@@ -203,17 +294,17 @@ class Communicator(abc.ABC):
             _active.add(self)
         return work if async_op else work.wait()
 
-    def _start_message(self, what: str, steps: Steps, async_op: bool) -> Any:
+    def _start_message(self, what: str, steps: Steps, peers: Sequence[int]) -> Work:
         self._renew()
         if self._debug:
             steps = debug.traced(steps, self.ranks[self.rank], what, self.backend)
-        work = Work(self, what, steps)
+        work = Work(self, what, steps, peers)
         self._messages.append(work)
         _active.add(self)
         self._progress_messages()
-        return work if async_op else work.wait()
+        return work
 
-    # -- point to point ---------------------------------------------------------------------------------------------
+    # -- point to point ------------------------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
         """Send a tensor to rank `dst`; returns when the tensor may be reused."""
@@ -226,7 +317,7 @@ class Communicator(abc.ABC):
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
         """Start sending; the tensor must not change before `wait()`."""
         self._check_rank("isend", "dst", dst)
-        return self._start_message(f"send to {dst}", self._send(as_bytes(tensor), dst, tag), True)
+        return self._start_message(f"send to {dst}", self._send(as_bytes(tensor), dst, tag), (dst,))
 
     def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> Work:
         """Start receiving; `wait()` returns the source."""
@@ -234,15 +325,15 @@ class Communicator(abc.ABC):
             self._check_rank("irecv", "src", src)
 
         def steps() -> Steps:
-            target = (
-                tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            )
-            source = yield from self._recv(as_bytes(target), src, tag)
-            if target is not tensor:
-                tensor.copy_(target)
+            buffer = _like(tensor)
+            source = yield from self._recv(as_bytes(buffer), src, tag)
+            _copy_back([tensor], [buffer])
             return source
 
-        return self._start_message(f"recv from {'any rank' if src is None else src}", steps(), True)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        return self._start_message(
+            f"recv from {'any rank' if src is None else src}", steps(), others if src is None else (src,)
+        )
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -276,7 +367,7 @@ class Communicator(abc.ABC):
 
         def steps() -> Steps:
             result = yield from self._all_reduce(call, _contiguous(tensor).view(-1), op)
-            tensor.copy_(result.view(tensor.shape))
+            tensor.detach().copy_(result.view(tensor.shape))
 
         return self._start(call.text, steps(), async_op)
 
@@ -308,7 +399,7 @@ class Communicator(abc.ABC):
             recvs = [as_bytes(parts[r]) if self.rank == dst and r != dst else None for r in range(self.size)]
             yield from self._exchange(call, sends, recvs)
             if self.rank == dst:
-                tensor.copy_(reduce_in_order(parts, op, torch.empty_like(flat)).view(tensor.shape))
+                tensor.detach().copy_(reduce_in_order(parts, op, torch.empty_like(flat)).view(tensor.shape))
 
         return self._start(call.text, steps(), async_op)
 
@@ -323,7 +414,7 @@ class Communicator(abc.ABC):
         """Fill rank `dst`'s `gather_list` with the tensors of all ranks (shapes may differ between ranks)."""
         self._check_rank("gather", "dst", dst)
         mine = self.rank == dst
-        outs = self._check_list("gather", "gather_list", gather_list, wanted=mine)
+        outs = self._check_list("gather", "gather_list", gather_list, tensor.dtype, wanted=mine)
         call = Call("gather", tensor.dtype, None, f"dst={dst}")
 
         def steps() -> Steps:
@@ -346,7 +437,7 @@ class Communicator(abc.ABC):
         """Overwrite each rank's `tensor` with its entry of rank `src`'s `scatter_list` (shapes may differ)."""
         self._check_rank("scatter", "src", src)
         mine = self.rank == src
-        ins = self._check_list("scatter", "scatter_list", scatter_list, wanted=mine)
+        ins = self._check_list("scatter", "scatter_list", scatter_list, tensor.dtype, wanted=mine)
         call = Call("scatter", tensor.dtype, None, f"src={src}")
 
         def steps() -> Steps:
@@ -360,7 +451,7 @@ class Communicator(abc.ABC):
 
     def all_gather(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, *, async_op: bool = False) -> Any:
         """Fill every rank's `tensor_list` with the tensors of all ranks (shapes may differ between ranks)."""
-        outs = self._check_list("all_gather", "tensor_list", tensor_list)
+        outs = self._check_list("all_gather", "tensor_list", tensor_list, tensor.dtype)
         call = Call("all_gather", tensor.dtype, None, "")
 
         def steps() -> Steps:
@@ -376,14 +467,14 @@ class Communicator(abc.ABC):
     ) -> Any:
         """Overwrite rank i's `output` with the reduction of all ranks' `input_list[i]`."""
         check_op(op, output.dtype)
-        ins = self._check_list("reduce_scatter", "input_list", input_list)
+        ins = self._check_list("reduce_scatter", "input_list", input_list, output.dtype)
         call = Call("reduce_scatter", output.dtype, None, op)
 
         def steps() -> Steps:
             parts = [torch.empty(output.numel(), dtype=output.dtype) for _ in range(self.size)]
             sends = [as_bytes(_contiguous(piece)) for piece in ins]
             yield from self._exchange(call, sends, [as_bytes(part) for part in parts])
-            output.copy_(reduce_in_order(parts, op, torch.empty_like(parts[0])).view(output.shape))
+            output.detach().copy_(reduce_in_order(parts, op, torch.empty_like(parts[0])).view(output.shape))
 
         return self._start(call.text, steps(), async_op)
 
@@ -391,8 +482,9 @@ class Communicator(abc.ABC):
         self, output_list: list[torch.Tensor], input_list: list[torch.Tensor], *, async_op: bool = False
     ) -> Any:
         """Rank i's `output_list[j]` becomes rank j's `input_list[i]` (shapes may differ)."""
-        outs = self._check_list("all_to_all", "output_list", output_list)
         ins = self._check_list("all_to_all", "input_list", input_list)
+        ins = self._check_list("all_to_all", "input_list", input_list, ins[0].dtype)
+        outs = self._check_list("all_to_all", "output_list", output_list, ins[0].dtype)
         call = Call("all_to_all", ins[0].dtype, None, "")
 
         def steps() -> Steps:
@@ -411,7 +503,7 @@ class Communicator(abc.ABC):
         self.all_gather(pieces, torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)])
         return [bytes(piece.numpy().tobytes()) for piece in pieces]
 
-    # -- the algorithm behind all_reduce -----------------------------------------------------------------------------------
+    # -- the algorithm behind all_reduce -------------------------------------------------------------------------------
 
     def _all_reduce(self, call: Call, flat: torch.Tensor, op: str) -> Steps:
         """Reduce a flat contiguous tensor; returns a result that the caller may keep.
@@ -445,7 +537,7 @@ class Communicator(abc.ABC):
         )
         return result
 
-    # -- checks ---------------------------------------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------------------------
 
     def _check_rank(self, name: str, argument: str, rank: int) -> None:
         if not 0 <= rank < self.size:
@@ -456,7 +548,12 @@ class Communicator(abc.ABC):
             )
 
     def _check_list(
-        self, name: str, argument: str, tensors: list[torch.Tensor] | None, wanted: bool = True
+        self,
+        name: str,
+        argument: str,
+        tensors: list[torch.Tensor] | None,
+        dtype: torch.dtype | None = None,
+        wanted: bool = True,
     ) -> list[torch.Tensor]:
         if not wanted:
             return []
@@ -465,6 +562,11 @@ class Communicator(abc.ABC):
             raise SpecError(
                 message(f'{name} got a bad "{argument}"', got=got, expected=f"{self.size} tensors, one per rank")
             )
+        for index, tensor in enumerate(tensors if dtype is not None else ()):
+            if tensor.dtype != dtype:
+                raise SpecError(
+                    message(f'{name} got a bad "{argument}"', got=f"{tensor.dtype} at {index}", expected=f"{dtype}")
+                )
         return list(tensors)
 
     def wrong_size(self, source: int, tag: int, got: int, expected: int) -> CollectiveMismatch:
@@ -475,6 +577,32 @@ class Communicator(abc.ABC):
                 got=f"a message of {got} bytes",
                 expected=f"{expected} bytes",
                 remedy="receive into a tensor of the sent shape and dtype",
+            )
+        )
+
+    def site(self) -> str:
+        """Where the user's code called the operation that is at work."""
+        return (self._queue[0].site if self._queue else "") or call_site()
+
+    def absent(self, rank: int, what: str) -> CollectiveMismatch:
+        """The error for a rank that has left the region while this one waits for its part in `what`."""
+        return CollectiveMismatch(
+            message(
+                f"rank {self.ranks[rank]} left the region without its part in {what}, "
+                f"for which rank {self.ranks[self.rank]} waits at {call_site()}",
+                where=f"group {self.ranks}",
+                remedy="every rank of the group must make the same calls, and wait for them, in the same region",
+            )
+        )
+
+    def wrong_piece(self, what: str, source: int, got: int, expected: int) -> CollectiveMismatch:
+        """The error for a piece that does not fit where it is to go; its sender can't see that."""
+        return CollectiveMismatch(
+            message(
+                f"{what}: rank {self.ranks[source]} sends {got} bytes, "
+                f"rank {self.ranks[self.rank]} expects {expected}, at {self.site()}",
+                where=f"group {self.ranks}",
+                remedy="make the shapes of both sides agree",
             )
         )
 
@@ -511,7 +639,11 @@ class Call:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor as a flat uint8 view of it (of a copy, if it is not contiguous)."""
-    return _contiguous(tensor).detach().view(-1).view(torch.uint8)
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)  # an empty tensor may have strides that view() refuses
+    flat = _contiguous(tensor).detach().view(-1)
+    # A single element may have any stride, and view() wants 1.
+    return (flat if flat.numel() > 1 else flat.as_strided((1,), (1,))).view(torch.uint8)
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
@@ -528,4 +660,4 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 def _copy_back(outs: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
     for out, buffer in zip(outs, buffers, strict=True):
         if buffer.data_ptr() != out.data_ptr():
-            out.copy_(buffer)
+            out.detach().copy_(buffer)

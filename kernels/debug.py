@@ -1,6 +1,6 @@
 """SPMD_DEBUG=1: one line on standard error for every operation of a communicator, when it is over.
 
-    r0 | all_reduce float32[1024] (sum) -> shm 12 us
+r0 | all_reduce float32[1024] (sum) -> shm 12 us
 """
 
 from __future__ import annotations

@@ -44,14 +44,14 @@ class RemoteError(SpmdError, RuntimeError):
 
 
 class Aborted(BaseException):
-    """Raised inside a collective when another rank ended the region; never reaches the user's code as an `Exception`."""
+    """Raised inside a collective when another rank ended the region; no `Exception`, so that user code lets it pass."""
 
 
 def message(problem: str, *, got: object = None, expected: object = None, where: str = "", remedy: str = "") -> str:
     """Compose an error text from its parts; parts left out are left out of the text.
 
-    >>> message("psum got an unknown axis", got="'model'", expected="one of ('data',)", remedy="name an axis of the mesh")
-    "psum got an unknown axis (expected one of ('data',), got 'model'): name an axis of the mesh"
+    >>> message("psum got an unknown axis", got="'model'", expected="one of ('data',)", remedy="name a mesh axis")
+    "psum got an unknown axis (expected one of ('data',), got 'model'): name a mesh axis"
     """
     details = []
     if expected is not None:

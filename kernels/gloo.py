@@ -16,25 +16,20 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .callsite import call_site
-from .communicator import Call, Communicator, Steps
+from .arena import Arena
+from .attendance import Attendance
+from .communicator import Call, Communicator, Steps, Work
 from .errors import Aborted, PeerLost, message
 from .mailbox import Mailbox
-from .waiting import Watch
+from .waiting import Watch, wait_until
 
 _SIOCGIFADDR = 0x8915
-_HEADER = 256  # bytes: a signature and the beginning of its text
-
-
-class GenerationWatch(Watch, Protocol):
-    generation: int
-
-    def abort(self, text: str) -> None: ...
+_TEXT = 240  # bytes of a header that say what a rank called and where
 
 
 class GlooCommunicator(Communicator):
@@ -50,7 +45,7 @@ class GlooCommunicator(Communicator):
     def __init__(
         self,
         store: dist.Store,
-        watch: GenerationWatch,
+        watch: Watch,
         ranks: Sequence[int],
         global_rank: int,
         *,
@@ -59,25 +54,25 @@ class GlooCommunicator(Communicator):
         interface: str | None = None,
     ):
         super().__init__(ranks, list(ranks).index(global_rank), watch, timeout=timeout)
-        self._store, self._board, self.channel, self._interface = store, watch, channel, interface
-        self._group: dist.ProcessGroupGloo | None = None
+        self._store, self.channel, self._interface = store, channel, interface
+        self._group: Any = None  # torch's stubs leave out what is used of it
+        self._mailbox: Mailbox | None = None
         self._open()
 
     def _open(self) -> None:
         """Connect to the peers; again after every recovery, under a name that no stale message bears."""
         self.close()
-        self._queue.clear()
-        self._messages.clear()
-        self.plans.clear()
-        self._generation = self._board.generation
-        options = dist.ProcessGroupGloo._Options()
+        if isinstance(self._watch, Arena):
+            self._attendance = Attendance(self._watch, self.ranks, self.channel)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = datetime.timedelta(seconds=self.timeout)
         options._devices = [_device(self._interface)]
-        self._name = name = f"gloo/{self._generation}/{self.channel}/{','.join(map(str, self.ranks))}"
-        self._mailbox: Mailbox | None = None
+        self._name = name = f"gloo/{self._watch.generation}/{self.channel}/{','.join(map(str, self.ranks))}"
         self._turns: dict[int, int] = {}  # messages started, by destination
         self._posted: dict[int, int] = {}  # messages handed to the mailbox
+        self._matched: dict[int, int] = {}  # messages received, by source
         self._seen = 0
+        self._gather_ranks(name)
         before = _sockets()
         try:
             self._group = dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), self.rank, self.size, options)
@@ -91,25 +86,50 @@ class GlooCommunicator(Communicator):
             ) from None
         self._sockets = _sockets() - before
 
-    def _renew(self) -> None:
-        if self._generation != self._board.generation:
-            self._open()
+    def _gather_ranks(self, name: str) -> None:
+        """Wait until all ranks are about to connect: Gloo's own wait for them notices no abort."""
+        self._store.set(f"{name}/here/{self.rank}", "")
+        keys = [f"{name}/here/{rank}" for rank in range(self.size)]
+
+        def late() -> None:
+            for rank in range(self.size):
+                if self._has_left(rank) and not self._store.check([keys[rank]]):
+                    raise self.absent(rank, "a collective")
+
+        def overdue() -> PeerLost:
+            missing = [self.ranks[rank] for rank in range(self.size) if not self._store.check([keys[rank]])]
+            return PeerLost(
+                message(
+                    f"rank {self.ranks[self.rank]} waited {self.timeout:g} s for ranks {missing} to open their group",
+                    where=f"group {self.ranks}",
+                    remedy="every rank of the group must make the same calls",
+                )
+            )
+
+        wait_until(
+            lambda: self._store.check(keys),
+            self._watch,
+            timeout=self.timeout,
+            crowded=self._crowded,
+            overdue=overdue,
+            late=late,
+        )
 
     def close(self) -> None:
-        if self._group is None:
-            return
         if self._mailbox is not None:
             self._mailbox.close()
             self._mailbox = None
+        if self._attendance is not None:
+            self._attendance.close()
+            self._attendance = None
+        if self._group is None:
+            return
         # Gloo has no way to give an operation up, and its destructor waits for those under way until they time
         # out. Shutting its sockets down ends them at once.
         for number in self._sockets & _sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
         self._group = None
-
-    def abort(self, reason: str = "aborted by the user") -> None:
-        self._board.abort(f"rank {self.ranks[self.rank]}: {reason}")
 
     def _done(self, work: dist.Work) -> Steps:
         yield work.is_completed
@@ -130,11 +150,17 @@ class GlooCommunicator(Communicator):
                 )
             ) from None
 
-    def _agree(self, call: Call) -> Steps:
-        """See that all ranks make the same call; on disagreement exchange where they stand, and raise."""
+    def _agree(self, call: Call, send_sizes: list[int], recv_sizes: list[int]) -> Steps:
+        """See that all ranks make the same call; on disagreement exchange where they stand, and raise.
+
+        Returns:
+            Whether any rank sends anything: a rank that sends and gets nothing must still take part if others do.
+        """
         text = call.text
+        head = struct.Struct(f"<Q{self.size}Q")
         for attempt in range(2):
-            data = call.signature.to_bytes(8, "little") + text.encode()[: _HEADER - 8].ljust(_HEADER - 8, b"\0")
+            said = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
+            data = head.pack(call.signature, *send_sizes) + said
             mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             theirs = [torch.empty_like(mine) for _ in range(self.size)]
             assert self._group is not None
@@ -142,19 +168,25 @@ class GlooCommunicator(Communicator):
             headers = [bytes(header.numpy().tobytes()) for header in theirs]
             if attempt == 0:
                 if all(header[:8] == data[:8] for header in headers):
-                    return
-                text = f"{call.text}, at {call_site()}"
-        others = {r: headers[r][8:].rstrip(b"\0").decode(errors="replace") for r in range(self.size) if r != self.rank}
-        raise self.mismatch(text, others)
+                    break
+                text = f"{call.text}, at {self.site()}"
+        else:
+            texts = [header[head.size :].rstrip(b"\0").decode(errors="replace") for header in headers]
+            raise self.mismatch(text, {rank: texts[rank] for rank in range(self.size) if rank != self.rank})
+        sizes = [head.unpack_from(header)[1:] for header in headers]
+        for rank, sent in enumerate(sizes):
+            if sent[self.rank] != recv_sizes[rank]:
+                raise self.wrong_piece(call.text, rank, sent[self.rank], recv_sizes[rank])
+        return any(map(any, sizes))
 
-    def _exchange(self, call: Call | None, sends: list[torch.Tensor | None], recvs: list[torch.Tensor | None]) -> Steps:
+    def _exchange(
+        self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
+    ) -> Steps:
         assert self._group is not None
-        if call is not None:
-            yield from self._agree(call)
         send_sizes = [0 if piece is None else piece.numel() for piece in sends]
         recv_sizes = [0 if piece is None else piece.numel() for piece in recvs]
-        if call is not None and not any(send_sizes) and not any(recv_sizes):
-            return  # the header was the barrier
+        if call is not None and not (yield from self._agree(call, send_sizes, recv_sizes)):
+            return
         outgoing = torch.cat([piece for piece in sends if piece is not None and piece.numel()] or [_EMPTY])
         incoming = torch.empty(sum(recv_sizes), dtype=torch.uint8)
         options = dist.AllToAllOptions()
@@ -163,7 +195,7 @@ class GlooCommunicator(Communicator):
             if target is not None:
                 target.copy_(piece)
 
-    # -- point to point -----------------------------------------------------------------------------------------------
+    # -- point to point ------------------------------------------------------------------------------------------------
 
     def _open_mailbox(self) -> Mailbox:
         if self._mailbox is None:
@@ -176,6 +208,8 @@ class GlooCommunicator(Communicator):
         turn = self._turns.get(dst, 0)
         self._turns[dst] = turn + 1
         yield lambda: self._posted.get(dst, 0) == turn and mailbox.connected(dst)
+        if self._attendance is not None:
+            self._attendance.send(dst)
         message = mailbox.post(tensor, dst, tag)
         self._posted[dst] = turn + 1
         yield lambda: message.sent
@@ -195,10 +229,24 @@ class GlooCommunicator(Communicator):
 
         yield arrived
         source, _, data = matched[0]
+        self._matched[source] = self._matched.get(source, 0) + 1
         if data.numel() != tensor.numel():
             raise self.wrong_size(source, tag, data.numel(), tensor.numel())
         tensor.copy_(data)
         return source
+
+    def _took_part(self, rank: int, work: Work) -> bool:
+        if work not in self._messages or self._attendance is None:
+            return super()._took_part(rank, work)
+        if work.what.startswith("send"):
+            return True  # the receiver's mailbox takes it without the receiver
+        here = self._matched.get(rank, 0)
+        if self._mailbox is not None:
+            here += sum(source == rank for source, _, _ in tuple(self._mailbox.inbox))
+        if here < self._attendance.sent_by(rank, self.rank):
+            return True  # the rest is on its way
+        self._progress_messages()
+        return work.done
 
     def _poll_messages(self) -> None:
         # The mailbox's thread appends at any time; receives match what was there at the start of a round.

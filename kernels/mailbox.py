@@ -2,7 +2,7 @@
 
 Why not Gloo's own: a receive there can neither be polled nor given up (its wait closes the connection when it times
 out), and unmatched messages block. Here a thread moves bytes whatever the ranks' main threads do, so that a message
-under way never depends on the receiver asking for it. Each ordered pair of ranks has one connection, made by the sender.
+under way never depends on the receiver asking for it. Each ordered pair of ranks has a connection, made by the sender.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Outgoing:
 
     def __init__(self, tag: int, tensor: torch.Tensor):
         self.tensor = tensor  # keeps the memory alive
-        self.pieces = [memoryview(_HEADER.pack(tag, tensor.numel())), memoryview(tensor.numpy()).cast("B")]
+        self.pieces = [memoryview(_HEADER.pack(tag, tensor.numel())), tensor.numpy().data.cast("B")]
         self.sent = False
 
 
@@ -63,7 +63,7 @@ class _Incoming:
                         self._body, self._got = torch.empty(nbytes, dtype=torch.uint8), 0
                     self._head.clear()
                 if self._body is not None:
-                    rest = memoryview(self._body.numpy())[self._got :]
+                    rest = self._body.numpy().data[self._got :]
                     if len(rest):
                         count = self._connection.recv_into(rest)
                         if not count:

@@ -7,8 +7,10 @@ Sixteen-bit floats are accumulated in float32 and rounded once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from .errors import SpecError, message
@@ -25,6 +27,18 @@ _BINARY: dict[str, Callable[..., torch.Tensor]] = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
+# NumPy computes with these, torch does not.
+_NUMPY: dict[str, Callable[..., np.ndarray]] = {
+    "sum": np.add,
+    "avg": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "product": np.multiply,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 # Accumulating block by block keeps the partial sums in cache when there are more than two contributions.
 _BLOCK = 1 << 16
 
@@ -33,11 +47,19 @@ def check_op(op: str, dtype: torch.dtype) -> None:
     """Refuse an operation that is unknown, or that has no meaning for `dtype`."""
     if op not in OPS:
         raise SpecError(message("unknown reduction op", got=repr(op), expected=f"one of {OPS}"))
-    floating = dtype.is_floating_point or dtype.is_complex
-    if (op in ("band", "bor", "bxor") and floating) or (op in ("min", "max") and dtype.is_complex):
+    if not _has_meaning(op, dtype):
         raise SpecError(message(f"op {op!r} is not defined for {dtype}", remedy="cast the tensor, or use another op"))
-    if op == "avg" and dtype is torch.bool:
-        raise SpecError(message("op 'avg' is not defined for torch.bool", remedy="cast the tensor to a float first"))
+
+
+@functools.cache
+def _has_meaning(op: str, dtype: torch.dtype) -> bool:
+    """Whether the arithmetic exists; nobody keeps a list of it as well as torch, so try."""
+    try:
+        one = torch.ones(1, dtype=dtype)
+        _reduce([one, one], op, torch.empty_like(one))
+    except RuntimeError:
+        return False
+    return True
 
 
 def reduce_in_order(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> torch.Tensor:
@@ -60,6 +82,9 @@ def _reduce(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
     if len(parts) == 1:
         out.copy_(parts[0])
         return
+    if out.dtype in _UNSIGNED:
+        _reduce_unsigned([part.numpy() for part in parts], op, out.numpy())
+        return
     narrow = out.dtype in (torch.float16, torch.bfloat16) and op in ("sum", "avg", "product")
     if narrow:
         total = combine(parts[0].float(), parts[1])
@@ -74,6 +99,15 @@ def _reduce(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
             total.div_(len(parts), rounding_mode="trunc")
     if narrow:
         out.copy_(total)
+
+
+def _reduce_unsigned(parts: Sequence[np.ndarray], op: str, out: np.ndarray) -> None:
+    combine = _NUMPY[op]
+    combine(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        combine(out, part, out=out)
+    if op == "avg":
+        np.floor_divide(out, len(parts), out=out)
 
 
 def slice_bounds(numel: int, parts: int) -> list[int]:

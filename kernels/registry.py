@@ -29,7 +29,8 @@ def _gloo(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout:
     return GlooCommunicator(store(), watch, ranks, rank, timeout=timeout, channel=channel, interface=interface)
 
 
-_FACTORIES: dict[str, Factory] = {"shm": _shm, "gloo": _gloo}
+_BUILT_IN: dict[str, Factory] = {"shm": _shm, "gloo": _gloo}
+_FACTORIES = dict(_BUILT_IN)
 
 
 def register_backend(name: str, factory: Factory) -> None:
@@ -39,13 +40,19 @@ def register_backend(name: str, factory: Factory) -> None:
         name: as given to `Mesh`.
         factory: called on each rank of a group, with the group's global `ranks`, this process's `rank`, the `watch`
             that notices aborts, `store()` for a `torch.distributed.Store`, and a `channel` name that keeps several
-            communicators over the same ranks apart. It must be picklable (a module's function is).
+            communicators over the same ranks apart. A driver sends it to its ranks, so cloudpickle must be able to.
     """
     _FACTORIES[name] = factory
 
 
 def backends() -> dict[str, Factory]:
     return dict(_FACTORIES)
+
+
+def added_factory(name: str) -> Factory | None:
+    """The factory that `register_backend` gave to a name; None if every process knows the name by itself."""
+    factory = _FACTORIES.get(name)
+    return None if factory is _BUILT_IN.get(name) else factory
 
 
 def make_communicator(backend: str, **arguments: Any) -> Communicator:

@@ -11,14 +11,13 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from .arena import Arena, word_key
-from .callsite import call_site
-from .communicator import ONE_PHASE_BYTES, Call, Communicator, Ready, Steps, Work
-from .errors import CollectiveMismatch, message
+from .communicator import ONE_PHASE_BYTES, WAITING, Call, Communicator, Ready, Steps, Work
+from .errors import CollectiveMismatch
 from .reduction import reduce_in_order, slice_bounds
 from .waiting import wait_until
 
@@ -51,52 +50,60 @@ class ShmCommunicator(Communicator):
         super().__init__(ranks, rank, arena, timeout=timeout, crowded=crowded)
         self.arena, self.channel = arena, channel
         self._words = arena.words
-        self._generation = -1
         self._slot_words = _TABLE + 2 * self.size
+        self._owned: list[tuple[int, int]] = []  # (offset, bytes) of the blocks behind this communicator
+        self._retired: deque[tuple[int, int, int]] = deque()  # (operation, offset, bytes) staged for peers to read
+        self._unread: deque[tuple[int, int]] = deque()  # (block, bytes) of messages not yet received
         self._open()
 
-    # -- where things lie ------------------------------------------------------------------------------------------
+    # -- where things lie ----------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         """Find this group's block, which its first rank allocates; again after every recovery."""
         arena, leader = self.arena, self.ranks[0]
-        self._queue.clear()
-        self._messages.clear()
-        self._generation = arena.generation
-        self._key = word_key("comm", self._generation, self.ranks, self.channel)
+        # All ranks have left the region that failed: nobody reads what was there.
+        for offset, nbytes in (*self._owned, *(staged[1:] for staged in self._retired), *self._unread):
+            arena.heap.free(offset, nbytes)
+        for old in (self._owned, self._retired, self._unread):
+            old.clear()
+        self._key = word_key("comm", arena.generation, self.ranks, self.channel)
         line_words = _LINE + _SLOTS * self._slot_words
         self._stage_start = self.size * line_words * 8
         nbytes = self._stage_start + self.size * _SLOTS * _INLINE
         if self.rank == 0:
             block = arena.heap.allocate(nbytes)
+            self._owned.append((block, nbytes))
             arena.tensor(block, self._stage_start, torch.uint8).zero_()
             arena.publish(self._key, block)
         else:
+            found: list[int] = []
+
+            def opened() -> bool:
+                block = arena.lookup(leader, self._key)
+                if block is not None:
+                    found.append(block)
+                return bool(found)
+
+            def late() -> None:
+                if self._has_left(0) and not opened():
+                    raise self.absent(0, "a collective")
+
             wait_until(
-                lambda: arena.lookup(leader, self._key) is not None,
+                opened,
                 arena,
                 timeout=self.timeout,
                 crowded=self._crowded,
                 overdue=lambda: self.mismatch("opens a communicator", {0: "never opened it"}),
-                late=lambda: self._check_left(0, lambda: arena.lookup(leader, self._key) is not None, "a collective"),
+                late=late,
             )
-            found = arena.lookup(leader, self._key)
-            assert found is not None
-            block = found
+            block = found[0]
         self._block = block
         self._lines = [block // 8 + rank * line_words for rank in range(self.size)]
         self._line = self._lines[self.rank]
         self._sequence = 0
-        self._retired: deque[tuple[int, int, int]] = deque()  # (operation, offset, bytes) staged for peers to read
         self._rings: dict[tuple[int, int], int] = {}
         self._sent: dict[int, int] = {}
-        self._unread: deque[tuple[int, int]] = deque()  # (block, bytes) of messages not yet received
         self._arrived: list[tuple[int, int, int, int]] = []  # (source, tag, block, bytes) not yet asked for
-        self.plans.clear()
-
-    def _renew(self) -> None:
-        if self._generation != self.arena.generation:
-            self._open()
 
     def _slot(self, rank: int, sequence: int) -> int:
         return self._lines[rank] + _LINE + (sequence % _SLOTS) * self._slot_words
@@ -110,9 +117,6 @@ class ShmCommunicator(Communicator):
 
     def is_leased(self, tensor: torch.Tensor) -> bool:
         return self.arena.is_leased(tensor)
-
-    def abort(self, reason: str = "aborted by the user") -> None:
-        self.arena.abort(f"rank {self.arena.rank}: {reason}")
 
     # -- posting and waiting -------------------------------------------------------------------------------------------
 
@@ -130,6 +134,7 @@ class ShmCommunicator(Communicator):
         if sequence > _SLOTS and not self._all_past(_READ, sequence - _SLOTS):
 
             def free() -> bool:
+                self._progress_messages()
                 while self._queue and self._queue[0]._ready is not None and self._queue[0].advance():
                     self._queue.popleft()
                 return self._all_past(_READ, sequence - _SLOTS)
@@ -140,7 +145,7 @@ class ShmCommunicator(Communicator):
                 timeout=self.timeout,
                 crowded=self._crowded,
                 overdue=lambda: self._overdue(self._queue[0]),
-                late=self._late,
+                late=lambda: self._late(self._queue[0]),
             )
         while self._retired and self._all_past(_READ, self._retired[0][0]):
             _, offset, nbytes = self._retired.popleft()
@@ -158,57 +163,45 @@ class ShmCommunicator(Communicator):
         words, signature = self._words, call.signature if call is not None else 0
 
         def ready() -> bool:
+            complete = True
             for rank, line in enumerate(self._lines):
                 if words[line + _POSTED] < sequence:
-                    return False
-                if words[self._slot(rank, sequence)] != signature:
+                    complete = False
+                elif words[self._slot(rank, sequence)] != signature:
                     raise self._disagreement(sequence, call)
-            return True
+            return complete
 
         return ready
 
     def _disagreement(self, sequence: int, call: Call | None) -> CollectiveMismatch:
         """Tell the others what this rank called, and wait a moment to learn what they did."""
-        mine = f"{call.text if call else 'the second half of an operation'}, call {sequence}, at {call_site()}"
+        mine = f"{call.text if call else 'the second half of an operation'}, call {sequence}, at {self.site()}"
         self.arena.say(mine)
         end = time.monotonic() + 0.5
         others: dict[int, str] = {}
         while time.monotonic() < end and len(others) < self.size - 1:
             for rank, member in enumerate(self.ranks):
-                if rank != self.rank and self.arena.said(member):
-                    others[rank] = self.arena.said(member)
+                said = self.arena.said(member)
+                if rank != self.rank and said and not said.startswith(WAITING):  # left from an earlier wait
+                    others[rank] = said
             time.sleep(1e-3)
         for rank in range(self.size):
             if rank != self.rank:
                 others.setdefault(rank, f"is at call {self._words[self._lines[rank] + _POSTED]}, and did not say which")
         return self.mismatch(mine, others)
 
-    def _late(self) -> None:
-        """A peer that has left the region will never post: say so at once."""
-        if not self._queue:
-            return
-        what = self._queue[0].what
-        if not self.arena.said(self.arena.rank):
-            self.arena.say(f"waiting in {what}")
-        needed = self._sequence - len(self._queue) + 1
-        for rank in range(self.size):
-            self._check_left(rank, lambda rank=rank: self._words[self._lines[rank] + _POSTED] >= needed, what)  # type: ignore[misc]
+    def _late(self, work: Work) -> None:
+        self._poll_messages()  # so that no sender waits for room while this rank waits for something else
+        super()._late(work)
 
-    def _check_left(self, rank: int, came: Callable[[], bool], what: str) -> None:
-        """Raise if a rank of the group is past the region that this one waits in, and did not come."""
-        region, active = self.arena.region(self.arena.rank)
-        if not active or came():
-            return
-        at, inside = self.arena.region(self.ranks[rank])
-        if (at > region or (at == region and not inside)) and not came():  # it may have come between the two looks
-            raise CollectiveMismatch(
-                message(
-                    f"rank {self.ranks[rank]} left the region without calling {what}, "
-                    f"for which rank {self.arena.rank} waits",
-                    where=f"group {self.ranks}",
-                    remedy="every rank of the group must make the same collective calls",
-                )
-            )
+    def _took_part(self, rank: int, work: Work) -> bool:
+        if work in self._messages:
+            self._progress_messages()  # what it sent before it left is here by now
+            return work.done
+        first = self._sequence - len(self._queue) + 1  # the operation that is waited for
+        # In the second half of a large reduction the others' sums are needed, before it only their posts.
+        word = _REDUCED if self._words[self._line + _REDUCED] >= first else _POSTED
+        return self._words[self._lines[rank] + word] >= first
 
     def _overdue(self, work: Work) -> BaseException:
         error = super()._overdue(work)
@@ -219,9 +212,11 @@ class ShmCommunicator(Communicator):
                 lines.append(f"\n  rank {member}: {doing} ({self._words[self._lines[rank] + _POSTED]} calls so far)")
         return type(error)(f"{error.args[0]}{''.join(lines)}")
 
-    # -- collectives ------------------------------------------------------------------------------------------------------
+    # -- collectives ---------------------------------------------------------------------------------------------------
 
-    def _exchange(self, call: Call | None, sends: list[torch.Tensor | None], recvs: list[torch.Tensor | None]) -> Steps:
+    def _exchange(
+        self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
+    ) -> Steps:
         sequence, words = self._begin(), self._words
         slot = self._slot(self.rank, sequence)
         pieces = {id(piece): piece for piece in sends if piece is not None}
@@ -235,9 +230,9 @@ class ShmCommunicator(Communicator):
             self.arena.tensor(offset, piece.numel(), torch.uint8).copy_(piece)
             placed[key] = offset
             offset += piece.numel() + 63 & ~63
-        for rank, piece in enumerate(sends):
-            words[slot + _TABLE + 2 * rank] = 0 if piece is None else placed[id(piece)]
-            words[slot + _TABLE + 2 * rank + 1] = 0 if piece is None else piece.numel()
+        for rank, sent in enumerate(sends):
+            words[slot + _TABLE + 2 * rank] = 0 if sent is None else placed[id(sent)]
+            words[slot + _TABLE + 2 * rank + 1] = 0 if sent is None else sent.numel()
         self._post(sequence, call, 0)
         yield self._posted(sequence, call)
         for rank, target in enumerate(recvs):
@@ -245,15 +240,7 @@ class ShmCommunicator(Communicator):
             nbytes = words[entry + 1]
             expected = 0 if target is None else target.numel()
             if nbytes != expected:
-                # The sender can't see this: end it for all, as a mismatch would.
-                raise CollectiveMismatch(
-                    message(
-                        f"{call.text if call else 'a collective'}: rank {self.ranks[rank]} sends {nbytes} bytes, "
-                        f"rank {self.arena.rank} expects {expected}",
-                        where=f"group {self.ranks}",
-                        remedy="make the shapes of both sides agree",
-                    )
-                )
+                raise self.wrong_piece(call.text if call else "a collective", rank, nbytes, expected)
             if target is not None:
                 target.copy_(self.arena.tensor(words[entry], nbytes, torch.uint8))
         words[self._line + _READ] = sequence
@@ -294,7 +281,7 @@ class ShmCommunicator(Communicator):
             for r in range(self.size)
         ]
         reduce_in_order(parts, op, arena.tensor(block + start * dtype.itemsize, end - start, dtype))
-        result = arena.lease(block, numel, dtype, release + self.rank)
+        result = arena.lease(block, numel, dtype, release + self.rank, self.size)
         words[self._line + _REDUCED] = sequence
         yield lambda: self._all_past(_REDUCED, sequence)
         words[self._line + _READ] = sequence
@@ -311,6 +298,7 @@ class ShmCommunicator(Communicator):
             if found is None and src == self.rank:
                 nbytes = (_RING_HEAD + _RING * _MESSAGE) * 8
                 found = self.arena.heap.allocate(nbytes)
+                self._owned.append((found, nbytes))
                 self.arena.tensor(found, nbytes, torch.uint8).zero_()
                 self.arena.publish(key, found)
             if found is None:
@@ -325,8 +313,13 @@ class ShmCommunicator(Communicator):
         assert ring is not None
         number = self._sent.get(dst, 0)  # messages to one destination keep their order
         self._sent[dst] = number + 1
-        while self._unread and words[self._unread[0][0] // 8]:
-            self.arena.heap.free(*self._unread.popleft())
+        # A few in turn, as some may never be asked for; all of them before memory is taken for a large one.
+        for _ in range(len(self._unread) if nbytes > _INLINE else min(2, len(self._unread))):
+            taken, its_bytes = self._unread.popleft()
+            if words[taken // 8]:
+                self.arena.heap.free(taken, its_bytes)
+            else:
+                self._unread.append((taken, its_bytes))
         block = self.arena.heap.allocate(_BLOCK_HEAD + nbytes)
         words[block // 8] = 0
         self.arena.tensor(block + _BLOCK_HEAD, nbytes, torch.uint8).copy_(tensor)

@@ -17,7 +17,16 @@ PEER_CHECK_SECONDS = 5e-3
 
 
 class Watch(Protocol):
-    """What a waiting rank keeps an eye on."""
+    """What a waiting rank keeps an eye on.
+
+    Attributes:
+        generation: goes up with every recovery from a failure; what was begun before is void.
+    """
+
+    generation: int
+
+    def abort(self, text: str) -> None:
+        """Make every rank that waits in this mesh give up; `text` says why."""
 
     def check(self) -> None:
         """Raise if the region was aborted; called often, so cheap."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import MeshError, SpecError, message
 from .spec import P
 
 
@@ -45,6 +45,11 @@ class Array:
     def __init__(self, mesh: Any, source: Source, deal: Any = None):
         self.mesh, self._source, self._deal = mesh, source, deal
         self._donated: str | None = None
+
+    def _hint(self) -> tuple[tuple[int, ...], torch.dtype, P]:
+        """Shape, dtype and spec without waiting: what the same call made before, if this one is not over yet."""
+        hint = getattr(self._source, "hint", None)
+        return hint if hint is not None else (tuple(self.shape), self.dtype, self.spec)
 
     def _readable(self) -> Source:
         if self._donated is not None:
@@ -114,6 +119,15 @@ class Array:
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if spec else repr(self)
 
+    def __copy__(self) -> Array:
+        return self  # its value never changes
+
+    def __deepcopy__(self, memo: Any) -> Array:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise MeshError(message("an Array cannot be pickled: its data is on a mesh", remedy="pickle array.full()"))
+
     def __repr__(self) -> str:
         if self._donated is not None:
             return f"Array(donated to {self._donated})"
@@ -122,10 +136,22 @@ class Array:
 
 
 class LocalSource:
-    """This rank's shard in hand."""
+    """This rank's shard in hand.
 
-    def __init__(self, session: Any, tensor: torch.Tensor, spec: P, shape: tuple[int, ...]):
-        self._session, self._tensor, self._spec, self._shape = session, tensor, spec, shape
+    Args:
+        shapes: of all ranks' shards; None if they are cut as `Layout.slices` does.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        tensor: torch.Tensor,
+        spec: P,
+        shape: tuple[int, ...],
+        shapes: tuple[tuple[int, ...], ...] | None = None,
+    ):
+        self._session, self._tensor, self._spec, self._shape, self._shapes = session, tensor, spec, shape, shapes
+        self.name: Any = None  # under which a driver knows it
 
     def shape(self) -> tuple[int, ...]:
         return self._shape
@@ -141,19 +167,12 @@ class LocalSource:
 
     def full(self) -> torch.Tensor:
         if not self._spec.entries:
-            return self._tensor.detach()
+            return self._tensor.detach().clone()  # the value must not change with what the caller does to it
         return self._session.layout.join(self.shards(), self._spec)
 
     def shards(self) -> list[torch.Tensor]:
-        session = self._session
-        layout, spec = session.layout, self._spec
-        shapes = []
-        for rank in range(layout.size):
-            cuts = layout.slices(self._shape, spec, rank)
-            shape = list(self._shape)
-            for dim, cut in enumerate(cuts):
-                shape[dim] = cut.stop - cut.start
-            shapes.append(shape)
+        layout = self._session.layout
+        shapes = self._shapes or [layout.shard_shape(self._shape, self._spec, rank) for rank in range(layout.size)]
         out = [torch.empty(shape, dtype=self._tensor.dtype) for shape in shapes]
-        session.comm().all_gather(out, self._tensor)
+        self._session.comm().all_gather(out, self._tensor.detach())
         return out

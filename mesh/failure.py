@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 
 from ..kernels.callsite import from_user, is_our_file
-from ..kernels.errors import Aborted, CollectiveMismatch, PeerLost, RemoteError, message
+from ..kernels.errors import Aborted, CollectiveMismatch, MeshError, PeerLost, RemoteError, message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,20 +78,24 @@ def ranks_text(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
-def combine(failures: dict[int, Failure], lost: dict[int, str], mesh: str) -> BaseException:
+def combine(
+    failures: dict[int, Failure], lost: dict[int, str], mesh: str, *, interrupted: bool = False
+) -> BaseException:
     """The exception to raise for one failed region.
 
     Args:
         failures: by rank, of the ranks that live.
         lost: how each rank that died did so.
         mesh: the mesh's description, for the message.
+        interrupted: the user's Ctrl-C ended the region.
     """
+    causes = {rank: failure for rank, failure in sorted(failures.items()) if failure.kind == "error"}
     if lost:
         ranks = sorted(lost)
         ends = "; ".join(f"rank {rank} {lost[rank]}" for rank in ranks)
         waiting = sorted(rank for rank, failure in failures.items() if failure.kind == "aborted")
         others = f"; {ranks_text(waiting)} waited for it and gave up" if waiting else ""
-        return PeerLost(
+        lost_error = PeerLost(
             message(
                 f"{ends}{others}",
                 where=mesh,
@@ -99,11 +103,16 @@ def combine(failures: dict[int, Failure], lost: dict[int, str], mesh: str) -> Ba
             ),
             ranks[0],
         )
-    causes = {rank: failure for rank, failure in failures.items() if failure.kind == "error"}
+        if causes:
+            report = [f"on {ranks_text([rank])} of {mesh}:\n{failure.traceback}" for rank, failure in causes.items()]
+            lost_error.__cause__ = RemoteTraceback("\n\n" + "\n".join(report))
+        return lost_error
+    if not causes and interrupted:
+        return MeshError(message("this call was interrupted, and has no results", where=mesh, remedy="call it again"))
     if not causes:
-        return KeyboardInterrupt()
+        return KeyboardInterrupt()  # of a rank alone, or of all launched ranks
     groups: dict[tuple[str, str], list[int]] = {}
-    for rank, failure in sorted(causes.items()):
+    for rank, failure in causes.items():
         # Texts that differ in numbers only (a rank, a shard's size) tell the same story.
         groups.setdefault((failure.type_name, re.sub(r"\d+", "#", failure.text)), []).append(rank)
     # A lost connection is often the echo of another rank's error.

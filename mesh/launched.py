@@ -115,8 +115,8 @@ def recover(session: RankSession, error: BaseException, where: str) -> BaseExcep
     try:
         _meet(session, generation)
         failures: dict[int, Failure] = {
-            rank: wire.loads(wire.Packet(data))
-            for rank, data in enumerate(session.comm().all_gather_bytes(wire.dumps(failure).data))
+            rank: wire.from_bytes(data)
+            for rank, data in enumerate(session.comm().all_gather_bytes(wire.to_bytes(failure)))
         }
     except (PeerLost, MeshError, Aborted) as other:
         if isinstance(error, Aborted):

@@ -8,7 +8,6 @@ there as that rank's view.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 import weakref
@@ -18,18 +17,17 @@ from typing import Any
 
 import torch
 
-from ..kernels import arena as arena_module
+from ..kernels import arena
 from ..kernels.callsite import hide_our_frames
 from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, message
-from ..kernels.registry import backends
 from . import launched, tasks, wire
-from .array import Array, LocalSource
-from .driver import DriverSession, ResidentSource
+from .arguments import check_arguments, layout_of
+from .driver import DriverSession, close_quietly
 from .rank import RankSession
 from .region import Region, current, inside, seed_generators
 from .rendezvous import launch_of_process
-from .spec import REPLICATED, Layout
+from .spec import Layout
 
 
 class Mesh:
@@ -57,6 +55,10 @@ class Mesh:
         MeshError: the ranks cannot be had, or do not fit the axes.
     """
 
+    # One of the two, in a driver this and on a rank that.
+    _driver: DriverSession | None
+    _rank_session: RankSession | None
+
     def __init__(
         self,
         axes: dict[str, int] | None = None,
@@ -69,15 +71,14 @@ class Mesh:
     ):
         if current() is not None:
             raise MeshError(message("a Mesh cannot be made inside a region", remedy="make it outside and use it here"))
-        _check_arguments(backend, device, threads, timeout)
-        launch = launch_of_process()
-        layout = _layout({"data": -1} if axes is None else dict(axes), launch)
-        self._layout, self.seed, self.timeout = layout, seed, timeout
-        self.device = "cpu"
-        self._depth = self._calls = self._runs = 0
-        self._known: dict[Any, Any] = {}
-        self._rank_session: RankSession | None = None
-        self._driver: DriverSession | None = None
+        check_arguments(backend, device, threads, timeout)
+        launch = launch_of_process() if _here is None else None
+        layout = layout_of({"data": -1} if axes is None else dict(axes), launch)
+        if _here is not None:
+            _here._check_same(layout)
+            vars(self).update(vars(_here))
+            return
+        self._set(layout, seed, timeout)
         if launch is not None:
             self.threads = launched.set_threads(threads, launch, layout.size)
             self._rank_session, self.backend = launched.join(
@@ -85,11 +86,40 @@ class Mesh:
             )
         else:
             self.threads = threads or max(1, len(os.sched_getaffinity(0)) // layout.size)
-            self.backend = ("gloo" if arena_module.supported() else "shm") if backend == "auto" else backend
+            self.backend = ("gloo" if arena.supported() else "shm") if backend == "auto" else backend
             self._driver = DriverSession(
                 self, layout, backend=self.backend, threads=self.threads, seed=seed, timeout=timeout
             )
-            weakref.finalize(self, _close_quietly, self._driver).atexit = False
+            weakref.finalize(self, close_quietly, self._driver).atexit = False
+
+    def _set(self, layout: Layout, seed: int, timeout: float) -> None:
+        self._layout, self.seed, self.timeout, self.device = layout, seed, timeout, "cpu"
+        self._depth = self._calls = self._runs = 0
+        # On launched ranks: program -> signature of a call -> what came of it; see `calling`.
+        self.known_results: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self._rank_session = self._driver = None
+
+    @classmethod
+    def on_rank(cls, session: RankSession, threads: int) -> Mesh:
+        """A driver's mesh as its rank sees it; for the rest of this process there is no other."""
+        global _here
+        mesh = cls.__new__(cls)
+        mesh._set(session.layout, session.seed, session.timeout)
+        mesh._rank_session, mesh.backend, mesh.threads = session, session.backend, threads
+        _here = mesh
+        return mesh
+
+    def _check_same(self, layout: Layout) -> None:
+        """A rank that imports a module which makes a mesh: it means the one that this process is a rank of."""
+        if layout != self._layout:
+            raise MeshError(
+                message(
+                    "a rank made a Mesh, most likely by importing a module that makes one",
+                    got=f"axes {layout.axes}",
+                    expected=f"those of {self!r}, of which this process is a rank",
+                    remedy="make meshes in the program's main script, or in a function that only it calls",
+                )
+            )
 
     # -- what it is ----------------------------------------------------------------------------------------------------
 
@@ -120,10 +150,19 @@ class Mesh:
             raise MeshError(message("coords got a bad rank", got=rank, expected=f"0 to {self.size - 1}"))
         return self._layout.coords(rank)
 
+    def __reduce__(self) -> Any:
+        raise MeshError(
+            message("a Mesh cannot be pickled: it stands for processes", remedy="make one where you need it")
+        )
+
     def __repr__(self) -> str:
         return f"Mesh({self.axes}, backend={self.backend!r}, device={self.device!r})"
 
-    # -- using it ----------------------------------------------------------------------------------------------------------
+    # -- using it -----------------------------------------------------------------------------------------------------
+
+    def same_as(self, other: Mesh) -> bool:
+        """Whether two objects stand for one mesh."""
+        return self is other or (self._rank_session is not None and self._rank_session is other._rank_session)
 
     def comm(self, axis: str | tuple[str, ...] | None = None) -> Communicator:
         """The message-passing interface among the ranks along `axis` (None: all), inside a rank.
@@ -152,16 +191,22 @@ class Mesh:
             raise hide_our_frames(error) from error.__cause__
 
     def _run(self, fn: Callable[..., Any], args: tuple, chosen: list[int]) -> list[Any]:
+        key = self._run_key()
         if self._driver is not None:
-            driver = self._driver
-            key = driver.ship_function(fn)
-            return driver.wait(
-                driver.submit(tasks.call_function, (key, args, self._run_key()), ranks=chosen, region=True)
-            ).values()
-        session = self.session
-        result = self._launched_call(lambda: self._call_here(fn, args)) if session.rank in chosen else None
-        everyone = session.comm().all_gather_bytes(wire.dumps(result).data if session.rank in chosen else b"")
-        return [result if rank == session.rank else wire.loads(wire.Packet(everyone[rank])) for rank in chosen]
+            if not chosen:
+                return []
+            shipped = self._driver.shipped.ship_function(fn)
+            task = self._driver.submit(tasks.call_function, (shipped.key, args, key), ranks=chosen, region=True)
+            return self._driver.wait(task).values()
+        rank = self.session.rank
+
+        def here() -> tuple[Any, list[bytes]]:
+            result = self._call_here(fn, args, key) if rank in chosen else None
+            mine = wire.to_bytes(result, lambda obj: ("mesh",) if isinstance(obj, Mesh) else None)
+            return result, self.session.comm().all_gather_bytes(mine)
+
+        result, everyone = self.launched_call(here)
+        return [result if peer == rank else wire.from_bytes(everyone[peer], lambda name: self) for peer in chosen]
 
     def submit(self, fn: Callable[..., Any], *args: Any, rank: int = 0) -> Future:
         """Start `fn(*args)` on one rank and return a future of its result; collectives do not work in it."""
@@ -169,26 +214,26 @@ class Mesh:
         future: Future = Future()
         future.set_running_or_notify_cancel()
         if self._driver is not None:
-            key = self._driver.ship_function(fn)
-            self._driver.submit(tasks.call_function, (key, args, self._run_key()), ranks=[chosen], future=future)
+            shipped = self._driver.shipped.ship_function(fn)
+            call = (shipped.key, args, self._run_key())
+            self._driver.submit(tasks.call_function, call, ranks=[chosen], future=future)
             return future
         try:
             future.set_result(self.run(fn, *args, ranks=[chosen])[0])
-        except BaseException as error:
+        except Exception as error:
             future.set_exception(error)
         return future
 
-    def _call_here(self, fn: Callable[..., Any], args: tuple) -> Any:
-        region = Region(self.session, self._run_key(), self)
+    def _call_here(self, fn: Callable[..., Any], args: tuple, key: tuple) -> Any:
         state = torch.get_rng_state()
-        seed_generators((*region.key, self.session.rank))
+        seed_generators((*key, self.session.rank))
         try:
-            with inside(region), torch.enable_grad():
+            with inside(Region(self.session, key, self)), torch.enable_grad():
                 return fn(*args)
         finally:
             torch.set_rng_state(state)
 
-    def _launched_call(self, call: Callable[[], Any]) -> Any:
+    def launched_call(self, call: Callable[[], Any]) -> Any:
         """A region on a launched rank: all ranks raise what one of them raises."""
         session = self.session
         session.regions += 1
@@ -199,6 +244,11 @@ class Mesh:
         except BaseException as error:
             failed = launched.recover(session, error, repr(self))
         raise failed
+
+    def next_call(self) -> int:
+        """The number of this call of an @spmd function, from 1 on; the same on all launched ranks."""
+        self._calls += 1
+        return self._calls
 
     def _run_key(self) -> tuple:
         self._runs += 1
@@ -215,12 +265,16 @@ class Mesh:
         for rank in chosen:
             if not 0 <= rank < self.size:
                 raise MeshError(message("there is no such rank", got=rank, expected=f"0 to {self.size - 1}"))
+        if len(set(chosen)) < len(chosen):
+            raise MeshError(message("a rank is named twice", got=chosen, remedy="name each rank once"))
         return chosen
 
     @property
     def session(self) -> RankSession:
         if self._rank_session is None:
             raise MeshError(message("this needs a rank, and the driver is none", remedy="call it inside mesh.run"))
+        if self._rank_session.closed:
+            raise MeshError(message("this mesh is closed", where=repr(self), remedy="make a new Mesh"))
         return self._rank_session
 
     @property
@@ -228,7 +282,12 @@ class Mesh:
         assert self._driver is not None
         return self._driver
 
-    # -- beginning and end -------------------------------------------------------------------------------------------------
+    # -- beginning and end --------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        session = self._driver or self._rank_session
+        return session is None or bool(session.closed)
 
     def close(self) -> None:
         """Stop the ranks and free what they hold; values on the mesh are gone. Raises an error not yet seen."""
@@ -240,8 +299,8 @@ class Mesh:
             self._rank_session.close()
 
     def __enter__(self) -> Mesh:
-        if self._driver is not None and self._driver.closed is not None:
-            raise MeshError(message(f"this mesh is closed: {self._driver.closed}", remedy="make a new Mesh"))
+        if self._driver is not None:
+            self._driver.check_open()
         self._depth += 1
         _entered().append(self)
         return self
@@ -257,71 +316,11 @@ class Mesh:
                     self.close()
 
 
-def _close_quietly(driver: DriverSession) -> None:
-    with contextlib.suppress(BaseException):
-        driver.close("nothing refers to it any more")
-
-
-def _check_arguments(backend: str, device: str, threads: int | None, timeout: float) -> None:
-    if backend != "auto" and backend not in backends():
-        raise MeshError(
-            message("Mesh got an unknown backend", got=repr(backend), expected=f'"auto" or one of {sorted(backends())}')
-        )
-    if backend == "shm" and arena_module.supported():
-        raise MeshError(message("backend 'shm' can't be used here", got=arena_module.supported(), remedy="use 'gloo'"))
-    if device not in ("auto", "cpu"):
-        raise MeshError(message("Mesh got a device it can't use yet", got=repr(device), expected='"auto" or "cpu"'))
-    if threads is not None and threads < 1:
-        raise MeshError(message("Mesh got a bad threads", got=threads, expected="at least 1, or None"))
-    if not timeout > 0:
-        raise MeshError(message("Mesh got a bad timeout", got=timeout, expected="seconds, more than 0"))
-
-
-def _layout(axes: dict[str, int], launch: Any) -> Layout:
-    """The axes with -1 filled in; refuses what does not fit the launched job."""
-    if not axes:
-        raise MeshError(message("Mesh got no axes", remedy='name at least one, such as {"data": -1}'))
-    for name, size in axes.items():
-        if not isinstance(name, str) or not name:
-            raise MeshError(message("Mesh got a bad axis name", got=repr(name), expected="a non-empty string"))
-        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
-            raise MeshError(
-                message(f"axis {name!r} got a bad size", got=repr(size), expected="a positive integer or -1")
-            )
-    free = [name for name, size in axes.items() if size == -1]
-    if len(free) > 1:
-        raise MeshError(message("only one axis may have size -1", got=repr(axes)))
-    known = math.prod(size for size in axes.values() if size != -1)
-    if launch is not None:
-        total, origin = launch.size, f"this job has {launch.size} ranks (from {launch.source}'s variables)"
-    else:
-        total = int(os.environ.get("SPMD_RANKS") or max(known, len(os.sched_getaffinity(0))))
-        origin = "SPMD_RANKS" if os.environ.get("SPMD_RANKS") else f"this host has {total} cores"
-    if free:
-        if total % known:
-            raise MeshError(
-                message(
-                    f"axis {free[0]!r} cannot be filled in",
-                    got=f"{axes}, and {origin}",
-                    remedy="make the sizes divide it",
-                )
-            )
-        axes = {**axes, free[0]: total // known}
-    elif launch is not None and known != total:
-        raise MeshError(
-            message(
-                "the mesh does not fit the job",
-                got=f"{axes}, {known} ranks, but {origin}",
-                remedy="start as many ranks as the mesh has, or give one axis the size -1",
-            )
-        )
-    return Layout(tuple(axes.items()))
-
-
-# -- which mesh is meant --------------------------------------------------------------------------------------------------
+# -- which mesh is meant ----------------------------------------------------------------------------------------------
 
 _state = threading.local()
 _default: Mesh | None = None
+_here: Mesh | None = None  # in a driver's rank: its view of the driver's mesh
 
 
 def _entered() -> list[Mesh]:
@@ -348,93 +347,7 @@ def resolve(mesh: Mesh | None) -> Mesh:
         return region.mesh
     if _entered():
         return _entered()[-1]
-    if _default is None:
+    if _default is None or _default.closed:
         _set_default(Mesh())
     assert _default is not None
     return _default
-
-
-# -- meshes and values on their way between processes -----------------------------------------------------------------------
-
-
-def name_in_driver(session: DriverSession, obj: Any) -> Any:
-    if isinstance(obj, Mesh):
-        if obj._driver is not session:
-            raise MeshError(message("a function refers to another mesh than the one it runs on", got=repr(obj)))
-        return ("mesh",)
-    if isinstance(obj, Array):
-        source = obj._readable()
-        if not isinstance(source, ResidentSource) or obj.mesh.driver is not session:
-            raise MeshError(
-                message(
-                    "an Array of another mesh was passed",
-                    got=repr(obj),
-                    expected=f"one on {session.describe()}",
-                    remedy="move it with put(array.full(), mesh=...)",
-                )
-            )
-        session.restore(source.value, obj)
-        shape, _, spec, _ = source.settle()
-        return ("array", source.value, tuple(shape), spec)
-    return None
-
-
-def object_in_driver(session: DriverSession, name: Any) -> Any:
-    if name[0] == "mesh":
-        return session._mesh()
-    return session.arrays[name[1]]
-
-
-def name_on_rank(worker: Any, obj: Any) -> Any:
-    if isinstance(obj, Mesh):
-        return ("mesh",)
-    if isinstance(obj, Array):
-        source: Any = obj._source
-        if getattr(source, "value", None) is None:
-            raise MeshError(
-                message("an Array made on a rank cannot be returned from mesh.run", remedy="return its local tensor")
-            )
-        return ("array", source.value)
-    return None
-
-
-def object_on_rank(worker: Any, name: Any) -> Any:
-    if name[0] == "mesh":
-        return worker.mesh
-    _, value, shape, spec = name
-    source = LocalSource(worker.session, worker.values[value][0], spec, shape)
-    source.value = value  # type: ignore[attr-defined]
-    return Array(worker.mesh, source)
-
-
-def mesh_on_rank(session: RankSession, request: dict[str, Any]) -> Mesh:
-    """A driver's mesh as its ranks see it."""
-    mesh = Mesh.__new__(Mesh)
-    mesh._layout, mesh.seed, mesh.timeout = session.layout, session.seed, session.timeout
-    mesh.backend, mesh.device, mesh.threads = session.backend, "cpu", request["threads"]
-    mesh._depth = mesh._calls = mesh._runs = 0
-    mesh._known, mesh._driver, mesh._rank_session = {}, None, session
-    return mesh
-
-
-def put(tree: Any, spec: Any = REPLICATED, *, mesh: Mesh | None = None) -> Any:
-    """Place a tree of tensors on a mesh.
-
-    >>> with Mesh({"data": 2}) as mesh:
-    ...     put(torch.arange(4), P("data"), mesh=mesh).shards()
-    [tensor([0, 1]), tensor([2, 3])]
-
-    Args:
-        tree: of tensors, NumPy arrays, numbers or Arrays.
-        spec: a P, or a prefix tree of P.
-        mesh: None is the enclosing or default mesh.
-
-    Returns:
-        The tree with an Array for every leaf.
-
-    Raises:
-        SpecError: a spec does not fit the mesh, or a dimension is not divisible.
-    """
-    from .placing import place
-
-    return place(resolve(mesh), tree, spec)

@@ -13,7 +13,7 @@ import torch
 
 from ..kernels.arena import Arena
 from ..kernels.communicator import Communicator
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import MeshError, SpecError, message
 from ..kernels.registry import make_communicator
 from .spec import Layout
 
@@ -44,6 +44,8 @@ class RankSession:
         self.layout, self.rank, self.backend = layout, rank, backend
         self.watch, self.store, self.timeout, self.seed, self.launched = watch, store, timeout, seed, launched
         self.regions = 0
+        self.closed = False
+        self._alone = False
         self._comms: dict[tuple[tuple[int, ...], str], Communicator] = {}
 
     @property
@@ -78,6 +80,14 @@ class RankSession:
         return self.comm_of(self.layout.group(self.rank, self.axes(axis)), channel)
 
     def comm_of(self, ranks: tuple[int, ...], channel: str = "main") -> Communicator:
+        if self._alone:
+            raise MeshError(
+                message(
+                    "a function given to mesh.submit cannot communicate: its rank runs it alone",
+                    where=self.where(),
+                    remedy="use mesh.run, with ranks= for some of them",
+                )
+            )
         comm = self._comms.get((ranks, channel))
         if comm is None:
             comm = make_communicator(
@@ -107,6 +117,15 @@ class RankSession:
         finally:
             self.arena.leave()
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Refuse to communicate, since no other rank takes part in what this one does."""
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
+
     def abort(self, text: str) -> None:
         self.watch.abort(f"{self.where()}: {text}")
 
@@ -115,6 +134,7 @@ class RankSession:
         self.watch.generation = generation
 
     def close(self) -> None:
+        self.closed = True
         for comm in self._comms.values():
             comm.close()
         self._comms.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -13,9 +12,11 @@ import threading
 from typing import Any
 
 from ..kernels.errors import MeshError, message
+from .interrupts import uninterrupted
 from .zygote import receive_message, send_message
 
-_BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[3]); from spmd.mesh.zygote import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+# No other import comes before the path is set: a file in the current folder might go by that name.
+_BOOT = "import sys; fd, pid, *sys.path[:] = sys.argv[1:]; from spmd.mesh.zygote import main; main(int(fd), int(pid))"
 
 
 class Zygote:
@@ -25,7 +26,7 @@ class Zygote:
         self.driver_pid = os.getpid()
         self._control, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)],
+            [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), *map(str, sys.path)],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C in a terminal is the driver's to hand on
@@ -36,7 +37,7 @@ class Zygote:
         self.exits: dict[int, int] = {}  # pid -> exit code, negative for a signal
 
     def fork(self, request: dict[str, Any], fds: list[int]) -> tuple[int, int]:
-        """Fork a rank that runs `worker.main(request, fds)`; its pid and a pidfd."""
+        """Fork a rank that runs `rank_process.main(request, fds)`; its pid and a pidfd."""
         with self._lock:
             if not self._ready:
                 if self._control.recv(1) != b"R":
@@ -48,14 +49,15 @@ class Zygote:
                         )
                     )
                 self._ready = True
-            send_message(self._control, request, fds)
-            while True:
-                reply, received = receive_message(self._control)
-                if reply is None:
-                    raise MeshError(message("the process that ranks are forked from is gone", remedy="restart Python"))
-                if "pid" in reply:
-                    return reply["pid"], received[0]
-                self.exits[reply["exited"]] = reply["status"]
+            with uninterrupted():
+                send_message(self._control, request, fds)
+                while True:
+                    reply, received = receive_message(self._control)
+                    if reply is None:
+                        raise MeshError(message("the process that ranks are forked from is gone", remedy="try again"))
+                    if "pid" in reply:
+                        return reply["pid"], received[0]
+                    self.exits[reply["exited"]] = reply["status"]
 
     def exit_code(self, pid: int, wait: float = 0.2) -> int | None:
         """How a rank ended, if the zygote has said so by now."""

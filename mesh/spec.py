@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optree
@@ -92,11 +92,16 @@ class Sharded:
     Args:
         local: this rank's shard (a tensor, or a tree of tensors that share the spec).
         spec: how the shards of all ranks form the global value.
+
+    Raises:
+        SpecError: `spec` is no P.
     """
 
     __slots__ = ("local", "spec")
 
     def __init__(self, local: Any, spec: P):
+        if not isinstance(spec, P):
+            raise SpecError(message("Sharded got a bad spec", got=repr(spec), expected="P(...)"))
         self.local = local
         self.spec = spec
 
@@ -104,13 +109,26 @@ class Sharded:
         return f"Sharded({self.local!r}, {self.spec!r})"
 
 
-optree.register_pytree_node(
-    Sharded,
-    lambda node: ((node.local,), node.spec, ("local",)),
-    lambda spec, children: Sharded(children[0], spec),
-    path_entry_type=optree.GetAttrEntry,
-    namespace=NAMESPACE,
-)
+def is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def is_sharded(x: Any) -> bool:
+    return isinstance(x, Sharded)
+
+
+def _register() -> None:
+    register: Any = optree.register_pytree_node  # whose types know of collections only
+    register(
+        Sharded,
+        lambda node: ((node.local,), node.spec, ("local",)),
+        lambda spec, children: Sharded(next(iter(children)), spec),
+        path_entry_type=optree.GetAttrEntry,
+        namespace=NAMESPACE,
+    )
+
+
+_register()
 
 
 def split_sizes(length: int, parts: int) -> list[int]:
@@ -231,12 +249,21 @@ class Layout:
         """`rank`'s shard of a global tensor, as a view."""
         return tensor[self.slices(tuple(tensor.shape), spec, rank)] if spec.entries else tensor
 
+    def shard_shape(self, shape: tuple[int, ...], spec: P, rank: int) -> tuple[int, ...]:
+        cut = [part.stop - part.start for part in self.slices(shape, spec, rank)]
+        return (*cut, *shape[len(cut) :])
+
     def owner(self, spec: P, rank: int) -> int:
         """The lowest rank that holds the same shard as `rank`."""
         coords = self.coords(rank)
         return self.rank({name: coords[name] if name in spec.axes else 0 for name in self.names})
 
-    def global_shape(self, shapes: list[tuple[int, ...]], spec: P) -> tuple[int, ...]:
+    def twins(self, spec: P, rank: int) -> list[int]:
+        """The ranks that hold the same shard as `rank`, itself included."""
+        owner = self.owner(spec, rank)
+        return [other for other in range(self.size) if self.owner(spec, other) == owner]
+
+    def global_shape(self, shapes: Sequence[tuple[int, ...]], spec: P) -> tuple[int, ...]:
         """The shape of the value whose shards have `shapes`, one per rank."""
         shape = list(shapes[0])
         for dim in range(len(spec.entries)):

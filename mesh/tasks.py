@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
 
+from ..kernels.errors import SpecError, message
 from . import trees
-from .region import Entering, Leaving, Region, execute, inside, seed_generators
+from .agreement import Leaving, Said
+from .program import Entering, execute
+from .region import Region, inside, seed_generators
 from .spec import REPLICATED, P
-from .worker import Worker
+
+if TYPE_CHECKING:
+    from .worker import Worker
 
 
 def run_program(
@@ -27,14 +33,24 @@ def run_program(
     """Run a shipped program on resident and inline leaves; keep its results under (out, index).
 
     Returns:
-        What to say of them, for `decode`.
+        What to say of them, for `decode_all`.
     """
+    program_, treedef = worker.shipped(program), worker.shipped(tree)
     entering = []
     for kind, value, spec in leaves:
         if kind == "resident":
-            tensor, its_spec = worker.values[value]
-            whole = spec is not None and spec != its_spec
-            entering.append(Entering(tensor, spec if spec is not None else its_spec, whole))
+            tensor, its_spec = worker.value(value)
+            again = spec is not None and spec != its_spec
+            if again and its_spec.entries:
+                raise SpecError(
+                    message(
+                        f"an argument of {program_.name} came back with another spec than before",
+                        got=str(its_spec),
+                        expected=str(spec),
+                        remedy="declare the same specs at every call",
+                    )
+                )
+            entering.append(Entering(tensor, spec if spec is not None else its_spec, again))
         elif kind == "tensor":
             entering.append(Entering(value, spec or REPLICATED, whole=True))
         else:
@@ -42,8 +58,8 @@ def run_program(
     treedef, results, said = execute(
         worker.session,
         worker.mesh,
-        worker.shipped[program],
-        worker.shipped[tree],
+        program_,
+        treedef,
         entering,
         key=key,
         batch_total=batch_total,
@@ -56,14 +72,18 @@ def run_program(
 
 
 def encode(treedef: Any, said: list[Leaving]) -> bytes:
-    """What a rank says of its results; equal bytes at equal results, so that the driver decodes them once."""
+    """What a rank says of its results; mostly equal bytes on all ranks, so that they are decoded once."""
     return cloudpickle.dumps((trees.pack(treedef), said))
 
 
-def decode(encoded: bytes) -> tuple[Any, list[Leaving]]:
-    """The results' treedef and what the rank said of each leaf."""
-    packed, said = pickle.loads(encoded)
-    return packed.unpack(), said
+def decode_all(encoded: Sequence[bytes]) -> dict[int, Said]:
+    """What each rank said of its results."""
+    decoded: dict[bytes, Said] = {}
+    for data in encoded:
+        if data not in decoded:
+            packed, said = pickle.loads(data)
+            decoded[data] = packed.unpack(), said
+    return {rank: decoded[data] for rank, data in enumerate(encoded)}
 
 
 def call_function(worker: Worker, function: str, arguments: tuple, key: tuple) -> Any:
@@ -71,7 +91,7 @@ def call_function(worker: Worker, function: str, arguments: tuple, key: tuple) -
     region = Region(worker.session, key, worker.mesh)
     seed_generators((*key, worker.session.rank))
     with inside(region), torch.enable_grad():
-        return worker.shipped[function](*arguments)
+        return worker.shipped(function)(*arguments)
 
 
 def do_nothing(worker: Worker) -> None:
@@ -81,24 +101,23 @@ def do_nothing(worker: Worker) -> None:
 def put_values(worker: Worker, items: list[tuple[Any, torch.Tensor, P]]) -> None:
     """Keep this rank's shards of tensors that come whole."""
     layout, rank = worker.session.layout, worker.session.rank
-    for value, tensor, spec in items:
+    for name, tensor, spec in items:
         local = layout.cut(tensor, spec, rank).clone() if spec.entries else tensor
-        worker.values[value] = (local, spec)
+        worker.values[name] = (local, spec)
 
 
-def fetch_value(worker: Worker, value: Any) -> Any:
-    return worker.values[value][0]
+def fetch_value(worker: Worker, name: Any) -> Any:
+    return worker.value(name)[0]
 
 
-def set_values(worker: Worker, items: list[tuple[Any, torch.Tensor, P]]) -> None:
-    """Keep shards as they are (for a rank that replaces a dead one)."""
-    for value, tensor, spec in items:
-        worker.values[value] = (tensor, spec)
+def set_value(worker: Worker, name: Any, tensor: torch.Tensor, spec: P) -> None:
+    """Keep a shard as it is (on a rank that replaces a dead one)."""
+    worker.values[name] = (tensor, spec)
 
 
 def fill(worker: Worker, reader: str, arguments: tuple, out: int) -> bytes:
     """Make resident values by a shipped `reader(session, *arguments) -> (treedef, leaves, Leaving of each)`."""
-    treedef, leaves, said = worker.shipped[reader](worker.session, *arguments)
+    treedef, leaves, said = worker.shipped(reader)(worker.session, *arguments)
     for index, (leaf, about) in enumerate(zip(leaves, said, strict=True)):
         if about.spec is not None:
             worker.values[out, index] = (leaf, about.spec)

@@ -13,6 +13,8 @@ from typing import Any
 import cloudpickle
 import optree
 
+from .wire import travels_by_name
+
 NAMESPACE = "spmd"
 # optree sorts dictionary keys unless told otherwise; the choice holds for as long as this object is alive.
 _insertion_order = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
@@ -62,12 +64,12 @@ class Packed:
 
 
 def pack(treedef: optree.PyTreeSpec) -> Packed:
-    """Make a treedef ready to travel; classes of `__main__` travel with it, others are imported there."""
+    """Make a treedef ready to travel; classes that can't be imported there travel with it."""
     classes: dict[type, Any] = {}
     todo = [treedef]
     while todo:
         node = todo.pop()
-        if isinstance(node.type, type) and node.type.__module__ in ("__main__", "__mp_main__"):
+        if isinstance(node.type, type) and not travels_by_name(node.type):
             entry = optree.register_pytree_node.get(node.type, namespace=NAMESPACE)
             if entry is not None and entry.kind == optree.PyTreeKind.CUSTOM:
                 classes[node.type] = (node.type, entry.flatten_func, entry.unflatten_func, entry.namespace)

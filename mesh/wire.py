@@ -2,7 +2,7 @@
 
 Tensors travel as raw bytes: a few inline, many in one `memfd` that the receiver maps copy-on-write, so that a value
 sent to all ranks of a host is one copy in memory. What only one side can know (a mesh, a value on it) is replaced
-by a name through `hooks`. Invariant: a tensor referred to twice in one object arrives as one tensor.
+by a name through `name_of` and `object_of`. Invariant: a tensor referred to twice in one object arrives as one tensor.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ import array
 import dataclasses
 import hashlib
 import io
+import itertools
 import mmap
 import os
 import pickle
 import socket
 import struct
+import sys
+import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -23,22 +27,42 @@ import cloudpickle
 import torch
 
 INLINE_BYTES = 1 << 16
-_HEADER = struct.Struct("<QQB")  # bytes of the pickle, bytes of inline tensors, number of descriptors
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_HEADER = struct.Struct("<QQQB")  # bytes of the head, of the pickle, of inline tensors; number of descriptors
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+# What most pickles are made of; asked about often, and never named.
+_PLAIN = frozenset({str, int, float, bool, bytes, tuple, list, dict, set, type(None), type, types.FunctionType})
 
 
 @dataclasses.dataclass(slots=True)
 class Packet:
-    """A pickle and its tensors, ready to be sent any number of times."""
+    """A pickle and its tensors, ready to be sent any number of times.
+
+    Attributes:
+        data: the content; reading it may need modules, names or values that the receiver lacks.
+        inline, fd: the bytes of its tensors.
+        head: what the packet is, a pickle of built-in types, which any process can read.
+    """
 
     data: bytes
     inline: bytes | bytearray = b""
     fd: int | None = None
+    head: bytes = b""
 
     def close(self) -> None:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+
+
+def travels_by_name(obj: Any) -> bool:
+    """Whether cloudpickle sends a function or a class as a name, which the receiver imports."""
+    module = sys.modules.get(obj.__module__ or "")
+    if module is None or obj.__module__ in ("__main__", "__mp_main__"):
+        return False
+    found: Any = module
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is obj
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -51,7 +75,9 @@ class _Pickler(cloudpickle.Pickler):
 
     def persistent_id(self, obj: Any) -> Any:
         kind = type(obj)
-        if kind in _PLAIN and obj.layout is torch.strided and obj.device.type == "cpu" and not obj.is_quantized:
+        if kind in _PLAIN:
+            return None
+        if kind in _TENSORS and obj.layout is torch.strided and obj.device.type == "cpu" and not obj.is_quantized:
             index = self._known.get(id(obj))
             if index is None:
                 index = self._known[id(obj)] = len(self.kept)
@@ -69,17 +95,17 @@ def _flatten(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], tuple
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_contiguous():
         return tensor.view(-1), tuple(tensor.shape), None
-    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     permuted = tensor.permute(order)
     return permuted.contiguous().view(-1), tuple(permuted.shape), order
 
 
-def dumps(obj: Any, name_of: Callable[[Any], Any] | None = None) -> Packet:
+def dumps(obj: Any, name_of: Callable[[Any], Any] | None = None, *, head: tuple = ()) -> Packet:
     """Pickle `obj`; `name_of(x)` gives the name that stands for x on the other side, or None to send x itself."""
     file = io.BytesIO()
     pickler = _Pickler(file, name_of)
     pickler.dump(obj)
-    packet = Packet(file.getvalue())
+    packet = Packet(file.getvalue(), head=pickle.dumps(head))
     if not pickler.tensors:
         return packet
     offsets, total = [], 0
@@ -100,7 +126,7 @@ def dumps(obj: Any, name_of: Callable[[Any], Any] | None = None) -> Packet:
 
 
 def content_hash(packet: Packet) -> str:
-    """Names a packet's content: equal for equal bytes."""
+    """Names a packet's content, not its head: equal for equal bytes."""
     digest = hashlib.blake2b(packet.data, digest_size=16)
     digest.update(packet.inline)
     if packet.fd is not None:
@@ -149,20 +175,75 @@ def loads(packet: Packet, object_of: Callable[[Any], Any] | None = None) -> Any:
     return _Unpickler(packet, object_of).load()
 
 
-def send(connection: socket.socket, packet: Packet) -> None:
-    """Send a packet whole."""
-    fds = [] if packet.fd is None else [packet.fd]
-    header = _HEADER.pack(len(packet.data), len(packet.inline), len(fds))
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+def to_bytes(obj: Any, name_of: Callable[[Any], Any] | None = None) -> bytes:
+    """An object as one string of bytes, for transports that know nothing of packets."""
+    packet = dumps(obj, name_of)
+    tensors = packet.inline if packet.fd is None else os.pread(packet.fd, os.fstat(packet.fd).st_size, 0)
+    packet.close()
+    return b"".join((len(packet.data).to_bytes(8, "little"), packet.data, tensors))
+
+
+def from_bytes(data: bytes, object_of: Callable[[Any], Any] | None = None) -> Any:
+    end = 8 + int.from_bytes(data[:8], "little")
+    return loads(Packet(data[8:end], data[end:]), object_of)
+
+
+def _frame(packet: Packet) -> list[memoryview]:
+    """A packet's bytes in the order in which they are sent; a descriptor goes with the first of them."""
+    header = _HEADER.pack(len(packet.head), len(packet.data), len(packet.inline), packet.fd is not None)
+    parts = (header, packet.head, packet.data, packet.inline)
     if len(packet.data) + len(packet.inline) < 1 << 14:
-        frame = b"".join((header, packet.data, packet.inline))
-        sent = connection.sendmsg([frame], rights)
-        if sent < len(frame):
-            connection.sendall(frame[sent:])
-        return
-    connection.sendmsg([header], rights)
-    connection.sendall(packet.data)
-    connection.sendall(packet.inline)
+        return [memoryview(b"".join(parts))]
+    return [memoryview(part) for part in parts if part]
+
+
+def _rights(fd: int | None) -> list[tuple[int, int, array.array]]:
+    return [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+
+
+def send(connection: socket.socket, packet: Packet) -> None:
+    """Send a packet whole, however long it takes."""
+    first, *rest = _frame(packet)
+    connection.sendall(first[connection.sendmsg([first], _rights(packet.fd)) :])
+    for part in rest:
+        connection.sendall(part)
+
+
+class Sender:
+    """Sends packets without ever waiting: what the socket does not take now is kept until `flush`."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        self._waiting: deque[tuple[memoryview, int | None]] = deque()
+
+    def send(self, packet: Packet) -> bool:
+        """Take a packet over, which the caller may close then; whether all of it is on its way."""
+        fd = packet.fd
+        for part in _frame(packet):
+            self._waiting.append((part, None if fd is None else os.dup(fd)))
+            fd = None
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Send what the socket takes; whether that was all."""
+        while self._waiting:
+            part, fd = self._waiting[0]
+            try:
+                sent = self._connection.sendmsg([part], _rights(fd), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            if fd is not None:
+                os.close(fd)
+            self._waiting[0] = (part[sent:], None)
+            if sent == len(part):
+                self._waiting.popleft()
+        return True
+
+    def close(self) -> None:
+        while self._waiting:
+            fd = self._waiting.popleft()[1]
+            if fd is not None:
+                os.close(fd)
 
 
 class Receiver:
@@ -193,12 +274,16 @@ class Receiver:
         self._buffer += data
         packets = []
         while len(self._buffer) >= _HEADER.size:
-            pickled, inline, count = _HEADER.unpack_from(self._buffer)
-            end = _HEADER.size + pickled + inline
-            if len(self._buffer) < end:
+            *lengths, count = _HEADER.unpack_from(self._buffer)
+            ends = list(itertools.accumulate(lengths, initial=_HEADER.size))
+            if len(self._buffer) < ends[-1]:
                 break
-            middle = _HEADER.size + pickled
-            fd = self._fds.pop(0) if count else None
-            packets.append(Packet(bytes(self._buffer[_HEADER.size : middle]), bytes(self._buffer[middle:end]), fd))
-            del self._buffer[:end]
+            head, pickled, inline = (bytes(self._buffer[a:b]) for a, b in itertools.pairwise(ends))
+            packets.append(Packet(pickled, inline, self._fds.pop(0) if count else None, head))
+            del self._buffer[: ends[-1]]
         return packets
+
+    def close(self) -> None:
+        """Give back the descriptors of packets that never came whole."""
+        while self._fds:
+            os.close(self._fds.pop())

@@ -7,187 +7,151 @@ which has waited for all ranks to fall quiet, opens the next generation.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import linecache
-import os
-import random
-import signal
+import pickle
 import socket
 import sys
-from collections.abc import Callable
+import time
 from typing import Any
 
-from ..kernels.arena import Arena
-from ..kernels.errors import Aborted
-from . import wire
+from ..kernels.errors import Aborted, MeshError, message
+from . import naming, wire
 from .failure import capture
 from .rank import RankSession
-from .spec import Layout
 from .trees import Packed
+
+INTERRUPT_SECONDS = 0.3  # between two interrupts of one task: the first one's cleaning up is left in peace
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """Stands for a shipped object that this rank could not read, most often for a module that is not on its path."""
+
+    error: BaseException
 
 
 class Worker:
-    """State of one rank: its session, its values by id, and the objects shipped to it by content hash."""
+    """State of one rank: its session, its values by name, and the objects shipped to it by content hash."""
 
-    def __init__(self, session: RankSession, connection: socket.socket, mesh_id: int):
-        self.session, self.connection, self.mesh_id = session, connection, mesh_id
+    def __init__(self, session: RankSession, connection: socket.socket, mesh: Any):
+        self.session, self.mesh = session, mesh
         self.values: dict[Any, Any] = {}
-        self.shipped: dict[str, Any] = {}
-        self.mesh: Any = None
-        self.failed = False
-        self.running = False
+        self._shipped: dict[str, Any] = {}
+        self._connection = connection
+        self._failed = self._running = False
+        self._interrupted_at = 0.0
 
-    def object_of(self, name: Any) -> Any:
-        from .mesh import object_on_rank
+    def shipped(self, key: str) -> Any:
+        """The object shipped under a key, or the error that reading it gave."""
+        found = self._shipped[key]
+        if isinstance(found, _Unreadable):
+            raise found.error.with_traceback(None)
+        return found
 
-        return object_on_rank(self, name)
+    def value(self, name: Any) -> Any:
+        """(local tensor, spec) of a resident value."""
+        if name not in self.values:
+            raise MeshError(
+                message(
+                    "a value was lost with the rank that this one has replaced",
+                    where=self.session.where(),
+                    remedy="run the call again",
+                )
+            )
+        return self.values[name]
 
-    def name_of(self, obj: Any) -> Any:
-        from .mesh import name_on_rank
-
-        return name_on_rank(self, obj)
+    def free(self, names: list[Any]) -> None:
+        """Forget values, by name or by the number of the call that made them."""
+        for name in names:
+            if isinstance(name, tuple):
+                self.values.pop(name, None)
+            else:
+                for key in [key for key in self.values if key[0] == name]:
+                    del self.values[key]
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        receiver = wire.Receiver(self.connection)
-        while True:
-            packets = receiver.receive(block=True)
-            if packets is None:
-                return
+        self._reply(("ready", 0))
+        receiver = wire.Receiver(self._connection)
+        while (packets := receiver.receive(block=True)) is not None:
             for packet in packets:
-                if not self.handle(packet):
+                if not self._handle(packet):
                     return
 
-    def handle(self, packet: wire.Packet) -> bool:
+    def _handle(self, packet: wire.Packet) -> bool:
         """Do what a packet asks for; whether to go on."""
-        try:
-            kind, *rest = wire.loads(packet, self.object_of)
-            key = wire.content_hash(packet) if kind == "ship" else ""
-        except BaseException as error:
-            # Most often a module that is not on this rank's path: fail the task that needs it.
-            self._run(None, 0, _raise, (error,))
-            return True
-        finally:
-            packet.close()
-        if kind == "exit":
-            return False
-        if kind == "ship":
-            self.shipped[key] = rest[0].unpack() if isinstance(rest[0], Packed) else rest[0]
+        kind, *rest = pickle.loads(packet.head)
+        if kind == "task":
+            self._run(packet, *rest)
+        elif kind == "ship":
+            self._shipped[rest[0]] = self._read(packet)
+        elif kind == "free":
+            self.free(rest[0])
+            for key in rest[1]:
+                self._shipped.pop(key, None)
+        elif kind == "renew":
+            self._failed = False
+            self.session.renew(rest[0])
         elif kind == "sources":
             remember_sources(rest[0])
-        elif kind == "free":
-            for value in rest[0]:
-                self.values.pop(value, None)
-        elif kind == "renew":
-            self.failed = False
-            self.session.renew(rest[0])
-        else:
-            self._run(*rest)
-        return True
+        elif kind == "path":
+            sys.path[:] = rest[0]
+        packet.close()
+        return kind != "exit"
 
-    def _run(self, task: int | None, region: int, function: Callable[..., Any], arguments: tuple) -> None:
-        if self.failed:
-            self._reply(task, "skipped", None)
+    def _read(self, packet: wire.Packet) -> Any:
+        try:
+            found = wire.loads(packet, self._object_of)
+            return found.unpack() if isinstance(found, Packed) else found
+        except BaseException as error:
+            return _Unreadable(error)
+
+    def _object_of(self, name: Any) -> Any:
+        return naming.object_on_rank(self, name)
+
+    def _run(self, packet: wire.Packet, task: int, region: int) -> None:
+        if self._failed:
+            self._reply(("skipped", task))
             return
         try:
-            self.running = True
-            with self.session.region(region) if region else contextlib.nullcontext():
-                result = function(self, *arguments)
-            self.running = False
-            self._flush()
-            packet = wire.dumps((task, "ok", result), self.name_of)
+            with self.session.region(region) if region else self.session.alone():
+                try:
+                    self._running = True
+                    function, arguments = wire.loads(packet, self._object_of)
+                    result = function(self, *arguments)
+                finally:
+                    self._running = False
+            answer = wire.dumps(result, lambda obj: naming.name_on_rank(self, obj), head=("ok", task))
         except BaseException as error:
-            self.running = False
-            failure = capture(error)
-            self.failed = True
+            self._running = False
+            self._failed = True
             if not isinstance(error, Aborted):
                 self.session.abort(f"{type(error).__qualname__}: {error}")
-            self._flush()
-            self._reply(task, "failed", failure)
-            return
-        wire.send(self.connection, packet)
-        packet.close()
-
-    def _reply(self, task: int | None, status: str, value: Any) -> None:
-        packet = wire.dumps((task, status, value))
-        with contextlib.suppress(ConnectionError):
-            wire.send(self.connection, packet)
-
-    def say_ready(self) -> None:
-        self._reply(None, "ready", None)
-
-    def _flush(self) -> None:
+            answer = wire.dumps(capture(error), head=("failed", task))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
+        self._send(answer)
+
+    def _reply(self, head: tuple) -> None:
+        self._send(wire.Packet(b"", head=pickle.dumps(head)))
+
+    def _send(self, packet: wire.Packet) -> None:
+        with contextlib.suppress(ConnectionError):  # the driver is gone, and this process soon will be
+            wire.send(self._connection, packet)
+        packet.close()
 
     def interrupt(self, *_: Any) -> None:
-        """SIGINT: the driver's Ctrl-C, meant for the region that runs; between regions there is nothing to stop."""
-        if self.running:
+        """SIGINT: the driver's Ctrl-C, meant for the task that runs; between tasks there is nothing to stop."""
+        now = time.monotonic()
+        if self._running and now - self._interrupted_at > INTERRUPT_SECONDS:
+            self._interrupted_at = now
             raise KeyboardInterrupt
-
-
-def _raise(worker: Worker, error: BaseException) -> None:
-    raise error
 
 
 def remember_sources(sources: dict[str, list[str]]) -> None:
     """Source lines of functions that were typed, not read from a file, for tracebacks."""
     for name, lines in sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-
-
-# -- the process ----------------------------------------------------------------------------------------------------------
-
-
-def main(request: dict[str, Any], fds: list[int]) -> None:
-    """Become a rank: called in a fresh fork of the zygote."""
-    control, out, err, arena_fd = fds
-    os.dup2(out, 1)
-    os.dup2(err, 2)
-    os.close(out)
-    os.close(err)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-    os.chdir(request["cwd"])
-    os.environ.clear()
-    os.environ.update(request["environ"])
-    sys.path[:] = request["path"]
-    sys.argv[:] = request["argv"]
-    import torch
-
-    torch.set_num_threads(request["threads"])
-    rank = request["rank"]
-    random.seed(request["seed"] * 65537 + rank)
-    layout = Layout(request["axes"])
-    arena = Arena(arena_fd, layout.size, rank)
-    connection = socket.socket(fileno=control)
-    session = RankSession(
-        layout,
-        rank,
-        backend=request["backend"],
-        watch=arena,
-        store=lambda: _store(request["store"], request["timeout"]),
-        timeout=request["timeout"],
-        seed=request["seed"],
-        launched=False,
-    )
-    worker = Worker(session, connection, request["mesh_id"])
-    session.renew(request["generation"])
-    from .mesh import mesh_on_rank
-
-    worker.mesh = mesh_on_rank(session, request)
-    signal.signal(signal.SIGINT, worker.interrupt)
-    worker.say_ready()
-    worker.serve()
-    session.close()
-
-
-def _store(address: tuple[str, int] | None, timeout: float) -> Any:
-    import datetime
-
-    import torch.distributed as dist
-
-    assert address is not None
-    host, port = address
-    return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout))

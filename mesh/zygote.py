@@ -26,7 +26,7 @@ def main(control_fd: int, driver_pid: int) -> None:
     """Serve fork requests on the control socket until it closes."""
     import torch  # noqa: F401  (what this process is for)
 
-    from . import worker
+    from . import rank_process
 
     control = socket.socket(fileno=control_fd)
     wake_read, wake_write = os.pipe()
@@ -41,7 +41,8 @@ def main(control_fd: int, driver_pid: int) -> None:
     children: set[int] = set()
     control.sendall(b"R")
     while True:
-        readable, _, _ = select.select([control, wake_read, driver], [], [])
+        sources: list[Any] = [control, wake_read, driver]
+        readable, _, _ = select.select(sources, [], [])
         if driver in readable:
             break
         if wake_read in readable:
@@ -61,7 +62,7 @@ def main(control_fd: int, driver_pid: int) -> None:
                     os.close(fd)
                 code = 1
                 try:
-                    worker.main(request, fds)
+                    rank_process.main(request, fds)
                     code = 0
                 except BaseException:
                     sys.excepthook(*sys.exc_info())

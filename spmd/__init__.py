@@ -20,7 +20,7 @@ from .kernels.errors import SpmdError as SpmdError
 from .kernels.registry import register_backend as register_backend
 from .mesh.array import Array as Array
 from .mesh.mesh import Mesh as Mesh
-from .mesh.mesh import put as put
+from .mesh.placing import put as put
 from .mesh.rendezvous import initialize as initialize
 from .mesh.spec import P as P
 from .mesh.spec import Sharded as Sharded

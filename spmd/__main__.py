@@ -84,13 +84,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=str(len(os.sched_getaffinity(0))))
-    # argparse puts in defaults only where the namespace has nothing yet, so that None is what nobody gave.
-    options = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(MEETING)))
-    given = {name for name in MEETING if getattr(options, name) is not None or f"PET_{name.upper()}" in os.environ}
-    for name in MEETING:
-        if getattr(options, name) is None:
-            setattr(options, name, parser.get_default(name))
-    options.standalone = options.standalone or not given
+    options = parser.parse_args(arguments)
+    # argparse leaves alone what a namespace already has, so that None stays where nothing was given.
+    given = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(MEETING)))
+    told = any(getattr(given, name) is not None or f"PET_{name.upper()}" in os.environ for name in MEETING)
+    options.standalone = options.standalone or not told
     return options
 
 

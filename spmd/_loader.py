@@ -6,21 +6,23 @@ the sampler alone. Invariant: the batches depend on the sampler's arguments, nev
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from .kernels.arena import word_key
 from .kernels.errors import SpecError, message
 from .mesh import trees
+from .mesh.agreement import Leaving
 from .mesh.mesh import Mesh, resolve
 from .mesh.placing import Deal, as_tensor, fill
 from .mesh.rank import RankSession
-from .mesh.region import Leaving
 from .mesh.spec import P
 from .transforms import Sampler
 
@@ -39,15 +41,18 @@ class Loader:
         batch_size: samples in a minibatch, over all ranks.
         mesh: None is the enclosing or default mesh.
         seed, shuffle, drop_last: as in `Sampler`.
-        collate_fn: makes a batch of a list of samples; None is torch's default.
+        collate_fn: makes a batch of a list of samples; None is torch's default. Tensors are sharded along dimension 0;
+            what is no tensor (or has no dimension) must be the same on all ranks.
         prefetch: batches to have read ahead.
         shards: deal by this many virtual shards.
 
     Iterating yields the batches of one epoch, sharded over the axis "data" (the first axis, if there is none of that
-    name), and moves on to the next epoch at its end. `len()` is steps per epoch.
+    name), and moves on to the next epoch at its end; after a break it starts that epoch again. `len()` is steps per
+    epoch. Random numbers that a sample is made with depend on (seed, epoch, the sample's id), not on who reads it.
 
     Raises:
-        SpecError: the dataset's leaves differ in length, or a bad number.
+        SpecError: the dataset's leaves differ in length, or a bad number; when iterating, strings for samples. Whatever
+            the dataset raises on a rank, as its own type, with a note that names the sample.
     """
 
     def __init__(
@@ -93,6 +98,8 @@ class Loader:
             raise SpecError(
                 message("Loader got a bad state", got=state, expected=f"epoch from 0 on, step 0 to {len(self)}")
             )
+        if step and step == len(self):
+            epoch, step = epoch + 1, 0
         self._epoch, self._yielded, self._resume = epoch, step, step
 
     def __iter__(self) -> Iterator[Any]:
@@ -127,6 +134,14 @@ class Loader:
 
 def _tensors(dataset: Any) -> Any:
     """The dataset as a tree of tensors with one length, or None if it is map-style."""
+    if isinstance(dataset, IterableDataset):
+        raise SpecError(
+            message(
+                "Loader can't shuffle and deal an IterableDataset",
+                got=type(dataset).__name__,
+                expected="a map-style dataset, with len(d) and d[i]",
+            )
+        )
     if isinstance(dataset, list | torch.utils.data.Dataset):
         return None
     leaves = [as_tensor(leaf) for leaf in trees.leaves(dataset)]
@@ -155,6 +170,7 @@ class _Reader:
     def __init__(self, data: Any, map_style: bool, collate: Any, sampler: Sampler, shards: int | None):
         self.data, self.map_style, self.collate = data, map_style, collate
         self.sampler, self.shards = sampler, shards
+        self._empty: Any = None  # a batch as this rank last collated it, without its samples
 
     def __call__(self, session: RankSession, axis: str, epoch: int, step: int) -> tuple[Any, list[Any], list[Leaving]]:
         parts, mine = session.layout.axes[axis], session.layout.coords(session.rank)[axis]
@@ -170,21 +186,59 @@ class _Reader:
                 said.append(Leaving(spec, tuple(leaf.shape), leaf.dtype, whole=(total, *leaf.shape[1:])))
             elif isinstance(leaf, torch.Tensor):
                 said.append(Leaving(P(), tuple(leaf.shape), leaf.dtype))
+            elif self.collate is None and self.map_style:
+                raise SpecError(
+                    message(
+                        "a Loader's batch is of tensors, and the dataset's samples have something else",
+                        got=f"{type(leaf).__name__} in the batch's {trees.paths(batch)[index]}",
+                        remedy="give a collate_fn that leaves it out or makes numbers of it, an index for instance",
+                    )
+                )
             else:
                 said.append(Leaving(None, value=leaf))
         return treedef, leaves, said
 
     def _collated(self, ids: torch.Tensor, session: RankSession, epoch: int, step: int) -> Any:
         collate = default_collate if self.collate is None else self.collate
-        state = torch.get_rng_state(), np.random.get_state()
-        key = word_key("loader", self.sampler.seed, epoch, step, session.rank)
-        torch.manual_seed(key)
-        np.random.seed(key & 0xFFFFFFFF)
+        with _own_random_numbers():
+            if len(ids) == 0 and self._empty is not None:
+                return self._empty
+            # A rank that gets no sample, and never got one, has to look at another's to know what a batch is like.
+            samples = [self._sample(int(i), epoch) for i in (ids if len(ids) else self.sampler.batch(epoch, step)[:1])]
+            _seed("batch", self.sampler.seed, epoch, step, session.rank)
+            batch = collate(samples)
+        self._empty = trees.map(_without_samples, batch)
+        return batch if len(ids) else self._empty
+
+    def _sample(self, index: int, epoch: int) -> Any:
+        _seed("sample", self.sampler.seed, epoch, index)
         try:
-            if len(ids):
-                return collate([self.data[int(i)] for i in ids])
-            # A rank without samples still needs the batch's structure: that of any sample, with none of it.
-            return trees.map(lambda x: x[:0] if isinstance(x, torch.Tensor) and x.dim() else x, collate([self.data[0]]))
-        finally:
-            torch.set_rng_state(state[0])
-            np.random.set_state(state[1])
+            return self.data[index]
+        except Exception as error:
+            if hasattr(error, "add_note"):
+                error.add_note(f"[reading sample {index} of the Loader's {type(self.data).__name__}]")
+            raise
+
+
+def _without_samples(leaf: Any) -> Any:
+    leaf = as_tensor(leaf)
+    return leaf[:0].clone() if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+
+
+def _seed(*key: Any) -> None:
+    number = word_key("loader", *key)
+    torch.default_generator.manual_seed(number)
+    np.random.seed(number & 0xFFFFFFFF)
+    random.seed(number)
+
+
+@contextlib.contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """Put the generators of torch, NumPy and Python back afterwards."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from . import _sharded_optimizer as sharded
 from ._sharded_optimizer import Axis, Leaf, State
+from ._spmd import spmd
 from .kernels.errors import SpecError, SpmdError, message
 from .mesh import trees
 from .mesh.array import Array
+from .mesh.region import current
 
 
 class Optimizer(NamedTuple):
@@ -174,13 +176,16 @@ class Engine:
 
 def _init(engine: Engine, shard: Axis | None, params: Any) -> dict[str, Any]:
     leaves, treedef = trees.flatten(params)
-    # In the driver a parameter may live on the ranks.
+    # In the driver a parameter may live on the ranks; state of one that is cut is made where it is.
+    cut = [leaf for leaf in leaves if isinstance(leaf, Array) and leaf.spec.entries]
+    if cut and current() is None:
+        return spmd(functools.partial(_init, engine, shard), mesh=cut[0].mesh)(params)
     leaves = [leaf.full() if isinstance(leaf, Array) else leaf for leaf in leaves]
     given = [Leaf(path, leaf) for path, leaf in zip(_paths(treedef), leaves, strict=True) if _is_trainable(leaf)]
     if shard is not None:
         return {"state": sharded.create(shard, engine, given), "hyper": engine.hyper()}
-    states = zip(given, engine.create(given), strict=True)
-    return {"state": {leaf.path: own for leaf, own in states if own}, "hyper": engine.hyper()}
+    state = {leaf.path: own for leaf, own in zip(given, engine.create(given), strict=True)}
+    return {"state": _declared(given, state), "hyper": engine.hyper()}
 
 
 def _step(
@@ -211,28 +216,45 @@ def _step(
     new_params, new_state, new_hyper = update(engine, given, state, hyper)
     for index, leaf, new in zip(places, given, new_params, strict=True):
         leaves[index] = new
-        _mark(new, leaf.param)
+        _mark(new, leaf)
     return trees.unflatten(treedef, leaves), {"state": new_state, "hyper": new_hyper}
 
 
 def _update(
     engine: Engine, leaves: Sequence[Leaf], state: Mapping[str, State], hyper: Mapping[str, Any]
 ) -> tuple[list[Tensor], dict[str, State], dict[str, Any]]:
-    """Step every leaf whole; state that has its parameter's shape is marked as the parameter is."""
+    """Step every leaf whole."""
     sharded.check_state(state, {leaf.path for leaf in leaves})
-    new_params, states, new_hyper = engine.update(leaves, [state.get(leaf.path, {}) for leaf in leaves], hyper)
-    for leaf, own in zip(leaves, states, strict=True):
-        for value in own.values():
-            if isinstance(value, Tensor) and value.shape == leaf.param.shape:
-                _mark(value, leaf.param)
-    return new_params, {leaf.path: own for leaf, own in zip(leaves, states, strict=True) if own}, new_hyper
+    given = [sharded.localized(state.get(leaf.path, {}), leaf.param, sharded.layout_of(leaf.param)) for leaf in leaves]
+    new_params, states, new_hyper = engine.update(leaves, given, hyper)
+    new_state = {leaf.path: own for leaf, own in zip(leaves, states, strict=True)}
+    return new_params, _declared(leaves, new_state), new_hyper
 
 
-def _mark(new: Tensor, old: Tensor) -> None:
-    """Carry over on which axes a value is cut; `value_and_grad` reads it."""
-    axes = getattr(old, "_spmd_axes", None)
-    if axes is not None:
-        new._spmd_axes = axes  # type: ignore[attr-defined]
+def _declared(leaves: Sequence[Leaf], state: Mapping[str, State]) -> dict[str, State]:
+    """State of parameters that are cut says so, since a step's results are otherwise taken for replicated."""
+    specs = {leaf.path: (leaf.param.shape, sharded.layout_of(leaf.param)) for leaf in leaves}
+    return {
+        path: sharded.declared(own, *specs[path]) if specs[path][1].entries else own
+        for path, own in state.items()
+        if own
+    }
+
+
+def _mark(new: Tensor, leaf: Leaf) -> None:
+    """Carry over how a parameter is cut, and along which axes it differs, for `value_and_grad`.
+
+    That is where it or its gradient did. Of a gradient that the step has worked on nothing is known, nor of what it
+    is added to.
+    """
+    if new is leaf.param:
+        return
+    spec = getattr(leaf.param, "_spmd_spec", None)
+    if spec is not None:
+        new._spmd_spec = spec  # type: ignore[attr-defined]
+    axes, others = (getattr(tensor, "_spmd_axes", None) for tensor in (leaf.param, leaf.grad))
+    if axes is not None and others is not None:
+        new._spmd_axes = axes | others  # type: ignore[attr-defined]
 
 
 def _is_trainable(leaf: Any) -> bool:

@@ -1,8 +1,8 @@
 """The optimizer of which every rank does, and keeps, one part: slices of the parameters laid end to end.
 
 Leaves of one dtype form a group. Each rank steps its slice of the group as if it were one parameter, keeps the state
-of that slice as `Sharded`, and gathers everyone's new slice. Leaves that are cut over the axis already (their
-`_spmd_axes` say so) are stepped whole where they are.
+of that slice as `Sharded`, and gathers everyone's new slice. Leaves that are cut over the axis already are stepped
+whole where they are.
 Invariant: slices are cut at multiples of 64 elements and padded to equal length, so that vector tails fall in the same
 places at any number of ranks, and state of one number of ranks, fetched and put back, suits another.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import transforms
 from .kernels.errors import MeshError, SpecError, message
+from .mesh.region import current
 from .mesh.spec import P, Sharded
 
 Axis = str | tuple[str, ...]
@@ -174,8 +175,7 @@ class Slice:
         return local
 
     def declare(self, own: State) -> State:
-        spec = self.spec
-        return own if spec is None else {name: _declared(value, (self.length,), spec) for name, value in own.items()}
+        return own if self.spec is None else declared(own, (self.length,), self.spec)
 
     def _cut(self, tensors: Sequence[Tensor]) -> Tensor:
         """This rank's slice of flat tensors laid end to end, without laying out the rest."""
@@ -201,10 +201,10 @@ class Whole:
         return {self.given.path: new}
 
     def localize(self, own: State) -> State:
-        return {name: value.local if isinstance(value, Sharded) else value for name, value in own.items()}
+        return localized(own, self.given.param, self.spec)
 
     def declare(self, own: State) -> State:
-        return {name: _declared(value, self.given.param.shape, self.spec) for name, value in own.items()}
+        return declared(own, self.given.param.shape, self.spec)
 
 
 def _flat_grad(leaf: Leaf) -> Tensor:
@@ -213,10 +213,30 @@ def _flat_grad(leaf: Leaf) -> Tensor:
     return (leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad).reshape(-1)
 
 
-def _declared(value: Any, shape: Sequence[int], spec: P) -> Any:
-    """A state value as `Sharded` if it is laid out as the parameter is; a count of steps stays plain."""
-    cut = isinstance(value, Tensor) and value.ndim > 0 and value.shape == shape
-    return Sharded(value, spec) if cut else value
+def layout_of(param: Tensor) -> P:
+    """How a parameter in a region is cut, as it was passed in or marked."""
+    spec = getattr(param, "_spmd_spec", None)
+    return P(tuple(sorted(getattr(param, "_spmd_axes", ())))) if spec is None else spec
+
+
+def declared(own: State, shape: Sequence[int], spec: P) -> State:
+    """State as `Sharded` where it is laid out as the parameter is; a count of steps stays plain."""
+    return {
+        name: Sharded(value, spec) if isinstance(value, Tensor) and value.ndim and value.shape == shape else value
+        for name, value in own.items()
+    }
+
+
+def localized(own: State, param: Tensor, spec: P) -> State:
+    """State of a cut parameter as this rank has it, be it given so or (made in the driver, say) whole."""
+    local: State = {}
+    region = current()
+    for name, value in own.items():
+        value = value.local if isinstance(value, Sharded) else value
+        if region is not None and isinstance(value, Tensor) and value.ndim and value.shape != param.shape:
+            value = region.session.layout.cut(value, spec, region.session.rank)
+        local[name] = value
+    return local
 
 
 def _parts(axis: Axis, leaves: Sequence[Leaf]) -> list[Slice | Whole]:
@@ -229,9 +249,10 @@ def _parts(axis: Axis, leaves: Sequence[Leaf]) -> list[Slice | Whole]:
     parts: list[Slice | Whole] = []
     groups: dict[tuple[torch.dtype, tuple[str, ...]], list[Leaf]] = {}
     for leaf in leaves:
-        axes = tuple(sorted(getattr(leaf.param, "_spmd_axes", ())))
+        spec = layout_of(leaf.param)
+        axes = tuple(sorted(spec.axes))
         if inside and set(names) & set(axes):
-            parts.append(Whole(leaf.path, leaf, P(axes)))
+            parts.append(Whole(leaf.path, leaf, spec))
         else:
             groups.setdefault((leaf.param.dtype, axes), []).append(leaf)
     for (dtype, axes), members in groups.items():
@@ -239,7 +260,7 @@ def _parts(axis: Axis, leaves: Sequence[Leaf]) -> list[Slice | Whole]:
         key = str(dtype).removeprefix("torch.") + "".join(f"/{name}" for name in axes)
         gathered = axis if size > 1 and numel else None
         # State differs over every axis that cuts the leaves, and over ours: dim 0 is cut over all of them.
-        spec = P((*names, *axes)) if inside else None
+        flat = P((*names, *axes)) if inside else None
         start, stop = slice_bounds(numel, size)[index]
-        parts.append(Slice(key, members, start, stop, slice_length(numel, size), numel, gathered, spec))
+        parts.append(Slice(key, members, start, stop, slice_length(numel, size), numel, gathered, flat))
     return parts

@@ -7,14 +7,19 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from .kernels.callsite import hide_our_frames
 from .kernels.errors import SpecError, message
 from .mesh import trees
 from .mesh.array import Array
+from .mesh.calling import call
 from .mesh.mesh import Mesh, resolve
-from .mesh.placing import Call, call
-from .mesh.region import Program, current, is_spec
-from .mesh.spec import REPLICATED, P, Sharded
+from .mesh.placing import specs_for
+from .mesh.program import Program
+from .mesh.region import Region, current, mark, marked
+from .mesh.request import Request
+from .mesh.spec import REPLICATED, P, Sharded, is_spec
 
 CHECKS = ("first", "always", "never")
 
@@ -38,8 +43,8 @@ def spmd(
     Args:
         f: a pure function of trees; inside it, tensors are this rank's local ones. Works bare and with arguments.
         mesh: None is the enclosing or default mesh, looked up at each call.
-        in_specs: how the arguments are cut: one P for all, a tuple with a prefix tree for each positional argument, or a
-            dict by argument name. None (everywhere the default): Arrays as they are, other tensors replicated.
+        in_specs: how the arguments are cut: one P for all, a tuple with a prefix tree for each positional argument, or
+            a dict by argument name. None (everywhere the default): Arrays as they are, other tensors replicated.
         out_specs: how results form global values, a prefix tree; None is replicated.
         donate: names of arguments whose memory the results may take over; the Arrays passed can't be read afterwards.
         check: when replicas of a result are compared: on the "first" call of each signature, "always", "never".
@@ -63,8 +68,8 @@ class Spmd:
     ):
         functools.update_wrapper(self, f)
         self._f, self._mesh, self._in_specs, self._out_specs = f, mesh, in_specs, out_specs
-        self._name = getattr(f, "__name__", type(f).__name__)
-        self._signature = inspect.signature(f)
+        self._name = _name_of(f)
+        self._signature = _signature_of(f)
         self._donate = (donate,) if isinstance(donate, str) else tuple(donate)
         self._check = check
         for name in self._donate:
@@ -103,11 +108,11 @@ class Spmd:
 
     def _outside(self, bound: inspect.BoundArguments) -> Any:
         mesh = resolve(self._mesh)
-        request = Call(mesh, self._name, bound.args, bound.kwargs, self._specs(bound), self._batch_of(bound))
+        request = Request(mesh, self._name, bound.args, bound.kwargs, self._specs(bound), self._batch_of(bound))
         for spec in trees.leaves(self._out_specs, is_leaf=is_spec):
             if spec is not None:
                 mesh.layout.check(spec, where=f"out_specs of {self._name}")
-        results = call(mesh, self._program, self._f, request, check=self._check, slot=self)
+        results = call(mesh, self._program, self._f, request, check=self._check, holder=self)
         for name in self._donate:
             for leaf in trees.leaves(bound.arguments.get(name)):
                 if isinstance(leaf, Array):
@@ -131,8 +136,9 @@ class Spmd:
             return (tuple(specs for _ in args), dict.fromkeys(kwargs, specs))
         if isinstance(specs, dict):
             names = [*self._positional_names(len(args)), *kwargs]
+            anything = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
             for name in specs:
-                if name not in self._signature.parameters:
+                if name not in self._signature.parameters and not anything:
                     raise SpecError(
                         message(
                             f"in_specs of {self._name} name an unknown argument",
@@ -151,7 +157,7 @@ class Spmd:
                     remedy="give one entry per positional argument, or a dict by argument name",
                 )
             )
-        rest = dict(zip([n for n in self._signature.parameters], specs, strict=False))
+        rest = dict(zip(self._signature.parameters, specs, strict=False))
         return specs[: len(args)], {name: rest.get(name) for name in kwargs}
 
     def _variadic(self) -> bool:
@@ -170,20 +176,24 @@ class Spmd:
         """A call within a region: the body runs here and now, on what this rank has."""
         region = current()
         assert region is not None
-        layout, rank = region.session.layout, region.session.rank
-        if self._mesh is not None and region.mesh is not None and self._mesh is not region.mesh:
+        if self._mesh is not None and region.mesh is not None and not self._mesh.same_as(region.mesh):
             raise SpecError(
-                message(f"{self._name} is bound to another mesh than the region it is called in", got=repr(self._mesh))
+                message(
+                    f"{self._name} is bound to another mesh than the region that calls it",
+                    got=repr(self._mesh),
+                    expected=repr(region.mesh),
+                    remedy="leave mesh= out where one @spmd function calls another",
+                )
             )
         tree = (bound.args, bound.kwargs)
         specs = self._specs(bound)
         if specs is not None:
-            flat = trees.broadcast_prefix(specs, tree, is_leaf=is_spec)
             leaves, treedef = trees.flatten(tree)
-            for index, (leaf, spec) in enumerate(zip(leaves, flat, strict=True)):
+            for index, (leaf, spec) in enumerate(
+                zip(leaves, specs_for(specs, tree, f"in_specs of {self._name}"), strict=True)
+            ):
                 if spec is not None and spec.entries:
-                    layout.check_shape(tuple(leaf.shape), spec, where=f"a nested call of {self._name}")
-                    leaves[index] = layout.cut(leaf, spec, rank)
+                    leaves[index] = _cut_here(leaf, spec, region, f"a call of {self._name} within a region")
             tree = trees.unflatten(treedef, leaves)
         return self._f(*tree[0], **tree[1])
 
@@ -221,3 +231,34 @@ def _declare(gradient: Any, argument: Any) -> Any:
         return Sharded(leaf, spec) if spec is not None and spec.entries else leaf
 
     return trees.map(one, gradient, argument)
+
+
+def _cut_here(leaf: Any, spec: P, region: Region, where: str) -> Any:
+    """This rank's part of a tensor that is the same on all ranks; a tensor that is cut so already stays as it is."""
+    layout, axes = region.session.layout, marked(leaf) if isinstance(leaf, torch.Tensor) else None
+    if not isinstance(leaf, torch.Tensor) or (axes and spec.axes & axes and not spec.axes <= axes):
+        raise SpecError(
+            message(
+                f"an argument cannot be cut by {spec}",
+                got=type(leaf).__name__ if axes is None else f"a tensor that differs over {sorted(axes)} already",
+                where=where,
+                remedy="pass a tensor that is the same on all ranks of the axes it is cut over",
+            )
+        )
+    if axes and spec.axes <= axes:
+        return leaf
+    layout.check_shape(tuple(leaf.shape), spec, where=where)
+    return mark(layout.cut(leaf, spec, region.session.rank), (axes or frozenset()) | spec.axes)
+
+
+def _name_of(f: Any) -> str:
+    while isinstance(f, functools.partial):
+        f = f.func
+    return getattr(f, "__name__", type(f).__name__)
+
+
+def _signature_of(f: Callable) -> inspect.Signature:
+    try:
+        return inspect.signature(f)
+    except ValueError:  # a built-in function that does not tell
+        return inspect.signature(lambda *args, **kwargs: None)

@@ -355,6 +355,8 @@ def test_several_threads_may_step_at_once():
 
 def test_parameters_that_live_on_the_ranks_can_be_initialised_but_not_stepped(monkeypatch):
     class OnTheRanks:
+        spec = P()
+
         def full(self):
             return torch.ones(3)
 
@@ -367,14 +369,24 @@ def test_parameters_that_live_on_the_ranks_can_be_initialised_but_not_stepped(mo
         opt.step(params, {"w": torch.ones(3)}, opt_state)
 
 
-def test_the_mark_of_a_parameter_is_carried_over():
-    params = {"cut": torch.ones(2), "plain": torch.ones(2)}
-    params["cut"]._spmd_axes = frozenset({"model"})
+def test_what_is_known_of_a_parameter_is_carried_over():
+    params = {"cut": torch.ones(2), "plain": torch.ones(2), "same": torch.ones(2), "worked on": torch.ones(2)}
+    params["cut"]._spmd_axes, params["cut"]._spmd_spec = frozenset({"model"}), P("model")
+    for name in ("same", "worked on"):
+        params[name]._spmd_axes, params[name]._spmd_spec = frozenset(), P()
+    grads = {name: torch.ones(2) for name in params}
+    grads["cut"]._spmd_axes, grads["same"]._spmd_axes = frozenset({"model"}), frozenset()
     opt = optimizer(optim.Adam)
-    new, opt_state = opt.step(params, params, opt.init(params))
-    assert new["cut"]._spmd_axes == {"model"}
-    assert opt_state["state"]["['cut']"]["exp_avg"]._spmd_axes == {"model"}
-    assert not hasattr(new["plain"], "_spmd_axes")
+    new, opt_state = opt.step(params, grads, opt.init(params))
+    assert new["cut"]._spmd_axes == {"model"} and new["cut"]._spmd_spec == P("model")
+    assert new["same"]._spmd_axes == frozenset() and new["same"]._spmd_spec == P()
+    assert not hasattr(new["worked on"], "_spmd_axes") and not hasattr(new["plain"], "_spmd_axes")
+    moments = {name: opt_state["state"][f"[{name!r}]"]["exp_avg"] for name in params}
+    assert isinstance(moments["cut"], Sharded) and moments["cut"].spec == P("model")
+    assert isinstance(moments["same"], torch.Tensor) and isinstance(moments["plain"], torch.Tensor)
+    again, opt_state = opt.step(new, grads, opt_state)
+    assert torch.equal(again["cut"], again["plain"])
+    assert isinstance(opt_state["state"]["['cut']"]["exp_avg_sq"], Sharded)
 
 
 class Clipped(optim.Optimizer):
@@ -636,6 +648,7 @@ def test_leaves_that_are_cut_already_are_stepped_where_they_are(monkeypatch):
         for name, axes in [("replicated", ()), ("over data", ("data",)), ("over model", ("model",))]:
             params[name]._spmd_axes = frozenset(axes)
         params["over both"]._spmd_axes = frozenset({"model", "data"})
+        params["over both"]._spmd_spec = P(("model", "data"))
         return params
 
     ones = {name: torch.ones_like(value) for name, value in make(0).items()}
@@ -644,10 +657,10 @@ def test_leaves_that_are_cut_already_are_stepped_where_they_are(monkeypatch):
     for rank, (params, opt_state) in enumerate(results):
         assert same(params, plain.step(make(rank), ones, plain.init(make(rank)))[0])
         for name, value in make(rank).items():
-            assert params[name]._spmd_axes == value._spmd_axes
+            assert getattr(params[name], "_spmd_spec", None) == getattr(value, "_spmd_spec", None)
         assert {key: own["exp_avg"].spec for key, own in opt_state["state"].items()} == {
             "['over data']": P("data"),
-            "['over both']": P(("data", "model")),
+            "['over both']": P(("model", "data")),
             "float32": P("data"),
             "float32/model": P(("data", "model")),
         }

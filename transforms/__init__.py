@@ -1,18 +1,18 @@
 """Transforms: pure function to pure function, and the collectives that the bodies of steps call."""
 
-from ._collectives import all_gather as all_gather
-from ._collectives import all_to_all as all_to_all
-from ._collectives import axis_index as axis_index
-from ._collectives import axis_size as axis_size
-from ._collectives import barrier as barrier
-from ._collectives import pbroadcast as pbroadcast
-from ._collectives import pmax as pmax
-from ._collectives import pmean as pmean
-from ._collectives import pmin as pmin
-from ._collectives import ppermute as ppermute
-from ._collectives import psum as psum
-from ._collectives import psum_scatter as psum_scatter
 from ._data_parallel import data_parallel as data_parallel
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
+from ._movements import all_gather as all_gather
+from ._movements import all_to_all as all_to_all
+from ._movements import pbroadcast as pbroadcast
+from ._movements import ppermute as ppermute
+from ._movements import psum_scatter as psum_scatter
+from ._named_axes import axis_index as axis_index
+from ._named_axes import axis_size as axis_size
+from ._named_axes import barrier as barrier
+from ._reductions import pmax as pmax
+from ._reductions import pmean as pmean
+from ._reductions import pmin as pmin
+from ._reductions import psum as psum
 from ._sampler import Sampler as Sampler

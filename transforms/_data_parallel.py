@@ -17,7 +17,7 @@ from ..kernels.errors import SpecError, message
 from ..mesh import trees
 from ..mesh.region import Region, mark, marked, require
 from ..mesh.spec import split_sizes
-from ._collectives import psum
+from ._reductions import psum
 
 
 def data_parallel(

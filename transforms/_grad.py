@@ -10,46 +10,24 @@ keeps its graph and sums leaf by leaf with differentiable collectives. Outside a
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..kernels.bucket import Buckets, Leaf
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
-from ..mesh.region import Region, current, digest, is_sharded, mark, marked
+from ..mesh.region import Region, current, is_sharded, mark
 from ..mesh.spec import Sharded
-from ._collectives import psum
-
-_depth = threading.local()
-
-
-@contextlib.contextmanager
-def _deeper() -> Iterator[None]:
-    _depth.value = getattr(_depth, "value", 0) + 1
-    try:
-        yield
-    finally:
-        _depth.value -= 1
-
-
-@dataclasses.dataclass(slots=True)
-class _Argument:
-    """One leaf of the differentiated arguments.
-
-    Attributes:
-        twin: what the function is given in its place; None where there is nothing to differentiate.
-        reduce: the axes to sum its gradient over.
-    """
-
-    leaf: Any
-    twin: torch.Tensor | None = None
-    reduce: tuple[str, ...] = ()
+from . import _empty_shards
+from ._arguments import Argument, prepare
+from ._auxiliary import Auxiliary
+from ._chain import Chain, chain, forget_undefined, in_torch_func, linked, started
+from ._named_axes import differs_over, place
+from ._reductions import psum
+from ._sums import Hook, Sums
 
 
 def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False, axes: Any = None) -> Callable:
@@ -69,9 +47,10 @@ def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = Fal
         the argument, or (gradient, aux). Frozen, integer and unused leaves get zeros.
 
     Raises:
-        SpecError: `f`'s value is not a scalar, an argument does not exist, an axis does not exist.
+        SpecError: `f`'s value is not a scalar, an argument does not exist, an axis does not exist, aux that cannot be
+            averaged differs between ranks.
     """
-    lift = getattr(f, "_spmd_lift", None)
+    lift = _lift_of(f)
     if lift is not None:
         return lift(functools.partial(grad, argnums=argnums, has_aux=has_aux, axes=axes), argnums, False, has_aux)
 
@@ -96,7 +75,7 @@ def value_and_grad(
     Returns:
         A function that returns (value, gradient), or ((value, aux), gradient).
     """
-    lift = getattr(f, "_spmd_lift", None)
+    lift = _lift_of(f)
     if lift is not None:
         return lift(
             functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, axes=axes), argnums, True, has_aux
@@ -110,62 +89,94 @@ def value_and_grad(
     return value_and_gradient
 
 
+def _lift_of(f: Callable) -> Callable | None:
+    """How a wrapped function takes a transform in; one wrapped twice has the inner wrapper's way among its attributes."""
+    own = getattr(type(f), "_spmd_lift", None)
+    return getattr(f, "_spmd_lift", None) if own is None else functools.partial(own, f)
+
+
 def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tuple, kwargs: dict) -> tuple:
     name = getattr(f, "__name__", "the function")
-    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    for number in chosen:
-        if not -len(args) <= number < len(args):
-            raise SpecError(
-                message(
-                    f"grad got a bad argnums for {name}",
-                    got=argnums,
-                    expected=f"below {len(args)} positional arguments",
-                )
+    if in_torch_func():
+        raise SpecError(
+            message(
+                f"spmd's grad of {name} was called inside a transform of torch.func, which it cannot see through",
+                remedy="use torch.func.grad there, and psum or pmean what comes out",
             )
-    chosen = tuple(number % len(args) for number in chosen)
+        )
+    chosen = _positions(argnums, len(args), name)
     region = current()
-    over = () if region is None else _axes_of_mean(region, axes)
-    arguments, treedef = _prepare(tuple(args[number] for number in chosen), region, over)
-    nested = getattr(_depth, "value", 0) > 0 or any(
-        a.twin is not None and a.leaf.grad_fn is not None for a in arguments
-    )
+    over = () if region is None else region.session.layout.names if axes is None else _axes(axes)
+    arguments, treedef = prepare(tuple(args[number] for number in chosen), region, over)
+    # A part of an outer gradient's graph, ours or torch's own, has to become one in turn.
+    nested = linked() or any(a.twin is not None and a.leaf.grad_fn is not None for a in arguments)
     for argument in arguments:
         if argument.twin is not None:
-            # Inside an outer gradient the twin must hang on the outer graph; on its own it is a fresh leaf.
             leaf = argument.leaf
-            if nested and leaf.requires_grad:
-                argument.twin = leaf.view_as(leaf)
-            else:
-                argument.twin = leaf.detach().requires_grad_()
-            axes_known = marked(leaf)
-            if axes_known is not None:
-                mark(argument.twin, axes_known)
+            argument.twin = leaf.view_as(leaf) if nested and leaf.requires_grad else leaf.detach().requires_grad_()
+            known = differs_over(leaf)
+            if known is not None:
+                mark(argument.twin, known)
     twins = trees.unflatten(treedef, [a.leaf if a.twin is None else a.twin for a in arguments])
     twins = trees.map(lambda node: node.local if isinstance(node, Sharded) else node, twins, is_leaf=is_sharded)
     full = list(args)
     for number, twin in zip(chosen, twins, strict=True):
         full[number] = twin
-    with _deeper(), torch.enable_grad():
-        out = f(*full, **kwargs)
-    value, aux = _split(out, has_aux, name)
-    solve = _solve_nested if nested else _solve
-    value, gradients, aux = solve(value, aux, arguments, region, over)
-    gradients = [
-        a.leaf.new_zeros(a.leaf.shape) if g is None and isinstance(a.leaf, torch.Tensor) else g
-        for a, g in zip(arguments, gradients, strict=True)
-    ]
+    with chain() as collectives:
+        value, aux = _evaluate(f, full, kwargs, has_aux, name, None if nested else region, over)
+        collectives.stop()
+        auxiliary = Auxiliary.of(aux, over)
+        if nested:
+            value, gradients, aux_leaves = _solve_nested(value, auxiliary, arguments, region, over, collectives)
+    if not nested:
+        value, gradients, aux_leaves = _solve(value, auxiliary, arguments, region, over, collectives)
     found = trees.unflatten(treedef, gradients)
-    return value, found[0] if isinstance(argnums, int) else found, aux
+    return value, found[0] if isinstance(argnums, int) else found, auxiliary.tree(aux_leaves)
 
 
-def _axes_of_mean(region: Region, axes: Any) -> tuple[str, ...]:
-    if axes is None:
-        return region.session.layout.names
-    return region.session.axes(axes if isinstance(axes, str) else tuple(axes), what="grad")
+def _positions(argnums: Any, count: int, name: str) -> tuple[int, ...]:
+    chosen = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
+    for number in chosen:
+        if not isinstance(number, int) or not -count <= number < count:
+            raise SpecError(
+                message(
+                    f"grad got a bad argnums for {name}",
+                    got=argnums,
+                    expected=f"below {count} positional arguments",
+                    remedy="pass what is to be differentiated by position",
+                )
+            )
+    return tuple(number % count for number in chosen)
 
 
-def _split(out: Any, has_aux: bool, name: str) -> tuple[torch.Tensor, Any]:
-    value, aux = out, None
+def _axes(axes: Any) -> tuple[str, ...]:
+    return () if axes == () or axes == [] else place("grad", axes)[1]
+
+
+def _evaluate(
+    f: Callable, args: list, kwargs: dict, has_aux: bool, name: str, region: Region | None, over: tuple[str, ...]
+) -> tuple[Tensor, Any]:
+    """The function's value and aux (an empty tree without `has_aux`); in a `region`, of a rank without samples too."""
+    may_fail = region is not None and _empty_shards.possible(region, over)
+    failed, result, before = None, None, started()
+    try:
+        with torch.enable_grad():
+            result = f(*args, **kwargs)
+    except Exception as error:
+        if not may_fail or region is None or region.weight(over)[1] or started() > before:
+            raise
+        failed = error
+    if failed is None:
+        with torch.enable_grad():
+            result = _split(result, has_aux, name)
+    if may_fail and region is not None:
+        result = _empty_shards.stand_in(region, over, failed, result)
+    assert result is not None
+    return result
+
+
+def _split(out: Any, has_aux: bool, name: str) -> tuple[Tensor, Any]:
+    value, aux = out, ()
     if has_aux:
         if not isinstance(out, tuple | list) or len(out) != 2:
             raise SpecError(
@@ -174,8 +185,8 @@ def _split(out: Any, has_aux: bool, name: str) -> tuple[torch.Tensor, Any]:
                 )
             )
         value, aux = out
-    if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.dtype.is_floating_point:
-        got = f"{value.dtype}{list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.dtype.is_floating_point:
+        got = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise SpecError(
             message(
                 f"{name} must return a scalar to be differentiated",
@@ -187,237 +198,108 @@ def _split(out: Any, has_aux: bool, name: str) -> tuple[torch.Tensor, Any]:
     return value.reshape(()), aux
 
 
-# -- which leaves, and over which axes ------------------------------------------------------------------------------------
-
-
-def _prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tuple[list[_Argument], Any]:
-    leaves, treedef = trees.flatten(chosen)
-    declared: list[Any] = []
-    trees.map(
-        lambda node: declared.extend(
-            [node.spec.axes] * len(trees.leaves(node.local)) if isinstance(node, Sharded) else [None]
-        ),
-        chosen,
-        is_leaf=is_sharded,
-    )
-    arguments = [_Argument(leaf) for leaf in leaves]
-    unknown = []
-    for argument, axes in zip(arguments, declared, strict=True):
-        leaf = argument.leaf
-        frozen = isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad
-        if not isinstance(leaf, torch.Tensor) or frozen or not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
-            continue
-        argument.twin = leaf
-        axes = marked(leaf) if axes is None else axes
-        if axes is None and over:
-            unknown.append(argument)
-        argument.reduce = tuple(name for name in over if name not in (axes or ()))
-    if unknown and region is not None:
-        _compare(unknown, region, over)
-    return arguments, treedef
-
-
-def _compare(unknown: list[_Argument], region: Region, over: tuple[str, ...]) -> None:
-    """A tensor made in the region, of which nothing is known: along an axis where its bits agree, it is replicated."""
-    mine = b"".join(digest(argument.leaf) for argument in unknown)
-    for name in over:
-        comm = region.session.comm(name)
-        if comm.size == 1:
-            continue
-        everyone = comm.all_gather_bytes(mine)
-        for index, argument in enumerate(unknown):
-            part = slice(16 * index, 16 * index + 16)
-            if any(other[part] != mine[part] for other in everyone):
-                argument.reduce = tuple(axis for axis in argument.reduce if axis != name)
-
-
-# -- the outermost gradient -----------------------------------------------------------------------------------------------------
-
-
 def _solve(
-    value: torch.Tensor, aux: Any, arguments: list[_Argument], region: Region | None, over: tuple[str, ...]
-) -> tuple:
-    weight, counts = (1.0, True) if region is None else region.weight(over)
-    aux_leaves, aux_def = trees.flatten(aux)
-    sums = _Sums(region)
-    places: list[tuple[_Argument, Any]] = []
-    for argument in arguments:
-        if argument.twin is not None:
-            places.append((argument, sums.add(argument.twin, argument.reduce)))
-    value_place = sums.add(value, over)
-    aux_places = {
-        index: sums.add(leaf, over)
-        for index, leaf in enumerate(aux_leaves)
-        if _is_averaged(leaf) and region is not None
-    }
+    value: Tensor,
+    aux: Auxiliary,
+    arguments: list[Argument],
+    region: Region | None,
+    over: tuple[str, ...],
+    collectives: Chain,
+) -> tuple[Tensor, list[Any], list[Any]]:
+    """The outermost gradient: one backward pass, whose results are summed in buckets as they come."""
+    sums = Sums(region)
+    places = [None if a.twin is None else sums.add(a.twin, a.reduce) for a in arguments]
+    value_place = sums.add(value, over, exact=True)
+    aux_places = [
+        None if axes is None else sums.add(leaf.detach().contiguous(), axes, exact=True)
+        for leaf, axes in zip(aux.leaves, aux.over, strict=True)
+    ]
     sums.open()
     if region is not None and over:
-        _check_aux(aux_leaves, region, over)
-    with torch.no_grad():
-        if counts:
-            sums.fill(value_place, value.detach() * weight)
-            for index, place in aux_places.items():
-                sums.fill(place, aux_leaves[index].detach() * weight)
-    if value.requires_grad and places:
-        handles = []
-        for argument, place in places:
-            assert argument.twin is not None
-            handles.append(argument.twin.register_post_accumulate_grad_hook(_Hook(sums, place, counts)))
-        torch.autograd.backward(value, torch.full_like(value, weight), inputs=[a.twin for a, _ in places])  # type: ignore[misc]
+        aux.check(region, over)
+    weight, counts = _weight(region, over)
+    if counts:
+        sums.fill(value_place, value.detach() * weight)
+    for leaf, axes, place_ in zip(aux.leaves, aux.over, aux_places, strict=True):
+        share, has_samples = _weight(region, axes or ())
+        if place_ is not None and has_samples:
+            sums.fill(place_, leaf.detach() * share if axes else leaf.detach())
+    ends = [(value, weight)] if value.requires_grad else []
+    ends += [(link, 0.0) for link in collectives.end]
+    twins = [(a.twin, place_) for a, place_ in zip(arguments, places, strict=True) if a.twin is not None and place_]
+    if ends and twins:
+        handles = [twin.register_post_accumulate_grad_hook(Hook(sums, place_)) for twin, place_ in twins]
+        with chain():  # a layer that is computed again (torch.utils.checkpoint) must leave the same trace
+            torch.autograd.backward(
+                [end for end, _ in ends],
+                [torch.full_like(end, seed) for end, seed in ends],
+                inputs=[*(twin for twin, _ in twins), collectives.first],
+            )
         for handle in handles:
             handle.remove()
     found = sums.finish()
-    results = {id(argument): found[place] for argument, place in places}
-    gradients = []
-    for argument in arguments:
-        result = results.get(id(argument))
-        if result is not None:
-            axes = marked(argument.leaf)
-            mark(result, axes if axes is not None else _varying(region, argument))
-        gradients.append(result)
-    for index, leaf in enumerate(aux_leaves):
-        if index in aux_places:
-            aux_leaves[index] = found[aux_places[index]]
-        elif isinstance(leaf, torch.Tensor):
-            aux_leaves[index] = leaf.detach()
-    mean = found[value_place]
-    if region is not None:
-        mark(mean, frozenset(region.session.layout.names) - set(over))
-    return mean, gradients, trees.unflatten(aux_def, aux_leaves)
-
-
-def _varying(region: Region | None, argument: _Argument) -> frozenset[str]:
-    return frozenset() if region is None else frozenset(region.session.layout.names) - set(argument.reduce)
-
-
-class _Hook:
-    """Takes a leaf's gradient as soon as the backward pass has it."""
-
-    __slots__ = ("counts", "place", "sums")
-
-    def __init__(self, sums: _Sums, place: tuple, counts: bool):
-        self.sums, self.place, self.counts = sums, place, counts
-
-    def __call__(self, twin: torch.Tensor) -> None:
-        gradient, twin.grad = twin.grad, None
-        if self.counts and gradient is not None:
-            self.sums.fill(self.place, gradient.to_dense() if gradient.is_sparse else gradient)
-
-
-class _Sums:
-    """Sums of many leaves over the axes that each asks for, in one set of buckets for each set of axes."""
-
-    def __init__(self, region: Region | None):
-        self._region = region
-        self._groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
-        self._open: dict[tuple[str, ...], Any] = {}
-        self._local: dict[tuple, torch.Tensor] = {}
-
-    def add(self, like: torch.Tensor, axes: tuple[str, ...]) -> tuple:
-        """Announce a leaf; its place."""
-        members = self._groups.setdefault(self._normal(axes), [])
-        members.append(like)
-        return self._normal(axes), len(members) - 1
-
-    def _normal(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Without axes of size one: nothing to sum there."""
-        sizes = {} if self._region is None else self._region.session.layout.axes
-        return tuple(name for name in sizes if name in axes and sizes[name] > 1)
-
-    def open(self) -> None:
-        for axes, members in self._groups.items():
-            if axes and self._region is not None:
-                self._open[axes] = Buckets(
-                    self._region.session.comm(axes, channel="buckets"),
-                    [Leaf.of(member) for member in members],
-                    bucket_bytes=int(self._region.bucket_mb * (1 << 20)),
-                    wire_dtype=self._region.wire_dtype,
-                )
-
-    def fill(self, place: tuple, value: torch.Tensor) -> None:
-        axes, index = place
-        if axes:
-            self._open[axes].fill(index, value)
-        else:
-            self._local[place] = value
-
-    def finish(self) -> dict[tuple, torch.Tensor]:
-        found = {}
-        for axes, members in self._groups.items():
-            if axes:
-                for index, result in enumerate(self._open[axes].finish()):
-                    found[axes, index] = result
-            else:
-                for index, member in enumerate(members):
-                    local = self._local.get((axes, index))
-                    found[axes, index] = torch.zeros_like(member).detach() if local is None else local
-        return found
-
-
-def _is_averaged(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
-
-
-def _check_aux(leaves: list[Any], region: Region, over: tuple[str, ...]) -> None:
-    """Leaves of aux that are not averaged must be the same on all ranks of the mean."""
-    rest = [leaf for leaf in leaves if not _is_averaged(leaf) and leaf is not None]
-    comm = region.session.comm(over)
-    if not rest or comm.size == 1:
-        return
-    digests = b"".join(digest(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf).encode() for leaf in rest)
-    everyone = comm.all_gather_bytes(digests)
-    if any(other != digests for other in everyone):
-        raise SpecError(
-            message(
-                "auxiliary values that are not floating-point differ between ranks and cannot be averaged",
-                got=", ".join(
-                    f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-                    if isinstance(leaf, torch.Tensor)
-                    else repr(leaf)
-                    for leaf in rest
-                ),
-                where=region.session.where(),
-                remedy="return them as floats, or psum them first",
-            )
-        )
-
-
-# -- a gradient inside a gradient ---------------------------------------------------------------------------------------------------
+    gradients = [
+        a.zeros() if place_ is None else _marked(found[place_], region, over, a.reduce)
+        for a, place_ in zip(arguments, places, strict=True)
+    ]
+    leaves = [
+        found[place_] if place_ is not None else leaf.detach() if isinstance(leaf, Tensor) else leaf
+        for leaf, place_ in zip(aux.leaves, aux_places, strict=True)
+    ]
+    return _marked(found[value_place], region, over, over), gradients, leaves
 
 
 def _solve_nested(
-    value: torch.Tensor, aux: Any, arguments: list[_Argument], region: Region | None, over: tuple[str, ...]
-) -> tuple:
-    weight, counts = (1.0, True) if region is None else region.weight(over)
-    twins = [argument.twin for argument in arguments if argument.twin is not None]
-    if value.requires_grad and twins:
-        found = torch.autograd.grad(
-            value, twins, torch.full_like(value, weight), create_graph=True, allow_unused=True, materialize_grads=True
-        )
-    else:
-        found = tuple(torch.zeros_like(twin) for twin in twins)
-    remaining = iter(found)
-    gradients: list[Any] = []
-    for argument in arguments:
-        if argument.twin is None:
-            gradients.append(None)
-            continue
-        gradient = next(remaining)
-        if not counts:
-            gradient = torch.zeros_like(gradient)
-        gradient = _sum_over(gradient, argument.reduce)
-        axes = marked(argument.leaf)
-        gradients.append(mark(gradient, axes if axes is not None else _varying(region, argument)))
-
-    def average(leaf: Any) -> Any:
-        if region is None or not _is_averaged(leaf):
-            return leaf
-        return _sum_over(leaf * weight if counts else torch.zeros_like(leaf), over)
-
+    value: Tensor,
+    aux: Auxiliary,
+    arguments: list[Argument],
+    region: Region | None,
+    over: tuple[str, ...],
+    collectives: Chain,
+) -> tuple[Tensor, list[Any], list[Any]]:
+    """A gradient inside a gradient: the same sums by collectives that can be differentiated."""
     if region is not None and over:
-        _check_aux(trees.leaves(aux), region, over)
-    return average(value), gradients, trees.map(average, aux)
+        aux.check(region, over)
+    weight, _ = _weight(region, over)
+    twins = [argument.twin for argument in arguments if argument.twin is not None]
+    ends = [(value, weight)] if value.requires_grad else []
+    ends += [(link, 0.0) for link in collectives.end]
+    found: list[Tensor] = [torch.zeros_like(twin) for twin in twins]
+    if ends and twins:
+        *found, _ = torch.autograd.grad(
+            [end for end, _ in ends],
+            [*twins, collectives.first],
+            [torch.full_like(end, seed) for end, seed in ends],
+            create_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+    remaining = iter(found)
+    gradients = [
+        a.zeros()
+        if a.twin is None
+        else _marked(_sum_over(forget_undefined(next(remaining)), a.reduce), region, over, a.reduce)
+        for a in arguments
+    ]
+
+    def average(leaf: Any, axes: tuple[str, ...] | None) -> Any:
+        share, has_samples = _weight(region, axes or ())
+        return _sum_over(leaf * share if has_samples else torch.zeros_like(leaf), axes) if axes else leaf
+
+    leaves = [average(leaf, axes) for leaf, axes in zip(aux.leaves, aux.over, strict=True)]
+    return _marked(average(value, over), region, over, over), gradients, leaves
 
 
-def _sum_over(x: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-    return psum(x, axes) if axes else x
+def _weight(region: Region | None, axes: tuple[str, ...]) -> tuple[float, bool]:
+    return (1.0, True) if region is None else region.weight(axes)
+
+
+def _marked(x: Tensor, region: Region | None, over: tuple[str, ...], same: tuple[str, ...]) -> Tensor:
+    """Note where a sum over the axes `same` differs; along an axis that the mean leaves out nothing is known."""
+    if region is None or set(over) != set(region.session.layout.names):
+        return x
+    return mark(x, frozenset(over) - set(same))
+
+
+def _sum_over(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    return psum(x, axes) if axes else x.clone()

@@ -1,0 +1,169 @@
+"""Calling a program on all ranks: arguments go out, results come back as Arrays.
+
+Two ways to the same end. The driver sends the call and, once it knows what comes back, does not wait for it; a launched
+rank runs its own part, and the ranks tell each other of their results only when they may have changed in kind.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..kernels.errors import SpecError, message
+from . import tasks, trees
+from .agreement import Leaving, Result, alike, assemble
+from .array import Array, LocalSource
+from .driver import DriverSession
+from .mesh import Mesh
+from .pending import Task
+from .program import Entering, Program, execute
+from .request import Request
+from .resident import Outputs
+from .spec import REPLICATED
+
+
+def call(mesh: Mesh, program: Program, source: Any, request: Request, *, check: str, holder: Any) -> Any:
+    """Run a program on all ranks: its results, as a tree with Arrays for tensors.
+
+    Args:
+        source: the function whose changes mean that the program must be sent again.
+        check: when replicas of results are compared: "first", "always" or "never".
+        holder: lives as long as the program is worth keeping on the ranks.
+    """
+    position = ("call", mesh.next_call()) if request.deal is None else ("batch", *request.deal.position)
+    key = (mesh.seed, *position)
+    if mesh.is_driver:
+        return _from_driver(mesh, program, source, request, key, check=check, holder=holder)
+    return _launched(mesh, program, request, key, check=check, holder=holder)
+
+
+# -- from the driver ---------------------------------------------------------------------------------------------------
+
+
+def _from_driver(
+    mesh: Mesh, program: Program, source: Any, request: Request, key: tuple, *, check: str, holder: Any
+) -> Any:
+    driver = mesh.driver
+    driver.raise_failure()
+    shipped = driver.shipped.ship_function(source, lambda _: program, holder=holder)
+    leaves = []
+    for leaf, spec in zip(request.leaves, request.specs, strict=True):
+        if isinstance(leaf, Array):
+            resident: Any = leaf._readable()
+            resident.check()
+            driver.values.restore(leaf)
+            leaves.append(("resident", resident.name, spec))
+        else:
+            leaves.append(("tensor" if isinstance(leaf, torch.Tensor) else "value", leaf, spec))
+    signature = request.signature()
+    known: tuple[Any, list[Result]] | None = shipped.results.get(signature)
+    verify = check == "always" or (check == "first" and known is None)
+    outputs = Outputs(mesh, driver)
+    treedef = driver.shipped.ship_treedef(request.treedef)
+    task = driver.submit(
+        tasks.run_program,
+        (shipped.key, treedef.key, leaves, outputs.number, key, request.batch_total, verify),
+        region=True,
+    )
+    finish = _Finish(mesh, driver, program, task, compare=check != "never")
+    if known is None or verify or any(result.spec is None for result in known[1]):
+        known = shipped.results[signature] = finish()
+        hasty = False
+    else:
+        finish.expect(known)
+        hasty = True
+    made = []
+    for index, result in enumerate(known[1]):
+        if result.spec is None:
+            made.append(result.value)
+            continue
+        made.append(outputs.array(index, task, functools.partial(finish.meta, index), hint=result.meta()))
+    outputs.taken()
+    if hasty:
+        driver.in_flight(task)
+    return trees.unflatten(known[0], made)
+
+
+class _Finish:
+    """What a call's results turned out to be, found out once, when somebody asks."""
+
+    def __init__(self, mesh: Mesh, driver: DriverSession, program: Program, task: Task, *, compare: bool):
+        self._layout, self._where, self._name = mesh.layout, repr(mesh), program.name
+        self._driver, self._task, self._compare = driver, task, compare
+        self._expected: Any = None
+        self._found: tuple[Any, list[Result]] | None = None
+
+    def expect(self, known: tuple[Any, list[Result]]) -> None:
+        """Arrays were made for results of this structure."""
+        self._expected = known[0]
+
+    def __call__(self) -> tuple[Any, list[Result]]:
+        if self._found is None:
+            said = tasks.decode_all(self._driver.wait(self._task).values())
+            found = assemble(self._layout, said, name=self._name, where=self._where, compare=self._compare)
+            if self._expected is not None and (
+                found[0] != self._expected or any(result.spec is None for result in found[1])
+            ):
+                raise SpecError(
+                    message(
+                        f"{self._name} returned another structure than before for the same kind of arguments",
+                        got=str(found[0]),
+                        expected=str(self._expected),
+                        where=self._where,
+                        remedy="return the same tree of tensors, or a number, which makes calls synchronous",
+                    )
+                )
+            self._found = found
+        return self._found
+
+    def meta(self, index: int) -> Any:
+        return self()[1][index].meta()
+
+
+# -- on a launched rank ------------------------------------------------------------------------------------------------
+
+
+def _launched(mesh: Mesh, program: Program, request: Request, key: tuple, *, check: str, holder: Any) -> Any:
+    session = mesh.session
+    entering, theirs = [], set()
+    for leaf, spec in zip(request.leaves, request.specs, strict=True):
+        if isinstance(leaf, Array):
+            cut_here = spec is not None and spec != leaf.spec
+            entering.append(Entering(leaf.local, spec if cut_here and spec is not None else leaf.spec, cut_here))
+        elif isinstance(leaf, torch.Tensor):
+            entering.append(Entering(leaf, spec or REPLICATED, whole=True))
+            theirs.add(leaf.untyped_storage().data_ptr())
+        else:
+            entering.append(Entering(leaf))
+    signature = request.signature()
+    results_of = mesh.known_results.setdefault(holder, {})
+    known: tuple[Any, list[Result], list[Leaving]] | None = results_of.get(signature)
+    verify = check == "always" or (check == "first" and known is None)
+
+    def run() -> tuple[list[Any], tuple[Any, list[Result], list[Leaving]]]:
+        treedef, results, said = execute(
+            session, mesh, program, request.treedef, entering, key=key, batch_total=request.batch_total, verify=verify
+        )
+        comm = session.comm()
+        news = known is None or verify or treedef != known[0] or not alike(said, known[2])
+        # All must know whether any rank has news, or that rank would wait for the others to hear them.
+        any_news = check == "always" or bool(comm.all_reduced(torch.tensor(int(news)), "max"))
+        if known is not None and not any_news:
+            return results, known
+        everyone = tasks.decode_all(comm.all_gather_bytes(tasks.encode(treedef, said)))
+        found = assemble(mesh.layout, everyone, name=program.name, where=repr(mesh), compare=check != "never")
+        return results, (*found, said)
+
+    results, found = mesh.launched_call(run)
+    results_of[signature] = found
+    made = []
+    for value, result in zip(results, found[1], strict=True):
+        if result.spec is None:
+            made.append(value)
+            continue
+        if value.untyped_storage().data_ptr() in theirs:
+            value = value.clone()  # the tensor passed is the caller's, who may change it
+        made.append(Array(mesh, LocalSource(session, value, result.spec, result.shape, result.shapes)))
+    return trees.unflatten(found[0], made)

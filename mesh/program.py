@@ -1,0 +1,184 @@
+"""A program on one rank: cut what came whole, run the body as a region, and give each result its spec.
+
+`execute` does the same in a driver's rank and in a launched one. Invariant: the body's tensors share memory with the
+values that were passed, which may not be written to, but are objects of their own: nothing set on them lasts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..kernels.errors import SpecError, message
+from . import trees
+from .agreement import Leaving, digest, path_in
+from .array import Array
+from .rank import RankSession
+from .region import Region, inside, mark, seed_generators
+from .spec import REPLICATED, P, Sharded, is_sharded, is_spec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """What is shipped to the ranks once: a body and how its results are read.
+
+    Attributes:
+        body: called with the arguments' local parts.
+        out_specs: prefix tree of P for the results.
+        name: for messages.
+        batch_axis: the axis over which the argument `batch` is split (data_parallel), or None.
+    """
+
+    body: Callable[..., Any]
+    out_specs: Any
+    name: str
+    batch_axis: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entering:
+    """A leaf of the arguments on its way in.
+
+    Attributes:
+        spec: how a tensor is cut.
+        whole: it still has to be (else it is this rank's shard already).
+    """
+
+    value: Any
+    spec: P = REPLICATED
+    whole: bool = False
+
+
+def execute(
+    session: RankSession,
+    mesh: Any,
+    program: Program,
+    treedef: Any,
+    entering: list[Entering],
+    *,
+    key: tuple,
+    batch_total: int | None,
+    verify: bool,
+) -> tuple[Any, list[Any], list[Leaving]]:
+    """Run a program on this rank: (the results' treedef, their local leaves, what to say of each)."""
+    local: list[Any] = []
+    same: dict[Any, torch.Tensor] = {}  # a tensor that comes twice stays one tensor
+    for leaf in entering:
+        value = leaf.value
+        if isinstance(value, torch.Tensor):
+            which = (id(value), leaf.spec, leaf.whole)
+            if which not in same:
+                same[which] = _local(session, leaf)
+            value = same[which]
+        local.append(value)
+    versions = [_version(value) for value in local]
+    args, kwargs = trees.unflatten(treedef, local)
+    batch_axis = program.batch_axis if batch_total is not None else None
+    region = Region(session, key, mesh, batch_total=batch_total, batch_axis=batch_axis)
+    state = torch.get_rng_state() if session.launched else None
+    seed_generators((*key, session.rank))
+    try:
+        with inside(region), torch.enable_grad():
+            result = program.body(*args, **kwargs)
+    finally:
+        if state is not None:
+            torch.set_rng_state(state)
+    for index, (value, version) in enumerate(zip(local, versions, strict=True)):
+        if _version(value) != version:
+            raise SpecError(
+                message(
+                    f"{program.name} changed its input {describe_path(path_in(treedef, index))} in place",
+                    where=session.where(),
+                    remedy="a step must be pure: write x = x + y instead of x += y, or clone the input first",
+                )
+            )
+    return _leave(session, program, result, verify)
+
+
+def _local(session: RankSession, leaf: Entering) -> torch.Tensor:
+    """This rank's part of a leaf, with what is known of it noted on it."""
+    value = leaf.value
+    if leaf.whole and leaf.spec.entries:
+        # A copy, so that the whole does not stay in memory for the sake of a part.
+        value = session.layout.cut(value, leaf.spec, session.rank).detach().clone()
+    elif not _frozen(value):
+        value = value.detach()
+    value._spmd_spec = leaf.spec
+    return mark(value, leaf.spec.axes)
+
+
+def _frozen(value: torch.Tensor) -> bool:
+    return isinstance(value, torch.nn.Parameter) and not value.requires_grad
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
+def describe_path(path: str) -> str:
+    """`argument 0['w']` from a path into (args, kwargs).
+
+    >>> describe_path("[0][1]['w']"), describe_path("[1]['batch'][0]")
+    ("argument 1['w']", 'argument batch[0]')
+    """
+    which, _, rest = path[4:].partition("]")
+    return f"argument {which.strip(chr(39))}{rest}" if path.startswith(("[0][", "[1][")) else path
+
+
+def _leave(session: RankSession, program: Program, result: Any, verify: bool) -> tuple[Any, list[Any], list[Leaving]]:
+    declared: list[P | None] = []
+
+    def strip(node: Any) -> Any:
+        if isinstance(node, Sharded):
+            declared.extend([node.spec] * len(trees.leaves(node.local)))
+            return node.local
+        declared.append(node.spec if isinstance(node, Array) else None)
+        return node.local if isinstance(node, Array) else node
+
+    result = trees.map(strip, result, is_leaf=is_sharded)
+    leaves, treedef = trees.flatten(result)
+    try:
+        specs = trees.broadcast_prefix(program.out_specs, result, is_leaf=is_spec)
+    except ValueError as error:
+        raise SpecError(
+            message(
+                f"out_specs of {program.name} do not fit what it returned",
+                got=f"out_specs {program.out_specs!r}: {error}",
+                expected="a prefix of the result's tree",
+                remedy="give one P for all results, or one per result",
+            )
+        ) from None
+    said: list[Leaving] = []
+    for index, (leaf, own) in enumerate(zip(leaves, declared, strict=True)):
+        spec = own or specs[index] or REPLICATED
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            leaf = torch.from_numpy(leaf)
+        if isinstance(leaf, torch.Tensor):
+            _check_result(session, program, treedef, index, leaf, spec)
+            leaf = leaf if _frozen(leaf) else leaf.detach()
+            leaf = leaf.clone() if session.is_leased(leaf) else leaf
+            compare = verify and len(spec.axes) < len(session.layout.names)
+            said.append(Leaving(spec, tuple(leaf.shape), leaf.dtype, digest=digest(leaf) if compare else None))
+        else:
+            said.append(Leaving(None, value=leaf))
+        leaves[index] = leaf
+    return treedef, leaves, said
+
+
+def _check_result(
+    session: RankSession, program: Program, treedef: Any, index: int, leaf: torch.Tensor, spec: P
+) -> None:
+    session.layout.check(spec, where=f"out_specs of {program.name}")
+    if len(spec.entries) > leaf.dim():
+        raise SpecError(
+            message(
+                f"result {path_in(treedef, index)} of {program.name} has fewer dimensions than its spec",
+                got=f"shape {tuple(leaf.shape)} with {spec}",
+                where=session.where(),
+                remedy="reshape it, or give it a shorter spec",
+            )
+        )

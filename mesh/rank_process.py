@@ -1,0 +1,67 @@
+"""A rank's process: what a fresh fork of the zygote does to become one."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..kernels.arena import Arena
+from ..kernels.registry import register_backend
+from .mesh import Mesh
+from .rank import RankSession
+from .spec import Layout
+from .worker import Worker
+
+
+def main(request: dict[str, Any], fds: list[int]) -> None:
+    """Serve the driver until it says that this is enough, or goes."""
+    control, out, err, arena_fd = fds
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    os.close(err)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    sys.path[:] = request["path"]
+    sys.argv[:] = request["argv"]
+    torch.set_num_threads(request["threads"])
+    rank = request["rank"]
+    random.seed(request["seed"] * 65537 + rank)
+    np.random.seed((request["seed"] * 65537 + rank) % (1 << 32))
+    if request["factory"] is not None:
+        register_backend(request["backend"], pickle.loads(request["factory"]))
+    layout = Layout(request["axes"])
+    connection = socket.socket(fileno=control)
+    session = RankSession(
+        layout,
+        rank,
+        backend=request["backend"],
+        watch=Arena(arena_fd, layout.size, rank),
+        store=lambda: _store(request["store"], request["timeout"]),
+        timeout=request["timeout"],
+        seed=request["seed"],
+        launched=False,
+    )
+    session.renew(request["generation"])
+    worker = Worker(session, connection, Mesh.on_rank(session, request["threads"]))
+    signal.signal(signal.SIGINT, worker.interrupt)
+    worker.serve()
+    session.close()
+
+
+def _store(address: tuple[str, int], timeout: float) -> Any:
+    host, port = address
+    return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout))

@@ -1,0 +1,121 @@
+"""The arguments of one call: flattened, each leaf with its spec, and checked, before any rank hears of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..kernels.errors import SpecError, message
+from . import trees
+from .array import Array
+from .mesh import Mesh
+from .placing import as_tensor, is_array, place, specs_for
+from .program import describe_path
+from .spec import P
+
+
+class Request:
+    """One call of a program on a mesh.
+
+    Args:
+        name: the program's, for messages.
+        specs: prefix tree of P for (args, kwargs); None leaves every leaf as it is.
+        batch: which argument is the batch to split (position or name), and over which axis.
+
+    Attributes:
+        leaves, treedef: of (args, kwargs); NumPy arrays are tensors by now.
+        specs: for each leaf how to cut it; None leaves it as it is.
+        batch_total: dimension 0 of the whole batch, None if there is none.
+        deal: how a `Loader` dealt the batch, None if it did not.
+
+    Raises:
+        SpecError: a spec does not fit.
+    """
+
+    def __init__(self, mesh: Mesh, name: str, args: tuple, kwargs: dict[str, Any], specs: Any, batch: tuple | None):
+        self.mesh, self.name = mesh, name
+        self._tree = (args, kwargs)
+        leaves, self.treedef = trees.flatten(self._tree, is_leaf=is_array)
+        self.leaves = [as_tensor(leaf) for leaf in leaves]
+        self.specs: list[P | None] = (
+            [None] * len(leaves) if specs is None else specs_for(specs, self._tree, f"in_specs of {name}")
+        )
+        self.batch_total: int | None = None
+        self.deal: Any = None
+        self._uneven: frozenset[int] = frozenset()
+        for leaf in self.leaves:
+            if isinstance(leaf, Array) and leaf._deal is not None:
+                self.deal = leaf._deal
+        if batch is not None:
+            self._split_batch(*batch)
+        for index in range(len(self.leaves)):
+            self._check(index)
+
+    def _where(self, index: int) -> str:
+        return f"{describe_path(trees.paths(self._tree, is_leaf=is_array)[index])} of {self.name}"
+
+    def _split_batch(self, which: int | str, axis: str) -> None:
+        """Give the leaves of the argument `batch` the spec P(axis), and find the size of the whole batch."""
+        args, kwargs = self._tree
+        here = (tuple(index == which for index in range(len(args))), {name: name == which for name in kwargs})
+        marks = trees.broadcast_prefix(here, self._tree)
+        sizes = {}
+        for index, (leaf, is_batch) in enumerate(zip(self.leaves, marks, strict=True)):
+            if not is_batch or not isinstance(leaf, torch.Tensor | Array):
+                continue
+            shape = leaf._hint()[0] if isinstance(leaf, Array) else leaf.shape
+            if not shape:
+                raise SpecError(
+                    message(
+                        f"{self._where(index)} is part of the batch but has no dimension to split",
+                        remedy="pass scalars in another argument",
+                    )
+                )
+            sizes[index] = shape[0]
+            if self.specs[index] is None and not (isinstance(leaf, Array) and axis in leaf._hint()[2].axes):
+                self.specs[index] = P(axis)
+        if len(set(sizes.values())) > 1:
+            raise SpecError(
+                message(
+                    f"the leaves of the batch of {self.name} differ in dimension 0",
+                    got=", ".join(f"{self._where(index)}: {size}" for index, size in sizes.items()),
+                    remedy="make them agree",
+                )
+            )
+        self._uneven = frozenset(sizes)
+        self.batch_total = next(iter(sizes.values()), None)
+
+    def _check(self, index: int) -> None:
+        leaf, spec, layout = self.leaves[index], self.specs[index], self.mesh.layout
+        uneven = index in self._uneven
+        if isinstance(leaf, Array):
+            leaf._readable()
+            if leaf.mesh is not self.mesh:
+                raise SpecError(
+                    message(
+                        f"{self._where(index)} is on another mesh",
+                        got=repr(leaf.mesh),
+                        expected=repr(self.mesh),
+                        remedy="move it with put(array.full(), mesh=...)",
+                    )
+                )
+            shape, _, its_spec = leaf._hint()
+            if spec is not None and spec != its_spec:
+                layout.check_shape(shape, spec, uneven=uneven, where=self._where(index))
+                if its_spec.entries:
+                    self.leaves[index] = place(self.mesh, leaf, spec)
+        elif isinstance(leaf, torch.Tensor) and spec is not None:
+            layout.check_shape(tuple(leaf.shape), spec, uneven=uneven, where=self._where(index))
+
+    def signature(self) -> tuple:
+        """What must be the same for a later call to be like this one: structure, shapes, dtypes, specs."""
+        parts: list[Any] = [self.treedef, self.batch_total]
+        for leaf, spec in zip(self.leaves, self.specs, strict=True):
+            if isinstance(leaf, Array):
+                parts.append((leaf._hint(), spec))
+            elif isinstance(leaf, torch.Tensor):
+                parts.append((tuple(leaf.shape), leaf.dtype, spec))
+            else:
+                parts.append((type(leaf), leaf if isinstance(leaf, int | str | bool | type(None)) else None))
+        return tuple(parts)

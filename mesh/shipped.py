@@ -1,0 +1,166 @@
+"""The objects that all ranks of a driver's mesh have: sent once per content, forgotten when nothing here needs them.
+
+Invariant: what a `Shipped` stands for is on every rank, also on one that replaces a dead rank, for as long as the
+`Shipped` lives; functions keep theirs while they live and do not change.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from ..kernels.errors import MeshError, SpmdError, message
+from . import shipping, trees, wire
+
+
+class Shipped:
+    """An object that the ranks know by `key`; `results` is for what is known of calls of it."""
+
+    __slots__ = ("__weakref__", "key", "results")
+
+    def __init__(self, key: str):
+        self.key = key
+        self.results: dict[Any, Any] = {}
+
+
+class Teller(Protocol):
+    """What sends to the ranks: the driver's session."""
+
+    lock: threading.RLock
+
+    def describe(self) -> str: ...
+    def ready(self) -> None: ...
+    def name_of(self, obj: Any) -> Any: ...
+    def tell(self, head: tuple, packet: wire.Packet | None = None) -> None: ...
+
+
+class ShippedObjects:
+    """What was sent to the ranks of one mesh.
+
+    Args:
+        session: sends it.
+        whole: types that travel as names.
+    """
+
+    def __init__(self, session: Teller, whole: tuple[type, ...]):
+        self._session, self._whole = session, whole
+        self._packets: dict[str, wire.Packet] = {}
+        self._uses: Counter[str] = Counter()
+        self._unused: deque[str] = deque()
+        self._naming_values: set[str] = set()
+        self._treedefs: dict[Any, Shipped] = {}
+        self._functions: weakref.WeakKeyDictionary[Any, tuple[list[Any], Shipped]] = weakref.WeakKeyDictionary()
+        self._path = list(sys.path)
+        self._sources: dict[str, list[str]] = {}
+
+    def ship(self, obj: Any) -> Shipped:
+        """Send an object to all ranks unless they have it."""
+        names: list[Any] = []
+
+        def name_of(one: Any) -> Any:
+            name = self._session.name_of(one)
+            if name is not None:
+                names.append(name)
+            return name
+
+        packet = wire.dumps(obj, name_of)
+        key = wire.content_hash(packet)
+        with self._session.lock:
+            if key in self._packets:
+                packet.close()
+            else:
+                self._session.ready()
+                self._packets[key] = packet
+                if any(name[0] == "array" for name in names):
+                    self._naming_values.add(key)
+                self._session.tell(("ship", key), packet)
+            self._uses[key] += 1
+            shipped = Shipped(key)
+            weakref.finalize(shipped, self._unused.append, key).atexit = False
+        return shipped
+
+    def ship_function(self, function: Any, wrap: Callable[[Any], Any] | None = None, holder: Any = None) -> Shipped:
+        """Ship a function (wrapped by `wrap`, if given), pickling it again only if what it refers to has changed.
+
+        Args:
+            holder: what the result is kept with; None is the function itself.
+        """
+        holder = function if holder is None else holder
+        found = shipping.snapshot(function, self._whole)
+        try:
+            known = self._functions.get(holder)
+        except TypeError:  # it can't be hashed, or not referred to weakly
+            known, holder = None, None
+        if known is not None and known[1].key in self._packets and shipping.unchanged(known[0], found):
+            return known[1]
+        self._prepare(function)
+        try:
+            shipped = self.ship(function if wrap is None else wrap(function))
+        except SpmdError:
+            raise
+        except Exception as error:
+            part = shipping.unpicklable_part(function)
+            raise MeshError(
+                message(
+                    f"{getattr(function, '__qualname__', function)!s} cannot be sent to the ranks, "
+                    f"because {part or f'it cannot be pickled: {error}'}",
+                    where=self._session.describe(),
+                    remedy="pass what it needs as an argument, or make it inside the function",
+                )
+            ) from None
+        if holder is not None:
+            self._functions[holder] = (found, shipped)
+        return shipped
+
+    def ship_treedef(self, treedef: Any) -> Shipped:
+        shipped = self._treedefs.get(treedef)
+        if shipped is None:
+            shipped = self._treedefs[treedef] = self.ship(trees.pack(treedef))
+        return shipped
+
+    def _prepare(self, function: Any) -> None:
+        """Tell the ranks what they need besides the function: where modules lie, and source lines for tracebacks."""
+        sources = shipping.typed_sources(function)
+        with self._session.lock:
+            if self._path != sys.path:
+                self._path = list(sys.path)
+                self._session.tell(("path", self._path))
+            if any(self._sources.get(name) != lines for name, lines in sources.items()):
+                self._sources.update(sources)
+                self._session.tell(("sources", sources))
+
+    def unused(self) -> list[str]:
+        """The keys of objects that nothing here needs any more, for the ranks to forget."""
+        keys = []
+        while self._unused:
+            key = self._unused.popleft()
+            self._uses[key] -= 1
+            if not self._uses[key]:
+                del self._uses[key]
+                keys.append(key)
+                self._drop(key)
+        return keys
+
+    def _drop(self, key: str) -> None:
+        self._naming_values.discard(key)
+        packet = self._packets.pop(key, None)
+        if packet is not None:
+            packet.close()
+
+    def again(self) -> Iterator[tuple[tuple, wire.Packet | None]]:
+        """What to tell a rank that replaces a dead one."""
+        # What names values is pickled and sent to all ranks anew when it is needed, after the values themselves.
+        for key in tuple(self._naming_values):
+            self._drop(key)
+        yield ("path", self._path), None
+        yield ("sources", self._sources), None
+        for key, packet in self._packets.items():
+            yield ("ship", key), packet
+
+    def close(self) -> None:
+        for key in tuple(self._packets):
+            self._drop(key)

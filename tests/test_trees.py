@@ -1,0 +1,129 @@
+"""Trees: one namespace, None is a leaf, dictionaries keep their order, and structures travel."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import doctest
+import subprocess
+import sys
+from typing import NamedTuple
+
+import optree
+import pytest
+import torch
+
+from spmd.mesh import trees
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+@optree.dataclasses.dataclass(namespace=trees.NAMESPACE)
+class State:
+    weight: object
+    name: str = optree.dataclasses.field(default="", pytree_node=False)
+
+
+def test_doctests():
+    assert doctest.testmod(trees).failed == 0
+
+
+def test_none_is_a_leaf_and_dicts_keep_their_order():
+    leaves, treedef = trees.flatten({"z": 1, "a": [None, (2,)], "m": {}})
+    assert leaves == [1, None, 2]
+    assert trees.unflatten(treedef, ["x", "y", "w"]) == {"z": "x", "a": ["y", ("w",)], "m": {}}
+    assert list(trees.unflatten(treedef, leaves)) == ["z", "a", "m"]
+
+
+def test_containers():
+    tree = {
+        "pair": Pair(1, [2]),
+        "state": State(3, name="layer"),
+        "ordered": collections.OrderedDict(b=4, a=5),
+        "deque": collections.deque([6]),
+        "default": collections.defaultdict(list, k=7),
+    }
+    doubled = trees.map(lambda x: 2 * x, tree)
+    assert doubled["pair"] == Pair(2, [4]) and doubled["state"] == State(6, name="layer")
+    assert list(doubled["ordered"].items()) == [("b", 8), ("a", 10)]
+    assert trees.leaves(doubled) == [2, 4, 6, 8, 10, 12, 14]
+    assert trees.map(lambda a, b: a + b, {"x": 1}, {"x": 2}) == {"x": 3}
+
+
+def test_paths_are_expressions():
+    tree = {"layer": Pair({"w": 1}, [2, 3]), "state": State(4)}
+    assert trees.paths(tree) == [
+        "['layer'].first['w']",
+        "['layer'].second[0]",
+        "['layer'].second[1]",
+        "['state'].weight",
+    ]
+    assert trees.paths(5) == [""] and trees.paths({}) == []
+    for path, leaf in zip(trees.paths(tree), trees.leaves(tree), strict=True):
+        assert eval(f"tree{path}") == leaf
+
+
+def test_a_prefix_covers_what_lies_below():
+    tree = {"a": [1, 2], "b": Pair(3, {"c": 4})}
+    assert trees.broadcast_prefix("x", tree) == ["x"] * 4
+    assert trees.broadcast_prefix({"a": "x", "b": Pair("y", "z")}, tree) == ["x", "x", "y", "z"]
+    assert trees.broadcast_prefix(None, tree) == [None] * 4
+    assert trees.broadcast_prefix((), ()) == []
+    with pytest.raises(ValueError):
+        trees.broadcast_prefix({"a": "x"}, tree)
+    with pytest.raises(ValueError):
+        trees.broadcast_prefix({"a": ["x"], "b": "y"}, tree)
+
+
+@pytest.mark.parametrize("tree", [1, {}, {"b": 1, "a": (None, [2])}, Pair(1, State(2, name="n"))])
+def test_structures_travel(tree):
+    treedef = trees.flatten(tree)[1]
+    assert trees.pack(treedef).unpack() == treedef
+
+
+def test_a_structure_of_the_main_script_travels_to_a_process_that_lacks_it():
+    script = """
+import pickle, subprocess, sys
+from typing import NamedTuple
+import cloudpickle, optree
+from spmd.mesh import trees
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+@optree.dataclasses.dataclass(namespace=trees.NAMESPACE)
+class Layer:
+    w: object
+    name: str = optree.dataclasses.field(default="", pytree_node=False)
+
+def local():
+    @optree.dataclasses.dataclass(namespace=trees.NAMESPACE)
+    class Inner:
+        v: object
+    Inner.__module__ = "spmd"  # as if defined in a function of a module
+    return Inner
+
+Inner = local()
+packed = cloudpickle.dumps(trees.pack(trees.flatten({"layer": Layer(Point(1, Inner(2)), name="first")})[1]))
+reader = (
+    "import sys, pickle; from spmd.mesh import trees;"
+    "treedef = pickle.load(sys.stdin.buffer).unpack();"
+    "tree = trees.unflatten(treedef, [10, 20]); layer = tree['layer'];"
+    "print(type(layer).__name__, layer.name, layer.w.y.v, trees.flatten(tree)[1] == treedef)"
+)
+print(subprocess.run([sys.executable, "-c", reader], input=packed, stdout=subprocess.PIPE, check=True).stdout.decode())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["Layer", "first", "20", "True"], done.stderr
+
+
+def test_plain_dataclasses_are_leaves():
+    @dataclasses.dataclass
+    class Options:
+        width: int
+
+    assert trees.leaves({"o": Options(3), "t": torch.ones(1)})[0] == Options(3)

@@ -1,0 +1,104 @@
+"""Which leaves of a function's arguments are differentiated, and over which axes the gradient of each is summed.
+
+A leaf that is known to be the same along an axis (it came in replicated, it was `psum`med) has one gradient there,
+the sum of all ranks'; a leaf that is sharded along it has its own on each rank. A leaf made in the region, of which
+nothing is known, counts as the same where its bits agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.errors import SpecError, message
+from ..mesh import trees
+from ..mesh.array import Array
+from ..mesh.region import Region, digest, is_sharded
+from ..mesh.spec import Sharded
+from ._named_axes import differs_over
+
+
+@dataclasses.dataclass(slots=True)
+class Argument:
+    """One leaf of the differentiated arguments.
+
+    Attributes:
+        leaf: as it was given.
+        twin: what the function is given in its place; None where there is nothing to differentiate.
+        reduce: the axes to sum its gradient over.
+    """
+
+    leaf: Any
+    twin: Tensor | None = None
+    reduce: tuple[str, ...] = ()
+
+    def zeros(self) -> Any:
+        """The gradient of a leaf that is not differentiated."""
+        return self.leaf.new_zeros(self.leaf.shape) if isinstance(self.leaf, Tensor) else None
+
+
+def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tuple[list[Argument], Any]:
+    """The leaves of the chosen arguments, and their treedef; `over` are the axes of the mean."""
+    leaves, treedef = trees.flatten(chosen)
+    arguments, unknown = [], []
+    for leaf, axes in zip(leaves, declared_axes(chosen), strict=True):
+        if isinstance(leaf, Array):
+            axes = leaf.spec.axes
+            leaf = _local(leaf, region)
+        argument = Argument(leaf)
+        arguments.append(argument)
+        frozen = isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad
+        if not isinstance(leaf, Tensor) or frozen or not is_inexact(leaf):
+            continue
+        argument.twin = leaf
+        axes = differs_over(leaf) if axes is None else axes
+        if axes is None and over:
+            unknown.append(argument)
+        argument.reduce = tuple(name for name in over if name not in (axes or ()))
+    if unknown and region is not None:
+        _compare(unknown, region, over)
+    return arguments, treedef
+
+
+def declared_axes(tree: Any) -> list[frozenset[str] | None]:
+    """For each leaf the axes of the `Sharded` node that it is in, None outside of one."""
+    found: list[frozenset[str] | None] = []
+    for node in trees.leaves(tree, is_leaf=is_sharded):
+        if isinstance(node, Sharded):
+            found.extend([node.spec.axes] * len(trees.leaves(node.local)))
+        else:
+            found.append(None)
+    return found
+
+
+def is_inexact(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+
+
+def _local(array: Array, region: Region | None) -> Tensor:
+    if region is None:
+        raise SpecError(
+            message(
+                "grad got an Array outside a region",
+                got=repr(array),
+                remedy="call it in an @spmd function, take the grad of an @spmd function, or pass array.full()",
+            )
+        )
+    return array.local
+
+
+def _compare(unknown: list[Argument], region: Region, over: tuple[str, ...]) -> None:
+    """Leave out of `reduce` the axes along which the bits of a leaf differ."""
+    mine = b"".join(digest(argument.leaf) for argument in unknown)
+    for name in over:
+        comm = region.session.comm(name)
+        if comm.size == 1:
+            continue
+        everyone = comm.all_gather_bytes(mine)
+        for index, argument in enumerate(unknown):
+            part = slice(16 * index, 16 * index + 16)
+            if any(other[part] != mine[part] for other in everyone):
+                argument.reduce = tuple(axis for axis in argument.reduce if axis != name)

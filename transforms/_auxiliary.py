@@ -1,0 +1,110 @@
+"""What a differentiated function returns besides its value: floats are averaged as it is, the rest must agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.errors import SpecError, message
+from ..mesh import trees
+from ..mesh.failure import ranks_text
+from ..mesh.placing import as_tensor
+from ..mesh.region import Region, digest
+from ._arguments import declared_axes, is_inexact
+from ._named_axes import differs_over
+
+
+@dataclasses.dataclass(slots=True)
+class Auxiliary:
+    """The leaves of aux.
+
+    Attributes:
+        leaves: tensors, and what is none.
+        over: for each leaf the axes to average it over (it is sharded along the others); None: it must agree.
+        numbers: which leaves were Python floats.
+    """
+
+    leaves: list[Any]
+    treedef: Any
+    over: list[tuple[str, ...] | None]
+    numbers: list[bool]
+
+    @staticmethod
+    def of(aux: Any, over: tuple[str, ...]) -> Auxiliary:
+        given, treedef = trees.flatten(aux)
+        numbers = [isinstance(leaf, float | np.floating) for leaf in given]
+        leaves = [
+            torch.tensor(float(leaf), dtype=torch.float64) if number else as_tensor(leaf)
+            for leaf, number in zip(given, numbers, strict=True)
+        ]
+        axes: list[tuple[str, ...] | None] = []
+        for leaf, declared in zip(leaves, declared_axes(aux), strict=True):
+            differs = differs_over(leaf) if declared is None else declared
+            axes.append(tuple(name for name in over if name not in (differs or ())) if is_inexact(leaf) else None)
+        return Auxiliary(leaves, treedef, axes, numbers)
+
+    def tree(self, leaves: list[Any]) -> Any:
+        back = [leaf.item() if number else leaf for leaf, number in zip(leaves, self.numbers, strict=True)]
+        return trees.unflatten(self.treedef, back)
+
+    def check(self, region: Region, over: tuple[str, ...]) -> None:
+        """Refuse values that differ between the ranks of the mean and can't be averaged, be it for their shapes."""
+        comm = region.session.comm(over)
+        tokens = [
+            _token(leaf, axes) if axes is None or axes == over else b""
+            for leaf, axes in zip(self.leaves, self.over, strict=True)
+        ]
+        if comm.size == 1 or not any(tokens):
+            return
+        mine = hashlib.blake2b(repr(tokens).encode(), digest_size=16).digest()
+        gathered = [torch.empty(16, dtype=torch.uint8) for _ in range(comm.size)]
+        comm.all_gather(gathered, torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        if all(bytes(other.numpy().tobytes()) == mine for other in gathered):
+            return
+        mine = json.dumps(
+            [(token.hex(), _show(leaf)) for token, leaf in zip(tokens, self.leaves, strict=True)]
+        ).encode()
+        raise self._disagreement([json.loads(text) for text in comm.all_gather_bytes(mine)], comm.ranks, region)
+
+    def _disagreement(self, said: list[list[tuple[str, str]]], ranks: tuple[int, ...], region: Region) -> SpecError:
+        """The error for the first leaf of which ranks said different things: (token, text) for each leaf."""
+        for index, path in enumerate(trees.paths(trees.unflatten(self.treedef, list(range(len(self.leaves)))))):
+            sides: dict[str, list[int]] = {}
+            texts: dict[str, str] = {}
+            for rank, leaves in zip(ranks, said, strict=True):
+                token, text = leaves[index] if index < len(leaves) else ("", "nothing")
+                sides.setdefault(token, []).append(rank)
+                texts[token] = text
+            if len(sides) > 1:
+                return SpecError(
+                    message(
+                        f"aux{path} differs between ranks and cannot be averaged",
+                        got="; ".join(f"{ranks_text(members)}: {texts[token]}" for token, members in sides.items()),
+                        where=region.session.where(),
+                        remedy="return a float of one shape, psum it first, or wrap it in Sharded(value, spec)",
+                    )
+                )
+        return SpecError(message("aux has more leaves on some ranks than on others", where=region.session.where()))
+
+
+def _token(leaf: Any, axes: tuple[str, ...] | None) -> bytes:
+    if axes is not None:
+        return repr((tuple(leaf.shape), leaf.dtype)).encode()
+    if isinstance(leaf, Tensor):
+        return digest(leaf)
+    plain = leaf is None or isinstance(leaf, bool | int | complex | str | bytes | np.generic | torch.dtype)
+    return repr(leaf).encode() if plain else type(leaf).__qualname__.encode()
+
+
+def _show(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)[:60]
+    if leaf.dim() == 0 and not is_inexact(leaf):
+        return repr(leaf.item())
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"

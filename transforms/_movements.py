@@ -1,0 +1,169 @@
+"""The named-axis collectives that move data, with `jax.lax`'s semantics: functions of a tree of tensors, leaf by leaf.
+
+Each brings the dimension that tells the ranks apart to the front, where the operation works, and back.
+Invariant: all ranks of the axis make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.errors import SpecError, message
+from ._chain import run
+from ._named_axes import Axis, check_dim, each_leaf, group, known
+from ._operations import Broadcast, Exchange, Gather, Permute, Scatter
+
+
+def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> Any:
+    """The tensors of all ranks along `axis`, on each of them.
+
+    On two ranks that hold [1, 2] and [3, 4], `all_gather(x, "data")` is [[1, 2], [3, 4]], and with `tiled=True`
+    it is [1, 2, 3, 4].
+
+    Args:
+        x: tensor or tree of tensors, the same shapes on all ranks of the axis.
+        axis: mesh axis, or a tuple of them (first name major).
+        dim: where the new dimension goes, or with `tiled` the dimension along which the tensors are joined.
+        tiled: join along an existing dimension instead of stacking along a new one.
+
+    Returns:
+        The stacked (one dimension more) or joined (`dim` as many times longer as there are ranks) tensor.
+
+    Raises:
+        as `psum`, and SpecError for a bad `dim`.
+    """
+    axes, comm = group("all_gather", axis)
+
+    def one(leaf: Tensor) -> Tensor:
+        at = check_dim("all_gather", "dim", dim, leaf.dim() + (not tiled))
+        stacked = run(Gather(comm), leaf)
+        result = stacked.movedim(0, at)
+        if tiled:
+            result = result.flatten(at, at + 1)
+        return known(leaf, result, same=axes)
+
+    return each_leaf("all_gather", one, x)
+
+
+def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> Any:
+    """Sum over the ranks along `axis`, of which each keeps one part.
+
+    On two ranks that hold [1, 2] and [3, 4], `psum_scatter(x, "data")` is 4 on the first and 6 on the second.
+
+    Args:
+        x: tensor or tree of tensors, the same shapes on all ranks of the axis.
+        axis: mesh axis, or a tuple of them (first name major).
+        dim: the dimension that is divided: without `tiled` its size is the number of ranks, and it goes.
+        tiled: keep `dim`, as many times shorter as there are ranks.
+
+    Raises:
+        as `psum`, and SpecError where the size of `dim` does not fit.
+    """
+    axes, comm = group("psum_scatter", axis)
+
+    def one(leaf: Tensor) -> Tensor:
+        source = leaf
+        if leaf.dtype is torch.bool:
+            leaf = leaf.to(torch.int64)
+        at = check_dim("psum_scatter", "dim", dim, leaf.dim())
+        pieces = _divide("psum_scatter", leaf, at, comm.size, tiled)
+        return known(source, run(Scatter(comm), pieces), differs=axes)
+
+    return each_leaf("psum_scatter", one, x)
+
+
+def _divide(what: str, leaf: Tensor, dim: int, size: int, tiled: bool) -> Tensor:
+    """`leaf` with a new first dimension of `size` parts of `dim` (which goes, unless `tiled`)."""
+    length = leaf.shape[dim]
+    if (tiled and length % size) or (not tiled and length != size):
+        expected = f"a multiple of {size}" if tiled else f"{size}, the size of the axis (or tiled=True)"
+        raise SpecError(
+            message(f"{what}: dimension {dim} does not fit the axis", got=f"size {length}", expected=expected)
+        )
+    if tiled:
+        return leaf.unflatten(dim, (size, length // size)).movedim(dim, 0)
+    return leaf.movedim(dim, 0)
+
+
+def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int, *, tiled: bool = False) -> Any:
+    """Give part i of `split_dim` to rank i of the axis, and line up what comes along `concat_dim`.
+
+    On two ranks that hold [[1, 2]] and [[3, 4]], `all_to_all(x, "data", 1, 0, tiled=True)` is [[1], [3]] on the first
+    and [[2], [4]] on the second.
+
+    Args:
+        x: tensor or tree of tensors, the same shapes on all ranks of the axis.
+        axis: mesh axis, or a tuple of them (first name major).
+        split_dim: the dimension that is divided: without `tiled` its size is the number of ranks, and it goes.
+        concat_dim: where the parts line up: without `tiled` a new dimension of the result.
+        tiled: keep both dimensions, one shorter, the other longer.
+
+    Raises:
+        as `psum`, and SpecError where the sizes do not fit.
+    """
+    axes, comm = group("all_to_all", axis)
+
+    def one(leaf: Tensor) -> Tensor:
+        split = check_dim("all_to_all", "split_dim", split_dim, leaf.dim())
+        concat = check_dim("all_to_all", "concat_dim", concat_dim, leaf.dim())
+        pieces = _divide("all_to_all", leaf, split, comm.size, tiled)
+        result = run(Exchange(comm), pieces).movedim(0, concat)
+        if tiled:
+            result = result.flatten(concat, concat + 1)
+        return known(leaf, result, differs=axes)
+
+    return each_leaf("all_to_all", one, x)
+
+
+def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
+    """Send along pairs (source, destination) of indices on `axis`; a rank that nothing is sent to gets zeros.
+
+    On two ranks that hold 1 and 2, `ppermute(x, "data", [(0, 1)])` is 0 on the first and 1 on the second.
+
+    Args:
+        x: tensor or tree of tensors, the same shapes on all ranks of the axis.
+        axis: mesh axis, or a tuple of them (first name major).
+        perm: pairs; no source and no destination may appear twice.
+
+    Raises:
+        as `psum`, and SpecError for pairs that are not such.
+    """
+    axes, comm = group("ppermute", axis)
+    pairs = _pairs(perm, comm.size)
+    return each_leaf("ppermute", lambda leaf: known(leaf, run(Permute(comm, pairs), leaf), differs=axes), x)
+
+
+def _pairs(perm: Sequence[tuple[int, int]], size: int) -> tuple[tuple[int, int], ...]:
+    try:
+        pairs = tuple((operator.index(src), operator.index(dst)) for src, dst in perm)
+    except (TypeError, ValueError):
+        expected = "a list of pairs (source, destination)"
+        raise SpecError(message('ppermute got a bad "perm"', got=repr(perm), expected=expected)) from None
+    for which, side in (("source", [src for src, _ in pairs]), ("destination", [dst for _, dst in pairs])):
+        if len(set(side)) < len(side) or any(not 0 <= index < size for index in side):
+            raise SpecError(
+                message(f'ppermute got a bad "perm": each {which} at most once, 0 to {size - 1}', got=list(pairs))
+            )
+    return pairs
+
+
+def pbroadcast(x: Any, axis: Axis, source: int) -> Any:
+    """The value of the rank with index `source` on `axis`, on every rank of the axis.
+
+    Args:
+        x: tensor or tree of tensors, the same shapes on all ranks of the axis.
+        axis: mesh axis, or a tuple of them (first name major).
+        source: index on the axis.
+
+    Raises:
+        as `psum`, and SpecError for a bad `source`.
+    """
+    axes, comm = group("pbroadcast", axis)
+    if not isinstance(source, int) or not 0 <= source < comm.size:
+        raise SpecError(message('pbroadcast got a bad "source"', got=source, expected=f"0 to {comm.size - 1}"))
+    return each_leaf("pbroadcast", lambda leaf: known(leaf, run(Broadcast(comm, source), leaf), same=axes), x)

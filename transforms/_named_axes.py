@@ -1,0 +1,103 @@
+"""Axis names inside a region: the group of ranks that a name stands for, and this rank's place in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.communicator import Communicator
+from ..kernels.errors import SpecError, message
+from ..mesh import trees
+from ..mesh.placing import as_tensor
+from ..mesh.rank import RankSession
+from ..mesh.region import mark, require
+
+Axis = str | tuple[str, ...]
+
+
+def axis_index(axis: Axis) -> int:
+    """This rank's index along `axis` (over a tuple: first name major).
+
+    Raises:
+        SpecError: no such axis. MeshError: outside a region.
+    """
+    session, axes = place("axis_index", axis)
+    return session.layout.part(session.rank, axes)
+
+
+def axis_size(axis: Axis) -> int:
+    """The number of ranks along `axis`.
+
+    Raises:
+        SpecError: no such axis. MeshError: outside a region.
+    """
+    session, axes = place("axis_size", axis)
+    return session.layout.parts(axes)
+
+
+def barrier(axis: Axis | None = None) -> None:
+    """Wait until every rank along `axis` (None: of the mesh) is here.
+
+    Raises:
+        SpecError: no such axis. MeshError: outside a region.
+    """
+    session = require("barrier").session
+    session.comm(session.layout.names if axis is None else place("barrier", axis)[1]).barrier()
+
+
+def place(what: str, axis: Axis) -> tuple[RankSession, tuple[str, ...]]:
+    """This rank's session, and `axis` as a checked tuple of names."""
+    session = require(what).session
+    if not isinstance(axis, str | tuple | list) or not axis:
+        raise SpecError(message(f'{what} got a bad "axis"', got=repr(axis), expected="an axis name or a tuple of them"))
+    return session, session.axes(axis if isinstance(axis, str) else tuple(axis), what=what)
+
+
+def group(what: str, axis: Axis) -> tuple[tuple[str, ...], Communicator]:
+    """The checked names of `axis`, and the communicator of the ranks along it."""
+    session, axes = place(what, axis)
+    return axes, session.comm(axes)
+
+
+def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:
+    """Map over the leaves of a tree: tensors, NumPy arrays and numbers."""
+
+    def one(leaf: Any) -> Tensor:
+        leaf = as_tensor(leaf)
+        if isinstance(leaf, int | float | complex):
+            leaf = torch.tensor(leaf)
+        if not isinstance(leaf, Tensor):
+            raise SpecError(
+                message(
+                    f'{what} got unexpected type for argument "x"',
+                    expected="a tensor, a number or a tree of them",
+                    got=type(leaf).__name__,
+                )
+            )
+        return f(leaf)
+
+    return trees.map(one, x)
+
+
+def differs_over(tensor: Any) -> frozenset[str] | None:
+    """The axes along which a tensor is known to differ; None if nothing is known (of a view of a known one neither)."""
+    return getattr(tensor, "_spmd_axes", None)
+
+
+def known(source: Tensor, result: Tensor, *, same: tuple[str, ...] = (), differs: tuple[str, ...] = ()) -> Tensor:
+    """Carry over what is known of the axes along which a tensor differs; along `same` it no longer does."""
+    axes = differs_over(source)
+    if axes is not None:
+        mark(result, (axes - set(same)) | set(differs))
+    return result
+
+
+def check_dim(what: str, name: str, dim: Any, ndim: int) -> int:
+    """A dimension counted from the front."""
+    if not isinstance(dim, int) or not -ndim <= dim < ndim:
+        expected = f"{-ndim} to {ndim - 1}" if ndim else "a tensor with at least one dimension"
+        raise SpecError(message(f'{what} got a bad "{name}"', got=dim, expected=expected))
+    return dim % ndim

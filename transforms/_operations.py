@@ -1,0 +1,153 @@
+"""The collectives as operations on one tensor, each with its transpose: the table of DESIGN section 4.
+
+All but the extremes are linear, so their transposes are operations of the same kind and differentiable in turn.
+Where the ranks' tensors are told apart they lie along the first dimension; `_movements` brings it to its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..kernels.communicator import Communicator
+from ._chain import run
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Linear:
+    comm: Communicator
+    saves: ClassVar[bool] = False
+
+    def transpose(self) -> _Linear:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def pull(self, gradient: Tensor, *_: Tensor) -> Tensor:
+        return run(self.transpose(), gradient)
+
+    def push(self, tangent: Tensor, *_: Tensor) -> Tensor:
+        return run(self, tangent)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sum(_Linear):
+    """The sum, or with `op="avg"` the mean, on all ranks. Transpose: itself."""
+
+    op: str = "sum"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.comm.all_reduced(x, self.op)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gather(_Linear):
+    """The ranks' tensors stacked along a new first dimension, on all ranks."""
+
+    def transpose(self) -> _Linear:
+        return Scatter(self.comm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_empty((self.comm.size, *x.shape))
+        self.comm.all_gather(list(out.unbind(0)), x)
+        return out
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scatter(_Linear):
+    """The sum over ranks, of which rank i keeps entry i of the first dimension."""
+
+    def transpose(self) -> _Linear:
+        return Gather(self.comm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape[1:])
+        self.comm.reduce_scatter(out, list(x.unbind(0)))
+        return out
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exchange(_Linear):
+    """Entry i of the first dimension goes to rank i, and what comes from rank i is entry i. Transpose: itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape)
+        self.comm.all_to_all(list(out.unbind(0)), list(x.unbind(0)))
+        return out
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Permute(_Linear):
+    """Sends along pairs (source, destination); a rank that receives nothing gets zeros."""
+
+    pairs: tuple[tuple[int, int], ...]
+
+    def transpose(self) -> _Linear:
+        return Permute(self.comm, tuple((dst, src) for src, dst in self.pairs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        comm, nothing = self.comm, x.new_empty((0, *x.shape))
+        targets = {dst for src, dst in self.pairs if src == comm.rank}
+        sources = {src for src, dst in self.pairs if dst == comm.rank}
+        out = x.new_zeros(x.shape)
+        comm.all_to_all(
+            [out if rank in sources else torch.empty_like(nothing) for rank in range(comm.size)],
+            [x if rank in targets else nothing for rank in range(comm.size)],
+        )
+        return out
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Broadcast(_Linear):
+    """The source's tensor on all ranks."""
+
+    source: int
+
+    def transpose(self) -> _Linear:
+        return Collect(self.comm, self.source)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape).copy_(x)
+        self.comm.broadcast(out, src=self.source)
+        return out
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collect(_Linear):
+    """The sum at the source, zeros elsewhere."""
+
+    source: int
+
+    def transpose(self) -> _Linear:
+        return Broadcast(self.comm, self.source)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape).copy_(x)
+        self.comm.reduce(out, dst=self.source)
+        return out if self.comm.rank == self.source else out.zero_()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extreme:
+    """The largest or smallest, elementwise, on all ranks. The gradient goes to the ranks that hold it, shared alike."""
+
+    comm: Communicator
+    op: str
+    saves: ClassVar[bool] = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.comm.all_reduced(x, self.op)
+
+    def _share(self, x: Tensor, extreme: Tensor) -> Tensor:
+        holds = (x.detach() == extreme.detach()).to(x.dtype)
+        return holds / run(Sum(self.comm), holds)
+
+    def pull(self, gradient: Tensor, *saved: Tensor) -> Tensor:
+        return run(Sum(self.comm), gradient) * self._share(*saved)
+
+    def push(self, tangent: Tensor, *saved: Tensor) -> Tensor:
+        return run(Sum(self.comm), tangent * self._share(*saved))

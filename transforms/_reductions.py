@@ -1,0 +1,81 @@
+"""The named-axis reductions, with `jax.lax`'s semantics: functions of a tree of tensors, leaf by leaf, differentiable.
+
+Invariant: all ranks of the axis make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._chain import run
+from ._named_axes import Axis, each_leaf, group, known
+from ._operations import Extreme, Sum
+
+
+def psum(x: Any, axis: Axis) -> Any:
+    """Sum over the ranks along `axis`.
+
+    On two ranks that hold 1.0 and 2.0, `psum(x, "data")` is 3.0 on both.
+
+    Args:
+        x: tensor or tree of tensors, the same shapes on all ranks of the axis; booleans are counted (int64).
+        axis: mesh axis, or a tuple of them.
+
+    Returns:
+        The sum, same shape, on every rank of the axis; ranks are added in rank order.
+
+    Raises:
+        SpecError: no such axis. MeshError: outside a region. CollectiveMismatch: ranks disagree.
+    """
+    axes, comm = group("psum", axis)
+
+    def one(leaf: Tensor) -> Tensor:
+        counted = leaf.to(torch.int64) if leaf.dtype is torch.bool else leaf
+        return known(leaf, run(Sum(comm), counted), same=axes)
+
+    return each_leaf("psum", one, x)
+
+
+def pmean(x: Any, axis: Axis) -> Any:
+    """Mean over the ranks along `axis`; of integers and booleans it is a float.
+
+    On two ranks that hold 1.0 and 2.0, `pmean(x, "data")` is 1.5 on both.
+
+    Args:
+        x: tensor or tree of tensors, the same shapes on all ranks of the axis.
+        axis: mesh axis, or a tuple of them.
+
+    Returns:
+        The mean, same shape, on every rank of the axis. Each rank counts alike, whatever its share of a batch.
+
+    Raises:
+        as `psum`.
+    """
+    axes, comm = group("pmean", axis)
+
+    def one(leaf: Tensor) -> Tensor:
+        inexact = leaf.dtype.is_floating_point or leaf.dtype.is_complex
+        return known(leaf, run(Sum(comm, "avg"), leaf if inexact else leaf.to(torch.get_default_dtype())), same=axes)
+
+    return each_leaf("pmean", one, x)
+
+
+def pmax(x: Any, axis: Axis) -> Any:
+    """Elementwise maximum over the ranks along `axis`.
+
+    Args, Returns, Raises: as `psum`. The gradient goes to the ranks that hold the maximum, shared among ties.
+    """
+    axes, comm = group("pmax", axis)
+    return each_leaf("pmax", lambda leaf: known(leaf, run(Extreme(comm, "max"), leaf), same=axes), x)
+
+
+def pmin(x: Any, axis: Axis) -> Any:
+    """Elementwise minimum over the ranks along `axis`.
+
+    Args, Returns, Raises: as `psum`. The gradient goes to the ranks that hold the minimum, shared among ties.
+    """
+    axes, comm = group("pmin", axis)
+    return each_leaf("pmin", lambda leaf: known(leaf, run(Extreme(comm, "min"), leaf), same=axes), x)

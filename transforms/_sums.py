@@ -1,0 +1,83 @@
+"""Sums of many leaves, each over the axes that it asks for, in buckets that are reduced while the backward runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.bucket import Buckets, Leaf
+from ..mesh.region import Region
+from ._chain import forget_undefined
+
+# (axes, dtype on the wire): leaves of one group share buckets
+Group = tuple[tuple[str, ...], torch.dtype | None]
+Place = tuple[Group, int]
+
+
+class Sums:
+    """One use: `add` every leaf, `open`, `fill` what there is in any order, `finish`. Outside a region, one rank's."""
+
+    def __init__(self, region: Region | None):
+        self._region = region
+        self._groups: dict[Group, list[Tensor]] = {}
+        self._open: dict[Group, Buckets] = {}
+        self._local: dict[Place, Tensor] = {}
+
+    def add(self, like: Tensor, axes: tuple[str, ...], *, exact: bool = False) -> Place:
+        """Announce a leaf; `exact` keeps it from travelling as `wire_dtype`."""
+        group = self._shared(axes), None if exact or self._region is None else self._region.wire_dtype
+        members = self._groups.setdefault(group, [])
+        members.append(like)
+        return group, len(members) - 1
+
+    def _shared(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Without axes of size one: nothing to sum there."""
+        sizes = {} if self._region is None else self._region.session.layout.axes
+        return tuple(name for name in sizes if name in axes and sizes[name] > 1)
+
+    def open(self) -> None:
+        for group, members in self._groups.items():
+            axes, wire_dtype = group
+            if axes and self._region is not None:
+                self._open[group] = Buckets(
+                    self._region.session.comm(axes, channel="buckets"),
+                    [Leaf.of(member) for member in members],
+                    bucket_bytes=int(self._region.bucket_mb * (1 << 20)),
+                    wire_dtype=wire_dtype,
+                )
+
+    def fill(self, place: Place, value: Tensor) -> None:
+        group, index = place
+        if group in self._open:
+            self._open[group].fill(index, value)
+        else:
+            self._local[place] = value
+
+    def finish(self) -> dict[Place, Tensor]:
+        """The sums; zeros where nothing was filled in."""
+        found: dict[Place, Tensor] = {}
+        for group, members in self._groups.items():
+            if group in self._open:
+                found.update({(group, index): total for index, total in enumerate(self._open[group].finish())})
+                continue
+            for index, member in enumerate(members):
+                local = self._local.get((group, index))
+                found[group, index] = torch.zeros_like(member).detach() if local is None else local
+        return found
+
+
+class Hook:
+    """Takes a leaf's gradient as soon as the backward pass has it."""
+
+    __slots__ = ("place", "sums")
+
+    def __init__(self, sums: Sums, place: Place):
+        self.sums, self.place = sums, place
+
+    def __call__(self, twin: Any) -> None:
+        gradient, twin.grad = twin.grad, None
+        if gradient is not None:
+            # A rank without samples fills in as well, so that buckets and collectives alternate alike on all ranks.
+            self.sums.fill(self.place, forget_undefined(gradient.to_dense() if gradient.is_sparse else gradient))
