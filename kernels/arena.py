@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from .errors import Aborted, MeshError, PeerLost, message
+from .pages import PAGE, any_copied
 
-PAGE = 4096
 _MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE exists from Python 3.13 on
 _STATUS = PAGE  # one page per participant
 _DIRECTORY = 16 * PAGE
@@ -129,6 +129,9 @@ class Arena:
         self._length = length
         self.generation = self.words[_GENERATION]
         self._peers: dict[int, int] = {}
+        self._leases: dict[
+            int, tuple[weakref.ref, int, int, int]
+        ] = {}  # kept alive; offset, bytes, word
         if rank < size:
             start = _heap_start(size) + rank * _heap_bytes()
             self.heap = Heap(start, _heap_bytes(), self._remove)
@@ -169,27 +172,16 @@ class Arena:
         self.words[release_word + users] += 1
         nbytes = numel * dtype.itemsize
         view = memoryview(self._private)[offset : offset + nbytes]
-        weakref.finalize(view, self._release, offset, nbytes, release_word).atexit = False
+        # A plain weak reference: weakref.finalize would cost as much as a small reduction.
+        reference = weakref.ref(view, self._release)
+        self._leases[id(reference)] = (reference, offset, nbytes, release_word)
         return torch.frombuffer(view, dtype=dtype)
 
-    def _release(self, offset: int, nbytes: int, release_word: int) -> None:
-        if self._was_written(offset, nbytes):
+    def _release(self, reference: weakref.ref) -> None:
+        _, offset, nbytes, release_word = self._leases.pop(id(reference))
+        if any_copied(self._private_base + offset, nbytes):
             self._private.madvise(mmap.MADV_DONTNEED, offset, -(-nbytes // PAGE) * PAGE)
         self.words[release_word] += 1
-
-    def _was_written(self, offset: int, nbytes: int) -> bool:
-        """Whether some page of the private mapping was copied on write: such a page no longer shows the arena."""
-        try:
-            pages = -(-nbytes // PAGE)
-            with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-                entries = np.frombuffer(
-                    os.pread(pagemap.fileno(), 8 * pages, (self._private_base + offset) // PAGE * 8), np.uint64
-                )
-        except OSError:
-            return True
-        # Documentation/admin-guide/mm/pagemap.rst: bit 63 present, bit 62 swapped, bit 61 file-backed or shared.
-        mapped = (entries >> np.uint64(62)) != 0
-        return bool(np.any(mapped & ((entries >> np.uint64(61)) & np.uint64(1) == 0)))
 
     def result_block(self, nbytes: int, users: int) -> tuple[int, int]:
         """(offset of a free result block, index of its first release word); for the rank that leads a reduction."""

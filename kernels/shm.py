@@ -12,12 +12,14 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from .arena import Arena, word_key
 from .communicator import ONE_PHASE_BYTES, WAITING, Call, Communicator, Ready, Steps, Work
 from .errors import CollectiveMismatch
+from .prepared import SPINS, Reduction, key_of, prepare
 from .reduction import reduce_in_order, slice_bounds
 from .waiting import wait_until
 
@@ -49,7 +51,7 @@ class ShmCommunicator(Communicator):
         crowded = arena.size > len(os.sched_getaffinity(0)) if crowded is None else crowded
         super().__init__(ranks, rank, arena, timeout=timeout, crowded=crowded)
         self.arena, self.channel = arena, channel
-        self._words = arena.words
+        self.words = arena.words
         self._slot_words = _TABLE + 2 * self.size
         self._owned: list[tuple[int, int]] = []  # (offset, bytes) of the blocks behind this communicator
         self._retired: deque[tuple[int, int, int]] = deque()  # (operation, offset, bytes) staged for peers to read
@@ -104,12 +106,32 @@ class ShmCommunicator(Communicator):
         self._rings: dict[tuple[int, int], int] = {}
         self._sent: dict[int, int] = {}
         self._arrived: list[tuple[int, int, int, int]] = []  # (source, tag, block, bytes) not yet asked for
+        self._prepared: dict[tuple[Any, ...], Reduction] = {}
+        self._seen: set[tuple[Any, ...]] = set()
 
     def _slot(self, rank: int, sequence: int) -> int:
         return self._lines[rank] + _LINE + (sequence % _SLOTS) * self._slot_words
 
-    def _stage(self, sequence: int) -> int:
-        return self._block + self._stage_start + (self.rank * _SLOTS + sequence % _SLOTS) * _INLINE
+    def stage(self, sequence: int, rank: int) -> int:
+        """Where a rank puts what fits into its slot."""
+        return self._block + self._stage_start + (rank * _SLOTS + sequence % _SLOTS) * _INLINE
+
+    # For `prepared`: the words of a rank, and how many slots it has.
+
+    slots = _SLOTS
+
+    def word_posted(self, rank: int) -> int:
+        return self._lines[rank] + _POSTED
+
+    def word_reduced(self, rank: int) -> int:
+        return self._lines[rank] + _REDUCED
+
+    def word_read(self, rank: int) -> int:
+        return self._lines[rank] + _READ
+
+    def word_of_signature(self, rank: int, sequence: int) -> int:
+        """The first word of a slot: its signature, followed by offset, result and release word."""
+        return self._slot(rank, sequence) + _SIGNATURE
 
     def empty(self, shape: Sequence[int] | int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -121,13 +143,13 @@ class ShmCommunicator(Communicator):
     # -- posting and waiting -------------------------------------------------------------------------------------------
 
     def _all_past(self, word: int, sequence: int) -> bool:
-        words = self._words
+        words = self.words
         for line in self._lines:  # noqa: SIM110 (a generator expression costs three times as much)
             if words[line + word] < sequence:
                 return False
         return True
 
-    def _begin(self) -> int:
+    def begin(self) -> int:
         """The next operation's number, once its slot is free."""
         self._sequence += 1
         sequence = self._sequence
@@ -154,13 +176,13 @@ class ShmCommunicator(Communicator):
 
     def _post(self, sequence: int, call: Call | None, offset: int) -> None:
         slot = self._slot(self.rank, sequence)
-        self._words[slot + _SIGNATURE] = call.signature if call is not None else 0
-        self._words[slot + _OFFSET] = offset
-        self._words[self._line + _POSTED] = sequence
+        self.words[slot + _SIGNATURE] = call.signature if call is not None else 0
+        self.words[slot + _OFFSET] = offset
+        self.words[self._line + _POSTED] = sequence
 
     def _posted(self, sequence: int, call: Call | None) -> Ready:
         """A condition: every peer has posted this operation; raises if one has posted another."""
-        words, signature = self._words, call.signature if call is not None else 0
+        words, signature = self.words, call.signature if call is not None else 0
 
         def ready() -> bool:
             complete = True
@@ -168,12 +190,12 @@ class ShmCommunicator(Communicator):
                 if words[line + _POSTED] < sequence:
                     complete = False
                 elif words[self._slot(rank, sequence)] != signature:
-                    raise self._disagreement(sequence, call)
+                    raise self.disagreement(sequence, call)
             return complete
 
         return ready
 
-    def _disagreement(self, sequence: int, call: Call | None) -> CollectiveMismatch:
+    def disagreement(self, sequence: int, call: Call | None) -> CollectiveMismatch:
         """Tell the others what this rank called, and wait a moment to learn what they did."""
         mine = f"{call.text if call else 'the second half of an operation'}, call {sequence}, at {self.site()}"
         self.arena.say(mine)
@@ -187,7 +209,7 @@ class ShmCommunicator(Communicator):
             time.sleep(1e-3)
         for rank in range(self.size):
             if rank != self.rank:
-                others.setdefault(rank, f"is at call {self._words[self._lines[rank] + _POSTED]}, and did not say which")
+                others.setdefault(rank, f"is at call {self.words[self._lines[rank] + _POSTED]}, and did not say which")
         return self.mismatch(mine, others)
 
     def _late(self, work: Work) -> None:
@@ -200,8 +222,8 @@ class ShmCommunicator(Communicator):
             return work.done
         first = self._sequence - len(self._queue) + 1  # the operation that is waited for
         # In the second half of a large reduction the others' sums are needed, before it only their posts.
-        word = _REDUCED if self._words[self._line + _REDUCED] >= first else _POSTED
-        return self._words[self._lines[rank] + word] >= first
+        word = _REDUCED if self.words[self._line + _REDUCED] >= first else _POSTED
+        return self.words[self._lines[rank] + word] >= first
 
     def _overdue(self, work: Work) -> BaseException:
         error = super()._overdue(work)
@@ -209,19 +231,40 @@ class ShmCommunicator(Communicator):
         for rank, member in enumerate(self.ranks):
             if rank != self.rank:
                 doing = self.arena.said(member) or "computing, not in a collective"
-                lines.append(f"\n  rank {member}: {doing} ({self._words[self._lines[rank] + _POSTED]} calls so far)")
+                lines.append(f"\n  rank {member}: {doing} ({self.words[self._lines[rank] + _POSTED]} calls so far)")
         return type(error)(f"{error.args[0]}{''.join(lines)}")
+
+    def await_word(self, word: int, value: int, call: Call) -> None:
+        """Wait, in a call that does not go through the queue, until a peer's word has reached a value."""
+        words = self.words
+        if not self._crowded:
+            for _ in range(SPINS):
+                if words[word] >= value:
+                    return
+        work = Work(self, call.text, iter(()), range(self.size))  # type: ignore[arg-type]
+        self._queue.append(work)  # so that the reasons for a long wait are looked for as for any other
+        try:
+            wait_until(
+                lambda: words[word] >= value,
+                self.arena,
+                timeout=self.timeout,
+                crowded=True,
+                overdue=lambda: self._overdue(work),
+                late=lambda: self._late(work),
+            )
+        finally:
+            self._queue.clear()
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
     def _exchange(
         self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
     ) -> Steps:
-        sequence, words = self._begin(), self._words
+        sequence, words = self.begin(), self.words
         slot = self._slot(self.rank, sequence)
         pieces = {id(piece): piece for piece in sends if piece is not None}
         total = sum(piece.numel() + 63 & ~63 for piece in pieces.values())
-        offset = self._stage(sequence)
+        offset = self.stage(sequence, self.rank)
         if total > _INLINE:
             offset = self.arena.heap.allocate(total)
             self._retired.append((sequence, offset, total))
@@ -245,12 +288,26 @@ class ShmCommunicator(Communicator):
                 target.copy_(self.arena.tensor(words[entry], nbytes, torch.uint8))
         words[self._line + _READ] = sequence
 
+    def all_reduced(self, tensor: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
+        if not async_op and not self._debug and not self._queue and self._generation == self.arena.generation:
+            key = key_of(tensor, op)
+            reduction = self._prepared.get(key)
+            if reduction is not None:
+                return reduction(tensor)
+            if key in self._seen:  # a second time: worth preparing
+                reduction = prepare(self, tensor, op)
+                if reduction is not None:
+                    self._prepared[key] = reduction
+            else:
+                self._seen.add(key)
+        return super().all_reduced(tensor, op, async_op=async_op)
+
     def _all_reduce(self, call: Call, flat: torch.Tensor, op: str) -> Steps:
-        arena, words, numel, dtype = self.arena, self._words, flat.numel(), flat.dtype
+        arena, words, numel, dtype = self.arena, self.words, flat.numel(), flat.dtype
         nbytes = numel * dtype.itemsize
-        sequence = self._begin()
+        sequence = self.begin()
         if nbytes <= ONE_PHASE_BYTES:
-            offset = self._stage(sequence)
+            offset = self.stage(sequence, self.rank)
             if nbytes:
                 arena.tensor(offset, numel, dtype).copy_(flat)
             self._post(sequence, call, offset)
@@ -308,7 +365,7 @@ class ShmCommunicator(Communicator):
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
         """Copy the bytes into the arena and post where they lie; the receiver marks the block as taken."""
-        words, nbytes = self._words, tensor.numel()
+        words, nbytes = self.words, tensor.numel()
         ring = self._ring(self.rank, dst)
         assert ring is not None
         number = self._sent.get(dst, 0)  # messages to one destination keep their order
@@ -331,7 +388,7 @@ class ShmCommunicator(Communicator):
 
     def _poll_messages(self) -> None:
         """Note what has arrived, so that the senders' rings never fill up with messages nobody asks for yet."""
-        words = self._words
+        words = self.words
         for src in range(self.size):
             ring = self._ring(src, self.rank)
             if ring is None:
@@ -356,5 +413,5 @@ class ShmCommunicator(Communicator):
         if nbytes != tensor.numel():
             raise self.wrong_size(source, tag, nbytes, tensor.numel())
         tensor.copy_(self.arena.tensor(block + _BLOCK_HEAD, nbytes, torch.uint8))
-        self._words[block // 8] = 1
+        self.words[block // 8] = 1
         return source

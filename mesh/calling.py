@@ -66,6 +66,7 @@ def _from_driver(
         tasks.run_program,
         (shipped.key, treedef.key, leaves, outputs.number, key, request.batch_total, verify),
         region=True,
+        parts=lambda: [(request.where(index), leaf) for index, (_, leaf, _) in enumerate(leaves)],
     )
     finish = _Finish(mesh, driver, program, task, compare=check != "never")
     if known is None or verify or any(result.spec is None for result in known[1]):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime
 import itertools
 import os
 import pickle
@@ -37,6 +36,7 @@ from .ranks import Rank, pickled_factory
 from .receiving import Receiving
 from .resident import Values
 from .shipped import ShippedObjects
+from .shipping import unpicklable_among
 from .spec import Layout
 
 IN_FLIGHT = 2
@@ -64,7 +64,8 @@ class DriverSession:
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self.values = Values(self)
-        self.shipped = ShippedObjects(self, (type(mesh), Array))
+        self.whole = (type(mesh), Array)  # types that travel as names
+        self.shipped = ShippedObjects(self, self.whole)
         self.closed: str | None = None
         self._closing = False
         self._pid = os.getpid()
@@ -84,7 +85,9 @@ class DriverSession:
         self._arena_fd = arena_module.create(layout.size)
         self.arena: Arena | None = Arena(self._arena_fd, layout.size, layout.size)
         self.arena.clear(self.generation)
-        self._store: Any = None
+        # Where ranks of a backend that needs a store meet. A file without a name, and no TCPStore: that one asks the
+        # name service about every connection, which takes seconds where none answers.
+        self._store_fd = os.memfd_create("spmd-store", os.MFD_CLOEXEC)
         self._request = {
             "axes": layout.sizes,
             "backend": backend,
@@ -92,7 +95,7 @@ class DriverSession:
             "threads": threads,
             "seed": seed,
             "timeout": timeout,
-            "store": self._store_address(),
+            "store": f"/proc/{os.getpid()}/fd/{self._store_fd}",
             "cwd": os.getcwd(),
             "path": list(sys.path),
             "argv": list(sys.argv),
@@ -118,16 +121,6 @@ class DriverSession:
         self._receiving.add(started)
         return started
 
-    def _store_address(self) -> tuple[str, int] | None:
-        """Where ranks of a backend that needs a store meet: at the driver, on this host."""
-        if self.backend == "shm":
-            return None
-        import torch.distributed as dist
-
-        limit = datetime.timedelta(seconds=self.timeout)
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
-        return ("127.0.0.1", self._store.port)
-
     @property
     def mesh(self) -> Any:
         return self._mesh()
@@ -144,8 +137,30 @@ class DriverSession:
         """A number that no task and no output of this mesh has had."""
         return next(self._numbers)
 
-    def name_of(self, obj: Any) -> Any:
-        return naming.name_in_driver(self, obj)
+    def dumps(self, obj: Any, names: list[Any] | None = None) -> wire.Packet:
+        """Pickle for the ranks; raises `Unsendable`, or what is wrong with a value in it.
+
+        Args:
+            names: takes the names that stand for what stays here.
+        """
+        raised: list[BaseException] = []
+
+        def name_of(one: Any) -> Any:
+            try:
+                name = naming.name_in_driver(self, one)
+            except BaseException as error:
+                raised.append(error)
+                raise
+            if name is not None and names is not None:
+                names.append(name)
+            return name
+
+        try:
+            return wire.dumps(obj, name_of)
+        except Exception as error:
+            if raised:
+                raise raised[0] from raised[0].__cause__
+            raise wire.Unsendable(f"{type(error).__name__}: {error}") from None
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
@@ -157,14 +172,26 @@ class DriverSession:
         ranks: Sequence[int] | None = None,
         region: bool = False,
         future: Future | None = None,
+        parts: Callable[[], Iterable[tuple[str, Any]]] = tuple,
     ) -> Task:
         """Send `function(worker, *arguments)` to ranks (all by default).
 
         Args:
             region: the other ranks pass through the region too, so that nobody waits for them in vain.
             future: takes the first rank's result, or the failure.
+            parts: the arguments and what to call them, asked if one of them cannot be sent.
         """
-        packet = wire.dumps((function, arguments), self.name_of)
+        try:
+            packet = self.dumps((function, arguments))
+        except wire.Unsendable as error:
+            found = unpicklable_among(parts(), self.whole)
+            raise MeshError(
+                message(
+                    f"a call cannot be sent to the ranks, because of {found or f'an argument: {error}'}",
+                    where=self.describe(),
+                    remedy="pass what it is made of, or make it inside the function",
+                )
+            ) from None
         try:
             with self.lock:
                 self.ready()
@@ -468,7 +495,8 @@ class DriverSession:
             rank.close()
         self.shipped.close()
         os.close(self._arena_fd)
-        self.arena = self._store = None
+        os.close(self._store_fd)
+        self.arena = None
         with self.lock:
             for task in self._tasks.values():
                 if not task.settled.is_set():

@@ -147,7 +147,7 @@ class Mesh:
         """A rank's coordinates by axis name (this rank's own, on a rank)."""
         rank = self.rank if rank is None else rank
         if rank is None or not 0 <= rank < self.size:
-            raise MeshError(message("coords got a bad rank", got=rank, expected=f"0 to {self.size - 1}"))
+            raise MeshError(message("coords got a bad rank", got=repr(rank), expected=f"0 to {self.size - 1}"))
         return self._layout.coords(rank)
 
     def __reduce__(self) -> Any:
@@ -196,7 +196,13 @@ class Mesh:
             if not chosen:
                 return []
             shipped = self._driver.shipped.ship_function(fn)
-            task = self._driver.submit(tasks.call_function, (shipped.key, args, key), ranks=chosen, region=True)
+            task = self._driver.submit(
+                tasks.call_function,
+                (shipped.key, args, key),
+                ranks=chosen,
+                region=True,
+                parts=lambda: _named(args),
+            )
             return self._driver.wait(task).values()
         rank = self.session.rank
 
@@ -216,7 +222,7 @@ class Mesh:
         if self._driver is not None:
             shipped = self._driver.shipped.ship_function(fn)
             call = (shipped.key, args, self._run_key())
-            self._driver.submit(tasks.call_function, call, ranks=[chosen], future=future)
+            self._driver.submit(tasks.call_function, call, ranks=[chosen], future=future, parts=lambda: _named(args))
             return future
         try:
             future.set_result(self.run(fn, *args, ranks=[chosen])[0])
@@ -314,6 +320,11 @@ class Mesh:
             else:
                 with contextlib.suppress(BaseException):  # the error under way says more
                     self.close()
+
+
+def _named(args: tuple) -> list[tuple[str, Any]]:
+    """A plain function's arguments, and what to call them in a message."""
+    return [(f"argument {index}", arg) for index, arg in enumerate(args)]
 
 
 # -- which mesh is meant ----------------------------------------------------------------------------------------------

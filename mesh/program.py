@@ -103,8 +103,7 @@ def _local(session: RankSession, leaf: Entering) -> torch.Tensor:
     """This rank's part of a leaf, with what is known of it noted on it."""
     value = leaf.value
     if leaf.whole and leaf.spec.entries:
-        # A copy, so that the whole does not stay in memory for the sake of a part.
-        value = session.layout.cut(value, leaf.spec, session.rank).detach().clone()
+        value = session.layout.take(value, leaf.spec, session.rank)
     elif not _frozen(value):
         value = value.detach()
     value._spmd_spec = leaf.spec

@@ -50,7 +50,7 @@ def main(request: dict[str, Any], fds: list[int]) -> None:
         rank,
         backend=request["backend"],
         watch=Arena(arena_fd, layout.size, rank),
-        store=lambda: _store(request["store"], request["timeout"]),
+        store=lambda: _store(request["store"], layout.size, request["timeout"]),
         timeout=request["timeout"],
         seed=request["seed"],
         launched=False,
@@ -62,6 +62,7 @@ def main(request: dict[str, Any], fds: list[int]) -> None:
     session.close()
 
 
-def _store(address: tuple[str, int], timeout: float) -> Any:
-    host, port = address
-    return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout))
+def _store(path: str, size: int, timeout: float) -> Any:
+    store = dist.FileStore(path, size)
+    store.set_timeout(datetime.timedelta(seconds=timeout))
+    return store

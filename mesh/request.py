@@ -52,7 +52,8 @@ class Request:
         for index in range(len(self.leaves)):
             self._check(index)
 
-    def _where(self, index: int) -> str:
+    def where(self, index: int) -> str:
+        """Which argument a leaf is or belongs to, for messages."""
         return f"{describe_path(trees.paths(self._tree, is_leaf=is_array)[index])} of {self.name}"
 
     def _split_batch(self, which: int | str, axis: str) -> None:
@@ -68,7 +69,7 @@ class Request:
             if not shape:
                 raise SpecError(
                     message(
-                        f"{self._where(index)} is part of the batch but has no dimension to split",
+                        f"{self.where(index)} is part of the batch but has no dimension to split",
                         remedy="pass scalars in another argument",
                     )
                 )
@@ -79,7 +80,7 @@ class Request:
             raise SpecError(
                 message(
                     f"the leaves of the batch of {self.name} differ in dimension 0",
-                    got=", ".join(f"{self._where(index)}: {size}" for index, size in sizes.items()),
+                    got=", ".join(f"{self.where(index)}: {size}" for index, size in sizes.items()),
                     remedy="make them agree",
                 )
             )
@@ -94,7 +95,7 @@ class Request:
             if leaf.mesh is not self.mesh:
                 raise SpecError(
                     message(
-                        f"{self._where(index)} is on another mesh",
+                        f"{self.where(index)} is on another mesh",
                         got=repr(leaf.mesh),
                         expected=repr(self.mesh),
                         remedy="move it with put(array.full(), mesh=...)",
@@ -102,11 +103,11 @@ class Request:
                 )
             shape, _, its_spec = leaf._hint()
             if spec is not None and spec != its_spec:
-                layout.check_shape(shape, spec, uneven=uneven, where=self._where(index))
+                layout.check_shape(shape, spec, uneven=uneven, where=self.where(index))
                 if its_spec.entries:
                     self.leaves[index] = place(self.mesh, leaf, spec)
         elif isinstance(leaf, torch.Tensor) and spec is not None:
-            layout.check_shape(tuple(leaf.shape), spec, uneven=uneven, where=self._where(index))
+            layout.check_shape(tuple(leaf.shape), spec, uneven=uneven, where=self.where(index))
 
     def signature(self) -> tuple:
         """What must be the same for a later call to be like this one: structure, shapes, dtypes, specs."""

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from ..kernels.errors import MeshError, SpmdError, message
+from ..kernels.errors import MeshError, message
 from . import shipping, trees, wire
 
 
@@ -34,7 +34,7 @@ class Teller(Protocol):
 
     def describe(self) -> str: ...
     def ready(self) -> None: ...
-    def name_of(self, obj: Any) -> Any: ...
+    def dumps(self, obj: Any, names: list[Any] | None = None) -> wire.Packet: ...
     def tell(self, head: tuple, packet: wire.Packet | None = None) -> None: ...
 
 
@@ -60,14 +60,7 @@ class ShippedObjects:
     def ship(self, obj: Any) -> Shipped:
         """Send an object to all ranks unless they have it."""
         names: list[Any] = []
-
-        def name_of(one: Any) -> Any:
-            name = self._session.name_of(one)
-            if name is not None:
-                names.append(name)
-            return name
-
-        packet = wire.dumps(obj, name_of)
+        packet = self._session.dumps(obj, names)
         key = wire.content_hash(packet)
         with self._session.lock:
             if key in self._packets:
@@ -100,10 +93,8 @@ class ShippedObjects:
         self._prepare(function)
         try:
             shipped = self.ship(function if wrap is None else wrap(function))
-        except SpmdError:
-            raise
-        except Exception as error:
-            part = shipping.unpicklable_part(function)
+        except wire.Unsendable as error:
+            part = shipping.unpicklable_part(function, self._whole)
             raise MeshError(
                 message(
                     f"{getattr(function, '__qualname__', function)!s} cannot be sent to the ranks, "

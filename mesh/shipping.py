@@ -12,9 +12,9 @@ from __future__ import annotations
 import dis
 import functools
 import linecache
-import sys
 import types
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -175,8 +175,12 @@ def typed_sources(function: Any) -> dict[str, list[str]]:
     return sources
 
 
-def unpicklable_part(function: Any) -> str:
-    """Which of the things that a function refers to can't be pickled, for the message; empty if none is found."""
+def unpicklable_part(function: Any, whole: tuple[type, ...] = ()) -> str:
+    """Which of the things that a function refers to can't be pickled, for the message; empty if none is found.
+
+    Args:
+        whole: types that travel as names.
+    """
     parts: list[tuple[str, Any]] = []
     target = function
     while isinstance(target, functools.partial | types.MethodType):
@@ -191,9 +195,14 @@ def unpicklable_part(function: Any) -> str:
         used = [(f"{name!r}, used in {one.__qualname__}", value) for name, value in _used_by(one).items()]
         used += [(f"a default argument of {one.__qualname__}", value) for value in one.__defaults__ or ()]
         parts += [(what, value) for what, value in used if not isinstance(value, types.FunctionType)]
+    return unpicklable_among(parts, whole)
+
+
+def unpicklable_among(parts: Iterable[tuple[str, Any]], whole: tuple[type, ...] = ()) -> str:
+    """The first of some named values that can't be pickled, and why; empty if all can."""
     for what, value in parts:
         try:
-            wire.dumps(value, lambda obj: None)
+            wire.dumps(value, lambda obj: "a name" if isinstance(obj, whole) else None).close()
         except Exception as error:
             return f"{what} ({type(value).__name__}): {error}"
     return ""

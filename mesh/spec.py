@@ -249,6 +249,13 @@ class Layout:
         """`rank`'s shard of a global tensor, as a view."""
         return tensor[self.slices(tuple(tensor.shape), spec, rank)] if spec.entries else tensor
 
+    def take(self, tensor: torch.Tensor, spec: P, rank: int) -> torch.Tensor:
+        """`rank`'s shard as a tensor of its own, without history; that of a frozen parameter is one again."""
+        # A copy, so that the whole does not stay in memory for the sake of a part.
+        shard = self.cut(tensor.detach(), spec, rank).clone()
+        frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+        return torch.nn.Parameter(shard, requires_grad=False) if frozen else shard
+
     def shard_shape(self, shape: tuple[int, ...], spec: P, rank: int) -> tuple[int, ...]:
         cut = [part.stop - part.start for part in self.slices(shape, spec, rank)]
         return (*cut, *shape[len(cut) :])

@@ -102,7 +102,8 @@ def put_values(worker: Worker, items: list[tuple[Any, torch.Tensor, P]]) -> None
     """Keep this rank's shards of tensors that come whole."""
     layout, rank = worker.session.layout, worker.session.rank
     for name, tensor, spec in items:
-        local = layout.cut(tensor, spec, rank).clone() if spec.entries else tensor
+        # Nobody else holds what came with the task, so that it need not be copied whole.
+        local = layout.take(tensor, spec, rank) if spec.entries or tensor.requires_grad else tensor
         worker.values[name] = (local, spec)
 
 

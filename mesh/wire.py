@@ -26,11 +26,17 @@ from typing import Any
 import cloudpickle
 import torch
 
+from ..kernels.errors import MeshError
+
 INLINE_BYTES = 1 << 16
 _HEADER = struct.Struct("<QQQB")  # bytes of the head, of the pickle, of inline tensors; number of descriptors
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 # What most pickles are made of; asked about often, and never named.
 _PLAIN = frozenset({str, int, float, bool, bytes, tuple, list, dict, set, type(None), type, types.FunctionType})
+
+
+class Unsendable(MeshError):
+    """An object that cannot be pickled."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -84,8 +90,8 @@ class _Pickler(cloudpickle.Pickler):
                 self.kept.append(obj)
                 flat, permuted, order = _flatten(obj)
                 self.tensors.append(flat)
-                trainable = obj.requires_grad if kind is torch.nn.Parameter else None
-                return ("tensor", index, flat.dtype, permuted, order, trainable)
+                trainable = obj.requires_grad and obj.is_leaf
+                return ("tensor", index, flat.dtype, permuted, order, trainable, kind is torch.nn.Parameter)
             return ("again", index)
         return None if self._name_of is None else self._name_of(obj)
 
@@ -153,7 +159,7 @@ class _Unpickler(pickle.Unpickler):
         if name[0] != "tensor":
             assert self._object_of is not None
             return self._object_of(name)
-        _, _, dtype, shape, order, trainable = name
+        _, _, dtype, shape, order, trainable, parameter = name
         numel = 1
         for size in shape:
             numel *= size
@@ -164,8 +170,10 @@ class _Unpickler(pickle.Unpickler):
         self._at += -(-numel * dtype.itemsize // 64) * 64
         if order is not None:
             tensor = tensor.permute(sorted(range(len(order)), key=order.__getitem__))
-        if trainable is not None:
+        if parameter:
             tensor = torch.nn.Parameter(tensor, requires_grad=trainable)
+        elif trainable:
+            tensor.requires_grad_()
         self._tensors.append(tensor)
         return tensor
 

@@ -24,6 +24,7 @@ from .kernels.errors import SpecError, SpmdError, message
 from .mesh import trees
 from .mesh.array import Array
 from .mesh.region import current
+from .transforms._named_axes import differs_over, note
 
 
 class Optimizer(NamedTuple):
@@ -252,9 +253,9 @@ def _mark(new: Tensor, leaf: Leaf) -> None:
     spec = getattr(leaf.param, "_spmd_spec", None)
     if spec is not None:
         new._spmd_spec = spec  # type: ignore[attr-defined]
-    axes, others = (getattr(tensor, "_spmd_axes", None) for tensor in (leaf.param, leaf.grad))
+    axes, others = differs_over(leaf.param), differs_over(leaf.grad)
     if axes is not None and others is not None:
-        new._spmd_axes = axes | others  # type: ignore[attr-defined]
+        note(new, axes | others)
 
 
 def _is_trainable(leaf: Any) -> bool:

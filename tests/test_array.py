@@ -78,6 +78,9 @@ def test_what_is_fetched_belongs_to_the_caller(mesh):
 def test_parameters_keep_what_they_are(mesh):
     frozen, trainable = torch.nn.Parameter(torch.ones(1), requires_grad=False), torch.nn.Parameter(torch.ones(1))
     arrays = put({"frozen": frozen, "trainable": trainable}, mesh=mesh)
+    sharded = put(torch.nn.Parameter(torch.ones(4), requires_grad=False), P("data"), mesh=mesh)
+    assert all(isinstance(shard, torch.nn.Parameter) and not shard.requires_grad for shard in sharded.shards())
+    assert not put(torch.ones(4, requires_grad=True) * 2, P("data"), mesh=mesh).shards()[0].requires_grad
     kept = arrays["frozen"].full()
     assert isinstance(kept, torch.nn.Parameter) and not kept.requires_grad
     kinds = spmd(lambda t: {k: type(v).__name__ + str(v.requires_grad) for k, v in t.items()}, mesh=mesh)
@@ -86,7 +89,7 @@ def test_parameters_keep_what_they_are(mesh):
 
 
 def test_the_driver_holds_no_shard(mesh):
-    with pytest.raises(MeshError, match="the driver is not a rank and holds no shard: use .shards"):
+    with pytest.raises(MeshError, match=r"the driver is not a rank and holds no shard: use \.shards"):
         put(torch.ones(2), mesh=mesh).local  # noqa: B018
 
 

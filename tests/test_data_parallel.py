@@ -35,7 +35,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
 def drawn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def mlp(dtype):

@@ -155,7 +155,7 @@ def test_a_snapshot_keeps_nothing_alive():
     function = lambda: big  # noqa: E731
     found = snapshot(function)
     alive = [weakref.ref(x) for x in (big, big.tensor, function)]
-    del big, function
+    big = function = None
     gc.collect()
     assert [ref() for ref in alive] == [None] * 3 and found
 
@@ -170,10 +170,14 @@ def test_instances_of_whole_types_are_not_looked_into():
 
 def test_classes_of_the_main_script_are_looked_into():
     module = types.ModuleType("__main__")
-    exec(
-        "STEP = 1\nclass Model:\n    def __call__(self, x): return x + STEP\nmodel = Model()\ndef f(x): return model(x)",
-        vars(module),
-    )
+    source = """
+STEP = 1
+class Model:
+    def __call__(self, x): return x + STEP
+model = Model()
+def f(x): return model(x)
+"""
+    exec(source, vars(module))
     assert changed(module.f, lambda: setattr(module, "STEP", 2))
     assert changed(module.f, lambda: setattr(module.Model, "extra", lambda self: 0))
 
@@ -302,7 +306,7 @@ def test_a_dropped_function_frees_its_mesh():
     assert float(step(torch.tensor(1.0))) == 2.0
     mesh.run(lambda: mesh.rank)
     driver = mesh.driver
-    del mesh, step
+    mesh = step = None
     gc.collect()
     assert alive() is None and driver.closed == "nothing refers to it any more"
 
@@ -310,10 +314,17 @@ def test_a_dropped_function_frees_its_mesh():
 def test_a_function_that_cannot_be_sent(shared_mesh):
     mesh, lock = shared_mesh({"data": 2}), threading.Lock()
     with pytest.raises(
-        MeshError, match="cannot be sent to the ranks, because 'lock', used in .*<lambda> .lock.: "
+        MeshError, match=r"cannot be sent to the ranks, because 'lock', used in .*<lambda> .lock.: "
     ) as e:
         mesh.run(lambda: lock)
     assert "pass what it needs as an argument" in str(e.value) and "Mesh({'data': 2}" in str(e.value)
+    for call, part in (
+        (lambda: mesh.run(identity, lock), "argument 0"),
+        (lambda: mesh.submit(identity, lock), "argument 0"),
+        (lambda: spmd(identity, mesh=mesh)({"a": [lock]}), r"argument 0\['a'\]\[0\] of identity"),
+    ):
+        with pytest.raises(MeshError, match=rf"a call cannot be sent to the ranks, because of {part} \(lock\): cannot"):
+            call()
     assert mesh.run(lambda: 1) == [1, 1]
 
 

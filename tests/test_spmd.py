@@ -18,6 +18,9 @@ from spmd import Array, Mesh, MeshError, P, Sharded, SpecError, axis_index, pmea
 from spmd.mesh.trees import NAMESPACE
 
 
+TWO = torch.arange(2)
+
+
 class Pair(NamedTuple):
     first: object
     second: object
@@ -89,7 +92,7 @@ def test_prefix_trees(square):
 
 
 def test_named_arguments(mesh):
-    def f(a, b=torch.arange(2), /, *rest, c, d=3, **more):
+    def f(a, b=TWO, /, *rest, c, d=3, **more):
         sizes = [tuple(leaf.shape) for leaf in (a, b, *rest, c, *more.values())]
         return {"sizes": sizes, "names": tuple(more), "d": d}
 

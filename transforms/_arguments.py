@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
+from ..mesh.agreement import digest
 from ..mesh.array import Array
-from ..mesh.region import Region, digest, is_sharded
-from ..mesh.spec import Sharded
+from ..mesh.region import Region
+from ..mesh.spec import Sharded, is_sharded
 from ._named_axes import differs_over
 
 

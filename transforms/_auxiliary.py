@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
+from ..mesh.agreement import digest
 from ..mesh.failure import ranks_text
 from ..mesh.placing import as_tensor
-from ..mesh.region import Region, digest
+from ..mesh.region import Region
 from ._arguments import declared_axes, is_inexact
 from ._named_axes import differs_over
 

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
-from ..mesh.region import Region, current, is_sharded, mark
-from ..mesh.spec import Sharded
+from ..mesh.region import Region, current
+from ..mesh.spec import Sharded, is_sharded
 from . import _empty_shards
 from ._arguments import Argument, prepare
 from ._auxiliary import Auxiliary
 from ._chain import Chain, chain, forget_undefined, in_torch_func, linked, started
-from ._named_axes import differs_over, place
+from ._named_axes import differs_over, note, place
 from ._reductions import psum
 from ._sums import Hook, Sums
 
@@ -90,7 +90,7 @@ def value_and_grad(
 
 
 def _lift_of(f: Callable) -> Callable | None:
-    """How a wrapped function takes a transform in; one wrapped twice has the inner wrapper's way among its attributes."""
+    """How a wrapped function takes a transform in; wrapped twice, it has the inner way among its attributes."""
     own = getattr(type(f), "_spmd_lift", None)
     return getattr(f, "_spmd_lift", None) if own is None else functools.partial(own, f)
 
@@ -116,7 +116,7 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
             argument.twin = leaf.view_as(leaf) if nested and leaf.requires_grad else leaf.detach().requires_grad_()
             known = differs_over(leaf)
             if known is not None:
-                mark(argument.twin, known)
+                note(argument.twin, known)
     twins = trees.unflatten(treedef, [a.leaf if a.twin is None else a.twin for a in arguments])
     twins = trees.map(lambda node: node.local if isinstance(node, Sharded) else node, twins, is_leaf=is_sharded)
     full = list(args)
@@ -298,7 +298,7 @@ def _marked(x: Tensor, region: Region | None, over: tuple[str, ...], same: tuple
     """Note where a sum over the axes `same` differs; along an axis that the mean leaves out nothing is known."""
     if region is None or set(over) != set(region.session.layout.names):
         return x
-    return mark(x, frozenset(over) - set(same))
+    return note(x, frozenset(over) - set(same))
 
 
 def _sum_over(x: Tensor, axes: tuple[str, ...]) -> Tensor:

@@ -83,15 +83,29 @@ def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:
 
 
 def differs_over(tensor: Any) -> frozenset[str] | None:
-    """The axes along which a tensor is known to differ; None if nothing is known (of a view of a known one neither)."""
-    return getattr(tensor, "_spmd_axes", None)
+    """The axes along which a tensor is known to differ; None if nothing is known.
+
+    So it is of a view of a tensor of which something is known, and of one that was changed in place since.
+    """
+    axes = getattr(tensor, "_spmd_axes", None)
+    return axes if axes is None or getattr(tensor, "_spmd_version", None) in (None, _version(tensor)) else None
+
+
+def note(tensor: Tensor, axes: frozenset[str]) -> Tensor:
+    """Note that a tensor differs along `axes`, and is the same along all others."""
+    tensor._spmd_version = _version(tensor)  # type: ignore[attr-defined]
+    return mark(tensor, axes)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def known(source: Tensor, result: Tensor, *, same: tuple[str, ...] = (), differs: tuple[str, ...] = ()) -> Tensor:
     """Carry over what is known of the axes along which a tensor differs; along `same` it no longer does."""
     axes = differs_over(source)
     if axes is not None:
-        mark(result, (axes - set(same)) | set(differs))
+        note(result, (axes - set(same)) | set(differs))
     return result
 
 

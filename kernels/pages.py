@@ -1,0 +1,54 @@
+"""Which pages of a copy-on-write mapping were written, and so no longer show the file that they map."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import os
+import struct
+
+import numpy as np
+
+PAGE = 4096
+# Linux's include/uapi/linux/fs.h: struct pm_scan_arg (twelve 64-bit words), PAGE_IS_FILE, PAGE_IS_PRESENT, _SWAPPED.
+_PAGEMAP_SCAN = 0xC0606610
+_FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
+_region = (ctypes.c_uint64 * 3)()
+
+
+@functools.lru_cache(maxsize=1)
+def _pagemap(pid: int) -> int:
+    """This process's page map; the pid is asked for so that a fork opens its own."""
+    return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def any_copied(address: int, nbytes: int) -> bool:
+    """Whether some page in the range is private memory by now; if that can't be found out, it may be.
+
+    Source: Documentation/admin-guide/mm/pagemap.rst of the Linux kernel (PAGEMAP_SCAN since 6.7).
+    """
+    try:
+        pagemap = _pagemap(os.getpid())
+    except OSError:
+        return True
+    anonymous = struct.pack(
+        "12Q",
+        *(96, 0, address, address + -(-nbytes // PAGE) * PAGE, 0, ctypes.addressof(_region), 1, 1),
+        *(_FILE, _FILE, _PRESENT | _SWAPPED, _PRESENT),
+    )
+    try:
+        return fcntl.ioctl(pagemap, _PAGEMAP_SCAN, bytearray(anonymous), True) > 0
+    except OSError:
+        return _any_copied_by_entry(pagemap, address, nbytes)
+
+
+def _any_copied_by_entry(pagemap: int, address: int, nbytes: int) -> bool:
+    """The same for older kernels, from one 64-bit entry a page: bit 63 present, 62 swapped, 61 file-backed."""
+    try:
+        data = os.pread(pagemap, -(-nbytes // PAGE) * 8, address // PAGE * 8)
+    except OSError:
+        return True
+    entries = np.frombuffer(data, np.uint64)
+    mapped = (entries >> np.uint64(62)) != 0
+    return bool(np.any(mapped & ((entries >> np.uint64(61)) & np.uint64(1) == 0)))
