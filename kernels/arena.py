@@ -28,13 +28,13 @@ from .pages import PAGE, any_copied
 _MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE exists from Python 3.13 on
 _STATUS = PAGE  # one page per participant
 _DIRECTORY = 16 * PAGE
-_TEXT = 64  # where a status page's text starts
+_TEXT, _REASON, _TEXT_BYTES = 64, 2048, 1984  # where a status page's texts start, and their length
 _KEPT_FREE_BYTES = 256 << 20
 
 # words of the first page
 _ABORT, _GENERATION = 0, 1
 # words of a status page
-_ABORTED, _REGION, _ACTIVE, _PID, _TEXT_LENGTH, _QUIET = 0, 1, 2, 3, 4, 5
+_ABORTED, _REGION, _ACTIVE, _PID, _TEXT_LENGTH, _QUIET, _REASON_LENGTH = 0, 1, 2, 3, 4, 5, 6
 
 
 def supported() -> str | None:
@@ -129,9 +129,7 @@ class Arena:
         self._length = length
         self.generation = self.words[_GENERATION]
         self._peers: dict[int, int] = {}
-        self._leases: dict[
-            int, tuple[weakref.ref, int, int, int]
-        ] = {}  # kept alive; offset, bytes, word
+        self._leases: dict[int, tuple[weakref.ref, int, int, int]] = {}  # kept alive; offset, bytes, word
         if rank < size:
             start = _heap_start(size) + rank * _heap_bytes()
             self.heap = Heap(start, _heap_bytes(), self._remove)
@@ -215,16 +213,22 @@ class Arena:
 
     def say(self, text: str) -> None:
         """Publish what this participant is doing, for the messages of others."""
-        data = text.encode()[: _STATUS - _TEXT]
-        start = PAGE + self.rank * _STATUS + _TEXT
-        self.words[self._status(self.rank) + _TEXT_LENGTH] = 0
-        self._bytes[start : start + len(data)] = data
-        self.words[self._status(self.rank) + _TEXT_LENGTH] = len(data)
+        self._write(_TEXT, _TEXT_LENGTH, text)
 
     def said(self, participant: int) -> str:
-        start = PAGE + participant * _STATUS + _TEXT
-        length = self.words[self._status(participant) + _TEXT_LENGTH]
-        return bytes(self._bytes[start : start + length]).decode(errors="replace")
+        return self._read(participant, _TEXT, _TEXT_LENGTH)
+
+    def _write(self, start: int, length: int, text: str) -> None:
+        data = text.encode()[:_TEXT_BYTES]
+        start += PAGE + self.rank * _STATUS
+        self.words[self._status(self.rank) + length] = 0
+        self._bytes[start : start + len(data)] = data
+        self.words[self._status(self.rank) + length] = len(data)
+
+    def _read(self, participant: int, start: int, length: int) -> str:
+        start += PAGE + participant * _STATUS
+        size = self.words[self._status(participant) + length]
+        return bytes(self._bytes[start : start + size]).decode(errors="replace")
 
     def enter(self, region: int) -> None:
         base = self._status(self.rank)
@@ -241,8 +245,8 @@ class Arena:
         return self.words[base + _REGION], bool(self.words[base + _ACTIVE])
 
     def abort(self, text: str) -> None:
-        """Make every waiting rank of the mesh give up; `text` says why."""
-        self.say(text)
+        """Make every waiting rank of the mesh give up; `text` says why, and leaves what was said as it is."""
+        self._write(_REASON, _REASON_LENGTH, text)
         self.words[self._status(self.rank) + _ABORTED] = 1
         self.words[_ABORT] = 1
 
@@ -250,7 +254,8 @@ class Arena:
         """The participants that gave up, and what they said."""
         if not self.words[_ABORT]:
             return {}
-        return {who: self.said(who) for who in range(self.size + 1) if self.words[self._status(who) + _ABORTED]}
+        gave_up = [who for who in range(self.size + 1) if self.words[self._status(who) + _ABORTED]]
+        return {who: self._read(who, _REASON, _REASON_LENGTH) for who in gave_up}
 
     def check(self) -> None:
         if self.words[_ABORT]:
@@ -261,6 +266,7 @@ class Arena:
         for who in range(self.size + 1):
             self.words[self._status(who) + _ABORTED] = 0
             self.words[self._status(who) + _TEXT_LENGTH] = 0
+            self.words[self._status(who) + _REASON_LENGTH] = 0
         for rank in range(self.size):
             self.words[(_directory_start(self.size) + rank * _DIRECTORY) // 8] = 0
         self.words[_ABORT] = 0

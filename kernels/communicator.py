@@ -71,6 +71,8 @@ class Work:
 
     def advance(self) -> bool:
         """Go on as far as no waiting is needed; whether the operation is over."""
+        if self._steps.gi_running:  # type: ignore[attr-defined]
+            return False  # it is further up the stack, waiting for room
         while not self.done and (self._ready is None or self._ready()):
             self._step()
         return self.done
@@ -177,6 +179,14 @@ class Communicator(abc.ABC):
             self._watch.check_peers()
             self._late(work)
 
+    def _progress_all(self) -> None:
+        """Advance all that this process has started: whom we wait for may wait for our part in something else."""
+        self._progress_messages()
+        self._progress_collectives()
+        for other in tuple(_active):
+            if other is not self:
+                other.progress()
+
     def _progress_collectives(self) -> None:
         while self._queue and self._queue[0].advance():
             self._finished()
@@ -203,12 +213,7 @@ class Communicator(abc.ABC):
             first = work if work in self._messages or not self._queue else self._queue[0]
 
             def ready(first: Work = first) -> bool:
-                self._progress_messages()
-                self._progress_collectives()  # also while a message is waited for: its sender may wait for our part
-                if len(_active) > 1:  # peers may wait for our part in what was started elsewhere
-                    for other in tuple(_active):
-                        if other is not self:
-                            other.progress()
+                self._progress_all()
                 return first.done
 
             try:

@@ -13,31 +13,38 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .communicator import ONE_PHASE_BYTES, Call
-from .reduction import reduce_in_order, slice_bounds
+from .reduction import check_op, reduce_in_order, slice_bounds
 
 if TYPE_CHECKING:
     from .shm import ShmCommunicator
 
 SPINS = 400
 Reduction = Callable[[torch.Tensor], torch.Tensor]
+Key = tuple[Any, ...]
 
 
-def prepare(comm: ShmCommunicator, tensor: torch.Tensor, op: str) -> Reduction | None:
-    """A function that all-reduces tensors like this one, or None where the general path must do it."""
-    if not tensor.numel() or tensor.is_conj() or tensor.is_neg():
+def key_of(comm: ShmCommunicator, tensor: torch.Tensor, op: str) -> Key | None:
+    """What a prepared reduction is kept under: the kind of tensor, and of a large one the place.
+
+    None where the general path must do it: the tensor is empty, or is large and doesn't lie in the arena as it reads.
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0 or tensor.is_conj() or tensor.is_neg():
         return None
-    call = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op)
-    if tensor.numel() * tensor.element_size() <= ONE_PHASE_BYTES:
-        return _small(comm, tensor.shape, tensor.dtype, op, call)
-    offset = comm.arena.offset_of(tensor)
-    return None if offset is None else _resident(comm, tensor, offset, op, call)
-
-
-def key_of(tensor: torch.Tensor, op: str) -> tuple[Any, ...]:
-    """What a prepared reduction is kept under: the kind of tensor, and of a large one the place."""
-    if tensor.numel() * tensor.element_size() <= ONE_PHASE_BYTES:
+    if nbytes <= ONE_PHASE_BYTES:
         return tensor.shape, tensor.dtype, op
-    return tensor.shape, tensor.dtype, op, tensor.data_ptr()
+    offset = comm.arena.offset_of(tensor)
+    return None if offset is None else (tensor.shape, tensor.dtype, op, offset)
+
+
+def prepare(comm: ShmCommunicator, tensor: torch.Tensor, op: str) -> Reduction:
+    """A function that all-reduces tensors with the key of this one."""
+    check_op(op, tensor.dtype)
+    call = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op)
+    offset = comm.arena.offset_of(tensor)
+    if tensor.numel() * tensor.element_size() <= ONE_PHASE_BYTES or offset is None:
+        return _small(comm, tensor.shape, tensor.dtype, op, call)
+    return _resident(comm, tensor, offset, op, call)
 
 
 def _combination(op: str, size: int, dtype: torch.dtype) -> Callable[[list[torch.Tensor]], torch.Tensor]:
@@ -63,7 +70,7 @@ def _small(comm: ShmCommunicator, shape: torch.Size, dtype: torch.dtype, op: str
     combine, slots = _combination(op, comm.size, dtype), comm.slots
 
     def reduce(tensor: torch.Tensor) -> torch.Tensor:
-        sequence = comm.begin()
+        sequence = comm.begin(call.text)
         slot = sequence % slots
         mine[slot].copy_(tensor)
         words[said[slot]] = signature
@@ -96,7 +103,7 @@ def _resident(comm: ShmCommunicator, tensor: torch.Tensor, offset: int, op: str,
     done = [comm.word_reduced(rank) for rank in others]
 
     def reduce(_: torch.Tensor) -> torch.Tensor:
-        sequence = comm.begin()
+        sequence = comm.begin(call.text)
         slot = sequence % comm.slots
         if comm.rank == 0:
             where = comm.word_of_signature(0, slot)

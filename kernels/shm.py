@@ -19,12 +19,13 @@ import torch
 from .arena import Arena, word_key
 from .communicator import ONE_PHASE_BYTES, WAITING, Call, Communicator, Ready, Steps, Work
 from .errors import CollectiveMismatch
-from .prepared import SPINS, Reduction, key_of, prepare
+from .prepared import SPINS, Key, Reduction, key_of, prepare
 from .reduction import reduce_in_order, slice_bounds
 from .waiting import wait_until
 
 _SLOTS = 16
 _INLINE = ONE_PHASE_BYTES  # bytes of staging that each slot brings along
+_PREPARED = 256  # kinds of reductions kept ready
 _RING = 32  # messages under way from one rank to another
 
 # words of a rank's line
@@ -106,8 +107,8 @@ class ShmCommunicator(Communicator):
         self._rings: dict[tuple[int, int], int] = {}
         self._sent: dict[int, int] = {}
         self._arrived: list[tuple[int, int, int, int]] = []  # (source, tag, block, bytes) not yet asked for
-        self._prepared: dict[tuple[Any, ...], Reduction] = {}
-        self._seen: set[tuple[Any, ...]] = set()
+        self._prepared: dict[Key | None, Reduction] = {}
+        self._seen: set[Key] = set()
 
     def _slot(self, rank: int, sequence: int) -> int:
         return self._lines[rank] + _LINE + (sequence % _SLOTS) * self._slot_words
@@ -149,25 +150,26 @@ class ShmCommunicator(Communicator):
                 return False
         return True
 
-    def begin(self) -> int:
+    def begin(self, what: str = "a collective") -> int:
         """The next operation's number, once its slot is free."""
         self._sequence += 1
         sequence = self._sequence
         if sequence > _SLOTS and not self._all_past(_READ, sequence - _SLOTS):
 
             def free() -> bool:
-                self._progress_messages()
-                while self._queue and self._queue[0]._ready is not None and self._queue[0].advance():
-                    self._queue.popleft()
+                self._progress_all()
                 return self._all_past(_READ, sequence - _SLOTS)
+
+            def first() -> Work:
+                return self._queue[0] if self._queue else Work(self, what, _waiting(free), range(self.size))
 
             wait_until(
                 free,
                 self.arena,
                 timeout=self.timeout,
                 crowded=self._crowded,
-                overdue=lambda: self._overdue(self._queue[0]),
-                late=lambda: self._late(self._queue[0]),
+                overdue=lambda: self._overdue(first()),
+                late=lambda: self._late(first()),
             )
         while self._retired and self._all_past(_READ, self._retired[0][0]):
             _, offset, nbytes = self._retired.popleft()
@@ -241,19 +243,9 @@ class ShmCommunicator(Communicator):
             for _ in range(SPINS):
                 if words[word] >= value:
                     return
-        work = Work(self, call.text, iter(()), range(self.size))  # type: ignore[arg-type]
-        self._queue.append(work)  # so that the reasons for a long wait are looked for as for any other
-        try:
-            wait_until(
-                lambda: words[word] >= value,
-                self.arena,
-                timeout=self.timeout,
-                crowded=True,
-                overdue=lambda: self._overdue(work),
-                late=lambda: self._late(work),
-            )
-        finally:
-            self._queue.clear()
+        work = Work(self, call.text, _waiting(lambda: words[word] >= value), range(self.size))
+        self._queue.append(work)
+        self.finish(work)
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -290,17 +282,24 @@ class ShmCommunicator(Communicator):
 
     def all_reduced(self, tensor: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
         if not async_op and not self._debug and not self._queue and self._generation == self.arena.generation:
-            key = key_of(tensor, op)
+            key = key_of(self, tensor, op)
             reduction = self._prepared.get(key)
             if reduction is not None:
-                return reduction(tensor)
-            if key in self._seen:  # a second time: worth preparing
-                reduction = prepare(self, tensor, op)
-                if reduction is not None:
-                    self._prepared[key] = reduction
-            else:
-                self._seen.add(key)
+                return reduction(tensor.detach() if tensor.requires_grad else tensor)
+            if key is not None:
+                self._prepare(key, tensor, op)
         return super().all_reduced(tensor, op, async_op=async_op)
+
+    def _prepare(self, key: Key, tensor: torch.Tensor, op: str) -> None:
+        """Prepare a reduction that is made a second time; forget all when there are many."""
+        if key in self._seen:
+            if len(self._prepared) >= _PREPARED:
+                self._prepared.clear()
+            self._prepared[key] = prepare(self, tensor, op)
+            return
+        if len(self._seen) >= 4 * _PREPARED:
+            self._seen.clear()
+        self._seen.add(key)
 
     def _all_reduce(self, call: Call, flat: torch.Tensor, op: str) -> Steps:
         arena, words, numel, dtype = self.arena, self.words, flat.numel(), flat.dtype
@@ -415,3 +414,8 @@ class ShmCommunicator(Communicator):
         tensor.copy_(self.arena.tensor(block + _BLOCK_HEAD, nbytes, torch.uint8))
         self.words[block // 8] = 1
         return source
+
+
+def _waiting(ready: Ready) -> Steps:
+    """An operation that consists of waiting."""
+    yield ready

@@ -299,9 +299,9 @@ class DriverSession:
 
     def _report(self, task: Task) -> None:
         task.reported = True
-        for other in self._unreported:  # those behind it failed because it did
-            other.reported = True
-        self._unreported.clear()
+        for other in self._unreported:
+            # What failed in one generation failed for one reason.
+            other.reported = other.reported or other.generation == task.generation is not None
         assert task.failure is not None
         raise task.failure()
 
@@ -358,12 +358,14 @@ class DriverSession:
             if task is None:
                 return
             task.answers[rank.rank] = (kind, value)
-            if kind != "ok":
+            own_fault = not task.region and isinstance(value, Failure) and value.kind == "error"
+            if kind != "ok" and not own_fault:
                 self._begin_recovery(None)
             if self._recovering:
                 self._recover()
             elif task.complete:
-                self._settle(task)
+                failures, where = task.failures(), self.describe()
+                self._settle(task, (lambda: combine(failures, {}, where)) if failures else None)
 
     def died(self, rank: Rank) -> None:
         how = rank.end_text()
@@ -417,12 +419,7 @@ class DriverSession:
             self._begin_anew()
 
     def _failure(self) -> Callable[[], BaseException]:
-        failures = {
-            rank: value
-            for task in self._tasks.values()
-            for rank, (_, value) in task.answers.items()
-            if isinstance(value, Failure)
-        }
+        failures = {rank: failure for task in self._tasks.values() for rank, failure in task.failures().items()}
         lost, where, interrupted = dict(self._lost), self.describe(), self._interrupted
         return lambda: combine(failures, lost, where, interrupted=interrupted)
 
@@ -431,6 +428,7 @@ class DriverSession:
             self._tasks.pop(task.number, None)
         if task.region:
             self._receiving.end_of_region()
+        task.generation = self.generation if self._recovering else None
         task.settle(failure)
         if failure is not None and not self._interrupted:
             self._unreported.append(task)

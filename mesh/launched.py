@@ -109,8 +109,6 @@ def _shared_arena(store: Any, rank: int, size: int, timeout: float) -> Arena | N
 def recover(session: RankSession, error: BaseException, where: str) -> BaseException:
     """After a failed region: meet the other ranks, exchange what happened, and return what all of them raise."""
     failure = capture(error)
-    if not isinstance(error, Aborted):
-        session.abort(f"{type(error).__qualname__}: {error}")
     generation = session.watch.generation + 1
     try:
         _meet(session, generation)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from .failure import Failure
+
 
 class Task:
     """Something sent to ranks.
@@ -16,16 +18,18 @@ class Task:
         answers: rank -> (kind, value); kind is "ok", "failed", "skipped" (it came after a failure) or "lost".
         settled: set as soon as its outcome is known, which for a failure may be before all ranks have answered.
         failure: makes the exception of a failed task.
+        generation: in which the mesh failed with it; None if the task failed for itself.
         reported: somebody has been told of the failure.
     """
 
-    __slots__ = ("answers", "failure", "future", "number", "ranks", "region", "reported", "settled")
+    __slots__ = ("answers", "failure", "future", "generation", "number", "ranks", "region", "reported", "settled")
 
     def __init__(self, number: int, ranks: tuple[int, ...], region: int = 0, future: Future | None = None):
         self.number, self.ranks, self.region, self.future = number, ranks, region, future
         self.answers: dict[int, tuple[str, Any]] = {}
         self.settled = threading.Event()
         self.failure: Callable[[], BaseException] | None = None
+        self.generation: int | None = None
         self.reported = False
 
     @property
@@ -39,6 +43,9 @@ class Task:
     def busy(self) -> set[int]:
         """The ranks that have not answered."""
         return set(self.ranks).difference(self.answers)
+
+    def failures(self) -> dict[int, Failure]:
+        return {rank: value for rank, (_, value) in self.answers.items() if isinstance(value, Failure)}
 
     def values(self) -> list[Any]:
         """The results, in the order of `ranks`."""

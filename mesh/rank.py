@@ -13,7 +13,7 @@ import torch
 
 from ..kernels.arena import Arena
 from ..kernels.communicator import Communicator
-from ..kernels.errors import MeshError, SpecError, message
+from ..kernels.errors import Aborted, MeshError, SpecError, message
 from ..kernels.registry import make_communicator
 from .spec import Layout
 
@@ -107,27 +107,38 @@ class RankSession:
 
     @contextlib.contextmanager
     def region(self, number: int) -> Iterator[None]:
-        """Tell the peers that this rank is in region `number`, so that they know whether to wait for it."""
-        if self.arena is None:
-            yield
-            return
-        self.arena.enter(number)
+        """Tell the peers that this rank is in region `number`, so that they know whether to wait for it.
+
+        What goes wrong in it is told before this rank leaves: else a peer would only see that it has left.
+        """
+        if self.arena is not None:
+            self.arena.enter(number)
         try:
+            self._check_driver()
             yield
+        except Aborted:
+            raise
+        except BaseException as error:
+            self.watch.abort(f"{self.where()}: {type(error).__qualname__}: {error}")
+            raise
         finally:
-            self.arena.leave()
+            if self.arena is not None:
+                self.arena.leave()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Refuse to communicate, since no other rank takes part in what this one does."""
         self._alone = True
         try:
+            self._check_driver()
             yield
         finally:
             self._alone = False
 
-    def abort(self, text: str) -> None:
-        self.watch.abort(f"{self.where()}: {text}")
+    def _check_driver(self) -> None:
+        """Begin nothing that the driver has called off. (What another rank does wrong, this one may do as well.)"""
+        if self.arena is not None and self.layout.size in self.arena.aborted():
+            self.arena.check()
 
     def renew(self, generation: int) -> None:
         """Go on after a failure; every communicator opens afresh when it is next used."""

@@ -1,7 +1,8 @@
 """The main loop of a driver's rank: take a task from the socket, run it, answer.
 
-Tasks run in the order in which they were sent. After a failure everything already sent is refused until the driver,
-which has waited for all ranks to fall quiet, opens the next generation.
+Tasks run in the order in which they were sent. After a failed region everything already sent is refused until the
+driver, which has waited for all ranks to fall quiet, opens the next generation; a task that this rank runs for itself
+fails for itself.
 """
 
 from __future__ import annotations
@@ -126,9 +127,7 @@ class Worker:
             answer = wire.dumps(result, lambda obj: naming.name_on_rank(self, obj), head=("ok", task))
         except BaseException as error:
             self._running = False
-            self._failed = True
-            if not isinstance(error, Aborted):
-                self.session.abort(f"{type(error).__qualname__}: {error}")
+            self._failed = bool(region) or isinstance(error, (Aborted, KeyboardInterrupt))
             answer = wire.dumps(capture(error), head=("failed", task))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):

@@ -95,7 +95,7 @@ def page(cells: dict[str, list[dict[tuple[str, torch.dtype], str]]]) -> str:
     lines = [
         "# Operations",
         "",
-        "What `mesh.comm()` does, by backend and dtype. Every cell was run on three ranks and its result compared, bit for",
+        "What `mesh.comm()` does, by backend and dtype. Every cell was run on three ranks and compared, bit for",
         "bit (complex products and averages: to rounding), with what one process computes. The suite runs it all;",
         "`python tests/operations_table.py > docs/operations.md` makes this page.",
         "*refused*: the operation has no meaning for the dtype (`SpecError`).",

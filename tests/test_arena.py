@@ -208,31 +208,14 @@ def test_blocks_of_a_failed_region_come_back(participants: list[Arena]) -> None:
     assert held_block in {lease_all(participants, 2000)[0] for _ in range(5)}
 
 
-def test_was_written(participants: list[Arena]) -> None:
-    arena = participants[0]
-    block, (lease, _) = lease_all(participants, 5000)
-    assert not arena._was_written(block, 20_000)
-    lease.sum()  # reading maps the pages, and copies none
-    assert not arena._was_written(block, 20_000)
-    lease[4999] = 1.0
-    assert arena._was_written(block, 20_000)
-    assert not arena._was_written(block, 4 * PAGE)  # only the last page was
-
-
-def test_without_pagemap_every_page_counts_as_written(
-    participants: list[Arena], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError
-
-    block, (lease, _) = lease_all(participants, 5000)
-    lease[0] = 7.0
-    monkeypatch.setattr("builtins.open", refuse)
-    del lease
-    monkeypatch.undo()
-    again, (lease, _) = lease_all(participants, 5000)
-    assert again in (block, again)
-    assert lease[0] == participants[1].tensor(again, 1, torch.float32)[0]
+def test_a_block_is_shown_afresh_after_a_change(participants: list[Arena]) -> None:
+    """A page that a rank has written is its own copy, and must not outlive the lease."""
+    for turn in range(4):
+        block, (lease, other) = lease_all(participants, 5000)
+        participants[1].tensor(block, 5000, torch.float32).fill_(turn)
+        assert bool((lease == turn).all())
+        lease[turn * 1024] = -1.0
+        del lease, other
 
 
 # -- directory ---------------------------------------------------------------------------------------------------------

@@ -1,3 +1,5 @@
+import doctest
+import functools
 import sys
 
 import cloudpickle
@@ -37,6 +39,12 @@ on_both = pytest.mark.parametrize("backend", ["shm", "gloo"])
 
 def of_rank(values, axis="data"):
     return torch.tensor(values)[axis_index(axis)]
+
+
+def test_the_examples_in_the_documentation_are_right():
+    from spmd.transforms import _grad
+
+    assert doctest.testmod(_grad).failed == 0
 
 
 # -- the five numbers -------------------------------------------------------------------------------------------------
@@ -357,6 +365,7 @@ def test_floats_of_aux_are_averaged_and_the_rest_must_agree(shared_mesh):
                 "none": None,
                 "function": len,
                 "mine": Sharded(x, P("data")),
+                "whole": Sharded(x.to(torch.int64), P("data")),
             }
             return w * x, aux
 
@@ -375,7 +384,7 @@ def test_floats_of_aux_are_averaged_and_the_rest_must_agree(shared_mesh):
         assert aux["array"].dtype is torch.float64 and aux["array"].tolist() == [4.0]
         assert aux["count"].item() == 7
         assert (aux["flag"], aux["name"], aux["none"], aux["function"]) == (True, "loss", None, len)
-        assert aux["mine"].local.item() == (3.0, 5.0)[rank]
+        assert aux["mine"].local.item() == aux["whole"].local.item() == (3, 5)[rank]
         assert nested == 8.0  # 2 * 4: the value's slope by w, with the auxiliary w detached
 
 
@@ -385,7 +394,8 @@ def test_floats_of_aux_are_averaged_and_the_rest_must_agree(shared_mesh):
         (lambda rank: {"n": torch.tensor(rank)}, ("aux['n']", "rank 0: 0", "rank 1: 1", "float")),
         (lambda rank: (1.0, "a" if rank else "b"), ("aux[1]", "rank 0: 'b'", "rank 1: 'a'")),
         (lambda rank: [torch.zeros(2 + rank)], ("aux[0]", "float32[2]", "float32[3]", "Sharded")),
-        (lambda rank: [1] * (1 + rank), ("aux",)),
+        (lambda rank: [1] * (1 + rank), ("aux has another structure",)),
+        (lambda rank: {"ab"[rank]: 1.0}, ("aux has another structure",)),
     ],
 )
 def test_aux_that_cannot_be_averaged_is_named(shared_mesh, aux, parts):
@@ -429,6 +439,28 @@ def test_several_arguments_and_negative_numbers(shared_mesh):
             grad(f, bad)(torch.ones(2), {"x": torch.ones(2)})
     with pytest.raises(SpecError, match="by position"):
         grad(f)(a=torch.ones(2), b={"x": torch.ones(2)})
+
+
+def test_sparse_gradients_come_back_dense(shared_mesh):
+    def body():
+        index = torch.tensor([axis_index("data"), 1])
+        return grad(lambda w: F.embedding(index, w, sparse=True).sum())(torch.ones(3, 2))
+
+    assert shared_mesh({"data": 2}).run(body)[1].tolist() == [[0.5, 0.5], [1.5, 1.5], [0.0, 0.0]]
+
+
+def test_what_can_be_called_can_be_differentiated(shared_mesh):
+    class Loss:
+        def __call__(self, w, scale):
+            return (w * scale).sum()
+
+        def method(self, w):
+            return self(w, 3.0)
+
+    w = torch.ones(2)
+    for f in (functools.partial(Loss(), scale=3.0), Loss().method, lambda w: Loss()(w, 3.0)):
+        assert grad(f)(w).tolist() == [3.0, 3.0]
+    assert grad(Loss())(w, 3.0).tolist() == [3.0, 3.0]
 
 
 def all_kinds():
@@ -512,6 +544,24 @@ def test_leaves_computed_in_the_region_are_replicas_if_their_bits_agree(shared_m
         return [g.sum().item() for g in both]
 
     assert shared_mesh({"data": 2}).run(body) == [[8.0, 1.5, 4.0], [8.0, 2.5, 4.0]]
+
+
+def test_a_replica_changed_in_place_is_none_any_more(shared_mesh):
+    def body():
+        total = psum(torch.ones(()), "data")
+        gradient = grad(lambda w: w * w)(total)
+        alike = float(grad(lambda w: w * w)(total))
+        total += axis_index("data")
+        gradient *= 1 + axis_index("data")
+        return alike, float(grad(lambda w: w * w)(total)), float(grad(lambda w: w * w)(gradient))
+
+    def known(w, _):
+        mark = grad(lambda w: w * w)(w)
+        mark *= 1 + axis_index("data")
+        return Sharded(grad(lambda w: w * w)(mark)[None], P("data"))
+
+    assert shared_mesh({"data": 2}).run(body) == [(4.0, 2.0, 4.0), (4.0, 3.0, 8.0)]
+    assert spmd(known, mesh=shared_mesh({"data": 2}))(torch.tensor(1.0), 0).full().tolist() == [2.0, 4.0]
 
 
 def test_views_of_arguments_are_told_apart(shared_mesh):

@@ -1,3 +1,4 @@
+import doctest
 import os
 import random
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from spmd import Array, Loader, P, Sampler, SpecError, data_parallel, psum, spmd
+from spmd import Array, Loader, Mesh, P, Sampler, SpecError, data_parallel, psum, spmd
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -38,6 +39,12 @@ class Squares(Dataset):
         if index == self.fails_at:
             raise LookupError(f"no such square: {index}")
         return {"x": torch.tensor([index, index**2]), "y": index}
+
+
+def test_the_example_in_the_documentation_is_right():
+    import spmd._loader
+
+    assert doctest.testmod(spmd._loader, extraglobs={"Mesh": Mesh}).failed == 0
 
 
 # -- what a dataset may be --------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     fences = list(re.finditer(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
     found: list[Block] = []
-    for fence, after in zip(fences, [*fences[1:], None], strict=True):
+    for fence, after in zip(fences, [*fences[1:], None], strict=False):
         if fence[1] == "python":
             output = after[2] if after is not None and after[1] == "text" else None
             found.append(Block(page.name, len(found), fence[2], output))

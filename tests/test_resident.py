@@ -1,4 +1,4 @@
-"""Values that stay on the ranks: calls that do not wait, what is moved, what is freed, and errors that are never lost."""
+"""Values that stay on the ranks: calls that do not wait, what is moved, what is freed, errors that are never lost."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from spmd import Array, Mesh, MeshError, P, Sharded, SpecError, axis_index, pmean, psum, put, spmd
 from spmd.mesh.trees import NAMESPACE
 
-
 TWO = torch.arange(2)
 
 

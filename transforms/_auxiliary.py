@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from typing import Any
@@ -27,7 +28,7 @@ class Auxiliary:
 
     Attributes:
         leaves: tensors, and what is none.
-        over: for each leaf the axes to average it over (it is sharded along the others); None: it must agree.
+        over: for each leaf the axes to average it over (along the others it is sharded); None: it must agree.
         numbers: which leaves were Python floats.
     """
 
@@ -46,16 +47,21 @@ class Auxiliary:
         ]
         axes: list[tuple[str, ...] | None] = []
         for leaf, declared in zip(leaves, declared_axes(aux), strict=True):
-            differs = differs_over(leaf) if declared is None else declared
-            axes.append(tuple(name for name in over if name not in (differs or ())) if is_inexact(leaf) else None)
+            differs = (differs_over(leaf) if declared is None else declared) or frozenset()
+            if is_inexact(leaf):
+                axes.append(tuple(name for name in over if name not in differs))
+            else:
+                axes.append(() if isinstance(leaf, Tensor) and differs & set(over) else None)
         return Auxiliary(leaves, treedef, axes, numbers)
 
     def tree(self, leaves: list[Any]) -> Any:
         back = [leaf.item() if number else leaf for leaf, number in zip(leaves, self.numbers, strict=True)]
         return trees.unflatten(self.treedef, back)
 
-    def check(self, region: Region, over: tuple[str, ...]) -> None:
+    def check(self, region: Region | None, over: tuple[str, ...]) -> None:
         """Refuse values that differ between the ranks of the mean and can't be averaged, be it for their shapes."""
+        if region is None or not over:
+            return
         comm = region.session.comm(over)
         tokens = [
             _token(leaf, axes) if axes is None or axes == over else b""
@@ -63,7 +69,7 @@ class Auxiliary:
         ]
         if comm.size == 1 or not any(tokens):
             return
-        mine = hashlib.blake2b(repr(tokens).encode(), digest_size=16).digest()
+        mine = hashlib.blake2b(repr((_text(self.treedef), tokens)).encode(), digest_size=16).digest()
         gathered = [torch.empty(16, dtype=torch.uint8) for _ in range(comm.size)]
         comm.all_gather(gathered, torch.frombuffer(bytearray(mine), dtype=torch.uint8))
         if all(bytes(other.numpy().tobytes()) == mine for other in gathered):
@@ -76,12 +82,12 @@ class Auxiliary:
     def _disagreement(self, said: list[list[tuple[str, str]]], ranks: tuple[int, ...], region: Region) -> SpecError:
         """The error for the first leaf of which ranks said different things: (token, text) for each leaf."""
         for index, path in enumerate(trees.paths(trees.unflatten(self.treedef, list(range(len(self.leaves)))))):
+            if any(len(leaves) != len(self.leaves) for leaves in said):
+                break
             sides: dict[str, list[int]] = {}
-            texts: dict[str, str] = {}
             for rank, leaves in zip(ranks, said, strict=True):
-                token, text = leaves[index] if index < len(leaves) else ("", "nothing")
-                sides.setdefault(token, []).append(rank)
-                texts[token] = text
+                sides.setdefault(leaves[index][0], []).append(rank)
+            texts = {leaves[index][0]: leaves[index][1] for leaves in said}
             if len(sides) > 1:
                 return SpecError(
                     message(
@@ -91,7 +97,12 @@ class Auxiliary:
                         remedy="return a float of one shape, psum it first, or wrap it in Sharded(value, spec)",
                     )
                 )
-        return SpecError(message("aux has more leaves on some ranks than on others", where=region.session.where()))
+        return SpecError(message("aux has another structure on some ranks", where=region.session.where()))
+
+
+@functools.lru_cache(maxsize=64)
+def _text(treedef: Any) -> str:
+    return str(treedef)
 
 
 def _token(leaf: Any, axes: tuple[str, ...] | None) -> bytes:

@@ -31,7 +31,8 @@ def data_parallel(
 ) -> Any:
     """Run a step on each rank's part of the batch; its gradients are those of the whole batch on one device.
 
-    Uneven and empty parts are exact: means are weighted by the number of samples. The step's values that are not
+    Uneven and empty parts are exact: means are weighted by the number of samples. A function that can't run on no
+    samples at all contributes nothing on a rank that has none, unless it communicates. The step's values that are not
     results of `value_and_grad` are local: `psum` or `pmean` what is to be returned.
 
     Args:

@@ -3,9 +3,7 @@
 Every rank seeds its backward with its weight (1/N, or its share of a batch's samples), and each argument's gradient
 is summed over the axes along which that argument is the same on all ranks. Source: DESIGN section 4, which has the
 five numbers that tell this calculus from others.
-
-An outermost gradient runs torch's tape once and packs what comes out into buckets as it comes; one inside another
-keeps its graph and sums leaf by leaf with differentiable collectives. Outside any region there is one rank.
+Outside any region there is one rank.
 """
 
 from __future__ import annotations
@@ -22,12 +20,11 @@ from ..mesh import trees
 from ..mesh.region import Region, current
 from ..mesh.spec import Sharded, is_sharded
 from . import _empty_shards
-from ._arguments import Argument, prepare
+from ._arguments import prepare
 from ._auxiliary import Auxiliary
-from ._chain import Chain, chain, forget_undefined, in_torch_func, linked, started
+from ._backward import Evaluated, outermost, within_a_graph
+from ._chain import chain, in_torch_func, linked, started
 from ._named_axes import differs_over, note, place
-from ._reductions import psum
-from ._sums import Hook, Sums
 
 
 def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False, axes: Any = None) -> Callable:
@@ -125,13 +122,10 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     with chain() as collectives:
         value, aux = _evaluate(f, full, kwargs, has_aux, name, None if nested else region, over)
         collectives.stop()
-        auxiliary = Auxiliary.of(aux, over)
-        if nested:
-            value, gradients, aux_leaves = _solve_nested(value, auxiliary, arguments, region, over, collectives)
-    if not nested:
-        value, gradients, aux_leaves = _solve(value, auxiliary, arguments, region, over, collectives)
+        evaluated = Evaluated(value, Auxiliary.of(aux, over), arguments, region, over, collectives)
+        value, gradients, aux = (within_a_graph if nested else outermost)(evaluated)
     found = trees.unflatten(treedef, gradients)
-    return value, found[0] if isinstance(argnums, int) else found, auxiliary.tree(aux_leaves)
+    return value, found[0] if isinstance(argnums, int) else found, aux
 
 
 def _positions(argnums: Any, count: int, name: str) -> tuple[int, ...]:
@@ -196,110 +190,3 @@ def _split(out: Any, has_aux: bool, name: str) -> tuple[Tensor, Any]:
             )
         )
     return value.reshape(()), aux
-
-
-def _solve(
-    value: Tensor,
-    aux: Auxiliary,
-    arguments: list[Argument],
-    region: Region | None,
-    over: tuple[str, ...],
-    collectives: Chain,
-) -> tuple[Tensor, list[Any], list[Any]]:
-    """The outermost gradient: one backward pass, whose results are summed in buckets as they come."""
-    sums = Sums(region)
-    places = [None if a.twin is None else sums.add(a.twin, a.reduce) for a in arguments]
-    value_place = sums.add(value, over, exact=True)
-    aux_places = [
-        None if axes is None else sums.add(leaf.detach().contiguous(), axes, exact=True)
-        for leaf, axes in zip(aux.leaves, aux.over, strict=True)
-    ]
-    sums.open()
-    if region is not None and over:
-        aux.check(region, over)
-    weight, counts = _weight(region, over)
-    if counts:
-        sums.fill(value_place, value.detach() * weight)
-    for leaf, axes, place_ in zip(aux.leaves, aux.over, aux_places, strict=True):
-        share, has_samples = _weight(region, axes or ())
-        if place_ is not None and has_samples:
-            sums.fill(place_, leaf.detach() * share if axes else leaf.detach())
-    ends = [(value, weight)] if value.requires_grad else []
-    ends += [(link, 0.0) for link in collectives.end]
-    twins = [(a.twin, place_) for a, place_ in zip(arguments, places, strict=True) if a.twin is not None and place_]
-    if ends and twins:
-        handles = [twin.register_post_accumulate_grad_hook(Hook(sums, place_)) for twin, place_ in twins]
-        with chain():  # a layer that is computed again (torch.utils.checkpoint) must leave the same trace
-            torch.autograd.backward(
-                [end for end, _ in ends],
-                [torch.full_like(end, seed) for end, seed in ends],
-                inputs=[*(twin for twin, _ in twins), collectives.first],
-            )
-        for handle in handles:
-            handle.remove()
-    found = sums.finish()
-    gradients = [
-        a.zeros() if place_ is None else _marked(found[place_], region, over, a.reduce)
-        for a, place_ in zip(arguments, places, strict=True)
-    ]
-    leaves = [
-        found[place_] if place_ is not None else leaf.detach() if isinstance(leaf, Tensor) else leaf
-        for leaf, place_ in zip(aux.leaves, aux_places, strict=True)
-    ]
-    return _marked(found[value_place], region, over, over), gradients, leaves
-
-
-def _solve_nested(
-    value: Tensor,
-    aux: Auxiliary,
-    arguments: list[Argument],
-    region: Region | None,
-    over: tuple[str, ...],
-    collectives: Chain,
-) -> tuple[Tensor, list[Any], list[Any]]:
-    """A gradient inside a gradient: the same sums by collectives that can be differentiated."""
-    if region is not None and over:
-        aux.check(region, over)
-    weight, _ = _weight(region, over)
-    twins = [argument.twin for argument in arguments if argument.twin is not None]
-    ends = [(value, weight)] if value.requires_grad else []
-    ends += [(link, 0.0) for link in collectives.end]
-    found: list[Tensor] = [torch.zeros_like(twin) for twin in twins]
-    if ends and twins:
-        *found, _ = torch.autograd.grad(
-            [end for end, _ in ends],
-            [*twins, collectives.first],
-            [torch.full_like(end, seed) for end, seed in ends],
-            create_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-    remaining = iter(found)
-    gradients = [
-        a.zeros()
-        if a.twin is None
-        else _marked(_sum_over(forget_undefined(next(remaining)), a.reduce), region, over, a.reduce)
-        for a in arguments
-    ]
-
-    def average(leaf: Any, axes: tuple[str, ...] | None) -> Any:
-        share, has_samples = _weight(region, axes or ())
-        return _sum_over(leaf * share if has_samples else torch.zeros_like(leaf), axes) if axes else leaf
-
-    leaves = [average(leaf, axes) for leaf, axes in zip(aux.leaves, aux.over, strict=True)]
-    return _marked(average(value, over), region, over, over), gradients, leaves
-
-
-def _weight(region: Region | None, axes: tuple[str, ...]) -> tuple[float, bool]:
-    return (1.0, True) if region is None else region.weight(axes)
-
-
-def _marked(x: Tensor, region: Region | None, over: tuple[str, ...], same: tuple[str, ...]) -> Tensor:
-    """Note where a sum over the axes `same` differs; along an axis that the mean leaves out nothing is known."""
-    if region is None or set(over) != set(region.session.layout.names):
-        return x
-    return note(x, frozenset(over) - set(same))
-
-
-def _sum_over(x: Tensor, axes: tuple[str, ...]) -> Tensor:
-    return psum(x, axes) if axes else x.clone()

@@ -1,0 +1,135 @@
+"""The two ways to the gradient of a function that has been evaluated, and to the sums over ranks that it is made of.
+
+An outermost gradient runs torch's tape once and packs what comes out into buckets as it comes; one within a graph
+keeps its own and sums leaf by leaf with differentiable collectives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mesh.region import Region
+from ._arguments import Argument
+from ._auxiliary import Auxiliary
+from ._chain import Chain, chain, forget_undefined
+from ._named_axes import note
+from ._reductions import psum
+from ._sums import Hook, Sums
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A function's value, and what its gradient depends on.
+
+    Attributes:
+        value: this rank's, 0-dim.
+        aux: what came with it.
+        arguments: the leaves to differentiate by.
+        region: None outside of one.
+        over: the axes of the mean.
+        collectives: those that the function made.
+    """
+
+    value: Tensor
+    aux: Auxiliary
+    arguments: list[Argument]
+    region: Region | None
+    over: tuple[str, ...]
+    collectives: Chain
+
+    def weight(self, axes: tuple[str, ...]) -> tuple[float, bool]:
+        """This rank's share in a mean over `axes`, and whether it has any samples."""
+        return (1.0, True) if self.region is None else self.region.weight(axes)
+
+    def ends(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Where the backward pass begins, and with what."""
+        seeds = [(self.value, self.weight(self.over)[0])] if self.value.requires_grad else []
+        seeds += [(link, 0.0) for link in self.collectives.end]
+        return [end for end, _ in seeds], [torch.full_like(end, seed) for end, seed in seeds]
+
+    def noted(self, x: Tensor, same: tuple[str, ...]) -> Tensor:
+        """Note where a sum over the axes `same` differs; along an axis that the mean leaves out nothing is known."""
+        if self.region is None or set(self.over) != set(self.region.session.layout.names):
+            return x
+        return note(x, frozenset(self.over) - set(same))
+
+
+Solution = tuple[Tensor, list[Any], Any]  # the mean value, a gradient for each argument, aux
+
+
+def outermost(f: Evaluated) -> Solution:
+    """One backward pass, whose results are summed in buckets as they come."""
+    sums = Sums(f.region)
+    places = [None if a.twin is None else sums.add(a.twin, a.reduce) for a in f.arguments]
+    value_place = sums.add(f.value, f.over, exact=True)
+    aux_places = [
+        None if axes is None else sums.add(leaf.detach().contiguous(), axes, exact=True)
+        for leaf, axes in zip(f.aux.leaves, f.aux.over, strict=True)
+    ]
+    sums.open()
+    f.aux.check(f.region, f.over)
+    weight, has_samples = f.weight(f.over)
+    if has_samples:
+        sums.fill(value_place, f.value.detach() * weight)
+    for leaf, axes, place in zip(f.aux.leaves, f.aux.over, aux_places, strict=True):
+        share, has_samples = f.weight(axes or ())
+        if place is not None and has_samples:
+            sums.fill(place, leaf.detach() * share if axes else leaf.detach())
+    ends, seeds = f.ends()
+    twins = [(a.twin, place) for a, place in zip(f.arguments, places, strict=True) if a.twin is not None and place]
+    if ends and twins:
+        handles = [twin.register_post_accumulate_grad_hook(Hook(sums, place)) for twin, place in twins]
+        # In the same chain or one like it, so that a layer computed again (torch.utils.checkpoint) leaves the same
+        # trace; on this thread, which knows of the region.
+        with chain(), torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward(ends, seeds, inputs=[*(twin for twin, _ in twins), f.collectives.first])
+        for handle in handles:
+            handle.remove()
+    found = sums.finish()
+    gradients = [
+        a.zeros() if place is None else f.noted(found[place], a.reduce)
+        for a, place in zip(f.arguments, places, strict=True)
+    ]
+    leaves = [
+        found[place] if place is not None else leaf.detach() if isinstance(leaf, Tensor) else leaf
+        for leaf, place in zip(f.aux.leaves, aux_places, strict=True)
+    ]
+    return f.noted(found[value_place], f.over), gradients, f.aux.tree(leaves)
+
+
+def within_a_graph(f: Evaluated) -> Solution:
+    """The same, with a result that can be differentiated in turn."""
+    f.aux.check(f.region, f.over)
+    twins = [argument.twin for argument in f.arguments if argument.twin is not None]
+    ends, seeds = f.ends()
+    found: list[Tensor] = [torch.zeros_like(twin) for twin in twins]
+    if ends and twins:
+        with torch.autograd.set_multithreading_enabled(False):
+            *found, _ = torch.autograd.grad(
+                ends,
+                [*twins, f.collectives.first],
+                seeds,
+                create_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+    remaining = iter(found)
+    gradients = [
+        a.zeros() if a.twin is None else f.noted(_sum(forget_undefined(next(remaining)), a.reduce), a.reduce)
+        for a in f.arguments
+    ]
+
+    def average(leaf: Any, axes: tuple[str, ...] | None) -> Any:
+        share, has_samples = f.weight(axes or ())
+        return _sum(leaf * share if has_samples else torch.zeros_like(leaf), axes) if axes else leaf
+
+    leaves = [average(leaf, axes) for leaf, axes in zip(f.aux.leaves, f.aux.over, strict=True)]
+    return f.noted(average(f.value, f.over), f.over), gradients, f.aux.tree(leaves)
+
+
+def _sum(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    return psum(x, axes) if axes else x.clone()
