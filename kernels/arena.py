@@ -34,7 +34,7 @@ _KEPT_FREE_BYTES = 256 << 20
 # words of the first page
 _ABORT, _GENERATION = 0, 1
 # words of a status page
-_ABORTED, _REGION, _ACTIVE, _PID, _TEXT_LENGTH, _QUIET, _REASON_LENGTH = 0, 1, 2, 3, 4, 5, 6
+_ABORTED, _REGION, _ACTIVE, _PID, _TEXT_LENGTH, _QUIET, _REASON_LENGTH, _TOP = 0, 1, 2, 3, 4, 5, 6, 7
 
 
 def supported() -> str | None:
@@ -72,8 +72,15 @@ class Heap:
     Free blocks keep their memory up to a limit; past it they give it back and keep only their address.
     """
 
-    def __init__(self, start: int, size: int, discard: Callable[[int, int], None]):
+    def __init__(
+        self,
+        start: int,
+        size: int,
+        discard: Callable[[int, int], None],
+        rising: Callable[[int], None] = lambda top: None,
+    ):
         self._top, self._end = start, start + size
+        self._rising = rising
         self._kept: dict[int, list[int]] = {}
         self._emptied: dict[int, list[int]] = {}
         self._kept_bytes = 0
@@ -102,6 +109,7 @@ class Heap:
                 )
             )
         self._top += size
+        self._rising(self._top)
         return self._top - size
 
     def free(self, offset: int, nbytes: int) -> None:
@@ -132,7 +140,9 @@ class Arena:
         self._leases: dict[int, tuple[weakref.ref, int, int, int]] = {}  # kept alive; offset, bytes, word
         if rank < size:
             start = _heap_start(size) + rank * _heap_bytes()
-            self.heap = Heap(start, _heap_bytes(), self._remove)
+            # A rank that replaces a dead one begins above what that one had handed out: others may still read it.
+            below = max(0, self.words[self._status(rank) + _TOP] - start)
+            self.heap = Heap(start + below, _heap_bytes() - below, self._remove, self._rose)
             self._results = _Results(self)
             self.words[self._status(rank) + _PID] = os.getpid()
 
@@ -184,6 +194,9 @@ class Arena:
     def result_block(self, nbytes: int, users: int) -> tuple[int, int]:
         """(offset of a free result block, index of its first release word); for the rank that leads a reduction."""
         return self._results.take(nbytes, users)
+
+    def _rose(self, top: int) -> None:
+        self.words[self._status(self.rank) + _TOP] = top
 
     def _remove(self, offset: int, nbytes: int) -> None:
         self._shared.madvise(mmap.MADV_REMOVE, offset, nbytes)

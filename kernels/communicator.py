@@ -420,7 +420,7 @@ class Communicator(abc.ABC):
         self._check_rank("gather", "dst", dst)
         mine = self.rank == dst
         outs = self._check_list("gather", "gather_list", gather_list, tensor.dtype, wanted=mine)
-        call = Call("gather", tensor.dtype, None, f"dst={dst}")
+        call = Call("gather", tensor.dtype, None, f"dst={dst}", shown=tensor.shape)
 
         def steps() -> Steps:
             buffers = [_like(out) for out in outs]
@@ -443,7 +443,7 @@ class Communicator(abc.ABC):
         self._check_rank("scatter", "src", src)
         mine = self.rank == src
         ins = self._check_list("scatter", "scatter_list", scatter_list, tensor.dtype, wanted=mine)
-        call = Call("scatter", tensor.dtype, None, f"src={src}")
+        call = Call("scatter", tensor.dtype, None, f"src={src}", shown=tensor.shape)
 
         def steps() -> Steps:
             buffer = _like(tensor)
@@ -457,7 +457,7 @@ class Communicator(abc.ABC):
     def all_gather(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, *, async_op: bool = False) -> Any:
         """Fill every rank's `tensor_list` with the tensors of all ranks (shapes may differ between ranks)."""
         outs = self._check_list("all_gather", "tensor_list", tensor_list, tensor.dtype)
-        call = Call("all_gather", tensor.dtype, None, "")
+        call = Call("all_gather", tensor.dtype, None, "", shown=tensor.shape)
 
         def steps() -> Steps:
             buffers = [_like(out) for out in outs]
@@ -473,7 +473,7 @@ class Communicator(abc.ABC):
         """Overwrite rank i's `output` with the reduction of all ranks' `input_list[i]`."""
         check_op(op, output.dtype)
         ins = self._check_list("reduce_scatter", "input_list", input_list, output.dtype)
-        call = Call("reduce_scatter", output.dtype, None, op)
+        call = Call("reduce_scatter", output.dtype, None, op, shown=output.shape)
 
         def steps() -> Steps:
             parts = [torch.empty(output.numel(), dtype=output.dtype) for _ in range(self.size)]
@@ -490,7 +490,8 @@ class Communicator(abc.ABC):
         ins = self._check_list("all_to_all", "input_list", input_list)
         ins = self._check_list("all_to_all", "input_list", input_list, ins[0].dtype)
         outs = self._check_list("all_to_all", "output_list", output_list, ins[0].dtype)
-        call = Call("all_to_all", ins[0].dtype, None, "")
+        # Pieces may differ in shape: what is shown is the one that stays here.
+        call = Call("all_to_all", ins[0].dtype, None, "", shown=ins[self.rank].shape)
 
         def steps() -> Steps:
             buffers = [_like(out) for out in outs]
@@ -499,6 +500,18 @@ class Communicator(abc.ABC):
             _copy_back(outs, buffers)
 
         return self._start(call.text, steps(), async_op)
+
+    def all_gathered(self, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """The slices of all ranks, `length` elements each, end to end in a new tensor; `write(out)` makes this rank's.
+
+        On shared memory each rank writes into the one copy that all read; as that of `all_reduced`, the result
+        behaves as private.
+        """
+        mine = torch.empty(length, dtype=dtype)
+        write(mine)
+        out = torch.empty(self.size * length, dtype=dtype)
+        self.all_gather(list(out.split(length)) if length else [out] * self.size, mine)
+        return out
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, of any length, in rank order."""
@@ -624,21 +637,32 @@ class Communicator(abc.ABC):
 
 
 class Call:
-    """What a rank says about a collective: peers compare `signature`, people read `text`."""
+    """What a rank says about a collective: peers compare `signature`, people read `text`.
+
+    Args:
+        shape: the tensor's shape where it must be the same on all ranks.
+        shown: this rank's shape where ranks may differ: it is in the text and is not compared.
+    """
 
     __slots__ = ("signature", "text")
     _known: dict[tuple, tuple[int, str]] = {}  # noqa: RUF012 (a cache, shared on purpose)
 
     def __init__(
-        self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None, detail: str = ""
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        shape: tuple[int, ...] | None = None,
+        detail: str = "",
+        *,
+        shown: Sequence[int] | None = None,
     ):
-        key = (name, dtype, shape, detail)
+        sizes = shape if shown is None else tuple(shown)
+        key = (name, dtype, shape, detail, sizes)
         known = self._known.get(key)
         if known is None:
             kind = "" if dtype is None else " " + str(dtype).removeprefix("torch.")
-            sizes = "" if shape is None else str(list(shape))
-            text = f"{name}{kind}{sizes}{f' ({detail})' if detail else ''}"
-            known = self._known[key] = (word_key(*map(str, key)), text)
+            text = f"{name}{kind}{'' if sizes is None else list(sizes)}{f' ({detail})' if detail else ''}"
+            known = self._known[key] = (word_key(*map(str, key[:4])), text)
         self.signature, self.text = known
 
 

@@ -21,18 +21,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .arena import Arena
-from .attendance import Attendance
-from .communicator import Call, Communicator, Steps, Work
+from .communicator import Call, Steps
 from .errors import Aborted, PeerLost, message
 from .mailbox import Mailbox
-from .waiting import Watch, wait_until
+from .networked import NetworkedCommunicator
+from .waiting import Watch
 
 _SIOCGIFADDR = 0x8915
-_TEXT = 240  # bytes of a header that say what a rank called and where
 
 
-class GlooCommunicator(Communicator):
+class GlooCommunicator(NetworkedCommunicator):
     """A group of ranks that talk over TCP; see `Communicator`.
 
     Args:
@@ -53,8 +51,8 @@ class GlooCommunicator(Communicator):
         channel: str = "main",
         interface: str | None = None,
     ):
-        super().__init__(ranks, list(ranks).index(global_rank), watch, timeout=timeout)
-        self._store, self.channel, self._interface = store, channel, interface
+        super().__init__(store, watch, ranks, global_rank, timeout=timeout, channel=channel)
+        self._interface = interface
         self._group: Any = None  # torch's stubs leave out what is used of it
         self._mailbox: Mailbox | None = None
         self._open()
@@ -62,20 +60,19 @@ class GlooCommunicator(Communicator):
     def _open(self) -> None:
         """Connect to the peers; again after every recovery, under a name that no stale message bears."""
         self.close()
-        if isinstance(self._watch, Arena):
-            self._attendance = Attendance(self._watch, self.ranks, self.channel)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = datetime.timedelta(seconds=self.timeout)
         options._devices = [_device(self._interface)]
-        self._name = name = f"gloo/{self._watch.generation}/{self.channel}/{','.join(map(str, self.ranks))}"
         self._turns: dict[int, int] = {}  # messages started, by destination
         self._posted: dict[int, int] = {}  # messages handed to the mailbox
-        self._matched: dict[int, int] = {}  # messages received, by source
         self._seen = 0
-        self._gather_ranks(name)
+        # Gloo's own wait for the peers notices no abort.
+        self._meet()
         before = _sockets()
         try:
-            self._group = dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), self.rank, self.size, options)
+            self._group = dist.ProcessGroupGloo(
+                dist.PrefixStore(self._name, self._store), self.rank, self.size, options
+            )
         except RuntimeError as error:
             raise PeerLost(
                 message(
@@ -86,42 +83,11 @@ class GlooCommunicator(Communicator):
             ) from None
         self._sockets = _sockets() - before
 
-    def _gather_ranks(self, name: str) -> None:
-        """Wait until all ranks are about to connect: Gloo's own wait for them notices no abort."""
-        self._store.set(f"{name}/here/{self.rank}", "")
-        keys = [f"{name}/here/{rank}" for rank in range(self.size)]
-
-        def late() -> None:
-            for rank in range(self.size):
-                if self._has_left(rank) and not self._store.check([keys[rank]]):
-                    raise self.absent(rank, "a collective")
-
-        def overdue() -> PeerLost:
-            missing = [self.ranks[rank] for rank in range(self.size) if not self._store.check([keys[rank]])]
-            return PeerLost(
-                message(
-                    f"rank {self.ranks[self.rank]} waited {self.timeout:g} s for ranks {missing} to open their group",
-                    where=f"group {self.ranks}",
-                    remedy="every rank of the group must make the same calls",
-                )
-            )
-
-        wait_until(
-            lambda: self._store.check(keys),
-            self._watch,
-            timeout=self.timeout,
-            crowded=self._crowded,
-            overdue=overdue,
-            late=late,
-        )
-
     def close(self) -> None:
         if self._mailbox is not None:
             self._mailbox.close()
             self._mailbox = None
-        if self._attendance is not None:
-            self._attendance.close()
-            self._attendance = None
+        super().close()
         if self._group is None:
             return
         # Gloo has no way to give an operation up, and its destructor waits for those under way until they time
@@ -136,12 +102,7 @@ class GlooCommunicator(Communicator):
         try:
             work.wait()
         except RuntimeError as error:
-            # A broken connection is how Gloo notices a death or an abort; the watch soon knows who and why.
-            end = time.monotonic() + 0.5
-            while time.monotonic() < end:
-                self._watch.check()
-                self._watch.check_peers()
-                time.sleep(0.01)
+            self._look_for_death()
             raise PeerLost(
                 message(
                     f"rank {self.ranks[self.rank]} lost the connection to a rank of group {self.ranks}",
@@ -150,34 +111,9 @@ class GlooCommunicator(Communicator):
                 )
             ) from None
 
-    def _agree(self, call: Call, send_sizes: list[int], recv_sizes: list[int]) -> Steps:
-        """See that all ranks make the same call; on disagreement exchange where they stand, and raise.
-
-        Returns:
-            Whether any rank sends anything: a rank that sends and gets nothing must still take part if others do.
-        """
-        text = call.text
-        head = struct.Struct(f"<Q{self.size}Q")
-        for attempt in range(2):
-            said = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
-            data = head.pack(call.signature, *send_sizes) + said
-            mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            theirs = [torch.empty_like(mine) for _ in range(self.size)]
-            assert self._group is not None
-            yield from self._done(self._group.allgather([theirs], [mine]))
-            headers = [bytes(header.numpy().tobytes()) for header in theirs]
-            if attempt == 0:
-                if all(header[:8] == data[:8] for header in headers):
-                    break
-                text = f"{call.text}, at {self.site()}"
-        else:
-            texts = [header[head.size :].rstrip(b"\0").decode(errors="replace") for header in headers]
-            raise self.mismatch(text, {rank: texts[rank] for rank in range(self.size) if rank != self.rank})
-        sizes = [head.unpack_from(header)[1:] for header in headers]
-        for rank, sent in enumerate(sizes):
-            if sent[self.rank] != recv_sizes[rank]:
-                raise self.wrong_piece(call.text, rank, sent[self.rank], recv_sizes[rank])
-        return any(map(any, sizes))
+    def _all_gather(self, theirs: list[torch.Tensor], mine: torch.Tensor) -> Steps:
+        assert self._group is not None
+        yield from self._done(self._group.allgather([theirs], [mine]))
 
     def _exchange(
         self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
@@ -235,18 +171,8 @@ class GlooCommunicator(Communicator):
         tensor.copy_(data)
         return source
 
-    def _took_part(self, rank: int, work: Work) -> bool:
-        if work not in self._messages or self._attendance is None:
-            return super()._took_part(rank, work)
-        if work.what.startswith("send"):
-            return True  # the receiver's mailbox takes it without the receiver
-        here = self._matched.get(rank, 0)
-        if self._mailbox is not None:
-            here += sum(source == rank for source, _, _ in tuple(self._mailbox.inbox))
-        if here < self._attendance.sent_by(rank, self.rank):
-            return True  # the rest is on its way
-        self._progress_messages()
-        return work.done
+    def _arrived(self) -> list[int]:
+        return [] if self._mailbox is None else [source for source, _, _ in tuple(self._mailbox.inbox)]
 
     def _poll_messages(self) -> None:
         # The mailbox's thread appends at any time; receives match what was there at the start of a round.
@@ -305,8 +231,6 @@ class StoreWatch:
         """Nothing is cheap enough to look at in every round."""
 
     def check_peers(self) -> None:
-        import time
-
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + 0.05

@@ -1,7 +1,7 @@
 """Backends by name: how a communicator is made, and where a third party adds one.
 
 >>> sorted(backends())
-['gloo', 'shm']
+['gloo', 'mpi', 'shm']
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ def _gloo(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout:
     return GlooCommunicator(store(), watch, ranks, rank, timeout=timeout, channel=channel, interface=interface)
 
 
-_BUILT_IN: dict[str, Factory] = {"shm": _shm, "gloo": _gloo}
+def _mpi(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: float, channel: str) -> Communicator:
+    from .mpi import MpiCommunicator
+
+    return MpiCommunicator(store(), watch, ranks, rank, timeout=timeout, channel=channel)
+
+
+_BUILT_IN: dict[str, Factory] = {"shm": _shm, "gloo": _gloo, "mpi": _mpi}
 _FACTORIES = dict(_BUILT_IN)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -338,6 +338,31 @@ class ShmCommunicator(Communicator):
         ]
         reduce_in_order(parts, op, arena.tensor(block + start * dtype.itemsize, end - start, dtype))
         result = arena.lease(block, numel, dtype, release + self.rank, self.size)
+        words[self._line + _REDUCED] = sequence
+        yield lambda: self._all_past(_REDUCED, sequence)
+        words[self._line + _READ] = sequence
+        return result
+
+    def all_gathered(self, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        if length * dtype.itemsize <= ONE_PHASE_BYTES:
+            return super().all_gathered(length, dtype, write)
+        call = Call("all_gather", dtype, (length,), "written in place")
+        return self._start(call.text, self._all_gathered(call, length, dtype, write), False)
+
+    def _all_gathered(
+        self, call: Call, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None]
+    ) -> Steps:
+        arena, words, nbytes = self.arena, self.words, length * dtype.itemsize
+        sequence = self.begin()
+        if self.rank == 0:
+            slot = self._slot(0, sequence)
+            words[slot + _RESULT], words[slot + _RELEASE] = arena.result_block(self.size * nbytes, self.size)
+        self._post(sequence, call, 0)
+        yield self._posted(sequence, call)
+        first = self._slot(0, sequence)
+        block, release = words[first + _RESULT], words[first + _RELEASE]
+        write(arena.tensor(block + self.rank * nbytes, length, dtype))
+        result = arena.lease(block, self.size * length, dtype, release + self.rank, self.size)
         words[self._line + _REDUCED] = sequence
         yield lambda: self._all_past(_REDUCED, sequence)
         words[self._line + _READ] = sequence

@@ -200,18 +200,21 @@ class DriverSession:
                 self._regions += region
                 task = Task(next(self._numbers), chosen, self._regions if region else 0, future)
                 with uninterrupted():
-                    self._collect()
-                    self._send_task(task, packet)
-                    others = tuple(rank for rank in everyone if rank not in chosen) if region else ()
-                    if others:
-                        self._send_task(Task(next(self._numbers), others, task.region), self._nothing)
+                    # What nothing here refers to any more goes with the task.
+                    unused = self.values.garbage(), self.shipped.unused()
+                    others = tuple(rank for rank in everyone if rank not in chosen)
+                    self._send_task(task, packet, unused)
+                    if others and region:
+                        self._send_task(Task(next(self._numbers), others, task.region), self._nothing, unused)
+                    elif others and any(unused):
+                        self.tell(("free", *unused), ranks=others)
                 return task
         finally:
             packet.close()
 
-    def _send_task(self, task: Task, packet: wire.Packet) -> None:
+    def _send_task(self, task: Task, packet: wire.Packet, unused: tuple[Any, Any]) -> None:
         self._tasks[task.number] = task
-        self.tell(("task", task.number, task.region), packet, task.ranks)
+        self.tell(("task", task.number, task.region, *unused), packet, task.ranks)
 
     def tell(self, head: tuple, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None) -> None:
         """Send something that needs no answer to ranks (all by default)."""
@@ -221,12 +224,6 @@ class DriverSession:
             for rank in range(len(self._ranks)) if ranks is None else ranks:
                 if not self._ranks[rank].send(packet):
                     self._receiving.when_writable(self._ranks[rank])
-
-    def _collect(self) -> None:
-        """Let the ranks free what nothing here refers to any more."""
-        values, keys = self.values.garbage(), self.shipped.unused()
-        if values or keys:
-            self.tell(("free", values, keys))
 
     def ready(self) -> None:
         """Wait until the ranks take tasks; raise an error that nobody has seen, or that the mesh is closed."""

@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 
 from ..kernels.callsite import from_user, is_our_file
-from ..kernels.errors import Aborted, CollectiveMismatch, MeshError, PeerLost, RemoteError, message
+from ..kernels.errors import Aborted, CollectiveMismatch, MeshError, PeerLost, RemoteError, SpmdError, message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def _formatted(error: BaseException) -> list[str]:
         part = parts.pop()
         if part is not None:
             kept = [frame for frame in part.stack if not is_our_file(frame.filename)]
-            if kept:
+            if kept or isinstance(error, SpmdError):
                 part.stack[:] = kept
             parts.extend((part.__cause__, part.__context__))
     return list(summary.format())

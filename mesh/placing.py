@@ -38,9 +38,13 @@ def specs_for(specs: Any, tree: Any, what: str) -> list[Any]:
     """One spec (or None) for every leaf of a tree, from a prefix tree of specs."""
     try:
         return trees.broadcast_prefix(specs, tree, is_leaf=is_spec)
-    except ValueError as error:
+    except ValueError:
         raise SpecError(
-            message(f"{what} do not fit the arguments", got=f"{specs!r}: {error}", remedy="give a prefix of their tree")
+            message(
+                f"{what} do not fit the arguments",
+                got=f"{specs!r} for {trees.shown(tree, is_leaf=is_array)}",
+                remedy="give a prefix of their tree",
+            )
         ) from None
 
 

@@ -142,11 +142,11 @@ def _leave(session: RankSession, program: Program, result: Any, verify: bool) ->
     leaves, treedef = trees.flatten(result)
     try:
         specs = trees.broadcast_prefix(program.out_specs, result, is_leaf=is_spec)
-    except ValueError as error:
+    except ValueError:
         raise SpecError(
             message(
                 f"out_specs of {program.name} do not fit what it returned",
-                got=f"out_specs {program.out_specs!r}: {error}",
+                got=f"{program.out_specs!r} for {trees.shown(result)}",
                 expected="a prefix of the result's tree",
                 remedy="give one P for all results, or one per result",
             )
@@ -159,13 +159,30 @@ def _leave(session: RankSession, program: Program, result: Any, verify: bool) ->
         if isinstance(leaf, torch.Tensor):
             _check_result(session, program, treedef, index, leaf, spec)
             leaf = leaf if _frozen(leaf) else leaf.detach()
-            leaf = leaf.clone() if session.is_leased(leaf) else leaf
             compare = verify and len(spec.axes) < len(session.layout.names)
             said.append(Leaving(spec, tuple(leaf.shape), leaf.dtype, digest=digest(leaf) if compare else None))
         else:
             said.append(Leaving(None, value=leaf))
         leaves[index] = leaf
+    _settle(session, leaves)
     return treedef, leaves, said
+
+
+def _settle(session: RankSession, leaves: list[Any]) -> None:
+    """Copy results out of shared memory, unless they make up most of a block: then they keep it as theirs.
+
+    A block goes back when nothing refers to it. A small view (a loss beside a bucket of gradients) would hold all of
+    it; new parameters, side by side in one block that all ranks read, are better left where they are.
+    """
+    blocks: dict[int, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and session.is_leased(leaf):
+            blocks.setdefault(leaf.untyped_storage().data_ptr(), []).append(index)
+    for members in blocks.values():
+        used = sum(leaves[index].numel() * leaves[index].element_size() for index in members)
+        if 2 * used < leaves[members[0]].untyped_storage().nbytes():
+            for index in members:
+                leaves[index] = leaves[index].clone()
 
 
 def _check_result(

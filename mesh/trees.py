@@ -6,6 +6,7 @@ Invariant: one namespace, `None` is a leaf, dictionaries keep their insertion or
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -45,8 +46,43 @@ def paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
 
 
 def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """One entry of `prefix` for every leaf of `tree`; `is_leaf` marks the leaves of the prefix."""
-    return optree.broadcast_prefix(prefix, tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+    """One entry of `prefix` for every leaf of `tree`; `is_leaf` marks the leaves of the prefix.
+
+    >>> broadcast_prefix({"x": "X", "y": "Y"}, {"y": [1, 2], "x": 3})
+    ['Y', 'Y', 'X']
+
+    Raises:
+        ValueError: it is no prefix of the tree.
+    """
+    entries, above = flatten(prefix, is_leaf)
+    return [entries[index] for index in _places(above, flatten(tree)[1])]
+
+
+@functools.lru_cache(maxsize=1024)
+def _places(above: optree.PyTreeSpec, below: optree.PyTreeSpec) -> tuple[int, ...]:
+    """For each leaf of a structure, which leaf of its prefix covers it."""
+    if not above.is_prefix(below):
+        raise ValueError(f"{above} is no prefix of {below}")
+    # Not optree.broadcast_prefix: it takes dictionaries in the order of the prefix, whatever that of the tree is.
+    where = {path: index for index, path in enumerate(above.paths())}
+    return tuple(next(where[path[:n]] for n in range(len(path) + 1) if path[:n] in where) for path in below.paths())
+
+
+def shown(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> str:
+    """A tree's structure for a message, with a star for each leaf.
+
+    >>> shown({"w": (1, [2])})
+    "{'w': (*, [*])}"
+    """
+    return repr(map(lambda _: _STAR, tree, is_leaf=is_leaf))
+
+
+class _Star:
+    def __repr__(self) -> str:
+        return "*"
+
+
+_STAR = _Star()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,10 +14,12 @@ import pickle
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from ..kernels.errors import Aborted, MeshError, message
 from . import naming, wire
+from .agreement import Leaving
 from .failure import capture
 from .rank import RankSession
 from .trees import Packed
@@ -38,6 +40,7 @@ class Worker:
     def __init__(self, session: RankSession, connection: socket.socket, mesh: Any):
         self.session, self.mesh = session, mesh
         self.values: dict[Any, Any] = {}
+        self.told: dict[str, tuple[Any, list[Leaving], bytes]] = {}  # what each program's last call said of its results
         self._shipped: dict[str, Any] = {}
         self._connection = connection
         self._failed = self._running = False
@@ -62,14 +65,17 @@ class Worker:
             )
         return self.values[name]
 
-    def free(self, names: list[Any]) -> None:
-        """Forget values, by name or by the number of the call that made them."""
+    def free(self, names: Sequence[Any], keys: Sequence[str]) -> None:
+        """Forget values, by name or by the number of the call that made them, and shipped objects."""
+        for key in keys:
+            self._shipped.pop(key, None)
+            self.told.pop(key, None)
         for name in names:
             if isinstance(name, tuple):
                 self.values.pop(name, None)
             else:
-                for key in [key for key in self.values if key[0] == name]:
-                    del self.values[key]
+                for one in [one for one in self.values if one[0] == name]:
+                    del self.values[one]
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -85,13 +91,13 @@ class Worker:
         """Do what a packet asks for; whether to go on."""
         kind, *rest = pickle.loads(packet.head)
         if kind == "task":
-            self._run(packet, *rest)
+            task, region, *unused = rest
+            self.free(*unused)
+            self._run(packet, task, region)
         elif kind == "ship":
             self._shipped[rest[0]] = self._read(packet)
         elif kind == "free":
-            self.free(rest[0])
-            for key in rest[1]:
-                self._shipped.pop(key, None)
+            self.free(*rest)
         elif kind == "renew":
             self._failed = False
             self.session.renew(rest[0])

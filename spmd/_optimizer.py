@@ -1,15 +1,13 @@
 """Any `torch.optim` optimizer as two pure functions: `init` makes its state, `step` makes new parameters and state.
 
-The torch optimizer itself does the arithmetic, so the bits are its own: an `Engine` lends it copies of the parameters
-and of their state for the length of a call, and takes them back as the results.
-Invariant: inputs keep their values, outputs are new tensors, and between two calls an engine holds none of them.
+The torch optimizer itself does the arithmetic, so the bits are its own; `Engine` lends it what it works on.
+Invariant: inputs keep their values, and outputs are new tensors.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _sharded_optimizer as sharded
+from ._engine import Engine
 from ._sharded_optimizer import Axis, Leaf, State
 from ._spmd import spmd
 from .kernels.errors import SpecError, SpmdError, message
@@ -77,102 +76,6 @@ def optimizer(cls: type[torch.optim.Optimizer], *, shard: Axis | None = None, **
     engine = Engine(cls, hyper)
     engine.hyper()  # makes an instance, so that torch refuses a bad value here and not in the first step
     return Optimizer(functools.partial(_init, engine, shard), functools.partial(_step, engine, shard))
-
-
-class Engine:
-    """Instances of one torch optimizer class, each lent to one call at a time."""
-
-    def __init__(self, cls: type[torch.optim.Optimizer], options: dict[str, Any]):
-        self.cls = cls
-        self.options = options
-        self._idle: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = []
-
-    def __reduce__(self):
-        return Engine, (self.cls, self.options)
-
-    def hyper(self) -> dict[str, Any]:
-        """The numeric hyper-parameters with their starting values."""
-        instance, options = self._take()
-        self._idle.append((instance, options))
-        return {name: value for name, value in options.items() if _is_numeric(value)}
-
-    def create(self, leaves: Sequence[Leaf]) -> list[State]:
-        """The state that the constructor makes; most classes make none before the first step."""
-        if not leaves:
-            return []
-        params = [leaf.param.detach() for leaf in leaves]
-        instance = self._construct(params)
-        return [dict(instance.state.get(param, {})) for param in params]
-
-    def update(
-        self, leaves: Sequence[Leaf], states: Sequence[State], hyper: Mapping[str, Any]
-    ) -> tuple[list[Tensor], list[State], dict[str, Any]]:
-        """One step on copies: the new parameters, states and hyper-parameters. Leaves without gradient pass through."""
-        instance, options = self._take()
-        lent = _lent(options, hyper)
-        active = [index for index, leaf in enumerate(leaves) if leaf.grad is not None]
-        kept, treedef = trees.flatten([states[index] for index in active])
-        tensors = [value for value in kept if isinstance(value, Tensor)]
-        with torch.no_grad():
-            copies = _clones([*(leaves[index].param for index in active), *tensors])
-            stepped, rest = copies[: len(active)], iter(copies[len(active) :])
-            states, params = list(states), [leaf.param for leaf in leaves]
-            for index, param, state in zip(
-                active,
-                stepped,
-                trees.unflatten(treedef, [next(rest) if isinstance(value, Tensor) else value for value in kept]),
-                strict=True,
-            ):
-                params[index] = param
-                param.grad = self._private(leaves[index].grad)
-                if state:
-                    instance.state[param] = state
-            group = instance.param_groups[0]
-            group.clear()
-            group.update(options, params=stepped, **lent)
-            if stepped:
-                instance.step()
-        for index, param in zip(active, stepped, strict=True):
-            param.grad = None
-            states[index] = instance.state.pop(param, {})
-        if instance.state:
-            raise SpmdError(
-                message(
-                    f"{self.cls.__name__} keeps state that belongs to no parameter",
-                    got=repr([*instance.state][:3]),
-                    remedy="keep it per parameter, or as a number in the defaults of its parameter group",
-                )
-            )
-        new_hyper = {name: hyper[name] if group[name] is lent[name] else group[name] for name in hyper}
-        group["params"] = []
-        # Not after an error: what the instance holds then goes with it.
-        self._idle.append((instance, options))
-        return params, states, new_hyper
-
-    def _private(self, grad: Any) -> Tensor:
-        # A class from elsewhere may clip or scale gradients in place; of torch's own, foreach SGD with nesterov does.
-        if self.cls is torch.optim.SGD and self.options.get("nesterov"):
-            keeps = not self.options.get("foreach") and grad.is_cpu
-        else:
-            keeps = self.cls.__module__.startswith("torch.optim")
-        return grad.detach() if keeps else grad.detach().clone()
-
-    def _take(self) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            instance = self._construct([torch.zeros(1, 1)])
-            instance.state.clear()
-            return instance, {name: value for name, value in instance.param_groups[0].items() if name != "params"}
-
-    def _construct(self, params: Sequence[Tensor]) -> torch.optim.Optimizer:
-        try:
-            return self.cls(params, **self.options)
-        except (ValueError, TypeError, RuntimeError) as error:
-            given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-            raise SpecError(
-                message(f"{self.cls.__name__} refuses its arguments: {error}", got=given or None)
-            ) from error
 
 
 def _init(engine: Engine, shard: Axis | None, params: Any) -> dict[str, Any]:
@@ -262,47 +165,6 @@ def _is_trainable(leaf: Any) -> bool:
     if not isinstance(leaf, Tensor) or (isinstance(leaf, nn.Parameter) and not leaf.requires_grad):
         return False
     return leaf.is_floating_point() or leaf.is_complex()
-
-
-def _is_numeric(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(item is None or _is_numeric(item) for item in value)
-    return isinstance(value, numbers.Real | Tensor) and not isinstance(value, bool)
-
-
-def _lent(options: dict[str, Any], hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters as torch wants them: the user may have put a tensor for a number, a list for a tuple."""
-    expected = [name for name, value in options.items() if _is_numeric(value)]
-    if hyper.keys() != set(expected):
-        name = min(hyper.keys() ^ set(expected))
-        problem = f"opt_state['hyper'] {'misses' if name in expected else 'has an unknown'} {name!r}"
-        raise SpecError(message(problem, expected=f"the names {expected}", remedy="pass what opt.init returned"))
-
-    def lend(name: str, default: Any, value: Any) -> Any:
-        if isinstance(default, tuple) and isinstance(value, tuple | list) and len(value) == len(default):
-            return tuple(lend(name, *pair) for pair in zip(default, value, strict=True))
-        if isinstance(value, Tensor) and value.numel() == 1 and not isinstance(default, Tensor):
-            return value.item()
-        if value is not default and (isinstance(default, tuple) or isinstance(value, tuple) or not _is_numeric(value)):
-            problem = f"opt_state['hyper'][{name!r}] has an unexpected value"
-            raise SpecError(message(problem, got=repr(value), expected=f"something like {default!r}"))
-        return value
-
-    return {name: lend(name, options[name], value) for name, value in hyper.items()}
-
-
-def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    if not hasattr(torch, "_foreach_clone"):
-        return [tensor.clone() for tensor in tensors]
-    # On an accelerator it copies all tensors of one kind in one launch.
-    kinds: dict[Any, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        kinds.setdefault(None if tensor.is_cpu else (tensor.device, tensor.dtype), []).append(index)
-    clones = list(tensors)
-    for indices in kinds.values():
-        for index, clone in zip(indices, torch._foreach_clone([tensors[index] for index in indices]), strict=True):
-            clones[index] = clone
-    return clones
 
 
 @functools.lru_cache(maxsize=64)

@@ -41,12 +41,15 @@ class Leaf(NamedTuple):
 
 
 class Engine(Protocol):
-    """What `_optimizer.Engine` does here."""
+    """What `_engine.Engine` does here."""
 
     def create(self, leaves: Sequence[Leaf]) -> list[State]: ...
     def update(
         self, leaves: Sequence[Leaf], states: Sequence[State], hyper: Mapping[str, Any]
     ) -> tuple[list[Tensor], list[State], dict[str, Any]]: ...
+    def update_pieces(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor], state: State, hyper: Mapping[str, Any], out: Tensor
+    ) -> tuple[State, dict[str, Any]]: ...
 
 
 def slice_length(numel: int, parts: int) -> int:
@@ -112,12 +115,15 @@ def update(
     """Step this rank's parts, and gather the parameters."""
     parts = _parts(axis, leaves)
     check_state(state, {part.key for part in parts})
-    states = [part.localize(state.get(part.key, {})) for part in parts]
-    stepped, states, new_hyper = engine.update([part.leaf() for part in parts], states, hyper)
     new_params: dict[str, Tensor] = {}
-    for part, new in zip(parts, stepped, strict=True):
-        new_params.update(part.join(new))
-    new_state = {part.key: part.declare(own) for part, own in zip(parts, states, strict=True) if own}
+    new_state: dict[str, State] = {}
+    new_hyper = dict(hyper)
+    for part in parts:
+        own = part.localize(state.get(part.key, {}))
+        joined, own, new_hyper = part.step(engine, own, hyper)
+        new_params.update(joined)
+        if own:
+            new_state[part.key] = part.declare(own)
     return [new_params[leaf.path] for leaf in leaves], new_state, new_hyper
 
 
@@ -137,13 +143,31 @@ class Slice:
     """Of the state; `None` outside a region."""
 
     def leaf(self) -> Leaf:
-        param = self._cut([leaf.param.reshape(-1) for leaf in self.leaves])
-        if all(leaf.grad is None for leaf in self.leaves):
-            return Leaf(self.key, param)
-        return Leaf(self.key, param, self._cut([_flat_grad(leaf) for leaf in self.leaves]))
+        """Of this rank's slice, to make its state for."""
+        return Leaf(self.key, torch.cat(self._pieces([leaf.param.reshape(-1) for leaf in self.leaves])))
 
-    def join(self, new: Tensor) -> dict[str, Tensor]:
-        flat = new if self.axis is None else transforms.all_gather(new, self.axis, dim=0, tiled=True)
+    def step(
+        self, engine: Engine, own: State, hyper: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], State, dict[str, Any]]:
+        """The parameters by path, this rank's new state, and the hyper-parameters."""
+        stepped: list[tuple[State, dict[str, Any]]] = []
+        if all(leaf.grad is None for leaf in self.leaves):
+            return {leaf.path: leaf.param for leaf in self.leaves}, own, dict(hyper)
+
+        def write(out: Tensor) -> None:
+            params = self._pieces([leaf.param.reshape(-1) for leaf in self.leaves])
+            grads = self._pieces([_flat_grad(leaf) for leaf in self.leaves])
+            stepped.append(engine.update_pieces(params, grads, own, hyper, out))
+
+        dtype = self.leaves[0].param.dtype
+        if self.axis is None:
+            flat = self.leaves[0].param.new_empty(self.length)
+            write(flat)
+        else:
+            flat = transforms.gather_written(self.length, dtype, self.axis, write)
+        return self._split(flat), *stepped[0]
+
+    def _split(self, flat: Tensor) -> dict[str, Tensor]:
         sizes = [leaf.param.numel() for leaf in self.leaves]
         joined = {}
         for leaf, piece in zip(self.leaves, flat[: self.numel].split(sizes), strict=True):
@@ -170,20 +194,20 @@ class Slice:
                             remedy="pass what opt.init or opt.step returned for these parameters",
                         )
                     )
-                value = self._cut([value[: self.numel]])
+                value = torch.cat(self._pieces([value[: self.numel]]))
             local[name] = value
         return local
 
     def declare(self, own: State) -> State:
         return own if self.spec is None else declared(own, (self.length,), self.spec)
 
-    def _cut(self, tensors: Sequence[Tensor]) -> Tensor:
-        """This rank's slice of flat tensors laid end to end, without laying out the rest."""
+    def _pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What this rank's slice has of flat tensors laid end to end, with zeros for its padding."""
         pieces, offset = [], 0
         for tensor in tensors:
             pieces.append(tensor[max(self.start - offset, 0) : max(self.stop - offset, 0)])
             offset += tensor.numel()
-        return torch.cat([*pieces, tensors[0].new_zeros(self.length - (self.stop - self.start))])
+        return [*pieces, tensors[0].new_zeros((self.length - (self.stop - self.start),))]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,8 +221,11 @@ class Whole:
     def leaf(self) -> Leaf:
         return self.given
 
-    def join(self, new: Tensor) -> dict[str, Tensor]:
-        return {self.given.path: new}
+    def step(
+        self, engine: Engine, own: State, hyper: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], State, dict[str, Any]]:
+        (new,), (state,), new_hyper = engine.update([self.given], [own], hyper)
+        return {self.given.path: new}, state, new_hyper
 
     def localize(self, own: State) -> State:
         return localized(own, self.given.param, self.spec)

@@ -167,7 +167,7 @@ def test_a_piece_of_another_size(make_mesh: Callable[..., Mesh], backend: str) -
         comm.all_gather(outs, torch.ones(3))
 
     text = refused(mesh, body)
-    assert "all_gather float32: rank 1 sends 12 bytes, rank 2 expects 16" in text
+    assert "all_gather float32[3]: rank 1 sends 12 bytes, rank 2 expects 16" in text
     assert "test_mismatch.py:" in text
     works(mesh)
 

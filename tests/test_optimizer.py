@@ -84,8 +84,11 @@ def test_the_examples_in_the_documentation_are_right():
 
 
 @recipes
+@pytest.mark.parametrize("block", [None, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
-def test_five_steps_are_torchs_bit_for_bit_and_leave_inputs_alone(cls, hyper, dtype):
+def test_five_steps_are_torchs_bit_for_bit_and_leave_inputs_alone(monkeypatch, cls, hyper, dtype, block):
+    if block is not None:
+        monkeypatch.setattr(spmd._engine, "BLOCK", block)
     if dtype == torch.bfloat16 and cls is optim.SGD and "fused" in hyper:
         pytest.skip("torch starts from uninitialised momentum")
     if dtype.is_complex and (cls.__name__ in ("Adafactor", "Muon") or "fused" in hyper):
@@ -509,6 +512,11 @@ class Rank:
         self.sent.append(x)
         return torch.cat(self.gathered[len(self.sent) - 1]) if self.gathered else torch.cat([x] * self.size)
 
+    def gather_written(self, length, dtype, axis, write):
+        out = torch.empty(length, dtype=dtype)
+        write(out)
+        return self.all_gather(out, axis, dim=0, tiled=True)
+
 
 def on_ranks(monkeypatch, size, function):
     """The result of `function(rank)` on every rank: once to learn what each sends, once with everybody's."""
@@ -516,7 +524,7 @@ def on_ranks(monkeypatch, size, function):
     def play(index, gathered):
         rank = Rank(index, size, gathered)
         with monkeypatch.context() as patch:
-            for name in ("axis_index", "axis_size", "all_gather"):
+            for name in ("axis_index", "axis_size", "gather_written"):
                 patch.setattr(sharded.transforms, name, getattr(rank, name), raising=False)
             return function(index), rank.sent
 

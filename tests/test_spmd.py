@@ -86,6 +86,7 @@ def test_prefix_trees(square):
     check((P(), P("data")), [(4,), (2,), (2,), (4,)])  # what is no tensor is not cut
     check({"tree": {"a": P("data"), "b": None}, "last": P("model")}, [(4,), (2,), (4,), (2,)])
     check([P(), None], [(4,)] * 4)
+    check((P(), {"b": P("data"), "a": P()}), [(4,), (4,), (2,), (4,)])  # by key, whatever the order
     plain = {"a": x, "b": [x, x]}
     assert spmd(shapes, mesh=square, in_specs=P("data"))(x, plain, last=x) == [(2,)] * 4
 
@@ -130,7 +131,7 @@ def test_what_specs_are_refused(mesh, square):
         ({"z": P()}, ["in_specs of f name an unknown argument", "'z'", "(x, y)"]),
         ((P(), P(), P()), ["in_specs of f do not fit its arguments", "3 specs for 1 positional"]),
         ((), ["in_specs of f do not fit its arguments", "0 specs for 1"]),
-        (({"a": P()},), ["in_specs of f do not fit the arguments", "give a prefix of their tree"]),
+        (({"a": P()},), ["in_specs of f do not fit the arguments", "for ((*,), {})", "give a prefix"]),
         (P("model"), ["P('model') names an axis that the mesh does not have", "('data',)", "[argument 0 of f]"]),
         (P(None, "data"), ["more entries than the tensor has dimensions", "(4,)", "argument 0 of f"]),
     ]
@@ -411,7 +412,7 @@ def test_uneven_results(mesh):
         (lambda i: (torch.tensor(1), 1)[i], None, ["differs in kind", "rank 0: int64[] P(); rank 1: int"]),
         (lambda i: [1] * (i + 1), None, ["returned different trees on rank 0 and rank 1", "same structure"]),
         (lambda i: {"a": torch.ones(2).to((torch.float32, torch.int64)[i])}, None, ["['a']", "float32[2]", "int64[2]"]),
-        (lambda i: torch.ones(2), {"a": P()}, ["out_specs of f do not fit what it returned", "prefix"]),
+        (lambda i: torch.ones(2), {"a": P()}, ["out_specs of f do not fit", "{'a': P()} for *", "prefix"]),
         (
             lambda i: i,
             P("data"),

@@ -72,6 +72,10 @@ def test_a_prefix_covers_what_lies_below():
     assert trees.broadcast_prefix({"a": "x", "b": Pair("y", "z")}, tree) == ["x", "x", "y", "z"]
     assert trees.broadcast_prefix(None, tree) == [None] * 4
     assert trees.broadcast_prefix((), ()) == []
+    other_order = {"b": Pair("y", "z"), "a": "x"}
+    assert trees.broadcast_prefix(other_order, tree) == ["x", "x", "y", "z"]  # entries go by key
+    ordered = collections.OrderedDict(b=1, a=[2])
+    assert trees.broadcast_prefix({"a": "x", "b": "y"}, ordered) == ["y", "x"]
     with pytest.raises(ValueError):
         trees.broadcast_prefix({"a": "x"}, tree)
     with pytest.raises(ValueError):

@@ -7,7 +7,7 @@ Invariant: all ranks of the axis make the same calls in the same order.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -167,3 +167,16 @@ def pbroadcast(x: Any, axis: Axis, source: int) -> Any:
     if not isinstance(source, int) or not 0 <= source < comm.size:
         raise SpecError(message('pbroadcast got a bad "source"', got=source, expected=f"0 to {comm.size - 1}"))
     return each_leaf("pbroadcast", lambda leaf: known(leaf, run(Broadcast(comm, source), leaf), same=axes), x)
+
+
+def gather_written(length: int, dtype: torch.dtype, axis: Axis, write: Callable[[Tensor], None]) -> Tensor:
+    """The ranks' slices along `axis`, end to end, each written in place by its rank; not differentiable.
+
+    What the sharded optimizer makes parameters with: on shared memory nothing is copied.
+
+    Args:
+        length: elements of each slice.
+        write: fills this rank's slice.
+    """
+    _, comm = group("all_gather", axis)
+    return comm.all_gathered(length, dtype, write)

@@ -1,0 +1,279 @@
+"""What makes a torch optimizer pure: an `Engine` lends it copies of parameters and state for the length of a call.
+
+A large parameter is copied and stepped block by block, each block while it is in the cache: then the copy costs
+little more than the step in place. Invariant: inputs keep their values, the bits are those of torch's own step on the
+whole, and between two calls an engine holds no tensor of the caller's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._sharded_optimizer import REFUSED, Leaf, State
+from .kernels.errors import SpecError, SpmdError, message
+from .mesh import trees
+
+# Elements; a block of parameter, gradient and two moments, 2 MB in float32, fits the cache of a core.
+BLOCK = 1 << 17
+
+
+class Engine:
+    """Instances of one torch optimizer class, each lent to one call at a time."""
+
+    def __init__(self, cls: type[torch.optim.Optimizer], options: dict[str, Any]):
+        self.cls = cls
+        self.options = options
+        self._light = _light(cls)
+        # Whether any part of a parameter can be stepped alone.
+        self._elementwise = cls.__module__.startswith("torch.optim") and cls.__name__ not in REFUSED
+        self._idle: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = []
+
+    def __reduce__(self):
+        return Engine, (self.cls, self.options)
+
+    def hyper(self) -> dict[str, Any]:
+        """The numeric hyper-parameters with their starting values."""
+        instance, options = self._take()
+        self._idle.append((instance, options))
+        return {name: value for name, value in options.items() if _is_numeric(value)}
+
+    def create(self, leaves: Sequence[Leaf]) -> list[State]:
+        """The state that the constructor makes; most classes make none before the first step."""
+        if not leaves:
+            return []
+        params = [leaf.param.detach() for leaf in leaves]
+        instance = self._construct(params)
+        return [dict(instance.state.get(param, {})) for param in params]
+
+    def update(
+        self, leaves: Sequence[Leaf], states: Sequence[State], hyper: Mapping[str, Any]
+    ) -> tuple[list[Tensor], list[State], dict[str, Any]]:
+        """One step on copies: the new parameters, states and hyper-parameters. Leaves without gradient pass through."""
+        instance, options = self._take()
+        lent = _lent(options, hyper)
+        states, params = list(states), [leaf.param for leaf in leaves]
+        active = [index for index, leaf in enumerate(leaves) if leaf.grad is not None]
+        long = [index for index in active if self._in_blocks(leaves[index], states[index])]
+        group = instance.param_groups[0]
+        group.clear()
+        group.update(options, params=[], **lent)
+        with torch.no_grad():
+            for index in long:
+                leaf = leaves[index]
+                assert leaf.grad is not None
+                params[index] = torch.empty_like(leaf.param)
+                flat = {
+                    name: value.view(-1) if _is_laid_out_as(value, leaf.param) else value
+                    for name, value in states[index].items()
+                }
+                new = self._step_blocks(
+                    instance, [leaf.param.view(-1)], [leaf.grad.view(-1)], flat, params[index].view(-1)
+                )
+                states[index] = {
+                    name: value.view(leaf.param.shape) if isinstance(value, Tensor) and value.ndim else value
+                    for name, value in new.items()
+                }
+            short = [index for index in active if index not in long]
+            stepped = self._step_whole(instance, [leaves[index] for index in short], [states[index] for index in short])
+            for index, (param, state) in zip(short, stepped, strict=True):
+                params[index], states[index] = param, state
+        return params, states, self._give_back(instance, options, lent, hyper)
+
+    def update_pieces(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor], state: State, hyper: Mapping[str, Any], out: Tensor
+    ) -> tuple[State, dict[str, Any]]:
+        """One step of a flat parameter that lies in pieces, written to `out`; its new state and the hyper-parameters.
+
+        Args:
+            params, grads: flat pieces, as long as `out` when laid end to end.
+            state: of the whole.
+        """
+        instance, options = self._take()
+        lent = _lent(options, hyper)
+        group = instance.param_groups[0]
+        group.clear()
+        group.update(options, params=[], **lent)
+        with torch.no_grad():
+            new = self._step_blocks(instance, params, grads, state, out)
+        return new, self._give_back(instance, options, lent, hyper)
+
+    def _in_blocks(self, leaf: Leaf, state: State) -> bool:
+        param, grad = leaf.param, leaf.grad
+        return (
+            self._elementwise
+            and param.numel() > BLOCK
+            and param.is_contiguous()
+            and grad is not None
+            and not grad.is_sparse
+            and grad.is_contiguous()
+            and all(
+                value.numel() == 1 or (_is_laid_out_as(value, param) and value.is_contiguous())
+                for value in state.values()
+                if isinstance(value, Tensor)
+            )
+        )
+
+    def _step_blocks(
+        self, instance: Any, params: Sequence[Tensor], grads: Sequence[Tensor], state: State, out: Tensor
+    ) -> State:
+        """Copy, step, go on: every block of `params` into `out`, and of the state into new tensors."""
+        length = out.numel()
+        long = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == out.shape}
+        single = {name: value for name, value in state.items() if name not in long}
+        made = {name: torch.empty_like(value) for name, value in long.items()}
+        last: State = state
+        for param, grad, start, stop in _blocks(params, grads):
+            block = out[start:stop].copy_(param)
+            own = {name: made[name][start:stop].copy_(value[start:stop]) for name, value in long.items()}
+            copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in single.items()}
+            if state:
+                instance.state[block] = {name: own[name] if name in own else copied[name] for name in state}
+            last = self._step_one(instance, block, grad)
+            for name, value in last.items():
+                if not isinstance(value, Tensor) or value.shape != block.shape or not value.ndim:
+                    continue
+                if name not in made:  # torch made it in this step, the first
+                    made[name] = value.new_empty(length)
+                if name not in own or value.data_ptr() != own[name].data_ptr():
+                    made[name][start:stop].copy_(value)
+        return {name: made.get(name, value) for name, value in last.items()}
+
+    def _step_one(self, instance: Any, param: Tensor, grad: Tensor) -> State:
+        param.grad = self._private(grad)
+        instance.param_groups[0]["params"] = [param]
+        instance.step()
+        param.grad = None
+        state: State = instance.state.pop(param, {})
+        return state
+
+    def _step_whole(self, instance: Any, leaves: Sequence[Leaf], states: Sequence[State]) -> list[tuple[Tensor, State]]:
+        """Step copies of whole leaves, all in one call."""
+        if not leaves:
+            return []
+        kept, treedef = trees.flatten(list(states))
+        tensors = [value for value in kept if isinstance(value, Tensor)]
+        copies = _clones([*(leaf.param for leaf in leaves), *tensors])
+        params, rest = copies[: len(leaves)], iter(copies[len(leaves) :])
+        own = trees.unflatten(treedef, [next(rest) if isinstance(value, Tensor) else value for value in kept])
+        for leaf, param, state in zip(leaves, params, own, strict=True):
+            param.grad = self._private(leaf.grad)
+            if state:
+                instance.state[param] = state
+        instance.param_groups[0]["params"] = params
+        instance.step()
+        for param in params:
+            param.grad = None
+        return [(param, instance.state.pop(param, {})) for param in params]
+
+    def _give_back(self, instance: Any, options: dict, lent: dict, hyper: Mapping[str, Any]) -> dict[str, Any]:
+        """Keep the instance for the next call (not after an error); the new hyper-parameters."""
+        if instance.state:
+            raise SpmdError(
+                message(
+                    f"{self.cls.__name__} keeps state that belongs to no parameter",
+                    got=repr([*instance.state][:3]),
+                    remedy="keep it per parameter, or as a number in the defaults of its parameter group",
+                )
+            )
+        group = instance.param_groups[0]
+        group["params"] = []
+        self._idle.append((instance, options))
+        return {name: hyper[name] if group[name] is lent[name] else group[name] for name in hyper}
+
+    def _private(self, grad: Any) -> Tensor:
+        # A class from elsewhere may clip or scale gradients in place; of torch's own, foreach SGD with nesterov does.
+        if self.cls is torch.optim.SGD and self.options.get("nesterov"):
+            keeps = not self.options.get("foreach") and grad.is_cpu
+        else:
+            keeps = self.cls.__module__.startswith("torch.optim")
+        return grad.detach() if keeps else grad.detach().clone()
+
+    def _take(self) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            instance = self._construct([torch.zeros(1, 1)])
+            instance.state.clear()
+            return instance, {name: value for name, value in instance.param_groups[0].items() if name != "params"}
+
+    def _construct(self, params: Sequence[Tensor]) -> torch.optim.Optimizer:
+        try:
+            return self._light(params, **self.options)
+        except (ValueError, TypeError, RuntimeError) as error:
+            given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+            raise SpecError(
+                message(f"{self.cls.__name__} refuses its arguments: {error}", got=given or None)
+            ) from error
+
+
+def _light(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """The class without the wrappers by which torch tells its compiler to keep off these methods.
+
+    At their first call they import that compiler: a second and 100 MB, on every rank, for nothing. What they do
+    besides, switching gradients off and calling hooks, the engine does or has no use for.
+    """
+    if not cls.__module__.startswith("torch.optim"):
+        return cls
+    plain = {name: inspect.unwrap(getattr(cls, name)) for name in ("add_param_group", "step")}
+    return type(cls.__name__, (cls,), {**plain, "__module__": cls.__module__})
+
+
+def _blocks(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, int, int]]:
+    """(parameter, gradient, start, stop) of every block; no block spans two pieces."""
+    at = 0
+    for param, grad in zip(params, grads, strict=True):
+        for start in range(0, param.numel(), BLOCK):
+            part = param[start : start + BLOCK]
+            yield part, grad[start : start + BLOCK], at + start, at + start + part.numel()
+        at += param.numel()
+
+
+def _is_laid_out_as(value: Any, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == param.shape
+
+
+def _is_numeric(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(item is None or _is_numeric(item) for item in value)
+    return isinstance(value, numbers.Real | Tensor) and not isinstance(value, bool)
+
+
+def _lent(options: dict[str, Any], hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters as torch wants them: the user may have put a tensor for a number, a list for a tuple."""
+    expected = [name for name, value in options.items() if _is_numeric(value)]
+    if hyper.keys() != set(expected):
+        name = min(hyper.keys() ^ set(expected))
+        problem = f"opt_state['hyper'] {'misses' if name in expected else 'has an unknown'} {name!r}"
+        raise SpecError(message(problem, expected=f"the names {expected}", remedy="pass what opt.init returned"))
+
+    def lend(name: str, default: Any, value: Any) -> Any:
+        if isinstance(default, tuple) and isinstance(value, tuple | list) and len(value) == len(default):
+            return tuple(lend(name, *pair) for pair in zip(default, value, strict=True))
+        if isinstance(value, Tensor) and value.numel() == 1 and not isinstance(default, Tensor):
+            return value.item()
+        if value is not default and (isinstance(default, tuple) or isinstance(value, tuple) or not _is_numeric(value)):
+            problem = f"opt_state['hyper'][{name!r}] has an unexpected value"
+            raise SpecError(message(problem, got=repr(value), expected=f"something like {default!r}"))
+        return value
+
+    return {name: lend(name, options[name], value) for name, value in hyper.items()}
+
+
+def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    if not hasattr(torch, "_foreach_clone"):
+        return [tensor.clone() for tensor in tensors]
+    # On an accelerator it copies all tensors of one kind in one launch.
+    kinds: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        kinds.setdefault(None if tensor.is_cpu else (tensor.device, tensor.dtype), []).append(index)
+    clones = list(tensors)
+    for indices in kinds.values():
+        for index, clone in zip(indices, torch._foreach_clone([tensors[index] for index in indices]), strict=True):
+            clones[index] = clone
+    return clones
