@@ -97,8 +97,9 @@ def main(names: list[str]) -> None:
     results: dict[str, dict[str, list[float]]] = {}
     for name in names:
         contenders = {
-            "ours": ours(mesh, name),
-            "ours, fused": ours(mesh, name, fused=True),
+            "ours": ours(mesh, name, shard="data", fused=True),
+            "ours, not fused": ours(mesh, name, shard="data"),
+            "ours, not sharded": ours(mesh, name, fused=True),
             "ddp": ddp(mesh, name),
             "ddp, fused": ddp(mesh, name, fused=True),
             "one process": alone(mesh, name),

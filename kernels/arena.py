@@ -271,8 +271,19 @@ class Arena:
         return {who: self._read(who, _REASON, _REASON_LENGTH) for who in gave_up}
 
     def check(self) -> None:
+        """Raise if this rank is to give up: the driver says so, or a rank that is no further than this one.
+
+        A rank that failed in a later region has done its part in this one, which may end.
+        """
         if self.words[_ABORT]:
-            raise Aborted("; ".join(self.aborted().values()))
+            at, words = self.words[self._status(self.rank) + _REGION], self.words
+            reasons = [
+                text
+                for who, text in self.aborted().items()
+                if who == self.size or words[self._status(who) + _REGION] <= at
+            ]
+            if reasons:
+                raise Aborted("; ".join(reasons))
 
     def clear(self, generation: int) -> None:
         """Forget the abort; only when no rank is in a region (the driver, or the leader of a recovery)."""

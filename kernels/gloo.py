@@ -221,11 +221,11 @@ class StoreWatch:
 
     def __init__(self, store: dist.Store, rank: int):
         self._store, self._rank = store, rank
-        self.generation = 0
+        self.generation = self.region = 0
         self._next_look = 0.0
 
     def abort(self, text: str) -> None:
-        self._store.set(self._key(), text)
+        self._store.set(self._key(), f"{self.region} {text}")
 
     def check(self) -> None:
         """Nothing is cheap enough to look at in every round."""
@@ -235,7 +235,9 @@ class StoreWatch:
         if now >= self._next_look:
             self._next_look = now + 0.05
             if self._store.check([self._key()]):
-                raise Aborted(self._store.get(self._key()).decode(errors="replace"))
+                region, _, text = self._store.get(self._key()).decode(errors="replace").partition(" ")
+                if int(region) <= self.region:  # see Arena.check
+                    raise Aborted(text)
 
     def _key(self) -> str:
         return f"abort/{self.generation}"

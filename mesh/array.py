@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 from ..kernels.errors import MeshError, SpecError, message
+from . import launched
+from .region import current
 from .spec import P
 
 
@@ -174,5 +176,12 @@ class LocalSource:
         layout = self._session.layout
         shapes = self._shapes or [layout.shard_shape(self._shape, self._spec, rank) for rank in range(layout.size)]
         out = [torch.empty(shape, dtype=self._tensor.dtype) for shape in shapes]
-        self._session.comm().all_gather(out, self._tensor.detach())
+
+        def gather() -> None:
+            self._session.comm().all_gather(out, self._tensor.detach())
+
+        if self._session.launched and current() is None:
+            launched.call(self._session, gather)
+        else:
+            gather()
         return out

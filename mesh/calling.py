@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..kernels.errors import SpecError, message
-from . import tasks, trees
+from . import launched, tasks, trees
 from .agreement import Leaving, Result, alike, assemble
 from .array import Array, LocalSource
 from .driver import DriverSession
@@ -157,7 +157,7 @@ def _launched(mesh: Mesh, program: Program, request: Request, key: tuple, *, che
         found = assemble(mesh.layout, everyone, name=program.name, where=repr(mesh), compare=check != "never")
         return results, (*found, said)
 
-    results, found = mesh.launched_call(run)
+    results, found = launched.call(session, run)
     results_of[signature] = found
     made = []
     for value, result in zip(results, found[1], strict=True):

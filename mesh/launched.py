@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,7 +107,19 @@ def _shared_arena(store: Any, rank: int, size: int, timeout: float) -> Arena | N
     return arena
 
 
-def recover(session: RankSession, error: BaseException, where: str) -> BaseException:
+def call(session: RankSession, body: Callable[[], Any]) -> Any:
+    """A region on a launched rank: all ranks raise what one of them raises."""
+    session.regions += 1
+    failed: BaseException
+    try:
+        with session.region(session.regions):
+            return body()
+    except BaseException as error:
+        failed = _recover(session, error)
+    raise failed
+
+
+def _recover(session: RankSession, error: BaseException) -> BaseException:
     """After a failed region: meet the other ranks, exchange what happened, and return what all of them raise."""
     failure = capture(error)
     generation = session.watch.generation + 1
@@ -121,7 +134,7 @@ def recover(session: RankSession, error: BaseException, where: str) -> BaseExcep
             # The others are gone or busy: what they said before is all there is.
             return other if isinstance(other, PeerLost) else PeerLost(str(error))
         return error
-    return combine(failures, {}, where)
+    return combine(failures, {}, session.mesh_text)
 
 
 def _meet(session: RankSession, generation: int) -> None:

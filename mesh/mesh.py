@@ -84,6 +84,7 @@ class Mesh:
             self._rank_session, self.backend = launched.join(
                 layout, launch, backend=backend, seed=seed, timeout=timeout
             )
+            self._rank_session.mesh_text = repr(self)
         else:
             self.threads = threads or max(1, len(os.sched_getaffinity(0)) // layout.size)
             self.backend = ("gloo" if arena.supported() else "shm") if backend == "auto" else backend
@@ -211,7 +212,7 @@ class Mesh:
             mine = wire.to_bytes(result, lambda obj: ("mesh",) if isinstance(obj, Mesh) else None)
             return result, self.session.comm().all_gather_bytes(mine)
 
-        result, everyone = self.launched_call(here)
+        result, everyone = launched.call(self.session, here)
         return [result if peer == rank else wire.from_bytes(everyone[peer], lambda name: self) for peer in chosen]
 
     def submit(self, fn: Callable[..., Any], *args: Any, rank: int = 0) -> Future:
@@ -238,18 +239,6 @@ class Mesh:
                 return fn(*args)
         finally:
             torch.set_rng_state(state)
-
-    def launched_call(self, call: Callable[[], Any]) -> Any:
-        """A region on a launched rank: all ranks raise what one of them raises."""
-        session = self.session
-        session.regions += 1
-        failed: BaseException
-        try:
-            with session.region(session.regions):
-                return call()
-        except BaseException as error:
-            failed = launched.recover(session, error, repr(self))
-        raise failed
 
     def next_call(self) -> int:
         """The number of this call of an @spmd function, from 1 on; the same on all launched ranks."""

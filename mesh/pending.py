@@ -1,13 +1,16 @@
-"""A task on its way: what was sent to which ranks, and their answers as they come."""
+"""Tasks on their way: what was sent to which ranks, their answers as they come, and failures that nobody has seen."""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from .failure import Failure
+
+Outcome = Callable[[], BaseException] | None  # what makes the exception of a failed task, None for one that went well
 
 
 class Task:
@@ -28,7 +31,7 @@ class Task:
         self.number, self.ranks, self.region, self.future = number, ranks, region, future
         self.answers: dict[int, tuple[str, Any]] = {}
         self.settled = threading.Event()
-        self.failure: Callable[[], BaseException] | None = None
+        self.failure: Outcome = None
         self.generation: int | None = None
         self.reported = False
 
@@ -51,7 +54,7 @@ class Task:
         """The results, in the order of `ranks`."""
         return [self.answers[rank][1] for rank in self.ranks]
 
-    def settle(self, failure: Callable[[], BaseException] | None = None) -> None:
+    def settle(self, failure: Outcome = None) -> None:
         """Make the outcome known; a future takes a failure over, for others `reported` tells whether it was seen."""
         self.failure = failure
         if self.future is not None:
@@ -61,3 +64,61 @@ class Task:
             else:
                 self.future.set_result(self.values()[0])
         self.settled.set()
+
+
+class Pending:
+    """The tasks of one mesh that some rank has not answered, and the failures that their callers have not seen.
+
+    The session's lock guards it.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: dict[int, Task] = {}
+        self._unseen: deque[Task] = deque()
+
+    def busy(self) -> dict[int, int]:
+        """The ranks that have something to do, each with the number of the task that it is at."""
+        found: dict[int, int] = {}
+        for task in self.tasks.values():
+            for rank in task.busy():
+                found[rank] = min(found.get(rank, task.number), task.number)
+        return found
+
+    def failures(self) -> dict[int, Failure]:
+        return {rank: failure for task in self.tasks.values() for rank, failure in task.failures().items()}
+
+    def lose(self, rank: int) -> None:
+        """A rank died: it will not answer any more."""
+        for task in self.tasks.values():
+            if rank in task.ranks:
+                task.answers.setdefault(rank, ("lost", None))
+
+    def settle(self, task: Task, failure: Outcome = None, *, generation: int | None = None, seen: bool = False) -> None:
+        """Make a task's outcome known; it stays busy on the ranks that have not answered.
+
+        Args:
+            generation: the one that failed with it.
+            seen: whoever waits for it knows already.
+        """
+        if task.complete:
+            self.tasks.pop(task.number, None)
+        task.generation = generation
+        task.settle(failure)
+        if failure is not None and not seen:
+            self._unseen.append(task)
+
+    def raise_unseen(self) -> None:
+        """Raise the failure of a task whose caller has not seen it."""
+        while self._unseen:
+            task = self._unseen.popleft()
+            if not task.reported:
+                self.report(task)
+
+    def report(self, task: Task) -> None:
+        """Raise the failure of a task."""
+        task.reported = True
+        for other in self._unseen:
+            # What failed in one generation failed for one reason.
+            other.reported = other.reported or other.generation == task.generation is not None
+        assert task.failure is not None
+        raise task.failure()

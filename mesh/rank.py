@@ -45,6 +45,7 @@ class RankSession:
         self.watch, self.store, self.timeout, self.seed, self.launched = watch, store, timeout, seed, launched
         self.regions = 0
         self.closed = False
+        self.mesh_text = "a mesh"  # for messages
         self._alone = False
         self._comms: dict[tuple[tuple[int, ...], str], Communicator] = {}
 
@@ -113,6 +114,8 @@ class RankSession:
         """
         if self.arena is not None:
             self.arena.enter(number)
+        else:
+            self.watch.region = number
         try:
             self._check_driver()
             yield

@@ -1,4 +1,4 @@
-"""The rank processes of a driver's mesh, as the driver holds them: started, sent to, signalled, and cleared away."""
+"""The rank processes of a driver's mesh, as the driver holds them: started, told, signalled, replaced, cleared away."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import os
 import select
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
 
+from ..kernels import arena as arena_module
+from ..kernels.arena import Arena
 from ..kernels.errors import MeshError, message
 from ..kernels.registry import added_factory
 from . import wire
 from .spawn import zygote
+from .spec import Layout
 
 
 class Rank:
@@ -106,6 +110,79 @@ class Rank:
             os.close(fd)
         self.pipes.clear()
         self.pidfd = -1
+
+
+class Ranks:
+    """All ranks of one mesh, and the arena that they share with the driver.
+
+    Args:
+        layout: the axes.
+        options: what each of them needs to know besides: backend, threads, seed, timeout.
+        started: called with every new one.
+
+    Attributes:
+        generation: counts the failures that the mesh has recovered from, from 1 on.
+    """
+
+    def __init__(self, layout: Layout, options: dict[str, Any], started: Callable[[Rank], None]):
+        self.generation = 1
+        self._started = started
+        self._arena_fd = arena_module.create(layout.size)
+        self.arena: Arena | None = Arena(self._arena_fd, layout.size, layout.size)
+        self.arena.clear(self.generation)
+        # Where ranks of a backend that needs a store meet. A file without a name, and no TCPStore: that one asks the
+        # name service about every connection, which takes seconds where none answers.
+        self._store_fd = os.memfd_create("spmd-store", os.MFD_CLOEXEC)
+        self.request = {
+            **options,
+            "axes": layout.sizes,
+            "factory": pickled_factory(options["backend"]),
+            "store": f"/proc/{os.getpid()}/fd/{self._store_fd}",
+            "cwd": os.getcwd(),
+            "path": list(sys.path),
+            "argv": list(sys.argv),
+            "environ": dict(os.environ),
+        }
+        self.all: list[Rank] = []
+
+    def start(self, size: int) -> None:
+        for rank in range(size):
+            self.all.append(self._start(rank))
+
+    def _start(self, number: int) -> Rank:
+        rank = Rank(number, {**self.request, "generation": self.generation}, self._arena_fd)
+        self._started(rank)
+        return rank
+
+    def abort(self, why: str) -> None:
+        """Have every rank that waits give up."""
+        if self.arena is not None:
+            self.arena.abort(why)
+
+    def begin_anew(self) -> list[int]:
+        """Open the next generation, with new processes for those that died: these ranks."""
+        assert self.arena is not None
+        self.generation += 1
+        self.arena.clear(self.generation)
+        dead = [rank for rank in self.all if not rank.alive]
+        for rank in dead:
+            rank.close()
+            self.all[rank.rank] = self._start(rank.rank)
+        return [rank.rank for rank in dead]
+
+    def kill(self) -> None:
+        for rank in self.all:
+            rank.signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Give back what they needed, once they were killed and nobody listens to them any more."""
+        for rank in self.all:
+            rank.ended(1.0)
+            rank.close()
+        if self.arena is not None:
+            self.arena = None
+            os.close(self._arena_fd)
+            os.close(self._store_fd)
 
 
 def pickled_factory(backend: str) -> bytes | None:

@@ -1,6 +1,6 @@
 """The thread that listens to a mesh's ranks: their answers, what they print, and their deaths.
 
-It reads and reports, and decides nothing: that is the session's business (`Listener`).
+It reads and reports, and decides nothing: that is its listener's business (`Recovery`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from . import wire
 from .output import Collator
 from .ranks import Rank
 
-TICK_SECONDS = 0.1  # between two calls of `tick` while the session asks for them
+TICK_SECONDS = 0.1  # between two calls of `carry_on` while a recovery is under way
 
 
 class Listener(Protocol):
     """What is told."""
 
-    closed: str | None
+    under_way: bool
 
     @property
-    def restless(self) -> bool: ...
+    def closed(self) -> str | None: ...
     def answered(self, rank: Rank, packet: wire.Packet) -> None: ...
     def died(self, rank: Rank) -> None: ...
     def flush(self, rank: Rank) -> bool: ...
-    def tick(self) -> None: ...
+    def carry_on(self) -> None: ...
     def broke(self, error: BaseException) -> None: ...
 
 
@@ -116,7 +116,7 @@ class Receiving(threading.Thread):
 
     def _turn(self) -> None:
         due = self._collator.tick()
-        if self._listener.restless:
+        if self._listener.under_way:
             due = TICK_SECONDS if due is None else min(due, TICK_SECONDS)
         for key, events in self._selector.select(due):
             kind, rank = key.data
@@ -137,7 +137,8 @@ class Receiving(threading.Thread):
                 self._bury(rank)
             else:
                 self.read_output(rank)
-        self._listener.tick()
+        if self._listener.under_way:
+            self._listener.carry_on()
 
     def _watch(self, rank: Rank, events: int) -> None:
         with contextlib.suppress(KeyError, ValueError):  # it died, and is not listened to any more

@@ -14,10 +14,7 @@ import torch
 
 from ..kernels.arena import word_key
 from ..kernels.errors import MeshError, message
-from .agreement import Leaving as Leaving
-from .agreement import digest as digest
 from .rank import RankSession
-from .spec import is_sharded as is_sharded
 
 
 @dataclasses.dataclass(slots=True)

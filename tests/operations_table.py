@@ -7,7 +7,11 @@ A test fails when the page differs from what runs.
 
 from __future__ import annotations
 
+import pickle
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import cloudpickle
 import torch
@@ -100,14 +104,30 @@ def page(cells: dict[str, list[dict[tuple[str, torch.dtype], str]]]) -> str:
         "`python tests/operations_table.py > docs/operations.md` makes this page.",
         "*refused*: the operation has no meaning for the dtype (`SpecError`).",
     ]
-    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     for backend, ranks in cells.items():
-        lines += ["", f"## {backend}", "", f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
-        for row in ROWS:
-            found = [{rank[row, dtype] for rank in ranks} for dtype in DTYPES]
-            texts = ["*refused*" if cell == {REFUSED} else "yes" if cell == {WORKS} else "**wrong**" for cell in found]
-            lines.append(f"| {row} | {' | '.join(texts)} |")
+        lines += section(backend, ranks)
     return "\n".join(lines) + "\n"
+
+
+def section(backend: str, ranks: list[dict[tuple[str, torch.dtype], str]]) -> list[str]:
+    """The part of the page about one backend."""
+    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+    lines = ["", f"## {backend}", "", f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    for row in ROWS:
+        found = [{rank[row, dtype] for rank in ranks} for dtype in DTYPES]
+        texts = ["*refused*" if cell == {REFUSED} else "yes" if cell == {WORKS} else "**wrong**" for cell in found]
+        lines.append(f"| {row} | {' | '.join(texts)} |")
+    return lines
+
+
+def under_mpirun() -> list[dict[tuple[str, torch.dtype], str]]:
+    """The cells of backend "mpi", which needs ranks that mpirun started."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cells"
+        suite = str(Path(__file__).with_name("mpi_suite.py"))
+        command = ["mpirun", "--oversubscribe", "-np", str(RANKS), sys.executable, suite, str(path)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return pickle.loads(path.read_bytes())
 
 
 if __name__ == "__main__":
@@ -115,4 +135,5 @@ if __name__ == "__main__":
     for backend in BACKENDS:
         with Mesh({"data": RANKS}, backend=backend) as mesh:
             found[backend] = mesh.run(run_all, mesh)
+    found["mpi"] = under_mpirun()
     print(page(found), end="")

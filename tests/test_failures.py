@@ -347,7 +347,7 @@ def raise_or_exit():
 
 def test_ranks_that_cannot_start(make_mesh, capfd):
     mesh = make_mesh({"data": 2})
-    mesh.driver._request["cwd"] = "/nowhere/to/be/found"
+    mesh.driver.ranks.request["cwd"] = "/nowhere/to/be/found"
     os.kill(mesh.driver.pids[0], signal.SIGKILL)
     with raises(MeshError, "this mesh is closed: its ranks die before they are ready; their error output", within=10):
         for _ in range(100):
@@ -359,7 +359,7 @@ def test_ranks_that_cannot_start(make_mesh, capfd):
 def test_the_process_that_ranks_are_forked_from_is_killed(make_mesh):
     meshes = [make_mesh({"data": 2}), make_mesh({"data": 1})]
     w = put(torch.ones(2), mesh=meshes[0])
-    zygote = meshes[0].driver._ranks[0]._zygote._process.pid
+    zygote = meshes[0].driver.ranks.all[0]._zygote._process.pid
     before = [pid for mesh in meshes for pid in mesh.driver.pids]
     kill(zygote, 0.2)
     with raises(PeerLost, "rank 0 died with the process that it was forked from", within=10):

@@ -188,7 +188,7 @@ def busy():
     barrier()
 
 mesh.run(lambda: barrier()), idle.run(lambda: 1)
-print(mesh.driver._ranks[0]._zygote._process.pid, *mesh.driver.pids, *idle.driver.pids, flush=True)
+print(mesh.driver.ranks.all[0]._zygote._process.pid, *mesh.driver.pids, *idle.driver.pids, flush=True)
 mesh.run(busy)
 """
 
@@ -210,9 +210,9 @@ def test_the_driver_is_killed(tmp_path, backend, number):
 
 def test_a_mesh_that_could_not_be_made_leaves_nothing():
     """The last of its ranks cannot be started."""
-    import spmd.mesh.driver as driver
+    import spmd.mesh.ranks as module
 
-    start, made = driver.Rank, []
+    start, made = module.Rank, []
 
     def start_two(rank, *rest):
         if rank == 2:
@@ -221,11 +221,11 @@ def test_a_mesh_that_could_not_be_made_leaves_nothing():
         return made[-1]
 
     before = len(os.listdir("/proc/self/fd"))
-    driver.Rank = start_two
+    module.Rank = start_two
     try:
         with pytest.raises(MeshError, match="no more processes"):
             Mesh({"data": 3})
     finally:
-        driver.Rank = start
+        module.Rank = start
     assert end_within(1, [rank.pid for rank in made])
     assert len(os.listdir("/proc/self/fd")) <= before, sys.version

@@ -22,4 +22,5 @@ def test_the_page_says_what_runs(shared_mesh: Callable[..., Mesh]) -> None:
     made = Path(__file__).parent.parent / "docs" / "operations.md"
     if not made.exists():
         pytest.fail("docs/operations.md is missing: python tests/operations_table.py > docs/operations.md")
-    assert made.read_text() == table.page(cells)
+    # The section of "mpi" comes last, and test_mpi.py compares it: it needs mpirun.
+    assert made.read_text().partition("\n## mpi\n")[0] == table.page(cells)

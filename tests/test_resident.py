@@ -182,6 +182,30 @@ def test_an_error_surfaces_at_a_fetch(mesh):
     assert x.full().tolist() == [3, 3] and mesh.run(lambda: 1) == [1, 1]
 
 
+def test_a_failure_spares_the_calls_before_it(mesh):
+    @spmd(mesh=mesh)
+    def slow(x, wait):
+        y = psum(x, "data")
+        if bool(wait) and axis_index("data") == 0:
+            time.sleep(0.8)  # the other rank is long done, and fails in the next call
+        return y
+
+    @spmd(mesh=mesh)
+    def fails(x):
+        if float(x[0]) == 8.0 and axis_index("data") == 1:
+            raise FloatingPointError("eight")
+        return psum(x, "data")
+
+    no, yes = put(torch.tensor(False), mesh=mesh), put(torch.tensor(True), mesh=mesh)
+    x = slow(put(torch.ones(2), mesh=mesh), no)
+    fails(x)
+    good = slow(slow(x, no), yes)
+    bad = fails(good)
+    with pytest.raises(FloatingPointError, match="eight"):
+        bad.full()
+    assert good.full().tolist() == [8, 8]
+
+
 @pytest.mark.parametrize("ending", ["close", "with"])
 def test_an_error_surfaces_at_the_end(make_mesh, ending):
     mesh = make_mesh({"data": 2})
