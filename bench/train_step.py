@@ -34,7 +34,9 @@ def ours(mesh: Mesh, name: str, **flags: Any) -> Callable[[], None]:
     @spmd(mesh=mesh)
     @data_parallel
     def step(params: Any, state: Any, batch: Any) -> Any:
-        loss, grads = value_and_grad(lambda params, batch: loss_of(apply(params, batch["x"]), batch["y"]))(params, batch)
+        loss, grads = value_and_grad(lambda params, batch: loss_of(apply(params, batch["x"]), batch["y"]))(
+            params, batch
+        )
         params, state = opt.step(params, grads, state)
         return params, state, loss
 

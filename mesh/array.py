@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..kernels.errors import MeshError, SpecError, message
-from . import launched
+from . import drawing, launched
 from .region import current
 from .spec import P
 
@@ -130,11 +130,24 @@ class Array:
     def __reduce__(self) -> Any:
         raise MeshError(message("an Array cannot be pickled: its data is on a mesh", remedy="pickle array.full()"))
 
+    def _repr_html_(self) -> str:
+        if self._donated is not None:
+            return f"<code>{self!r}</code>"
+        return drawing.html([self._grid()], self.mesh.size)
+
+    def __str__(self) -> str:
+        if self._donated is not None or self.mesh.size > drawing.MOST_DRAWN:
+            return repr(self)
+        return drawing.text(self._grid())
+
+    def _grid(self) -> drawing.Grid:
+        return drawing.array_grid(self.mesh.layout, self.spec, tuple(self.shape), repr(self))
+
     def __repr__(self) -> str:
         if self._donated is not None:
             return f"Array(donated to {self._donated})"
         kind = str(self.dtype).removeprefix("torch.")
-        return f"Array({kind}{list(self.shape)}, {self.spec}, {self.mesh!r})"
+        return f"Array({kind}{list(self.shape)}, {self.spec}, {self.mesh.describe()})"
 
 
 class LocalSource:

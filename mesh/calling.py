@@ -91,7 +91,7 @@ class _Finish:
     """What a call's results turned out to be, found out once, when somebody asks."""
 
     def __init__(self, mesh: Mesh, driver: DriverSession, program: Program, task: Task, *, compare: bool):
-        self._layout, self._where, self._name = mesh.layout, repr(mesh), program.name
+        self._layout, self._where, self._name = mesh.layout, mesh.describe(), program.name
         self._driver, self._task, self._compare = driver, task, compare
         self._expected: Any = None
         self._found: tuple[Any, list[Result]] | None = None
@@ -154,7 +154,7 @@ def _launched(mesh: Mesh, program: Program, request: Request, key: tuple, *, che
         if known is not None and not any_news:
             return results, known
         everyone = tasks.decode_all(comm.all_gather_bytes(tasks.encode(treedef, said)))
-        found = assemble(mesh.layout, everyone, name=program.name, where=repr(mesh), compare=check != "never")
+        found = assemble(mesh.layout, everyone, name=program.name, where=mesh.describe(), compare=check != "never")
         return results, (*found, said)
 
     results, found = launched.call(session, run)

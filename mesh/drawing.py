@@ -22,6 +22,10 @@ class Grid:
     rows: list[tuple[str, list[tuple[str, tuple[int, ...]]]]]
 
 
+# Ranks; larger meshes are described in a line.
+MOST_DRAWN = 64
+
+
 def mesh_grids(layout: Layout, title: str) -> list[Grid]:
     """The ranks of a mesh by coordinates: the last axis across, the one before down, one grid for each of the rest."""
     names, axes = layout.names, layout.axes
@@ -116,7 +120,10 @@ def html(grids: list[Grid], size: int) -> str:
         head = "".join(f"<th style='{_HEAD}'>{escape.escape(column)}</th>" for column in grid.columns)
         body = "".join(
             f"<tr><th style='{_HEAD}'>{escape.escape(label)}</th>"
-            + "".join(f"<td style='{_CELL}background:{_colour(ranks, size)}'>{escape.escape(name)}</td>" for name, ranks in cells)
+            + "".join(
+                f"<td style='{_CELL}background:{_colour(ranks, size)}'>{escape.escape(name)}</td>"
+                for name, ranks in cells
+            )
             + "</tr>"
             for label, cells in grid.rows
         )

@@ -95,7 +95,7 @@ class DriverSession:
 
     def describe(self) -> str:
         mesh = self._mesh()
-        return repr(mesh) if mesh is not None else "a mesh"
+        return mesh.describe() if mesh is not None else "a mesh"
 
     def new_number(self) -> int:
         """A number that no task and no output of this mesh has had."""

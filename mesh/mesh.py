@@ -21,7 +21,7 @@ from ..kernels import arena
 from ..kernels.callsite import hide_our_frames
 from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, message
-from . import launched, tasks, wire
+from . import drawing, launched, tasks, wire
 from .arguments import check_arguments, layout_of
 from .driver import DriverSession, close_quietly
 from .rank import RankSession
@@ -84,7 +84,7 @@ class Mesh:
             self._rank_session, self.backend = launched.join(
                 layout, launch, backend=backend, seed=seed, timeout=timeout
             )
-            self._rank_session.mesh_text = repr(self)
+            self._rank_session.mesh_text = self.describe()
         else:
             self.threads = threads or max(1, len(os.sched_getaffinity(0)) // layout.size)
             self.backend = ("gloo" if arena.supported() else "shm") if backend == "auto" else backend
@@ -117,7 +117,7 @@ class Mesh:
                 message(
                     "a rank made a Mesh, most likely by importing a module that makes one",
                     got=f"axes {layout.axes}",
-                    expected=f"those of {self!r}, of which this process is a rank",
+                    expected=f"those of {self.describe()}, of which this process is a rank",
                     remedy="make meshes in the program's main script, or in a function that only it calls",
                 )
             )
@@ -156,8 +156,17 @@ class Mesh:
             message("a Mesh cannot be pickled: it stands for processes", remedy="make one where you need it")
         )
 
-    def __repr__(self) -> str:
+    def describe(self) -> str:
+        """The mesh in one line."""
         return f"Mesh({self.axes}, backend={self.backend!r}, device={self.device!r})"
+
+    def __repr__(self) -> str:
+        if self.size > drawing.MOST_DRAWN:
+            return self.describe()
+        return "\n".join(map(drawing.text, drawing.mesh_grids(self._layout, self.describe())))
+
+    def _repr_html_(self) -> str:
+        return drawing.html(drawing.mesh_grids(self._layout, self.describe()), self.size)
 
     # -- using it -----------------------------------------------------------------------------------------------------
 
@@ -269,7 +278,7 @@ class Mesh:
         if self._rank_session is None:
             raise MeshError(message("this needs a rank, and the driver is none", remedy="call it inside mesh.run"))
         if self._rank_session.closed:
-            raise MeshError(message("this mesh is closed", where=repr(self), remedy="make a new Mesh"))
+            raise MeshError(message("this mesh is closed", where=self.describe(), remedy="make a new Mesh"))
         return self._rank_session
 
     @property

@@ -37,7 +37,7 @@ def name_in_driver(session: DriverSession, obj: Any) -> Any:
             raise MeshError(
                 message(
                     "a function refers to another mesh than the one it runs on",
-                    got=repr(obj),
+                    got=obj.describe(),
                     expected=session.describe(),
                     remedy="pass what it needs of that mesh, such as its size, as an argument",
                 )

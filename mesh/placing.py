@@ -147,7 +147,7 @@ def fill(mesh: Mesh, name: str, reader: Any, arguments: tuple, deal: Deal) -> Ca
 
     def there() -> Any:
         treedef, results = assemble(
-            mesh.layout, tasks.decode_all(driver.wait(task).values()), name=name, where=repr(mesh)
+            mesh.layout, tasks.decode_all(driver.wait(task).values()), name=name, where=mesh.describe()
         )
         made = [
             result.value if result.spec is None else outputs.array(index, task, result.meta, deal=deal)

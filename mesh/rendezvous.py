@@ -109,10 +109,14 @@ def _store_at(method: str, launch: Launch, timeout: float) -> dist.Store:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
             raise MeshError(message("env:// needs MASTER_ADDR and MASTER_PORT", got=f"no {', '.join(missing)}"))
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    elif address.scheme == "tcp" and address.hostname and address.port:
-        host, port = address.hostname, address.port
-    else:
+        host = os.environ["MASTER_ADDR"]
+        method = f"tcp://{f'[{host}]' if ':' in host else host}:{os.environ['MASTER_PORT']}"
+        address = urllib.parse.urlparse(method)
+    try:
+        host, port = address.hostname or "", address.port or 0
+    except ValueError:  # a port that is none
+        host, port = "", 0
+    if address.scheme != "tcp" or not host or not port:
         raise MeshError(
             message("cannot meet there", got=repr(method), expected='"env://", "tcp://host:port" or "file:///path"')
         )
@@ -123,6 +127,7 @@ def _store_at(method: str, launch: Launch, timeout: float) -> dist.Store:
     else:
         _wait_for_listener(host, port, launch, timeout)
     try:
+        # The first of these in a process asks for its peer's name: 5 to 10 s where a name service does not answer.
         return dist.TCPStore(host, port, None, hosts, limit, wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
         raise _port_error(port, launch, str(error).splitlines()[0]) from None

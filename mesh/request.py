@@ -96,8 +96,8 @@ class Request:
                 raise SpecError(
                     message(
                         f"{self.where(index)} is on another mesh",
-                        got=repr(leaf.mesh),
-                        expected=repr(self.mesh),
+                        got=leaf.mesh.describe(),
+                        expected=self.mesh.describe(),
                         remedy="move it with put(array.full(), mesh=...)",
                     )
                 )

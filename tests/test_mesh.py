@@ -55,7 +55,8 @@ def test_axes(make_mesh, monkeypatch):
     assert make_mesh({"a": 2}).size == 2
     square = make_mesh({"a": 2, "b": 1})
     assert (
-        square.coords(1) == {"a": 1, "b": 0} and repr(square) == "Mesh({'a': 2, 'b': 1}, backend='shm', device='cpu')"
+        square.coords(1) == {"a": 1, "b": 0}
+        and square.describe() == "Mesh({'a': 2, 'b': 1}, backend='shm', device='cpu')"
     )
     for rank in (-1, 2, None):
         with pytest.raises(MeshError, match=r"coords got a bad rank \(expected 0 to 1, got"):

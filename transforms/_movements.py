@@ -61,6 +61,9 @@ def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> An
         dim: the dimension that is divided: without `tiled` its size is the number of ranks, and it goes.
         tiled: keep `dim`, as many times shorter as there are ranks.
 
+    Returns:
+        This rank's part of the sum: without `dim`, or with `tiled` as much of it as one part has.
+
     Raises:
         as `psum`, and SpecError where the size of `dim` does not fit.
     """
@@ -103,6 +106,9 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int, *, tiled: bo
         concat_dim: where the parts line up: without `tiled` a new dimension of the result.
         tiled: keep both dimensions, one shorter, the other longer.
 
+    Returns:
+        The parts in the order of the ranks that they came from.
+
     Raises:
         as `psum`, and SpecError where the sizes do not fit.
     """
@@ -129,6 +135,9 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
         x: tensor or tree of tensors, the same shapes on all ranks of the axis.
         axis: mesh axis, or a tuple of them (first name major).
         perm: pairs; no source and no destination may appear twice.
+
+    Returns:
+        What was sent to this rank, the same shape, or zeros.
 
     Raises:
         as `psum`, and SpecError for pairs that are not such.
@@ -159,6 +168,9 @@ def pbroadcast(x: Any, axis: Axis, source: int) -> Any:
         x: tensor or tree of tensors, the same shapes on all ranks of the axis.
         axis: mesh axis, or a tuple of them (first name major).
         source: index on the axis.
+
+    Returns:
+        The source's value, the same shape, on every rank of the axis.
 
     Raises:
         as `psum`, and SpecError for a bad `source`.

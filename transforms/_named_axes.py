@@ -21,6 +21,14 @@ Axis = str | tuple[str, ...]
 def axis_index(axis: Axis) -> int:
     """This rank's index along `axis` (over a tuple: first name major).
 
+    On four ranks of a mesh {"data": 2, "model": 2}, `axis_index(("data", "model"))` is 0, 1, 2 and 3.
+
+    Args:
+        axis: mesh axis, or a tuple of them.
+
+    Returns:
+        An integer, 0 to `axis_size(axis)` - 1.
+
     Raises:
         SpecError: no such axis. MeshError: outside a region.
     """
@@ -31,6 +39,14 @@ def axis_index(axis: Axis) -> int:
 def axis_size(axis: Axis) -> int:
     """The number of ranks along `axis`.
 
+    On a mesh {"data": 2, "model": 2}, `axis_size(("data", "model"))` is 4.
+
+    Args:
+        axis: mesh axis, or a tuple of them.
+
+    Returns:
+        An integer.
+
     Raises:
         SpecError: no such axis. MeshError: outside a region.
     """
@@ -40,6 +56,9 @@ def axis_size(axis: Axis) -> int:
 
 def barrier(axis: Axis | None = None) -> None:
     """Wait until every rank along `axis` (None: of the mesh) is here.
+
+    Args:
+        axis: mesh axis, or a tuple of them.
 
     Raises:
         SpecError: no such axis. MeshError: outside a region.

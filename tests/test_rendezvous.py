@@ -1,0 +1,214 @@
+"""Where launched ranks meet, and what each is told when they don't, within the timeout.
+
+The processes of all cases are started at once and begin together when all have imported the library.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from spmd import MeshError
+from spmd.mesh.rendezvous import initialize
+
+TIMEOUT = 3
+
+# What each process runs, given how to start; it says how long it took, and what came of it.
+PROGRAM = f"""
+import datetime, os, sys, time
+import torch, torch.distributed as dist
+from spmd import Mesh, MeshError
+from spmd.mesh.rendezvous import initialize
+print("ready", flush=True)
+input()
+began = time.monotonic()
+try:
+    exec(sys.argv[1])
+    mesh = Mesh(timeout={TIMEOUT})
+    total = mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(()))))
+    text = f"rank {{mesh.rank}} of {{mesh.size}}: {{total}}"
+except MeshError as error:
+    text = f"MeshError: {{error}}"
+print(f"{{time.monotonic() - began:.3f}} s: {{text}}", flush=True)
+input()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def at(method: str) -> str:
+    """One process's start: `{rank}` and `{size}` are still to be filled in."""
+    return f"initialize({{rank}}, {{size}}, init_method={method!r})"
+
+
+def pair(start: str) -> list[str]:
+    return [start.format(rank=rank, size=2) for rank in range(2)]
+
+
+def stale_file(folder: Path) -> str:
+    """What a killed run leaves: rank 0, of a process that is no more, has signed in."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    store = dist.FileStore(str(folder / "first"), 2)
+    signed = dist.PrefixStore("spmd/0", store)
+    signed.add("count/0", 1)
+    signed.set("rank/0", f"{socket.gethostname()} {process.pid} 2")
+    (folder / "stale").write_bytes((folder / "first").read_bytes())
+    return f"file://{folder}/stale"
+
+
+def cases_in(folder: Path, busy: int) -> dict[str, list[str]]:
+    """What the processes of each case call."""
+    port = free_port()
+    environ = "os.environ.update(MASTER_ADDR='localhost', MASTER_PORT='{port}'); " + at("env://")
+    tcp_store = (
+        f"initialize({{rank}}, 2, store=dist.TCPStore('127.0.0.1', {free_port()}, None, {{rank}} == 0, "
+        "datetime.timedelta(seconds=20)))"
+    )
+    return {
+        "env": pair(environ.replace("{port}", str(free_port()))),
+        "tcp": pair(at(f"tcp://127.0.0.1:{port}")),
+        "file": pair(at(f"file://{folder}/file")),
+        "TCPStore": pair(tcp_store),
+        "FileStore": pair(f"initialize({{rank}}, 2, store=dist.FileStore('{folder}/store', 2))"),
+        "stale": [at(stale_file(folder)).format(rank=0, size=2)],
+        "busy": [at(f"tcp://127.0.0.1:{busy}").format(rank=0, size=2)],
+        "no rank 1": [at(f"tcp://127.0.0.1:{free_port()}").format(rank=0, size=3)],
+        "no rank 0": [at(f"tcp://127.0.0.1:{free_port()}").format(rank=1, size=2)],
+        "no rank 0 at a file": [at(f"file://{folder}/alone").format(rank=1, size=2)],
+        "twice": [at(f"file://{folder}/twice").format(rank=0, size=2)] * 2,
+        "sizes": [at(f"file://{folder}/sizes").format(rank=rank, size=2 + rank) for rank in range(2)],
+    }
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[tuple[float, str]]]]:
+    """For each case and process: the seconds it took, and what it said."""
+    bare = {
+        name: text for name, text in os.environ.items() if not name.startswith(("SPMD_", "MASTER_", "TORCHELASTIC"))
+    }
+    with socket.create_server(("", 0)) as stranger:
+        cases = cases_in(tmp_path_factory.mktemp("meet"), stranger.getsockname()[1])
+        started = {
+            name: [
+                subprocess.Popen(
+                    [sys.executable, "-c", PROGRAM, start],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    env={**bare, "OMP_NUM_THREADS": "1"},
+                )
+                for start in starts
+            ]
+            for name, starts in cases.items()
+        }
+        processes = [process for group in started.values() for process in group]
+        try:
+            for process in processes:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "ready\n"
+            for _ in range(2):  # begin; and end, when every process of the case has said what it has to say
+                for process in processes:
+                    assert process.stdin is not None
+                    process.stdin.write("\n")
+                    process.stdin.flush()
+            outs = {name: [process.communicate(timeout=30)[0] for process in group] for name, group in started.items()}
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+    found = {
+        name: [re.fullmatch(r"([\d.]+) s: (.*)\n", out, re.DOTALL) for out in group] for name, group in outs.items()
+    }
+    assert all(match for group in found.values() for match in group), outs
+    yield {name: [(float(match[1]), match[2]) for match in group if match] for name, group in found.items()}
+
+
+@pytest.mark.parametrize("place", ["env", "tcp", "file", "TCPStore", "FileStore"])
+def test_they_meet(told: dict[str, list[tuple[float, str]]], place: str) -> None:
+    assert [text for _, text in told[place]] == [f"rank {rank} of 2: [2.0, 2.0]" for rank in range(2)]
+
+
+# For each process of a case, what it must be told.
+FAILURES = {
+    "stale": [
+        r"the meeting place file:///.*/stale is left over from an earlier run \(process \d+, which has ended\).*remove"
+    ],
+    "busy": [r"rank 0 cannot meet the others at port \d+ \(got .*in use\): end what uses the port, or choose another"],
+    "no rank 1": [r"2 of 3 ranks did not come within 3 s: \[1, 2\] \[rank 0, at tcp://.*check that they were started"],
+    "no rank 0": [r"rank 1 of 2 \(from initialize\) found nobody at 127.0.0.1:\d+ within 3 s, where rank 0 should be"],
+    "no rank 0 at a file": [r"1 of 2 ranks did not come within 3 s: \[0\] \[rank 1, at file:///.*/alone\]"],
+    "twice": [r"two processes are rank 0: \d+ on \S+ and \d+ on \S+ \[.*\]: (give each|correct the start)"] * 2,
+    "sizes": [
+        r"ranks disagree on how many there are: rank \d says \d, rank \d says \d.*: (start all|correct the start)"
+    ]
+    * 2,
+}
+AT_ONCE = ("stale", "busy", "twice", "sizes")
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_what_they_are_told(told: dict[str, list[tuple[float, str]]], case: str) -> None:
+    for (seconds, text), pattern in zip(told[case], FAILURES[case], strict=True):
+        assert re.match(f"MeshError: {pattern}", text), text
+        assert seconds < (2 if case in AT_ONCE else TIMEOUT + 2), text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"rank": 2, "size": 2, "init_method": "env://"}, r"bad rank \(expected 0 to 1, got rank 2 of 2\)"),
+        ({"rank": -1, "size": 2, "init_method": "env://"}, "got rank -1 of 2"),
+        ({"rank": 0, "size": 0, "init_method": "env://"}, "bad rank"),
+        ({"rank": 0, "size": 1}, "one of init_method and store"),
+        ({"rank": 0, "size": 1, "init_method": "env://", "store": dist.HashStore()}, "one of init_method and store"),
+    ],
+)
+def test_bad_arguments(arguments: dict, text: str) -> None:
+    with pytest.raises(MeshError, match=text):
+        initialize(**arguments)
+
+
+BAD_PLACES = """
+import os
+from spmd import Mesh, MeshError
+from spmd.mesh.rendezvous import initialize
+def attempt(method, **environ):
+    os.environ.update(environ)
+    initialize(0, 1, init_method=method)
+    try:
+        Mesh(timeout=3)
+    except MeshError as error:
+        print(error)
+attempt("env://", MASTER_ADDR="localhost")
+attempt("env://", MASTER_PORT="http")
+for method in ("smoke://hill", "tcp://localhost", "tcp://localhost:99999", "file:///no/such/folder/file"):
+    attempt(method)
+"""
+
+
+def test_bad_places() -> None:
+    environ = {name: text for name, text in os.environ.items() if not name.startswith(("SPMD_", "MASTER_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", BAD_PLACES], env=environ, capture_output=True, text=True, timeout=30, check=True
+    )
+    first, *others, last = done.stdout.splitlines()
+    assert first == "env:// needs MASTER_ADDR and MASTER_PORT (got no MASTER_PORT)"
+    for line, method in zip(
+        others, ("tcp://localhost:http", "smoke://hill", "tcp://localhost", "tcp://localhost:99999"), strict=True
+    ):
+        assert re.match(f"cannot meet there .*tcp://host:port.*got '{method}'", line), line
+    assert re.match("rank 0 cannot meet the others at file:///no/such/folder/file .*No such file.*another path", last)
