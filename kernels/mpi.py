@@ -113,7 +113,7 @@ class MpiCommunicator(NetworkedCommunicator):
                 self._comm = None
         self._under_way.clear()
         if self._comm is not None:
-            self._comm.Free()
+            self._comm.Free()  # collective by name; the standard expects it to be local, and so it is in practice
             self._comm = None
 
     def _done(self, sends: list[Any], recvs: list[Any]) -> Steps:
@@ -212,7 +212,7 @@ class MpiCommunicator(NetworkedCommunicator):
                 return
             data = torch.empty(status.Get_count(self._mpi.BYTE), dtype=torch.uint8)
             packet.Recv(self._raw(data))  # it is here, and short: this does not wait
-            tag, nbytes, number = _PACKET.unpack_from(data.numpy())
+            tag, nbytes, number = _PACKET.unpack_from(data.numpy().data)
             self._inbox.append((status.Get_source(), tag, nbytes, number, data[_PACKET.size :]))
 
     def _arrived(self) -> list[int]:

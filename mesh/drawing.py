@@ -39,7 +39,7 @@ def mesh_grids(layout: Layout, title: str) -> list[Grid]:
         where = ", ".join(f"{name}={index}" for name, index in at.items())
         rows = []
         for row in range(axes[down] if down else 1):
-            cells = []
+            cells: list[tuple[str, tuple[int, ...]]] = []
             for column in range(axes[across]):
                 coords = {**at, across: column, **({down: row} if down else {})}
                 rank = layout.rank(coords)

@@ -86,7 +86,7 @@ def _host_identity() -> str:
 
 def _shared_arena(store: Any, rank: int, size: int, timeout: float) -> Arena | None:
     """Rank 0's arena, mapped by all; None on every rank if one of them can't."""
-    arena = None
+    arena = fd = None
     try:
         if rank == 0:
             fd = arena_module.create(size)
@@ -94,12 +94,15 @@ def _shared_arena(store: Any, rank: int, size: int, timeout: float) -> Arena | N
             arena.clear(1)
             store.set("arena", f"/proc/{os.getpid()}/fd/{fd}")
         else:
-            arena = Arena(arena_module.open_inherited(store.get("arena").decode()), size, rank)
+            fd = arena_module.open_inherited(store.get("arena").decode())
+            arena = Arena(fd, size, rank)
     except OSError:
         if rank == 0:
             store.set("arena", "none")
     store.set(f"mapped/{rank}", "yes" if arena is not None else "no")
     answers = [_wait_for(store, f"mapped/{peer}", peer, timeout) for peer in range(size)]
+    if fd is not None:
+        os.close(fd)  # all have mapped it
     if "no" in answers:
         return None
     assert arena is not None

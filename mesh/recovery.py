@@ -20,7 +20,7 @@ from .ranks import Rank
 if TYPE_CHECKING:
     from .driver import DriverSession
 
-GRACE_SECONDS = 0.5  # for ranks to give up by themselves once one has failed
+GRACE_SECONDS = 0.75  # for ranks to give up by themselves once one has failed
 
 
 class Recovery:

@@ -19,7 +19,8 @@ from .mesh.placing import specs_for
 from .mesh.program import Program
 from .mesh.region import Region, current, mark, marked
 from .mesh.request import Request
-from .mesh.spec import REPLICATED, P, Sharded, is_spec
+from .mesh.spec import REPLICATED, P, Sharded, is_sharded, is_spec
+from .transforms import all_gather
 
 CHECKS = ("first", "always", "never")
 
@@ -173,7 +174,11 @@ class Spmd:
         return names
 
     def _inside(self, bound: inspect.BoundArguments) -> Any:
-        """A call within a region: the body runs here and now, on what this rank has."""
+        """A call within a region: arguments are cut here, the body runs on what this rank has, results are joined.
+
+        Over an axis along which an argument is cut already the caller and this function share one region: nothing
+        is cut there again, nor joined.
+        """
         region = current()
         assert region is not None
         if self._mesh is not None and region.mesh is not None and not self._mesh.same_as(region.mesh):
@@ -187,15 +192,38 @@ class Spmd:
             )
         tree = (bound.args, bound.kwargs)
         specs = self._specs(bound)
+        shared: set[str] = set()
         if specs is not None:
             leaves, treedef = trees.flatten(tree)
             for index, (leaf, spec) in enumerate(
                 zip(leaves, specs_for(specs, tree, f"in_specs of {self._name}"), strict=True)
             ):
                 if spec is not None and spec.entries:
-                    leaves[index] = _cut_here(leaf, spec, region, f"a call of {self._name} within a region")
+                    part = _cut_here(leaf, spec, region, f"a call of {self._name} within a region")
+                    shared |= spec.axes if part is leaf else set()
+                    leaves[index] = part
             tree = trees.unflatten(treedef, leaves)
-        return self._f(*tree[0], **tree[1])
+        return self._joined(self._f(*tree[0], **tree[1]), shared)
+
+    def _joined(self, result: Any, shared: set[str]) -> Any:
+        """Results as the caller, within a region, sees them: whole along the axes that this call cut over."""
+
+        declared: list[bool] = []
+
+        def strip(node: Any) -> Any:
+            local = node.local if is_sharded(node) else node
+            declared.extend([is_sharded(node)] * len(trees.leaves(local)))
+            return trees.map(lambda leaf: _join_here(leaf, node.spec, shared), local) if is_sharded(node) else node
+
+        result = trees.map(strip, result, is_leaf=is_sharded)
+        if self._out_specs is None:
+            return result
+        leaves, treedef = trees.flatten(result)
+        specs = specs_for(self._out_specs, result, f"out_specs of {self._name}")
+        for index, (leaf, spec, known) in enumerate(zip(leaves, specs, declared, strict=True)):
+            if spec is not None and not known:
+                leaves[index] = _join_here(leaf, spec, shared)
+        return trees.unflatten(treedef, leaves)
 
     def _spmd_lift(self, transform: Callable, argnums: Any, with_value: bool, has_aux: bool) -> Spmd:
         """`grad` of this is the spmd function of the grad; gradients have their arguments' specs."""
@@ -249,6 +277,15 @@ def _cut_here(leaf: Any, spec: P, region: Region, where: str) -> Any:
         return leaf
     layout.check_shape(tuple(leaf.shape), spec, where=where)
     return mark(layout.cut(leaf, spec, region.session.rank), (axes or frozenset()) | spec.axes)
+
+
+def _join_here(leaf: Any, spec: P, shared: set[str]) -> Any:
+    """A result's parts of all ranks along the axes of its spec, but for those shared with the caller."""
+    for dim in range(len(spec.entries)):
+        axes = tuple(name for name in spec.dim_axes(dim) if name not in shared)
+        if axes:
+            leaf = all_gather(leaf, axes, dim=dim, tiled=True)
+    return leaf
 
 
 def _name_of(f: Any) -> str:

@@ -199,13 +199,13 @@ def test_a_body_that_takes_its_time(make_mesh):
     def deaf():
         if axis_index("data") == 0:
             raise ValueError("early")
-        end = time.monotonic() + 1.5
+        end = time.monotonic() + 2.5
         while time.monotonic() < end:
             with contextlib.suppress(KeyboardInterrupt):
                 time.sleep(0.1)
         return "late"
 
-    with raises(ValueError, "early", within=1.2):
+    with raises(ValueError, "early"):
         mesh.run(deaf)
     assert works(mesh)  # as soon as that rank is done
 

@@ -187,7 +187,7 @@ def test_a_failure_spares_the_calls_before_it(mesh):
     def slow(x, wait):
         y = psum(x, "data")
         if bool(wait) and axis_index("data") == 0:
-            time.sleep(0.8)  # the other rank is long done, and fails in the next call
+            time.sleep(1.1)  # the other rank is long done, and fails in the next call
         return y
 
     @spmd(mesh=mesh)

@@ -142,7 +142,7 @@ print("third", float(total(torch.ones(4))))
 total(torch.ones(5))
 mesh.run(lambda: 1 / 0)
 print("still", mesh.run(lambda: rate))
-mesh
+print(mesh.describe())
 """
     code, out, err = run("-i", "-q", text=typed)
     assert code == 0, err
