@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..kernels import arena as arena_module
 from ..kernels.arena import Arena
@@ -33,8 +34,6 @@ _meshes = 0
 def join(layout: Layout, launch: Launch, *, backend: str, seed: int, timeout: float) -> tuple[RankSession, str]:
     """Meet the other ranks: this rank's session, and the backend that was chosen."""
     global _meshes
-    import torch.distributed as dist
-
     _meshes += 1
     store = dist.PrefixStore(f"spmd/mesh{_meshes}", meet(launch, timeout))
     store.set_timeout(datetime.timedelta(seconds=timeout))

@@ -12,8 +12,8 @@ import threading
 from typing import Any
 
 from ..kernels.errors import MeshError, message
+from .descriptors import receive, send
 from .interrupts import uninterrupted
-from .zygote import receive_message, send_message
 
 # No other import comes before the path is set: a file in the current folder might go by that name.
 _BOOT = "import sys; fd, pid, *sys.path[:] = sys.argv[1:]; from spmd.mesh.zygote import main; main(int(fd), int(pid))"
@@ -50,9 +50,9 @@ class Zygote:
                     )
                 self._ready = True
             with uninterrupted():
-                send_message(self._control, request, fds)
+                send(self._control, request, fds)
                 while True:
-                    reply, received = receive_message(self._control)
+                    reply, received = receive(self._control)
                     if reply is None:
                         raise MeshError(message("the process that ranks are forked from is gone", remedy="try again"))
                     if "pid" in reply:
@@ -67,7 +67,7 @@ class Zygote:
             self._control.settimeout(wait)
             try:
                 while pid not in self.exits:
-                    reply, _ = receive_message(self._control)
+                    reply, _ = receive(self._control)
                     if reply is None:
                         break
                     self.exits[reply["exited"]] = reply["status"]

@@ -7,27 +7,24 @@ so do the zygote and all its ranks.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import ctypes
 import gc
 import os
-import pickle
 import select
 import signal
 import socket
 import sys
 from typing import Any
 
+from . import rank_process  # and with it torch, which is what this process is for
+from .descriptors import receive, send
+
 _PR_SET_PDEATHSIG = 1
 
 
 def main(control_fd: int, driver_pid: int) -> None:
     """Serve fork requests on the control socket until it closes."""
-    import torch  # noqa: F401  (what this process is for)
-
-    from . import rank_process
-
     control = socket.socket(fileno=control_fd)
     wake_read, wake_write = os.pipe()
     for fd in (wake_read, wake_write):
@@ -50,7 +47,7 @@ def main(control_fd: int, driver_pid: int) -> None:
                 os.read(wake_read, 4096)
             _reap(control, children)
         if control in readable:
-            request, fds = _receive(control)
+            request, fds = receive(control)
             if request is None:
                 break
             pid = os.fork()
@@ -75,7 +72,7 @@ def main(control_fd: int, driver_pid: int) -> None:
             for fd in fds:
                 os.close(fd)
             pidfd = os.pidfd_open(pid)
-            _send(control, {"pid": pid}, [pidfd])
+            send(control, {"pid": pid}, [pidfd])
             os.close(pidfd)
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
@@ -99,36 +96,4 @@ def _reap(control: socket.socket, children: set[int]) -> None:
         if pid == 0:
             return
         children.discard(pid)
-        _send(control, {"exited": pid, "status": os.waitstatus_to_exitcode(status)}, [])
-
-
-def _send(connection: socket.socket, message: Any, fds: list[int]) -> None:
-    data = pickle.dumps(message)
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    with contextlib.suppress(ConnectionError):
-        connection.sendmsg([len(data).to_bytes(8, "little")], rights)
-        connection.sendall(data)
-
-
-def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
-    """One message and its descriptors, or (None, []) at the end of the stream."""
-    try:
-        head, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(64), socket.MSG_WAITALL)
-    except ConnectionError:
-        return None, []
-    fds = array.array("i")
-    for _, _, content in ancillary:
-        fds.frombytes(content)
-    if len(head) < 8:
-        return None, []
-    data = b""
-    length = int.from_bytes(head, "little")
-    while len(data) < length:
-        piece = connection.recv(length - len(data))
-        if not piece:
-            return None, []
-        data += piece
-    return pickle.loads(data), list(fds)
-
-
-send_message, receive_message = _send, _receive
+        send(control, {"exited": pid, "status": os.waitstatus_to_exitcode(status)}, [])
