@@ -70,7 +70,7 @@ class DriverSession:
         self._flight: deque[Task] = deque()
         self._nothing = wire.dumps((tasks.do_nothing, ()))
         self._recovery = Recovery(self)
-        self.receiving = Receiving(self._recovery, layout.size)
+        self.receiving = Receiving(self._recovery, layout)
         options = {"backend": backend, "threads": threads, "seed": seed, "timeout": timeout}
         self.ranks = Ranks(layout, options, self.receiving.add)
         try:

@@ -20,6 +20,8 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
+from .spec import Layout
+
 # For so many windows others' lines wait for rank 0 to end a line that it has begun; then they break it.
 PATIENCE = 10
 
@@ -37,6 +39,23 @@ def rank_label(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     return f"[rank{'s' if len(ranks) > 1 else ''} {','.join('-'.join(map(str, run)) for run in runs)}]"
+
+
+def coordinates_label(layout: Layout) -> Callable[[Sequence[int]], str]:
+    """Labels that say where on the mesh a single rank is, where its number alone does not.
+
+    >>> label = coordinates_label(Layout((("data", 2), ("model", 2))))
+    >>> label([3]), label([1, 2, 3])
+    ('[rank 3 data=1 model=1]', '[ranks 1-3]')
+    """
+
+    def label(ranks: Sequence[int]) -> str:
+        if len(ranks) > 1 or len(layout.names) < 2:
+            return rank_label(ranks)
+        coords = " ".join(f"{name}={index}" for name, index in layout.coords(ranks[0]).items())
+        return f"[rank {ranks[0]} {coords}]"
+
+    return label
 
 
 @dataclasses.dataclass(slots=True, eq=False)

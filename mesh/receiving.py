@@ -15,8 +15,9 @@ import traceback
 from typing import Any, Protocol
 
 from . import wire
-from .output import Collator
+from .output import Collator, coordinates_label
 from .ranks import Rank
+from .spec import Layout
 
 TICK_SECONDS = 0.1  # between two calls of `carry_on` while a recovery is under way
 
@@ -40,13 +41,13 @@ class Receiving(threading.Thread):
 
     Args:
         listener: is told.
-        size: the number of ranks.
+        layout: the axes, which say where on the mesh a rank is.
     """
 
-    def __init__(self, listener: Listener, size: int):
+    def __init__(self, listener: Listener, layout: Layout):
         super().__init__(name="spmd-receiver", daemon=True)
         self._listener = listener
-        self._collator = Collator(_print, size)
+        self._collator = Collator(_print, layout.size, label=coordinates_label(layout))
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)

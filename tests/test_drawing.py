@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from spmd import Mesh, P, put
@@ -41,3 +42,11 @@ def test_html_shows_every_rank_in_its_colour(shared_mesh: Callable[..., Mesh]) -
     page = mesh._repr_html_()
     assert all(f">rank {rank}<" in page for rank in range(4)) and len(set(page.split("background:")[1:])) == 4
     assert ">ranks 0-1<" in put(torch.zeros(4, 2), P("data"), mesh=mesh)._repr_html_()
+
+
+def test_printed_lines_say_where_on_the_mesh(
+    shared_mesh: Callable[..., Mesh], capfd: pytest.CaptureFixture[str]
+) -> None:
+    mesh = shared_mesh({"data": 2, "model": 2})
+    mesh.run(lambda: print("alike") or (mesh.rank == 2 and print("alone")))
+    assert capfd.readouterr().out.splitlines() == ["alike", "[rank 2 data=1 model=0] alone"]
