@@ -65,6 +65,8 @@ def layout_of(axes: dict[str, int], launch: Launch | None) -> Layout:
 
 
 def _check_axes(axes: dict[str, int]) -> None:
+    if not isinstance(axes, dict):
+        raise MeshError(message("Mesh got bad axes", got=repr(axes), expected='a dict, such as {"data": 4}'))
     if not axes:
         raise MeshError(message("Mesh got no axes", remedy='name at least one, such as {"data": -1}'))
     for name, size in axes.items():

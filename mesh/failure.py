@@ -44,12 +44,39 @@ def capture(error: BaseException) -> Failure:
     elif isinstance(error, KeyboardInterrupt):
         kind = "interrupted"
     text = "".join(_formatted(error))
-    try:
-        pickled = cloudpickle.dumps(error.with_traceback(None))
-        pickle.loads(pickled)
-    except Exception:
-        pickled = None  # an exception whose class or arguments don't travel
+    pickled = _pickled(error.with_traceback(None)) or _pickled(_Parts.of(error))
     return Failure(kind, type(error).__qualname__, str(error), text, pickled)
+
+
+def _pickled(obj: Any) -> bytes | None:
+    """The pickle of something that can be read again, or None."""
+    try:
+        data = cloudpickle.dumps(obj)
+        pickle.loads(data)
+    except Exception:
+        return None
+    return data
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Parts:
+    """An exception that pickle can't make again, for its class takes other arguments than it keeps, say."""
+
+    cls: type[BaseException]
+    args: tuple
+    state: dict[str, Any]
+
+    @staticmethod
+    def of(error: BaseException) -> _Parts:
+        args = error.args if _pickled(error.args) is not None else (str(error),)
+        state = {name: value for name, value in vars(error).items() if _pickled(value) is not None}
+        return _Parts(type(error), args, state)
+
+    def join(self) -> BaseException:
+        error = self.cls.__new__(self.cls, *self.args)
+        error.args = self.args
+        vars(error).update(self.state)
+        return error
 
 
 def _formatted(error: BaseException) -> list[str]:
@@ -122,6 +149,7 @@ def combine(
     if first.pickled is not None:
         try:
             error = pickle.loads(first.pickled)
+            error = error.join() if isinstance(error, _Parts) else error
         except Exception:
             error = None
     if not isinstance(error, BaseException):

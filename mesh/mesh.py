@@ -73,7 +73,7 @@ class Mesh:
             raise MeshError(message("a Mesh cannot be made inside a region", remedy="make it outside and use it here"))
         check_arguments(backend, device, threads, timeout)
         launch = launch_of_process() if _here is None else None
-        layout = layout_of({"data": -1} if axes is None else dict(axes), launch)
+        layout = layout_of({"data": -1} if axes is None else axes, launch)
         if _here is not None:
             _here._check_same(layout)
             vars(self).update(vars(_here))

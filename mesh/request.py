@@ -98,7 +98,8 @@ class Request:
                         f"{self.where(index)} is on another mesh",
                         got=leaf.mesh.describe(),
                         expected=self.mesh.describe(),
-                        remedy="move it with put(array.full(), mesh=...)",
+                        remedy="give mesh= where it is left out (there it means the enclosing `with mesh:`, else the "
+                        "process's default mesh), or move the value with put(array.full(), mesh=...)",
                     )
                 )
             shape, _, its_spec = leaf._hint()

@@ -329,8 +329,9 @@ def test_a_failure_that_is_no_empty_shards_fault_is_raised(shared_mesh, backend)
         return (w * batch).sum()
 
     for loss in (after_a_collective, before_a_collective, everywhere):
-        # Its peers may have met it in another collective, which they report with it.
-        with pytest.raises((ValueError, CollectiveMismatch), match=r"no samples|failed in another way"):
+        # Its peers may have met it in another collective: then that is what all see, with where each stands.
+        told = r"no samples|failed in another way|ranks disagree on the next collective"
+        with pytest.raises((ValueError, CollectiveMismatch), match=told):
             spmd(data_parallel(grad(loss)), mesh=mesh)(torch.ones(()), batch=torch.ones(3))
     assert spmd(data_parallel(grad(outside)), mesh=mesh)(torch.ones(()), batch=torch.ones(3)).item() == 1
 
@@ -596,3 +597,19 @@ def test_results_that_are_local_are_told_apart(shared_mesh):
     assert means.item() == 10
     cut = spmd(data_parallel(lambda batch: batch + axis_index("data")), mesh=mesh, out_specs=P("data"))(torch.zeros(5))
     assert cut.full().tolist() == [0, 0, 0, 1, 1]
+
+
+@on_both
+@pytest.mark.parametrize("samples", [1, 2, 3, 5, 8])
+def test_a_mean_taken_by_hand_is_that_of_the_whole_batch(shared_mesh, backend, samples):
+    batch = torch.arange(1.0, samples + 1, dtype=torch.float64) ** 2
+    w = torch.tensor(2.0, dtype=torch.float64)
+
+    def step(w, batch):
+        value, gradient = value_and_grad(lambda w, batch: pmean((w * batch).mean(), "data"))(w, batch)
+        return value, gradient, pmean((batch > 4).double().mean(), "data")
+
+    value, gradient, share = spmd(data_parallel(step), mesh=shared_mesh({"data": 4}, backend))(w, batch)
+    torch.testing.assert_close(value.full(), (w * batch).mean())
+    torch.testing.assert_close(gradient.full(), batch.mean())
+    torch.testing.assert_close(share.full(), (batch > 4).double().mean())

@@ -126,10 +126,20 @@ def test_types_of_exceptions(shared_mesh):
     for error in (Local, Closure, StopIteration, KeyError, AssertionError, SystemExit, torch.OutOfMemoryError):
         with raises(error):
             throw(lambda error=error: error("text"))
-    with raises(RemoteError, "RemoteError: Demanding: this or that", "on ranks 0-1"):
+    with raises(Demanding, "this or that", "on ranks 0-1"):
         throw(lambda: Demanding("this", "that"))
-    with raises(RemoteError, "RemoteError: Holding: text"):
+    with raises(Holding, "text") as caught:
         throw(lambda: Holding("text"))
+    assert not hasattr(caught.value, "lock")
+
+    class Stubborn(Exception):
+        def __new__(cls, *args):
+            if not args or args[0] != "made":
+                raise TypeError("not so")
+            return super().__new__(cls, "made")
+
+    with raises(RemoteError, "RemoteError: Stubborn: "):
+        throw(lambda: Stubborn("made", 1, threading.Lock()))
     group = getattr(builtins, "ExceptionGroup", None)  # from Python 3.11 on
     if group is not None:
         with raises(group):

@@ -362,6 +362,8 @@ def test_descriptors_are_given_back(make_mesh):
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
+# JAX, where another test has imported it, warns of every fork.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:os.fork:RuntimeWarning")
 def test_a_forked_child_leaves_the_mesh_alone(make_mesh):
     mesh = make_mesh({"data": 1})
     read, write = os.pipe()

@@ -97,7 +97,7 @@ Point [2.0, 2.0] 3.0
 True first! [4.0, 4.0] Options(width=4)
 model True
 caught broken 7 7 ['more']
-caught RemoteError Unpicklable: one and two
+caught Unpicklable one and two
 main ['__main__', '__main__']
 mesh in a class [0, 1]
 printed by 0

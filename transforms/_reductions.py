@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..mesh.region import require
 from ._chain import run
 from ._named_axes import Axis, each_leaf, group, known
 from ._operations import Extreme, Sum
@@ -49,16 +50,26 @@ def pmean(x: Any, axis: Axis) -> Any:
         axis: mesh axis, or a tuple of them.
 
     Returns:
-        The mean, same shape, on every rank of the axis. Each rank counts alike, whatever its share of a batch.
+        The mean, same shape, on every rank of the axis. In a data_parallel step, over the axis that its batch is
+        split over, a rank counts as much as it has samples: the mean of means is that of the whole batch, and a rank
+        without samples does not count.
 
     Raises:
         as `psum`.
     """
     axes, comm = group("pmean", axis)
+    region = require("pmean")
+    sizes = region.session.layout.axes
+    # All ranks see alike whether the batch divides; where it does, the plain mean is the weighted one.
+    uneven = any(total % sizes[name] for name, (_, total) in region.totals.items() if name in axes)
 
     def one(leaf: Tensor) -> Tensor:
         inexact = leaf.dtype.is_floating_point or leaf.dtype.is_complex
-        return known(leaf, run(Sum(comm, "avg"), leaf if inexact else leaf.to(torch.get_default_dtype())), same=axes)
+        x = leaf if inexact else leaf.to(torch.get_default_dtype())
+        if not uneven:
+            return known(leaf, run(Sum(comm, "avg"), x), same=axes)
+        weight, any_samples = region.weight(axes)
+        return known(leaf, run(Sum(comm), x * weight if any_samples else torch.zeros_like(x)), same=axes)
 
     return each_leaf("pmean", one, x)
 
