@@ -145,10 +145,6 @@ class Communicator(abc.ABC):
         """An uninitialised tensor where this transport reduces fastest (shared memory, if it has any)."""
         return torch.empty(shape, dtype=dtype)
 
-    def is_leased(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor must be copied to outlive the region."""
-        return False
-
     # -- driving -------------------------------------------------------------------------------------------------------
 
     def abort(self, reason: str = "no reason given") -> NoReturn:

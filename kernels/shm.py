@@ -138,9 +138,6 @@ class ShmCommunicator(Communicator):
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         return self.arena.empty(sizes, dtype or torch.get_default_dtype())
 
-    def is_leased(self, tensor: torch.Tensor) -> bool:
-        return self.arena.is_leased(tensor)
-
     # -- posting and waiting -------------------------------------------------------------------------------------------
 
     def _all_past(self, word: int, sequence: int) -> bool:

@@ -10,6 +10,7 @@ import dataclasses
 import pickle
 import re
 import traceback
+from collections.abc import Iterable
 from typing import Any
 
 import cloudpickle
@@ -93,16 +94,24 @@ def _formatted(error: BaseException) -> list[str]:
     return list(summary.format())
 
 
-def ranks_text(ranks: list[int]) -> str:
-    """`rank 2`, `ranks 0-2, 5`."""
+def rank_runs(ranks: Iterable[int]) -> list[str]:
+    """Ranks in ascending order, runs of them shortened.
+
+    >>> rank_runs([5, 1, 2, 3])
+    ['1-3', '5']
+    """
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+    return [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """`rank 2`, `ranks 0-2, 5`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(rank_runs(ranks))}"
 
 
 def combine(

@@ -20,6 +20,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
+from .failure import rank_runs
 from .spec import Layout
 
 # For so many windows others' lines wait for rank 0 to end a line that it has begun; then they break it.
@@ -32,13 +33,7 @@ def rank_label(ranks: Sequence[int]) -> str:
     >>> rank_label([2]), rank_label([1, 2, 3, 5])
     ('[rank 2]', '[ranks 1-3,5]')
     """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    return f"[rank{'s' if len(ranks) > 1 else ''} {','.join('-'.join(map(str, run)) for run in runs)}]"
+    return f"[rank{'s' if len(ranks) > 1 else ''} {','.join(rank_runs(ranks))}]"
 
 
 def coordinates_label(layout: Layout) -> Callable[[Sequence[int]], str]:
