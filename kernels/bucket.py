@@ -2,7 +2,8 @@
 
 Leaves are packed by dtype into flat buffers, in reverse order of use (the backward pass makes the last first), the
 first buffer small so that something is under way early. A buffer is reduced once all its leaves are in, and always in
-the same order on all ranks, whatever the order in which they fill. Buffers live where the communicator reduces fastest.
+the same order on all ranks, whatever the order in which they fill. Buffers live where the communicator reduces fastest,
+and are given up to the reduction, whose result may take their place.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from .communicator import Communicator, Work
+from .copying import copy
 
 FIRST_BYTES = 1 << 20
 _ALIGN = 64  # bytes; leaves start at cache lines
@@ -49,7 +51,7 @@ class Buckets:
     """One use of a set of buckets: `fill` each leaf that has a value, then `finish`.
 
     Args:
-        comm: the group to sum over; its `empty` makes the buffers.
+        comm: the group to sum over; its `scratch` makes the buffers.
         leaves: what will come, in order of use.
         bucket_bytes: how large a bucket may grow.
         wire_dtype: travel as this dtype (floating-point leaves only).
@@ -65,7 +67,7 @@ class Buckets:
     ):
         self._comm, self._leaves = comm, leaves
         self._plan = _plan(comm, tuple(leaves), bucket_bytes, wire_dtype)
-        self._buffers = self._plan.buffers(comm)
+        self._buffers = [comm.scratch(size, dtype=dtype) for size, dtype in self._plan.sizes]
         self._left = list(self._plan.counts)
         self._filled = [False] * len(leaves)
         self._works: list[Work] = []
@@ -74,7 +76,16 @@ class Buckets:
         """Copy a leaf's value in; starts every reduction that is now complete, in order."""
         self._filled[index] = True
         slot = self._plan.slots[index]
-        self._view(self._buffers[slot.bucket], index).copy_(value)
+        target = self._view(self._buffers[slot.bucket], index)
+        if (
+            value.dtype == target.dtype
+            and value.shape == target.shape
+            and value.is_contiguous()
+            and target.is_contiguous()
+        ):
+            copy(target, value)
+        else:
+            target.copy_(value)
         self._left[slot.bucket] -= 1
         self._start()
 
@@ -84,10 +95,11 @@ class Buckets:
 
     def _view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         leaf, slot = self._leaves[index], self._plan.slots[index]
-        part = buffer[slot.start : slot.start + leaf.numel * self._plan.per_element[index]]
+        start = buffer.storage_offset() + slot.start
         if leaf.dtype.is_complex:
-            part = torch.view_as_complex(part.view(-1, 2))
-        return part.as_strided(leaf.shape, leaf.stride, part.storage_offset())
+            part = torch.view_as_complex(buffer.as_strided((leaf.numel, 2), (2, 1), start))
+            return part.as_strided(leaf.shape, leaf.stride)
+        return buffer.as_strided(leaf.shape, leaf.stride, start)
 
     def finish(self) -> list[torch.Tensor]:
         """Fill what is missing with zeros, wait, and return the sums, shaped as the leaves."""
@@ -95,7 +107,6 @@ class Buckets:
             if not filled:
                 self.fill(index, torch.zeros((), dtype=self._leaves[index].dtype))
         results = [work.wait() for work in self._works]
-        self._plan.give_back(self._buffers)
         out = []
         for index, leaf in enumerate(self._leaves):
             value = self._view(results[self._plan.slots[index].bucket], index)
@@ -104,14 +115,13 @@ class Buckets:
 
 
 class _Plan:
-    """Where each leaf goes; kept by the communicator together with the buffers, from step to step."""
+    """Where each leaf goes; kept by the communicator from step to step."""
 
     def __init__(self, leaves: tuple[Leaf, ...], bucket_bytes: int, wire_dtype: torch.dtype | None):
         self.slots: list[_Slot] = [_Slot(0, 0)] * len(leaves)
         self.per_element = [2 if leaf.dtype.is_complex else 1 for leaf in leaves]
         self.counts: list[int] = []
         self.sizes: list[tuple[int, torch.dtype]] = []
-        self._spare: list[list[torch.Tensor]] = []
         open_bucket: dict[torch.dtype, int] = {}
         for index in reversed(range(len(leaves))):
             leaf = leaves[index]
@@ -132,17 +142,6 @@ class _Plan:
             self.counts[bucket] += 1
             step = max(1, _ALIGN // dtype.itemsize)
             self.sizes[bucket] = (start + -(-elements // step) * step, dtype)
-
-    def buffers(self, comm: Communicator) -> list[torch.Tensor]:
-        if self._spare:
-            return self._spare.pop()
-        made = [comm.empty(size, dtype=dtype) for size, dtype in self.sizes]
-        for buffer in made:
-            buffer.zero_()  # the gaps between leaves are summed too: keep them finite
-        return made
-
-    def give_back(self, buffers: list[torch.Tensor]) -> None:
-        self._spare.append(buffers)
 
 
 def _plan(comm: Communicator, leaves: tuple[Leaf, ...], bucket_bytes: int, wire_dtype: torch.dtype | None) -> _Plan:

@@ -108,13 +108,13 @@ class Communicator(abc.ABC):
     def __init__(self, ranks: Sequence[int], rank: int, watch: Watch, *, timeout: float, crowded: bool = True):
         self.ranks, self.rank, self.size = tuple(ranks), rank, len(ranks)
         self.timeout = timeout
-        self._watch, self._crowded, self._debug = watch, crowded, debug.enabled()
+        self._watch, self.crowded, self._debug = watch, crowded, debug.enabled()
         self._generation = watch.generation
         self._next_look = 0.0
         self._attendance: Attendance | None = None  # set by a transport that can't tell otherwise who took part
         self._queue: deque[Work] = deque()
         self._messages: list[Work] = []
-        self.plans: dict[Any, Any] = {}  # bucket plans and their buffers, kept from step to step
+        self.plans: dict[Any, Any] = {}  # of buckets, kept from step to step
 
     # -- for transports ------------------------------------------------------------------------------------------------
 
@@ -144,6 +144,10 @@ class Communicator(abc.ABC):
     def empty(self, shape: Sequence[int] | int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An uninitialised tensor where this transport reduces fastest (shared memory, if it has any)."""
         return torch.empty(shape, dtype=dtype)
+
+    def scratch(self, numel: int, *, dtype: torch.dtype) -> torch.Tensor:
+        """A flat uninitialised tensor for one `all_reduced`, which may reuse its memory: don't use it after that."""
+        return torch.empty(numel, dtype=dtype)
 
     # -- driving -------------------------------------------------------------------------------------------------------
 
@@ -217,7 +221,7 @@ class Communicator(abc.ABC):
                     ready,
                     self._watch,
                     timeout=self.timeout,
-                    crowded=self._crowded,
+                    crowded=self.crowded,
                     overdue=lambda first=first: self._overdue(first),  # type: ignore[misc]
                     late=lambda first=first: self._late(first),  # type: ignore[misc]
                 )
@@ -367,8 +371,12 @@ class Communicator(abc.ABC):
         call = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op)
 
         def steps() -> Steps:
-            result = yield from self._all_reduce(call, _contiguous(tensor).view(-1), op)
-            tensor.detach().copy_(result.view(tensor.shape))
+            flat = _contiguous(tensor).view(-1)
+            # Only the tensor's own memory may be overwritten: a contiguous copy of it, and the result comes back.
+            in_place = flat.data_ptr() == tensor.data_ptr()
+            result = yield from self._all_reduce(call, flat, op, in_place=in_place)
+            if result is not None:
+                tensor.detach().copy_(result.view(tensor.shape))
 
         return self._start(call.text, steps(), async_op)
 
@@ -519,8 +527,10 @@ class Communicator(abc.ABC):
 
     # -- the algorithm behind all_reduce -------------------------------------------------------------------------------
 
-    def _all_reduce(self, call: Call, flat: torch.Tensor, op: str) -> Steps:
+    def _all_reduce(self, call: Call, flat: torch.Tensor, op: str, *, in_place: bool = False) -> Steps:
         """Reduce a flat contiguous tensor; returns a result that the caller may keep.
+
+        With `in_place` the result may be written to the tensor instead; None is returned then.
 
         Small: everybody sends everything to all and adds for itself. Large: rank i adds slice i and sends it round,
         2(n-1)/n of the bytes per rank, as a ring does, but in rank order.

@@ -82,7 +82,7 @@ class NetworkedCommunicator(Communicator):
             lambda: self._store.check(keys),
             self._watch,
             timeout=self.timeout,
-            crowded=self._crowded,
+            crowded=self.crowded,
             overdue=overdue,
             late=late,
         )

@@ -15,12 +15,24 @@ PAGE = 4096
 _PAGEMAP_SCAN = 0xC0606610
 _FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
 _region = (ctypes.c_uint64 * 3)()
+_START, _RANGE = 16, struct.Struct("2Q")
+# Which pages: present or swapped, and not the file's.
+_request = bytearray(
+    struct.pack(
+        "12Q",
+        *(96, 0, 0, 0, 0, ctypes.addressof(_region), 1, 1),
+        *(_FILE, _FILE, _PRESENT | _SWAPPED, _PRESENT),
+    )
+)
 
 
 @functools.lru_cache(maxsize=1)
-def _pagemap(pid: int) -> int:
-    """This process's page map; the pid is asked for so that a fork opens its own."""
+def _pagemap() -> int:
+    """This process's page map."""
     return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+
+os.register_at_fork(after_in_child=_pagemap.cache_clear)
 
 
 def any_copied(address: int, nbytes: int) -> bool:
@@ -29,16 +41,12 @@ def any_copied(address: int, nbytes: int) -> bool:
     Source: Documentation/admin-guide/mm/pagemap.rst of the Linux kernel (PAGEMAP_SCAN since 6.7).
     """
     try:
-        pagemap = _pagemap(os.getpid())
+        pagemap = _pagemap()
     except OSError:
         return True
-    anonymous = struct.pack(
-        "12Q",
-        *(96, 0, address, address + -(-nbytes // PAGE) * PAGE, 0, ctypes.addressof(_region), 1, 1),
-        *(_FILE, _FILE, _PRESENT | _SWAPPED, _PRESENT),
-    )
+    _RANGE.pack_into(_request, _START, address, address + -(-nbytes // PAGE) * PAGE)
     try:
-        return fcntl.ioctl(pagemap, _PAGEMAP_SCAN, bytearray(anonymous), True) > 0
+        return fcntl.ioctl(pagemap, _PAGEMAP_SCAN, _request, True) > 0
     except OSError:
         return _any_copied_by_entry(pagemap, address, nbytes)
 

@@ -2,13 +2,13 @@
 
 Each rank has a line of words: how far it has posted, reduced and read (`POSTED`, `REDUCED`, `READ`, all counting
 operations of this communicator), and for each of the last few operations a slot with its signature, where its
-data lies, and for the first rank where the result goes. A rank writes its slot, then `POSTED`; it uses a slot
-again only when every peer has read past its last use. Source: DESIGN of this library, section 7.
+data lies, and for the first rank where the result goes, which it may announce (`ANNOUNCED`) before it has posted.
+A rank writes its slot, then `POSTED`; it uses a slot again only when every peer has read past its last use.
+Source: DESIGN of this library, section 7.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
+from . import shared_result
 from .arena import Arena, word_key
 from .communicator import ONE_PHASE_BYTES, WAITING, Call, Communicator, Ready, Steps, Work
 from .errors import CollectiveMismatch
-from .prepared import SPINS, Key, Reduction, key_of, prepare
-from .reduction import reduce_in_order, slice_bounds
+from .prepared import SPINS, Key, Reduction, prepare
+from .reduction import reduce_in_order
 from .waiting import wait_until
 
 _SLOTS = 16
@@ -29,9 +30,9 @@ _PREPARED = 256  # kinds of reductions kept ready
 _RING = 32  # messages under way from one rank to another
 
 # words of a rank's line
-_POSTED, _REDUCED, _READ, _LINE = 0, 1, 2, 8
+_POSTED, _REDUCED, _READ, _ANNOUNCED, _LINE = 0, 1, 2, 3, 8
 # words of a slot
-_SIGNATURE, _OFFSET, _RESULT, _RELEASE, _TABLE = 0, 1, 2, 3, 4
+_SIGNATURE, _OFFSET, _STAGING, _RESULT, _RELEASE, _TABLE = 0, 1, 2, 3, 4, 5
 # words of a message in a ring, of the ring's own head (one cache line a writer), bytes before a message's data
 _TAG, _AT, _NBYTES, _MESSAGE = 0, 1, 2, 4
 _SENT, _PULLED, _RING_HEAD = 0, 8, 16
@@ -49,7 +50,7 @@ class ShmCommunicator(Communicator):
         self, arena: Arena, ranks: Sequence[int], *, timeout: float, channel: str = "main", crowded: bool | None = None
     ):
         rank = list(ranks).index(arena.rank)
-        crowded = arena.size > len(os.sched_getaffinity(0)) if crowded is None else crowded
+        crowded = arena.crowded() if crowded is None else crowded
         super().__init__(ranks, rank, arena, timeout=timeout, crowded=crowded)
         self.arena, self.channel = arena, channel
         self.words = arena.words
@@ -57,6 +58,8 @@ class ShmCommunicator(Communicator):
         self._owned: list[tuple[int, int]] = []  # (offset, bytes) of the blocks behind this communicator
         self._retired: deque[tuple[int, int, int]] = deque()  # (operation, offset, bytes) staged for peers to read
         self._unread: deque[tuple[int, int]] = deque()  # (block, bytes) of messages not yet received
+        # Where a `scratch` lies -> its release word on the first rank, its size elsewhere.
+        self._scratch: dict[int, int] = {}
         self._open()
 
     # -- where things lie ----------------------------------------------------------------------------------------------
@@ -65,9 +68,10 @@ class ShmCommunicator(Communicator):
         """Find this group's block, which its first rank allocates; again after every recovery."""
         arena, leader = self.arena, self.ranks[0]
         # All ranks have left the region that failed: nobody reads what was there.
-        for offset, nbytes in (*self._owned, *(staged[1:] for staged in self._retired), *self._unread):
+        blocks = (*self._owned, *(staged[1:] for staged in self._retired), *self._unread, *self._scratch.items())
+        for offset, nbytes in blocks if self.rank else blocks[: len(blocks) - len(self._scratch)]:
             arena.heap.free(offset, nbytes)
-        for old in (self._owned, self._retired, self._unread):
+        for old in (self._owned, self._retired, self._unread, self._scratch):
             old.clear()
         self._key = word_key("comm", arena.generation, self.ranks, self.channel)
         line_words = _LINE + _SLOTS * self._slot_words
@@ -95,7 +99,7 @@ class ShmCommunicator(Communicator):
                 opened,
                 arena,
                 timeout=self.timeout,
-                crowded=self._crowded,
+                crowded=self.crowded,
                 overdue=lambda: self.mismatch("opens a communicator", {0: "never opened it"}),
                 late=late,
             )
@@ -104,11 +108,13 @@ class ShmCommunicator(Communicator):
         self._lines = [block // 8 + rank * line_words for rank in range(self.size)]
         self._line = self._lines[self.rank]
         self._sequence = 0
+        self._free_through = _SLOTS  # operations whose slots are known to be free
         self._rings: dict[tuple[int, int], int] = {}
         self._sent: dict[int, int] = {}
         self._arrived: list[tuple[int, int, int, int]] = []  # (source, tag, block, bytes) not yet asked for
-        self._prepared: dict[Key | None, Reduction] = {}
+        self._prepared: dict[Key, Reduction] = {}
         self._seen: set[Key] = set()
+        self.reductions: dict[tuple[int, torch.dtype], shared_result.Plan] = {}
 
     def _slot(self, rank: int, sequence: int) -> int:
         return self._lines[rank] + _LINE + (sequence % _SLOTS) * self._slot_words
@@ -138,6 +144,36 @@ class ShmCommunicator(Communicator):
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         return self.arena.empty(sizes, dtype or torch.get_default_dtype())
 
+    def scratch(self, numel: int, *, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = numel * dtype.itemsize
+        if nbytes <= ONE_PHASE_BYTES:
+            return torch.empty(numel, dtype=dtype)
+        if self.rank == 0:
+            block, release = self.arena.result_block(nbytes, self.size)
+            self._scratch[block] = release
+        else:
+            block = self.arena.heap.allocate(nbytes)
+            self._scratch[block] = nbytes
+        return self.arena.tensor(block, numel, dtype)
+
+    def spend(self, sequence: int, resident: int | None, nbytes: int) -> tuple[int, int]:
+        """Take what an operation needs of a `scratch` that lies at `resident`, if one does.
+
+        On the first rank: (where the result goes, its release word). Elsewhere the memory is free once all have read.
+        """
+        known = None if resident is None else self._scratch.pop(resident, None)
+        if self.rank == 0:
+            return self.arena.result_block(nbytes, self.size) if known is None else (resident or 0, known)
+        if known is not None and resident is not None:
+            self._retired.append((sequence, resident, known))
+        return 0, 0
+
+    def staging(self, sequence: int, nbytes: int) -> int:
+        """Memory of this rank's for an operation, free once all have read."""
+        offset = self.arena.heap.allocate(nbytes)
+        self._retired.append((sequence, offset, nbytes))
+        return offset
+
     # -- posting and waiting -------------------------------------------------------------------------------------------
 
     def _all_past(self, word: int, sequence: int) -> bool:
@@ -149,22 +185,28 @@ class ShmCommunicator(Communicator):
 
     def begin(self, what: str = "a collective") -> int:
         """The next operation's number, once its slot is free."""
-        self._sequence += 1
-        sequence = self._sequence
-        if sequence > _SLOTS and not self._all_past(_READ, sequence - _SLOTS):
+        self._sequence = sequence = self._sequence + 1
+        if sequence <= self._free_through and not self._retired:
+            return sequence
 
-            def free() -> bool:
+        def free() -> bool:
+            self._free_through = _SLOTS + min(self.words[line + _READ] for line in self._lines)
+            return sequence <= self._free_through
+
+        if not free():
+
+            def progressed() -> bool:
                 self._progress_all()
-                return self._all_past(_READ, sequence - _SLOTS)
+                return free()
 
             def first() -> Work:
-                return self._queue[0] if self._queue else Work(self, what, _waiting(free), range(self.size))
+                return self._queue[0] if self._queue else Work(self, what, _waiting(progressed), range(self.size))
 
             wait_until(
-                free,
+                progressed,
                 self.arena,
                 timeout=self.timeout,
-                crowded=self._crowded,
+                crowded=self.crowded,
                 overdue=lambda: self._overdue(first()),
                 late=lambda: self._late(first()),
             )
@@ -173,13 +215,62 @@ class ShmCommunicator(Communicator):
             self.arena.heap.free(offset, nbytes)
         return sequence
 
-    def _post(self, sequence: int, call: Call | None, offset: int) -> None:
-        slot = self._slot(self.rank, sequence)
-        self.words[slot + _SIGNATURE] = call.signature if call is not None else 0
-        self.words[slot + _OFFSET] = offset
-        self.words[self._line + _POSTED] = sequence
+    def post(self, sequence: int, call: Call | None, offset: int, staging: int = 0) -> None:
+        slot, words = self._slot(self.rank, sequence), self.words
+        words[slot + _SIGNATURE] = call.signature if call is not None else 0
+        words[slot + _OFFSET] = offset
+        words[slot + _STAGING] = staging
+        words[self._line + _POSTED] = sequence
 
-    def _posted(self, sequence: int, call: Call | None) -> Ready:
+    def announce(self, sequence: int, call: Call, block: int, release: int) -> None:
+        """The first rank: say where the result goes, before it posts."""
+        slot, words = self._slot(self.rank, sequence), self.words
+        words[slot + _SIGNATURE] = call.signature
+        words[slot + _RESULT], words[slot + _RELEASE] = block, release
+        words[self._line + _ANNOUNCED] = sequence
+
+    def announced(self, sequence: int, call: Call) -> Ready:
+        """A condition: the first rank has said where the result goes; raises if it makes another call."""
+        words, leader, slot = self.words, self._lines[0], self._slot(0, sequence)
+
+        def ready() -> bool:
+            # A call of another kind is posted without an announcement.
+            if words[leader + _ANNOUNCED] < sequence and words[leader + _POSTED] < sequence:
+                return False
+            if words[slot + _SIGNATURE] != call.signature:
+                self.post(sequence, call, 0)
+                raise self.disagreement(sequence, call)
+            return True
+
+        return ready
+
+    def announced_block(self, sequence: int) -> tuple[int, int]:
+        """(where the result goes, index of its first release word)."""
+        slot = self._slot(0, sequence)
+        return self.words[slot + _RESULT], self.words[slot + _RELEASE]
+
+    def posted_places(self, sequence: int) -> tuple[int, ...]:
+        """For every rank where its tensor lies, or 0, and where the slices lie that it has copied for others, or 0."""
+        words, places, at = self.words, [], _LINE + (sequence % _SLOTS) * self._slot_words
+        for line in self._lines:
+            places += (words[line + at + _OFFSET], words[line + at + _STAGING])
+        return tuple(places)
+
+    def reduced(self, sequence: int) -> None:
+        self.words[self._line + _REDUCED] = sequence
+
+    def all_reduced_by(self, sequence: int) -> Ready:
+        """A condition: every rank has written its slice of the result."""
+        return lambda: self._all_past(_REDUCED, sequence)
+
+    def over(self, sequence: int) -> None:
+        self.words[self._line + _READ] = sequence
+
+    def all_over(self, sequence: int) -> Ready:
+        """A condition: no rank reads another's memory for this operation any more."""
+        return lambda: self._all_past(_READ, sequence)
+
+    def posted(self, sequence: int, call: Call | None) -> Ready:
         """A condition: every peer has posted this operation; raises if one has posted another."""
         words, signature = self.words, call.signature if call is not None else 0
 
@@ -233,14 +324,13 @@ class ShmCommunicator(Communicator):
                 lines.append(f"\n  rank {member}: {doing} ({self.words[self._lines[rank] + _POSTED]} calls so far)")
         return type(error)(f"{error.args[0]}{''.join(lines)}")
 
-    def await_word(self, word: int, value: int, call: Call) -> None:
-        """Wait, in a call that does not go through the queue, until a peer's word has reached a value."""
-        words = self.words
-        if not self._crowded:
+    def await_ready(self, ready: Ready, call: Call) -> None:
+        """Wait for a condition, in a call that does not go through the queue."""
+        if not self.crowded:
             for _ in range(SPINS):
-                if words[word] >= value:
+                if ready():
                     return
-        work = Work(self, call.text, _waiting(lambda: words[word] >= value), range(self.size))
+        work = Work(self, call.text, _waiting(ready), range(self.size))
         self._queue.append(work)
         self.finish(work)
 
@@ -255,8 +345,7 @@ class ShmCommunicator(Communicator):
         total = sum(piece.numel() + 63 & ~63 for piece in pieces.values())
         offset = self.stage(sequence, self.rank)
         if total > _INLINE:
-            offset = self.arena.heap.allocate(total)
-            self._retired.append((sequence, offset, total))
+            offset = self.staging(sequence, total)
         placed: dict[int, int] = {}
         for key, piece in pieces.items():
             self.arena.tensor(offset, piece.numel(), torch.uint8).copy_(piece)
@@ -265,8 +354,8 @@ class ShmCommunicator(Communicator):
         for rank, sent in enumerate(sends):
             words[slot + _TABLE + 2 * rank] = 0 if sent is None else placed[id(sent)]
             words[slot + _TABLE + 2 * rank + 1] = 0 if sent is None else sent.numel()
-        self._post(sequence, call, 0)
-        yield self._posted(sequence, call)
+        self.post(sequence, call, 0)
+        yield self.posted(sequence, call)
         for rank, target in enumerate(recvs):
             entry = self._slot(rank, sequence) + _TABLE + 2 * self.rank
             nbytes = words[entry + 1]
@@ -278,14 +367,30 @@ class ShmCommunicator(Communicator):
         words[self._line + _READ] = sequence
 
     def all_reduced(self, tensor: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
-        if not async_op and not self._debug and not self._queue and self._generation == self.arena.generation:
-            key = key_of(self, tensor, op)
-            reduction = self._prepared.get(key)
-            if reduction is not None:
-                return reduction(tensor.detach() if tensor.requires_grad else tensor)
-            if key is not None:
-                self._prepare(key, tensor, op)
+        reduction = None if async_op else self._reduction(tensor, op)
+        if reduction is not None:
+            return reduction(tensor)
         return super().all_reduced(tensor, op, async_op=async_op)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
+        reduction = None if async_op else self._reduction(tensor, op)
+        if reduction is None:
+            return super().all_reduce(tensor, op, async_op=async_op)
+        tensor = tensor.detach()
+        result = reduction(tensor, in_place=True)
+        if result is not None:
+            tensor.copy_(result)
+        return None
+
+    def _reduction(self, tensor: torch.Tensor, op: str) -> Reduction | None:
+        """The prepared reduction for a blocking call, if there is one; from the second call of its kind on."""
+        if self._queue or self._generation != self.arena.generation or self._debug:
+            return None
+        key = tensor.shape, tensor.dtype, op
+        reduction = self._prepared.get(key)
+        if reduction is None:
+            self._prepare(key, tensor, op)
+        return reduction
 
     def _prepare(self, key: Key, tensor: torch.Tensor, op: str) -> None:
         """Prepare a reduction that is made a second time; forget all when there are many."""
@@ -298,46 +403,20 @@ class ShmCommunicator(Communicator):
             self._seen.clear()
         self._seen.add(key)
 
-    def _all_reduce(self, call: Call, flat: torch.Tensor, op: str) -> Steps:
+    def _all_reduce(self, call: Call, flat: torch.Tensor, op: str, *, in_place: bool = False) -> Steps:
         arena, words, numel, dtype = self.arena, self.words, flat.numel(), flat.dtype
-        nbytes = numel * dtype.itemsize
+        if numel * dtype.itemsize > ONE_PHASE_BYTES:
+            return (yield from shared_result.all_reduce(self, call, flat, op, in_place=in_place))
         sequence = self.begin()
-        if nbytes <= ONE_PHASE_BYTES:
-            offset = self.stage(sequence, self.rank)
-            if nbytes:
-                arena.tensor(offset, numel, dtype).copy_(flat)
-            self._post(sequence, call, offset)
-            yield self._posted(sequence, call)
-            parts = [arena.tensor(words[self._slot(r, sequence) + _OFFSET], numel, dtype) for r in range(self.size)]
-            result = reduce_in_order(parts, op, torch.empty_like(flat))
-            words[self._line + _REDUCED] = sequence
-            words[self._line + _READ] = sequence
-            return result
-
-        resident = arena.offset_of(flat)
-        if resident is None:
-            resident = arena.heap.allocate(nbytes)
-            arena.tensor(resident, numel, dtype).copy_(flat)
-            self._retired.append((sequence, resident, nbytes))
-        if self.rank == 0:
-            block, release = arena.result_block(nbytes, self.size)
-            slot = self._slot(0, sequence)
-            words[slot + _RESULT], words[slot + _RELEASE] = block, release
-        self._post(sequence, call, resident)
-        yield self._posted(sequence, call)
-        first = self._slot(0, sequence)
-        block, release = words[first + _RESULT], words[first + _RELEASE]
-        bounds = slice_bounds(numel, self.size)
-        start, end = bounds[self.rank], bounds[self.rank + 1]
-        parts = [
-            arena.tensor(words[self._slot(r, sequence) + _OFFSET] + start * dtype.itemsize, end - start, dtype)
-            for r in range(self.size)
-        ]
-        reduce_in_order(parts, op, arena.tensor(block + start * dtype.itemsize, end - start, dtype))
-        result = arena.lease(block, numel, dtype, release + self.rank, self.size)
-        words[self._line + _REDUCED] = sequence
-        yield lambda: self._all_past(_REDUCED, sequence)
-        words[self._line + _READ] = sequence
+        offset = self.stage(sequence, self.rank)
+        if numel:
+            arena.tensor(offset, numel, dtype).copy_(flat)
+        self.post(sequence, call, offset)
+        yield self.posted(sequence, call)
+        parts = [arena.tensor(words[self._slot(r, sequence) + _OFFSET], numel, dtype) for r in range(self.size)]
+        result = reduce_in_order(parts, op, torch.empty_like(flat))
+        self.reduced(sequence)
+        self.over(sequence)
         return result
 
     def all_gathered(self, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None]) -> torch.Tensor:
@@ -349,20 +428,18 @@ class ShmCommunicator(Communicator):
     def _all_gathered(
         self, call: Call, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None]
     ) -> Steps:
-        arena, words, nbytes = self.arena, self.words, length * dtype.itemsize
+        arena, nbytes = self.arena, length * dtype.itemsize
         sequence = self.begin()
         if self.rank == 0:
-            slot = self._slot(0, sequence)
-            words[slot + _RESULT], words[slot + _RELEASE] = arena.result_block(self.size * nbytes, self.size)
-        self._post(sequence, call, 0)
-        yield self._posted(sequence, call)
-        first = self._slot(0, sequence)
-        block, release = words[first + _RESULT], words[first + _RELEASE]
+            self.announce(sequence, call, *arena.result_block(self.size * nbytes, self.size))
+        self.post(sequence, call, 0)
+        yield self.posted(sequence, call)
+        block, release = self.announced_block(sequence)
         write(arena.tensor(block + self.rank * nbytes, length, dtype))
         result = arena.lease(block, self.size * length, dtype, release + self.rank, self.size)
-        words[self._line + _REDUCED] = sequence
-        yield lambda: self._all_past(_REDUCED, sequence)
-        words[self._line + _READ] = sequence
+        self.reduced(sequence)
+        yield self.all_reduced_by(sequence)
+        self.over(sequence)
         return result
 
     # -- point to point ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from ..kernels.arena import Arena
 from ..kernels.communicator import Communicator
 from ..kernels.errors import Aborted, MeshError, SpecError, message
 from ..kernels.registry import make_communicator
+from .memory import keep_freed_memory
 from .spec import Layout
 
 
@@ -41,6 +42,7 @@ class RankSession:
         seed: int,
         launched: bool,
     ):
+        keep_freed_memory()
         self.layout, self.rank, self.backend = layout, rank, backend
         self.watch, self.store, self.timeout, self.seed, self.launched = watch, store, timeout, seed, launched
         self.regions = 0

@@ -11,6 +11,7 @@ import sys
 import threading
 from typing import Any
 
+from ..kernels.copying import TUNABLES
 from ..kernels.errors import MeshError, message
 from .descriptors import receive, send
 from .interrupts import uninterrupted
@@ -28,6 +29,8 @@ class Zygote:
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), *map(str, sys.path)],
             pass_fds=[theirs.fileno()],
+            # The ranks' own os.environ is the driver's.
+            env={**os.environ, "GLIBC_TUNABLES": ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), TUNABLES]))},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C in a terminal is the driver's to hand on
         )

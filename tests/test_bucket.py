@@ -56,11 +56,9 @@ class Alone(Communicator):
         self.reduced.append((tensor.numel(), tensor.dtype))
         return super().all_reduced(tensor, op, async_op=async_op)
 
-    def empty(self, shape: Sequence[int] | int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        assert isinstance(shape, int)
-        assert dtype is not None
-        self.made.append((shape, dtype))
-        return torch.full((shape,), 77, dtype=dtype)  # as memory comes: not zero
+    def scratch(self, numel: int, *, dtype: torch.dtype) -> torch.Tensor:
+        self.made.append((numel, dtype))
+        return torch.full((numel,), 77, dtype=dtype)  # as memory comes: not zero
 
 
 def leaves_of(tensors: Sequence[torch.Tensor]) -> list[Leaf]:
