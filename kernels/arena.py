@@ -177,6 +177,11 @@ class Arena:
         pointer = tensor.data_ptr()
         return 0 <= pointer - self._private_base < self._length or 0 <= pointer - self._base < self._length
 
+    def lease_offset(self, tensor: torch.Tensor) -> int | None:
+        """Where in the arena a leased tensor lies, or None if it is none."""
+        offset = tensor.data_ptr() - self._private_base
+        return offset if 0 <= offset < self._length else None
+
     def lease(self, offset: int, numel: int, dtype: torch.dtype, release_word: int, users: int) -> torch.Tensor:
         """A copy-on-write view of a result block; dropping the last reference gives this rank's share of it back."""
         self.words[release_word + users] += 1
@@ -189,9 +194,13 @@ class Arena:
 
     def _release(self, reference: weakref.ref) -> None:
         _, offset, nbytes, release_word = self._leases.pop(id(reference))
+        self.forget_copies(offset, nbytes)
+        self.words[release_word] += 1
+
+    def forget_copies(self, offset: int, nbytes: int) -> None:
+        """Show what all share again, where this rank has changed a lease."""
         if any_copied(self._private_base + offset, nbytes):
             self._private.madvise(mmap.MADV_DONTNEED, offset, -(-nbytes // PAGE) * PAGE)
-        self.words[release_word] += 1
 
     def result_block(self, nbytes: int, users: int) -> tuple[int, int]:
         """(offset of a free result block, index of its first release word); for the rank that leads a reduction."""

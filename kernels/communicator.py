@@ -505,17 +505,35 @@ class Communicator(abc.ABC):
 
         return self._start(call.text, steps(), async_op)
 
-    def all_gathered(self, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    def all_gathered(
+        self, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None], into: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The slices of all ranks, `length` elements each, end to end in a new tensor; `write(out)` makes this rank's.
 
         On shared memory each rank writes into the one copy that all read; as that of `all_reduced`, the result
         behaves as private.
+
+        Args:
+            into: an earlier result that all ranks are done with, to be overwritten and returned (see `can_rewrite`);
+                `write` then gets what this rank's slice has.
         """
         mine = torch.empty(length, dtype=dtype)
+        if into is not None:
+            mine.copy_(into[self.rank * length : (self.rank + 1) * length])
         write(mine)
-        out = torch.empty(self.size * length, dtype=dtype)
+        out = torch.empty(self.size * length, dtype=dtype) if into is None else into
         self.all_gather(list(out.split(length)) if length else [out] * self.size, mine)
         return out
+
+    def can_rewrite(self, result: torch.Tensor | None) -> bool:
+        """Whether all ranks have the same earlier result of `all_gathered` to give up; a collective call."""
+        place = self._place_of(result)
+        least, negated_most = self.all_reduced(torch.tensor([place, -place]), "min").tolist()
+        return least == -negated_most != -1
+
+    def _place_of(self, result: torch.Tensor | None) -> int:
+        """What ranks that can rewrite a result agree on; -1 where there is none."""
+        return -1 if result is None else 0
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, of any length, in rank order."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-LARGE_BYTES = 4 << 20
+LARGE_BYTES = 16 << 20
 # For the environment of a process that is about to start; no effect on a C library that isn't glibc.
 TUNABLES = f"glibc.cpu.x86_non_temporal_threshold={LARGE_BYTES:#x}"
 

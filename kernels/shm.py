@@ -114,6 +114,7 @@ class ShmCommunicator(Communicator):
         self._arrived: list[tuple[int, int, int, int]] = []  # (source, tag, block, bytes) not yet asked for
         self._prepared: dict[Key, Reduction] = {}
         self._seen: set[Key] = set()
+        self._gathered: set[int] = set()  # blocks that this group has written its slices to
         self.reductions: dict[tuple[int, torch.dtype], shared_result.Plan] = {}
 
     def _slot(self, rank: int, sequence: int) -> int:
@@ -419,11 +420,39 @@ class ShmCommunicator(Communicator):
         self.over(sequence)
         return result
 
-    def all_gathered(self, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    def all_gathered(
+        self, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None], into: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if length * dtype.itemsize <= ONE_PHASE_BYTES:
-            return super().all_gathered(length, dtype, write)
-        call = Call("all_gather", dtype, (length,), "written in place")
-        return self._start(call.text, self._all_gathered(call, length, dtype, write), False)
+            return super().all_gathered(length, dtype, write, into)
+        call = Call("all_gather", dtype, (length,), "written in place" if into is None else "rewritten in place")
+        steps = (
+            self._all_gathered(call, length, dtype, write)
+            if into is None
+            else self._rewritten(call, length, write, into)
+        )
+        return self._start(call.text, steps, False)
+
+    def _place_of(self, result: torch.Tensor | None) -> int:
+        if result is None:
+            return -1
+        place = self.arena.lease_offset(result)
+        # What another group has leased, its ranks may still read.
+        return 0 if place is None else place if place in self._gathered else -1
+
+    def _rewritten(self, call: Call, length: int, write: Callable[[torch.Tensor], None], into: torch.Tensor) -> Steps:
+        place = self.arena.lease_offset(into)
+        assert place is not None
+        nbytes = length * into.dtype.itemsize
+        sequence = self.begin()
+        self.post(sequence, call, 0)
+        yield self.posted(sequence, call)  # all are done with the old values
+        write(self.arena.tensor(place + self.rank * nbytes, length, into.dtype))
+        self.reduced(sequence)
+        yield self.all_reduced_by(sequence)
+        self.arena.forget_copies(place, self.size * nbytes)
+        self.over(sequence)
+        return into
 
     def _all_gathered(
         self, call: Call, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None]
@@ -435,6 +464,7 @@ class ShmCommunicator(Communicator):
         self.post(sequence, call, 0)
         yield self.posted(sequence, call)
         block, release = self.announced_block(sequence)
+        self._gathered.add(block)
         write(arena.tensor(block + self.rank * nbytes, length, dtype))
         result = arena.lease(block, self.size * length, dtype, release + self.rank, self.size)
         self.reduced(sequence)

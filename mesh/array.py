@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..kernels.errors import MeshError, SpecError, message
-from . import drawing, launched
+from . import donation, drawing, launched
 from .region import current
 from .spec import P
 
@@ -26,6 +26,7 @@ class Source(Protocol):
     def shards(self) -> list[torch.Tensor]: ...
     def full(self) -> torch.Tensor: ...
     def local(self) -> torch.Tensor: ...
+    def value(self) -> torch.Tensor: ...
 
 
 class Array:
@@ -178,6 +179,10 @@ class LocalSource:
         return self._spec
 
     def local(self) -> torch.Tensor:
+        return donation.disown(self._tensor)
+
+    def value(self) -> torch.Tensor:
+        """What `local` gives, for a reader that does not hand it on."""
         return self._tensor
 
     def full(self) -> torch.Tensor:

@@ -49,12 +49,12 @@ def _from_driver(
     driver.raise_failure()
     shipped = driver.shipped.ship_function(source, lambda _: program, holder=holder)
     leaves = []
-    for leaf, spec in zip(request.leaves, request.specs, strict=True):
+    for leaf, spec, donated in zip(request.leaves, request.specs, request.donated, strict=True):
         if isinstance(leaf, Array):
             resident: Any = leaf._readable()
             resident.check()
             driver.values.restore(leaf)
-            leaves.append(("resident", resident.name, spec))
+            leaves.append(("donated" if donated else "resident", resident.name, spec))
         else:
             leaves.append(("tensor" if isinstance(leaf, torch.Tensor) else "value", leaf, spec))
     signature = request.signature()
@@ -129,10 +129,11 @@ class _Finish:
 def _launched(mesh: Mesh, program: Program, request: Request, key: tuple, *, check: str, holder: Any) -> Any:
     session = mesh.session
     entering, theirs = [], set()
-    for leaf, spec in zip(request.leaves, request.specs, strict=True):
+    for leaf, spec, donated in zip(request.leaves, request.specs, request.donated, strict=True):
         if isinstance(leaf, Array):
             cut_here = spec is not None and spec != leaf.spec
-            entering.append(Entering(leaf.local, spec if cut_here and spec is not None else leaf.spec, cut_here))
+            its_spec = spec if cut_here and spec is not None else leaf.spec
+            entering.append(Entering(leaf._readable().value(), its_spec, cut_here, donated))
         elif isinstance(leaf, torch.Tensor):
             entering.append(Entering(leaf, spec or REPLICATED, whole=True))
             theirs.add(leaf.untyped_storage().data_ptr())

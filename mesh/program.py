@@ -6,6 +6,7 @@ values that were passed, which may not be written to, but are objects of their o
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from ..kernels.errors import SpecError, message
-from . import trees
+from . import donation, trees
 from .agreement import Leaving, digest, path_in
 from .array import Array
 from .rank import RankSession
@@ -46,11 +47,13 @@ class Entering:
     Attributes:
         spec: how a tensor is cut.
         whole: it still has to be (else it is this rank's shard already).
+        donated: the caller gives its memory up.
     """
 
     value: Any
     spec: P = REPLICATED
     whole: bool = False
+    donated: bool = False
 
 
 def execute(
@@ -66,13 +69,14 @@ def execute(
 ) -> tuple[Any, list[Any], list[Leaving]]:
     """Run a program on this rank: (the results' treedef, their local leaves, what to say of each)."""
     local: list[Any] = []
+    times = collections.Counter(id(leaf.value) for leaf in entering)
     same: dict[Any, torch.Tensor] = {}  # a tensor that comes twice stays one tensor
     for leaf in entering:
         value = leaf.value
         if isinstance(value, torch.Tensor):
-            which = (id(value), leaf.spec, leaf.whole)
+            which = (id(value), leaf.spec, leaf.whole, leaf.donated)
             if which not in same:
-                same[which] = _local(session, leaf)
+                same[which] = _local(session, leaf, alone=times[id(value)] == 1)
             value = same[which]
         local.append(value)
     versions = [_version(value) for value in local]
@@ -88,7 +92,7 @@ def execute(
         if state is not None:
             torch.set_rng_state(state)
     for index, (value, version) in enumerate(zip(local, versions, strict=True)):
-        if _version(value) != version:
+        if type(value) is not donation.Taken and _version(value) != version:
             raise SpecError(
                 message(
                     f"{program.name} changed its input {describe_path(path_in(treedef, index))} in place",
@@ -96,16 +100,22 @@ def execute(
                     remedy="a step must be pure: write x = x + y instead of x += y, or clone the input first",
                 )
             )
-    return _leave(session, program, result, verify)
+    treedef, leaves, said = _leave(session, program, result, verify)
+    donating = any(leaf.donated for leaf in entering)
+    donation.settle([leaf.value for leaf in entering], local, leaves, donating=donating)
+    return treedef, leaves, said
 
 
-def _local(session: RankSession, leaf: Entering) -> torch.Tensor:
+def _local(session: RankSession, leaf: Entering, *, alone: bool) -> torch.Tensor:
     """This rank's part of a leaf, with what is known of it noted on it."""
     value = leaf.value
     if leaf.whole and leaf.spec.entries:
         value = session.layout.take(value, leaf.spec, session.rank)
     elif not _frozen(value):
+        owned = alone and donation.is_owner(value)
         value = value.detach()
+        if leaf.donated:
+            donation.offer(value, owned=owned)
     value._spmd_spec = leaf.spec
     return mark(value, leaf.spec.axes)
 

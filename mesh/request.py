@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,18 +23,29 @@ class Request:
         name: the program's, for messages.
         specs: prefix tree of P for (args, kwargs); None leaves every leaf as it is.
         batch: which argument is the batch to split (position or name), and over which axis.
+        donated: the arguments (positions or names) whose memory the results may take.
 
     Attributes:
         leaves, treedef: of (args, kwargs); NumPy arrays are tensors by now.
         specs: for each leaf how to cut it; None leaves it as it is.
         batch_total: dimension 0 of the whole batch, None if there is none.
         deal: how a `Loader` dealt the batch, None if it did not.
+        donated: for each leaf whether the caller gives its memory up.
 
     Raises:
         SpecError: a spec does not fit.
     """
 
-    def __init__(self, mesh: Mesh, name: str, args: tuple, kwargs: dict[str, Any], specs: Any, batch: tuple | None):
+    def __init__(
+        self,
+        mesh: Mesh,
+        name: str,
+        args: tuple,
+        kwargs: dict[str, Any],
+        specs: Any,
+        batch: tuple | None,
+        donated: Sequence[int | str] = (),
+    ):
         self.mesh, self.name = mesh, name
         self._tree = (args, kwargs)
         leaves, self.treedef = trees.flatten(self._tree, is_leaf=is_array)
@@ -41,6 +53,7 @@ class Request:
         self.specs: list[P | None] = (
             [None] * len(leaves) if specs is None else specs_for(specs, self._tree, f"in_specs of {name}")
         )
+        self.donated = self._belonging_to(donated) if donated else [False] * len(leaves)
         self.batch_total: int | None = None
         self.deal: Any = None
         self._uneven: frozenset[int] = frozenset()
@@ -56,13 +69,16 @@ class Request:
         """Which argument a leaf is or belongs to, for messages."""
         return f"{describe_path(trees.paths(self._tree, is_leaf=is_array)[index])} of {self.name}"
 
+    def _belonging_to(self, arguments: Sequence[int | str]) -> list[bool]:
+        """For each leaf whether it is or belongs to one of these arguments."""
+        args, kwargs = self._tree
+        here = (tuple(index in arguments for index in range(len(args))), {name: name in arguments for name in kwargs})
+        return trees.broadcast_prefix(here, self._tree)
+
     def _split_batch(self, which: int | str, axis: str) -> None:
         """Give the leaves of the argument `batch` the spec P(axis), and find the size of the whole batch."""
-        args, kwargs = self._tree
-        here = (tuple(index == which for index in range(len(args))), {name: name == which for name in kwargs})
-        marks = trees.broadcast_prefix(here, self._tree)
         sizes = {}
-        for index, (leaf, is_batch) in enumerate(zip(self.leaves, marks, strict=True)):
+        for index, (leaf, is_batch) in enumerate(zip(self.leaves, self._belonging_to([which]), strict=True)):
             if not is_batch or not isinstance(leaf, torch.Tensor | Array):
                 continue
             shape = leaf._hint()[0] if isinstance(leaf, Array) else leaf.shape

@@ -151,6 +151,8 @@ class ResidentSource:
             message("the driver is not a rank and holds no shard", remedy="use .shards() for all of them, or .full()")
         )
 
+    value = local
+
     def _fetch(self, ranks: Sequence[int]) -> list[torch.Tensor]:
         self.settle()
         session = self._session

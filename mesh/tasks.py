@@ -38,7 +38,7 @@ def run_program(
     program_, treedef = worker.shipped(program), worker.shipped(tree)
     entering = []
     for kind, value, spec in leaves:
-        if kind == "resident":
+        if kind in ("resident", "donated"):
             tensor, its_spec = worker.value(value)
             again = spec is not None and spec != its_spec
             if again and its_spec.entries:
@@ -50,7 +50,7 @@ def run_program(
                         remedy="declare the same specs at every call",
                     )
                 )
-            entering.append(Entering(tensor, spec if spec is not None else its_spec, again))
+            entering.append(Entering(tensor, spec if spec is not None else its_spec, again, kind == "donated"))
         elif kind == "tensor":
             entering.append(Entering(value, spec or REPLICATED, whole=True))
         else:

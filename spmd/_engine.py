@@ -1,8 +1,9 @@
-"""What makes a torch optimizer pure: an `Engine` lends it copies of parameters and state for the length of a call.
+"""What makes a torch optimizer pure: an `Engine` lends it what it may write to for the length of a call.
 
-A large parameter is copied and stepped block by block, each block while it is in the cache: then the copy costs
-little more than the step in place. Invariant: inputs keep their values, the bits are those of torch's own step on the
-whole, and between two calls an engine holds no tensor of the caller's.
+That is a copy of each parameter and its state, or the memory itself where the step may take it (`mesh.donation`). A
+large parameter is stepped block by block, each block while it is in the cache, as most optimizers go over it many
+times; the fused ones go once. Invariant: inputs keep their values unless they were donated, the bits are those of
+torch's own step on the whole, and between two calls an engine holds no tensor of the caller's.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from ._sharded_optimizer import REFUSED, Leaf, State
+from .kernels.copying import copy
 from .kernels.errors import SpecError, SpmdError, message
-from .mesh import trees
+from .mesh import donation, trees
+from .mesh.region import current
 
 # Elements; a block of parameter, gradient and two moments, 2 MB in float32, fits the cache of a core.
 BLOCK = 1 << 17
@@ -54,44 +57,51 @@ class Engine:
     def update(
         self, leaves: Sequence[Leaf], states: Sequence[State], hyper: Mapping[str, Any]
     ) -> tuple[list[Tensor], list[State], dict[str, Any]]:
-        """One step on copies: the new parameters, states and hyper-parameters. Leaves without gradient pass through."""
+        """One step: the new parameters, states and hyper-parameters. Leaves without gradient pass through."""
         instance, options = self._take()
         lent = _lent(options, hyper)
         states, params = list(states), [leaf.param for leaf in leaves]
         active = [index for index, leaf in enumerate(leaves) if leaf.grad is not None]
         long = [index for index in active if self._in_blocks(leaves[index], states[index])]
+        short = [index for index in active if index not in long]
         group = instance.param_groups[0]
         group.clear()
         group.update(options, params=[], **lent)
         with torch.no_grad():
+            for index in active:
+                params[index], states[index] = _own(params[index]), trees.map(_own, states[index])
             for index in long:
-                leaf = leaves[index]
-                assert leaf.grad is not None
-                params[index] = torch.empty_like(leaf.param)
+                shape, grad = params[index].shape, leaves[index].grad
+                assert grad is not None
                 flat = {
-                    name: value.view(-1) if _is_laid_out_as(value, leaf.param) else value
+                    name: value.view(-1) if _is_laid_out_as(value, params[index]) else value
                     for name, value in states[index].items()
                 }
-                new = self._step_blocks(
-                    instance, [leaf.param.view(-1)], [leaf.grad.view(-1)], flat, params[index].view(-1)
-                )
+                new = self._step_blocks(instance, params[index].view(-1), [grad.view(-1)], flat)
                 states[index] = {
-                    name: value.view(leaf.param.shape) if isinstance(value, Tensor) and value.ndim else value
+                    name: value.view(shape) if isinstance(value, Tensor) and value.ndim else value
                     for name, value in new.items()
                 }
-            short = [index for index in active if index not in long]
-            stepped = self._step_whole(instance, [leaves[index] for index in short], [states[index] for index in short])
-            for index, (param, state) in zip(short, stepped, strict=True):
-                params[index], states[index] = param, state
+            grads = [leaves[index].grad for index in short]
+            stepped = self._step_whole(
+                instance, [params[index] for index in short], grads, [states[index] for index in short]
+            )
+            for index, state in zip(short, stepped, strict=True):
+                states[index] = state
         return params, states, self._give_back(instance, options, lent, hyper)
 
     def update_pieces(
-        self, params: Sequence[Tensor], grads: Sequence[Tensor], state: State, hyper: Mapping[str, Any], out: Tensor
+        self,
+        params: Sequence[Tensor] | None,
+        grads: Sequence[Tensor],
+        state: State,
+        hyper: Mapping[str, Any],
+        out: Tensor,
     ) -> tuple[State, dict[str, Any]]:
         """One step of a flat parameter that lies in pieces, written to `out`; its new state and the hyper-parameters.
 
         Args:
-            params, grads: flat pieces, as long as `out` when laid end to end.
+            params, grads: flat pieces, as long as `out` when laid end to end; without `params`, `out` has them already.
             state: of the whole.
         """
         instance, options = self._take()
@@ -100,13 +110,18 @@ class Engine:
         group.clear()
         group.update(options, params=[], **lent)
         with torch.no_grad():
-            new = self._step_blocks(instance, params, grads, state, out)
+            at = 0
+            for param in params or ():
+                copy(out[at : at + param.numel()], param)
+                at += param.numel()
+            new = self._step_blocks(instance, out, grads, trees.map(_own, state))
         return new, self._give_back(instance, options, lent, hyper)
 
     def _in_blocks(self, leaf: Leaf, state: State) -> bool:
         param, grad = leaf.param, leaf.grad
         return (
             self._elementwise
+            and not self.options.get("fused")
             and param.numel() > BLOCK
             and param.is_contiguous()
             and grad is not None
@@ -119,57 +134,45 @@ class Engine:
             )
         )
 
-    def _step_blocks(
-        self, instance: Any, params: Sequence[Tensor], grads: Sequence[Tensor], state: State, out: Tensor
-    ) -> State:
-        """Copy, step, go on: every block of `params` into `out`, and of the state into new tensors."""
-        length = out.numel()
-        long = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == out.shape}
-        single = {name: value for name, value in state.items() if name not in long}
-        made = {name: torch.empty_like(value) for name, value in long.items()}
+    def _step_blocks(self, instance: Any, param: Tensor, grads: Sequence[Tensor], state: State) -> State:
+        """Step a flat parameter and its state in place, block by block; the state that it has then."""
+        made = {name: value for name, value in state.items() if _is_laid_out_as(value, param)}
+        single = {name: value for name, value in state.items() if name not in made}
         last: State = state
-        for param, grad, start, stop in _blocks(params, grads):
-            block = out[start:stop].copy_(param)
-            own = {name: made[name][start:stop].copy_(value[start:stop]) for name, value in long.items()}
-            copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in single.items()}
+        for grad, start, stop in _blocks(grads, param.numel() if self.options.get("fused") else BLOCK):
+            block = param[start:stop]
+            own = {name: value[start:stop] for name, value in made.items()}
             if state:
+                copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in single.items()}
                 instance.state[block] = {name: own[name] if name in own else copied[name] for name in state}
             last = self._step_one(instance, block, grad)
             for name, value in last.items():
                 if not isinstance(value, Tensor) or value.shape != block.shape or not value.ndim:
                     continue
                 if name not in made:  # torch made it in this step, the first
-                    made[name] = value.new_empty(length)
+                    made[name] = value.new_empty(param.numel())
                 if name not in own or value.data_ptr() != own[name].data_ptr():
                     made[name][start:stop].copy_(value)
         return {name: made.get(name, value) for name, value in last.items()}
 
     def _step_one(self, instance: Any, param: Tensor, grad: Tensor) -> State:
-        param.grad = self._private(grad)
-        instance.param_groups[0]["params"] = [param]
-        instance.step()
-        param.grad = None
-        state: State = instance.state.pop(param, {})
-        return state
+        return self._step_whole(instance, [param], [grad], [instance.state.pop(param, {})])[0]
 
-    def _step_whole(self, instance: Any, leaves: Sequence[Leaf], states: Sequence[State]) -> list[tuple[Tensor, State]]:
-        """Step copies of whole leaves, all in one call."""
-        if not leaves:
+    def _step_whole(
+        self, instance: Any, params: Sequence[Tensor], grads: Sequence[Tensor | None], states: Sequence[State]
+    ) -> list[State]:
+        """Step whole parameters in place, all in one call; their new states."""
+        if not params:
             return []
-        kept, treedef = trees.flatten(list(states))
-        tensors = [value for value in kept if isinstance(value, Tensor)]
-        copies = _clones([*(leaf.param for leaf in leaves), *tensors])
-        params, rest = copies[: len(leaves)], iter(copies[len(leaves) :])
-        own = trees.unflatten(treedef, [next(rest) if isinstance(value, Tensor) else value for value in kept])
-        for leaf, param, state in zip(leaves, params, own, strict=True):
-            param.grad = self._private(leaf.grad)
+        for param, grad, state in zip(params, grads, states, strict=True):
+            param.grad = self._private(grad)
             if state:
                 instance.state[param] = state
-        instance.param_groups[0]["params"] = params
+        instance.param_groups[0]["params"] = list(params)
         instance.step()
         for param in params:
             param.grad = None
-        return [(param, instance.state.pop(param, {})) for param in params]
+        return [instance.state.pop(param, {}) for param in params]
 
     def _give_back(self, instance: Any, options: dict, lent: dict, hyper: Mapping[str, Any]) -> dict[str, Any]:
         """Keep the instance for the next call (not after an error); the new hyper-parameters."""
@@ -224,14 +227,31 @@ def _light(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     return type(cls.__name__, (cls,), {**plain, "__module__": cls.__module__})
 
 
-def _blocks(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, int, int]]:
-    """(parameter, gradient, start, stop) of every block; no block spans two pieces."""
+def _blocks(grads: Sequence[Tensor], length: int) -> Iterator[tuple[Tensor, int, int]]:
+    """(gradient, start, stop) of every block, at most `length` long; no block spans two pieces."""
     at = 0
-    for param, grad in zip(params, grads, strict=True):
-        for start in range(0, param.numel(), BLOCK):
-            part = param[start : start + BLOCK]
-            yield part, grad[start : start + BLOCK], at + start, at + start + part.numel()
-        at += param.numel()
+    for grad in grads:
+        for start in range(0, grad.numel(), length):
+            part = grad[start : start + length]
+            yield part, at + start, at + start + part.numel()
+        at += grad.numel()
+
+
+def _own(value: Any) -> Any:
+    """A tensor that may be written to in the place of this one."""
+    if not isinstance(value, Tensor):
+        return value
+    if donation.is_offered(value) and not _shared(value):
+        return donation.take(value)
+    if value.is_cpu and value.is_contiguous():
+        return copy(torch.empty_like(value), value)
+    return value.clone()
+
+
+def _shared(value: Tensor) -> bool:
+    """Whether other ranks read the same memory."""
+    region = current()
+    return region is not None and region.session.is_leased(value)
 
 
 def _is_laid_out_as(value: Any, param: Tensor) -> bool:
@@ -263,17 +283,3 @@ def _lent(options: dict[str, Any], hyper: Mapping[str, Any]) -> dict[str, Any]:
         return value
 
     return {name: lend(name, options[name], value) for name, value in hyper.items()}
-
-
-def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    if not hasattr(torch, "_foreach_clone"):
-        return [tensor.clone() for tensor in tensors]
-    # On an accelerator it copies all tensors of one kind in one launch.
-    kinds: dict[Any, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        kinds.setdefault(None if tensor.is_cpu else (tensor.device, tensor.dtype), []).append(index)
-    clones = list(tensors)
-    for indices in kinds.values():
-        for index, clone in zip(indices, torch._foreach_clone([tensors[index] for index in indices]), strict=True):
-            clones[index] = clone
-    return clones

@@ -20,7 +20,7 @@ from ._engine import Engine
 from ._sharded_optimizer import Axis, Leaf, State
 from ._spmd import spmd
 from .kernels.errors import SpecError, SpmdError, message
-from .mesh import trees
+from .mesh import donation, trees
 from .mesh.array import Array
 from .mesh.region import current
 from .transforms._named_axes import differs_over, note
@@ -121,6 +121,7 @@ def _step(
     for index, leaf, new in zip(places, given, new_params, strict=True):
         leaves[index] = new
         _mark(new, leaf)
+    donation.close([leaf.param for leaf in given] + trees.leaves(state))
     return trees.unflatten(treedef, leaves), {"state": new_state, "hyper": new_hyper}
 
 

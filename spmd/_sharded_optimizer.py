@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import transforms
 from .kernels.errors import MeshError, SpecError, message
+from .mesh import donation
 from .mesh.region import current
 from .mesh.spec import P, Sharded
 
@@ -48,7 +49,12 @@ class Engine(Protocol):
         self, leaves: Sequence[Leaf], states: Sequence[State], hyper: Mapping[str, Any]
     ) -> tuple[list[Tensor], list[State], dict[str, Any]]: ...
     def update_pieces(
-        self, params: Sequence[Tensor], grads: Sequence[Tensor], state: State, hyper: Mapping[str, Any], out: Tensor
+        self,
+        params: Sequence[Tensor] | None,
+        grads: Sequence[Tensor],
+        state: State,
+        hyper: Mapping[str, Any],
+        out: Tensor,
     ) -> tuple[State, dict[str, Any]]: ...
 
 
@@ -154,18 +160,41 @@ class Slice:
         if all(leaf.grad is None for leaf in self.leaves):
             return {leaf.path: leaf.param for leaf in self.leaves}, own, dict(hyper)
 
+        into = self._given_up()
+
         def write(out: Tensor) -> None:
-            params = self._pieces([leaf.param.reshape(-1) for leaf in self.leaves])
+            params = None if into is not None else self._pieces([leaf.param.reshape(-1) for leaf in self.leaves])
             grads = self._pieces([_flat_grad(leaf) for leaf in self.leaves])
             stepped.append(engine.update_pieces(params, grads, own, hyper, out))
 
         dtype = self.leaves[0].param.dtype
         if self.axis is None:
-            flat = self.leaves[0].param.new_empty(self.length)
+            flat = self.leaves[0].param.new_empty(self.length) if into is None else into
             write(flat)
         else:
-            flat = transforms.gather_written(self.length, dtype, self.axis, write)
+            flat = transforms.gather_written(self.length, dtype, self.axis, write, into)
+        if into is not None:
+            for leaf in self.leaves:
+                donation.take(leaf.param)
         return self._split(flat), *stepped[0]
+
+    def _given_up(self) -> Tensor | None:
+        """The flat parameters that the last step made, if they may be overwritten on all ranks."""
+        if not any(donation.is_donated(leaf.param) for leaf in self.leaves):
+            return None
+        whole = None
+        first = self.leaves[0].param
+        numel = self.length if self.axis is None else transforms.axis_size(self.axis) * self.length
+        offered = all(donation.is_offered(leaf.param) for leaf in self.leaves)
+        if offered and first.untyped_storage().nbytes() == numel * first.element_size():
+            at = first.data_ptr()
+            for leaf in self.leaves:
+                if leaf.grad is None or not leaf.param.is_contiguous() or leaf.param.data_ptr() != at:
+                    break
+                at += leaf.param.numel() * leaf.param.element_size()
+            else:
+                whole = first.detach().as_strided((numel,), (1,), 0)
+        return whole if self.axis is None or transforms.can_rewrite(whole, self.axis) else None
 
     def _split(self, flat: Tensor) -> dict[str, Tensor]:
         sizes = [leaf.param.numel() for leaf in self.leaves]

@@ -47,7 +47,8 @@ def spmd(
         in_specs: how the arguments are cut: one P for all, a tuple with a prefix tree for each positional argument, or
             a dict by argument name. None (everywhere the default): Arrays as they are, other tensors replicated.
         out_specs: how results form global values, a prefix tree; None is replicated.
-        donate: names of arguments whose memory the results may take over; the Arrays passed can't be read afterwards.
+        donate: names of arguments whose memory the results may take over, as parameters and optimizer state in
+            `opt.step`; the Arrays passed can't be read afterwards, not even if the call fails.
         check: when replicas of a result are compared: on the "first" call of each signature, "always", "never".
 
     Returns:
@@ -109,16 +110,18 @@ class Spmd:
 
     def _outside(self, bound: inspect.BoundArguments) -> Any:
         mesh = resolve(self._mesh)
-        request = Request(mesh, self._name, bound.args, bound.kwargs, self._specs(bound), self._batch_of(bound))
+        donated = [place for name in self._donate for place in self._places(bound, name)]
+        specs, batch = self._specs(bound), self._batch_of(bound)
+        request = Request(mesh, self._name, bound.args, bound.kwargs, specs, batch, donated)
         for spec in trees.leaves(self._out_specs, is_leaf=is_spec):
             if spec is not None:
                 mesh.layout.check(spec, where=f"out_specs of {self._name}")
-        results = call(mesh, self._program, self._f, request, check=self._check, holder=self)
-        for name in self._donate:
-            for leaf in trees.leaves(bound.arguments.get(name)):
-                if isinstance(leaf, Array):
+        try:
+            return call(mesh, self._program, self._f, request, check=self._check, holder=self)
+        finally:  # a call that fails may have begun to overwrite them
+            for leaf, is_donated in zip(request.leaves, request.donated, strict=True):
+                if is_donated and isinstance(leaf, Array):
                     leaf._donated = self._name
-        return results
 
     def _batch_of(self, bound: inspect.BoundArguments) -> tuple[int | str, str] | None:
         if self._batch is None:
@@ -126,6 +129,16 @@ class Spmd:
         position, name, axis = self._batch
         by_position = position is not None and position < len(bound.args)
         return (position if by_position else name), axis
+
+    def _places(self, bound: inspect.BoundArguments, name: str) -> list[int | str]:
+        """Where an argument is: positions or keywords."""
+        kind = self._signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            return list(bound.arguments.get(name, ()))
+        if name in bound.kwargs:
+            return [name]
+        positions = enumerate(self._positional_names(len(bound.args)))
+        return [position for position, its_name in positions if its_name == name]
 
     def _specs(self, bound: inspect.BoundArguments) -> Any:
         """in_specs as a prefix of (args, kwargs)."""

@@ -512,7 +512,8 @@ class Rank:
         self.sent.append(x)
         return torch.cat(self.gathered[len(self.sent) - 1]) if self.gathered else torch.cat([x] * self.size)
 
-    def gather_written(self, length, dtype, axis, write):
+    def gather_written(self, length, dtype, axis, write, into=None):
+        assert into is None  # nothing is donated here
         out = torch.empty(length, dtype=dtype)
         write(out)
         return self.all_gather(out, axis, dim=0, tiled=True)

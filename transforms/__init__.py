@@ -5,6 +5,7 @@ from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
 from ._movements import all_gather as all_gather
 from ._movements import all_to_all as all_to_all
+from ._movements import can_rewrite as can_rewrite
 from ._movements import gather_written as gather_written
 from ._movements import pbroadcast as pbroadcast
 from ._movements import ppermute as ppermute

@@ -181,7 +181,9 @@ def pbroadcast(x: Any, axis: Axis, source: int) -> Any:
     return each_leaf("pbroadcast", lambda leaf: known(leaf, run(Broadcast(comm, source), leaf), same=axes), x)
 
 
-def gather_written(length: int, dtype: torch.dtype, axis: Axis, write: Callable[[Tensor], None]) -> Tensor:
+def gather_written(
+    length: int, dtype: torch.dtype, axis: Axis, write: Callable[[Tensor], None], into: Tensor | None = None
+) -> Tensor:
     """The ranks' slices along `axis`, end to end, each written in place by its rank; not differentiable.
 
     What the sharded optimizer makes parameters with: on shared memory nothing is copied.
@@ -189,6 +191,12 @@ def gather_written(length: int, dtype: torch.dtype, axis: Axis, write: Callable[
     Args:
         length: elements of each slice.
         write: fills this rank's slice.
+        into: an earlier result to overwrite, if all ranks have the same one and are done with it.
     """
     _, comm = group("all_gather", axis)
-    return comm.all_gathered(length, dtype, write)
+    return comm.all_gathered(length, dtype, write, into)
+
+
+def can_rewrite(result: Tensor | None, axis: Axis) -> bool:
+    """Whether all ranks along `axis` have the same earlier result of `gather_written` to give up."""
+    return group("all_gather", axis)[1].can_rewrite(result)

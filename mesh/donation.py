@@ -1,0 +1,128 @@
+"""Donated memory: which values a step may overwrite, and what becomes of a tensor whose memory was taken.
+
+A caller donates arguments (`spmd(donate=...)`); the optimizer then takes the memory of parameters and state for what
+comes after them. Invariant: a value's memory is taken only if nothing else shows it. A value that came out of a
+donating call sharing memory with no other is its memory's owner, until it is handed out or some result shares its
+storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from ..kernels.errors import SpecError, message
+
+
+class Taken(torch.Tensor):
+    """What a tensor becomes when its memory is taken: nobody may read it any more."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise SpecError(
+            message(
+                "a donated tensor was used after opt.step had taken over its memory",
+                remedy="use it before opt.step, or leave its argument out of donate=",
+            )
+        )
+
+
+def offer(tensor: torch.Tensor, *, owned: bool = True) -> torch.Tensor:
+    """Note that a tensor is donated: a step may take its memory, if it owns that on this rank."""
+    tensor._spmd_offered = owned  # type: ignore[attr-defined]
+    return tensor
+
+
+def is_donated(tensor: Any) -> bool:
+    """Whether the caller has given it up, which is the same on all ranks; owning the memory may not be."""
+    return hasattr(tensor, "_spmd_offered")
+
+
+def is_offered(tensor: Any) -> bool:
+    return getattr(tensor, "_spmd_offered", False)
+
+
+def take(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that may be written to."""
+    tensor._spmd_taken = True  # type: ignore[attr-defined]
+    return tensor.detach()
+
+
+def close(tensors: Iterable[Any]) -> None:
+    """Make those whose memory was taken unusable.
+
+    >>> old = offer(torch.zeros(2))
+    >>> take(old).add_(1)
+    tensor([1., 1.])
+    >>> close([old])
+    >>> old + 1
+    Traceback (most recent call last):
+    spmd.kernels.errors.SpecError: a donated tensor was used after opt.step had taken over its memory: use it before \
+opt.step, or leave its argument out of donate=
+    """
+    for tensor in tensors:
+        if getattr(tensor, "_spmd_taken", False):
+            tensor.__class__ = Taken
+
+
+def is_owner(tensor: Any) -> bool:
+    """Whether nothing but this value shows its memory."""
+    return isinstance(tensor, torch.Tensor) and getattr(tensor, "_spmd_owner", False)
+
+
+def disown(tensor: torch.Tensor) -> torch.Tensor:
+    """Note that the memory is seen elsewhere from now on."""
+    if is_owner(tensor):
+        tensor._spmd_owner = False  # type: ignore[attr-defined]
+    return tensor
+
+
+def settle(values: Sequence[Any], local: Sequence[Any], results: Sequence[Any], *, donating: bool) -> None:
+    """After a call: find out which values own their memory.
+
+    Args:
+        values: the tensors that were passed, as they are kept.
+        local: the same as the body got them; some were taken.
+        results: the results, as they will be kept.
+        donating: whether the call took donations, so that its results are worth owning.
+    """
+    kept = [
+        value
+        for value, seen in zip(values, local, strict=True)
+        if isinstance(value, torch.Tensor) and type(seen) is not Taken
+    ]
+    owners = [value for value in kept if is_owner(value)]
+    if not owners and not donating:
+        return
+    tensors = [result for result in results if isinstance(result, torch.Tensor)]
+    shared = {_storage(result) for result in tensors}
+    for value in owners:
+        if _storage(value) in shared:
+            disown(value)
+    if donating:
+        elsewhere = {_storage(value) for value in kept}
+        for result in _apart([result for result in tensors if _storage(result) not in elsewhere]):
+            result._spmd_owner = True
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _apart(tensors: list[Any]) -> list[Any]:
+    """Those that overlap with none of the others, and have no gaps."""
+    spans = sorted(
+        ((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), index) for index, t in enumerate(tensors))
+    )
+    good = {index: tensors[index].is_contiguous() and tensors[index].numel() > 0 for _, _, index in spans}
+    end, last = -1, -1
+    for start, stop, index in spans:
+        if start < end:
+            good[index] = good[last] = False
+        if stop > end:
+            end, last = stop, index
+    # Of a tensor with gaps it isn't known which elements it shows: it speaks for its whole storage.
+    loose = {_storage(t) for t in tensors if not t.is_contiguous()}
+    return [t for index, t in enumerate(tensors) if good[index] and _storage(t) not in loose]
