@@ -1,16 +1,14 @@
-"""The models that the benches train, with a batch of synthetic data each."""
+"""The models that the benches train, each with a batch of synthetic data, the same in every process."""
 
-from collections.abc import Callable
+from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spmd._bench.contenders import Model, mlp
+from spmd._bench.contenders import mlp_1k as mlp_1k
 
-def mlp(inputs: int, hidden: int, classes: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, classes)
-    )
+CLASSES = 10
 
 
 class Encoder(nn.Module):
@@ -20,37 +18,51 @@ class Encoder(nn.Module):
         super().__init__()
         layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-        self.head = nn.Linear(256, 10)
+        self.head = nn.Linear(256, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layers(x).mean(1))
 
 
-def cnn() -> nn.Module:
+def mlp_4k() -> Model:
+    """1024-4096-4096-10, with 128 samples."""
+    torch.manual_seed(0)
+    return mlp(1024, 4096, CLASSES), torch.randn(128, 1024), torch.randint(0, CLASSES, (128,))
+
+
+def encoder() -> Model:
+    """With 8 sequences."""
+    torch.manual_seed(0)
+    return Encoder(), torch.randn(8, 128, 256), torch.randint(0, CLASSES, (8,))
+
+
+def cnn() -> Model:
+    """Three convolutions over 128 images of 32x32."""
+    torch.manual_seed(0)
     blocks: list[nn.Module] = []
     channels = 3
     for width in (32, 64, 128):
         blocks += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
         channels = width
-    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(128 * 4 * 4, 10))
+    model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(128 * 4 * 4, CLASSES))
+    return model, torch.randn(128, 3, 32, 32), torch.randint(0, CLASSES, (128,))
 
 
-# name -> (makes the model, makes the inputs)
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "mlp-1k": (lambda: mlp(784, 1024, 10), lambda: torch.randn(128, 784)),
-    "mlp-4k": (lambda: mlp(1024, 4096, 10), lambda: torch.randn(128, 1024)),
-    "encoder": (Encoder, lambda: torch.randn(8, 128, 256)),
-    "cnn": (cnn, lambda: torch.randn(128, 3, 32, 32)),
-}
-
-
-def make(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """A model, its inputs and its labels, the same in every process."""
+def small() -> Model:
+    """8-16-16-10, with 8 samples: for a test of the benches themselves."""
     torch.manual_seed(0)
-    model, inputs = MODELS[name]
-    x = inputs()
-    return model(), x, torch.randint(0, 10, (len(x),))
+    return mlp(8, 16, CLASSES), torch.randn(8, 8), torch.randint(0, CLASSES, (8,))
 
 
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits, labels)
+def square_of(parameters: int) -> Model:
+    """One weight matrix with about as many parameters, and 16 samples: arithmetic grows as the bytes do."""
+    torch.manual_seed(0)
+    width = round(parameters**0.5)
+    model = nn.Linear(width, width, bias=False)
+    return model, torch.randn(16, width), torch.randint(0, width, (16,))
+
+
+def large() -> Model:
+    """2048-9216-9216-10, 104 million parameters, with 32 samples."""
+    torch.manual_seed(0)
+    return mlp(2048, 9216, CLASSES), torch.randn(32, 2048), torch.randint(0, CLASSES, (32,))

@@ -1,0 +1,29 @@
+"""All-reduce of float32 from 4 B to 64 MiB: ours (in the arena, and of any tensor), torch's Gloo, Open MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from harness import Contender, Groups, measure
+
+SIZES = (4, 64, 1 << 10, 8 << 10, 32 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+CONTENDERS = (
+    Contender("ours, in the arena", "ours"),
+    Contender("ours, any tensor", "ours", {"arena": False}),
+    Contender("gloo", "gloo"),
+    # Gloo is faster where both its ranks share a core, as long as there is little to add: both ways are measured.
+    Contender("gloo, placed as woken", "gloo", {"spread": False}),
+    Contender("open mpi", "open mpi"),
+)
+
+
+def all_reduce(groups: Groups, ranks: int, size: int, rounds: int = 15, seconds: float = 0.02) -> dict:
+    return measure(groups, CONTENDERS, "all_reduce", size, ranks=ranks, rounds=rounds, seconds=seconds)
+
+
+@pytest.mark.parametrize("contender", [c.name for c in CONTENDERS])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def bench_all_reduce(ranks: int, size: int, contender: str, measured: Callable, replay: Callable) -> None:
+    replay(measured("all_reduce", all_reduce, ranks, size), contender)
