@@ -67,6 +67,18 @@ CASES: pytest.StashKey[dict[Any, dict[str, Any]]] = pytest.StashKey()
 
 
 @pytest.fixture
+def measured_many(groups: Groups) -> Callable:
+    """The same for a function that returns several records."""
+
+    def get(suite: str, function: Callable, *case: Any) -> list[dict[str, Any]]:
+        records = function(groups, *case)
+        RECORDS.setdefault(suite, []).extend(records)
+        return records
+
+    return get
+
+
+@pytest.fixture
 def replay(request: pytest.FixtureRequest) -> Callable:
     """`replay(record, contender)` makes the contender's samples an entry of pytest-benchmark."""
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,3 +93,80 @@ class FromDriver:
             self.loss = step()
 
         return run
+
+
+class Programs(FromDriver):
+    """What a driver costs: calls that do nothing, starting, and a rank that is killed and replaced."""
+
+    def no_op(self, options: Mapping[str, Any], case: None) -> Step:
+        """A call with two resident arguments. One that returns a number is answered when the call returns."""
+        answered = options["answered"]
+        a, b = (spmd.put(torch.ones(1000), mesh=self.mesh) for _ in range(2))
+        call = spmd.spmd(lambda a, b: 0 if answered else a, mesh=self.mesh)
+        carried = [a]
+
+        def step() -> None:
+            result = call(carried[0], b)
+            if not answered:
+                carried[0] = result
+
+        return step
+
+    def start(self, options: Mapping[str, Any], case: None) -> Step:
+        """From the start of a Python process until it says that it is ready; then it is killed."""
+        command = [sys.executable, "-c", options["program"]]
+
+        def step() -> None:
+            with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+                assert process.stdout is not None
+                if process.stdout.readline() != b"ready\n":
+                    raise RuntimeError(f"the program ended early: {options['program']}")
+                process.kill()
+
+        return step
+
+    def replacement(self, options: Mapping[str, Any], case: None) -> Step:
+        """Kill a rank that rests, and ask all ranks until all have answered."""
+
+        def step() -> None:
+            os.kill(self.mesh.run(os.getpid)[1], signal.SIGKILL)
+            while True:
+                try:
+                    self.mesh.run(os.getpid)
+                    return
+                except spmd.PeerLost:
+                    continue
+
+        return step
+
+
+class Collectives(FromDriver):
+    """All-reduces timed on the ranks of a driver's mesh, which start faster than as many launched processes."""
+
+    def all_reduce_seconds(self, size: int, rounds: int, seconds: float) -> list[float]:
+        """A sample for every round: seconds per call, the slowest rank's."""
+        by_rank = self.mesh.run(timed_all_reduces, self.mesh, size, rounds, seconds)
+        return [max(samples) for samples in zip(*by_rank, strict=True)]
+
+
+def timed_all_reduces(mesh: spmd.Mesh, size: int, rounds: int, seconds: float) -> list[float]:
+    """In a rank: seconds per all-reduce of a buffer of the arena, in each of some rounds."""
+    comm = mesh.comm()
+    buffer = comm.empty(size // 4, dtype=torch.float32).fill_(1.0)
+    cores = sorted(os.sched_getaffinity(0))
+    samples, steps = [], 1
+    for number in range(rounds + 2):
+        os.sched_setaffinity(0, {cores[comm.rank % len(cores)]})
+        os.sched_setaffinity(0, cores)
+        comm.all_reduced(buffer)
+        comm.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            comm.all_reduced(buffer)
+        each = (time.perf_counter() - start) / steps
+        if number < 2:  # all ranks must agree on the number of calls
+            slowest = comm.all_reduced(torch.tensor(each, dtype=torch.float64), "max").item()
+            steps = max(1, min(1000, round(seconds / slowest)))
+        else:
+            samples.append(each)
+    return samples

@@ -1,0 +1,39 @@
+"""What a driver costs with four ranks: calls that do nothing, starting, and replacing a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from harness import Contender, Groups, measure
+
+RANKS = 4
+IMPORT = "import torch; print('ready', flush=True); input()"
+FOUR_RANKS = f"""
+import spmd
+mesh = spmd.Mesh({{"data": {RANKS}}})
+mesh.run(int)
+print("ready", flush=True)
+input()
+"""
+WORK = {
+    "no_op": (
+        Contender("no-op, answered", "programs", {"answered": True}),
+        Contender("no-op, in flight", "programs", {"answered": False}),
+    ),
+    "start": (
+        Contender("import torch", "programs", {"program": IMPORT}),
+        Contender("four ranks", "programs", {"program": FOUR_RANKS}),
+    ),
+    "replacement": (Contender("replacement", "programs"),),
+}
+
+
+def driver(groups: Groups, work: str, rounds: int = 9, seconds: float = 0.1) -> dict:
+    rounds = min(rounds, 5) if work == "start" else rounds  # seconds a turn
+    return measure(groups, WORK[work], work, None, ranks=RANKS, rounds=rounds, seconds=seconds)
+
+
+@pytest.mark.parametrize(("work", "contender"), [(work, c.name) for work in WORK for c in WORK[work]])
+def bench_driver(work: str, contender: str, measured: Callable, replay: Callable) -> None:
+    replay(measured("driver", driver, work), contender)

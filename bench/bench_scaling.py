@@ -1,0 +1,49 @@
+"""How time grows: all-reduces and train steps with 1 to 16 ranks, and 10^3 to 10^8 parameters.
+
+Ranks beyond the cores share them, so that here more ranks are never faster; what is measured is what they cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import fit
+import pytest
+from harness import Groups
+
+from spmd._bench.groups import in_turn, quartiles
+
+RANKS = (1, 2, 4, 8, 16)
+PARAMETERS = tuple(10**power for power in range(3, 9))
+MOST_BYTES = 3 << 30  # that all ranks' buffers may take together
+MOST_STEP_BYTES = 2 << 30
+
+
+def scaling(groups: Groups, work: str, ranks: int, rounds: int = 7, seconds: float = 0.02) -> list[dict]:
+    """A record for every size that fits the memory."""
+    records = []
+    groups.close()
+    for parameters in PARAMETERS:
+        nbytes = 4 * parameters
+        if nbytes * ranks > (MOST_BYTES if work == "all_reduce" else MOST_STEP_BYTES):
+            continue
+        if work == "all_reduce":
+            group = groups.get("collectives", ranks)
+            (samples,) = group.ask("all_reduce_seconds", nbytes, rounds, seconds)
+        else:
+            group = groups.get("driver", ranks)
+            turn = {"ours": (group, "ours", {"shard": "data", "fused": True, "donate": True})}
+            few = 3 if parameters >= 10**7 else rounds
+            samples = in_turn(turn, work, ("models:square_of", parameters), rounds=few, seconds=seconds)["ours"]
+        low, middle, high = quartiles(samples)
+        size = nbytes if work == "all_reduce" else parameters
+        records.append({"work": work, "ranks": ranks, "size": size, "median": middle, "spread": [low, high]})
+    groups.close()
+    return records
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("work", fit.WORKS)
+def bench_scaling(work: str, ranks: int, measured_many: Callable) -> None:
+    records = measured_many("scaling", scaling, work, ranks)
+    assert all(record["median"] > 0 for record in records)
