@@ -1,4 +1,5 @@
-# `make demo` shows what the library does, `make test` is all that must pass; both begin by making .venv.
+# `make demo` shows what the library does, `make test` is all that must pass, `make bench` measures it beside its peers
+# (all suites take about ten minutes; `make bench SUITE=all_reduce` is one). All begin by making .venv.
 
 PYTHON ?= python3
 VENV := $(CURDIR)/.venv
@@ -7,12 +8,17 @@ PY := $(VENV)/bin/python
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo test lint types suite clean
+.PHONY: demo test bench lint types suite clean
 
 demo: $(VENV)/.made
 	SPMD_RANKS=4 $(PY) notebooks/digits.py
 
 test: lint types suite
+
+# Any -k expression of pytest, such as "train_step and cnn"; every suite's file is bench/bench_*.py.
+SUITE ?= bench
+bench: $(VENV)/.bench
+	cd bench && $(PY) -m pytest -k "$(SUITE)" && $(PY) cost.py
 
 lint: $(VENV)/.made
 	$(PY) -m ruff check .
@@ -41,6 +47,11 @@ $(VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PY) -m pip install --quiet -c constraints.txt setuptools
 	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+# What only the bench needs: pytest-benchmark, and the peers. Without an MPI to build it for, mpi4py is left out.
+$(VENV)/.bench: $(VENV)/.made
+	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[bench]'
 	touch $@
 
 clean:

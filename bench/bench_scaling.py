@@ -14,7 +14,10 @@ from harness import Groups
 from spmd._bench.groups import in_turn, quartiles
 
 RANKS = (1, 2, 4, 8, 16)
-PARAMETERS = tuple(10**power for power in range(3, 9))
+PARAMETERS = {
+    "all_reduce": tuple(round(10 ** (power / 2)) for power in range(6, 17)),
+    "train_step": (10**3, 10**4, 10**5, 3 * 10**5, 10**6, 3 * 10**6, 10**7, 3 * 10**7, 10**8),
+}
 MOST_BYTES = 3 << 30  # that all ranks' buffers may take together
 MOST_STEP_BYTES = 2 << 30
 
@@ -23,7 +26,7 @@ def scaling(groups: Groups, work: str, ranks: int, rounds: int = 7, seconds: flo
     """A record for every size that fits the memory."""
     records = []
     groups.close()
-    for parameters in PARAMETERS:
+    for parameters in PARAMETERS[work]:
         nbytes = 4 * parameters
         if nbytes * ranks > (MOST_BYTES if work == "all_reduce" else MOST_STEP_BYTES):
             continue

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fit
 import pytest
 import report
 import results
@@ -96,7 +97,8 @@ def replay(request: pytest.FixtureRequest) -> Callable:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     for suite, cases in RECORDS.items():
-        results.save(suite, cases, session.config.getoption("--results"))
+        more = {"fits": fit.add_fits(cases)} if suite == "scaling" else {}
+        results.save(suite, cases, session.config.getoption("--results"), **more)
 
 
 @pytest.hookimpl(trylast=True)  # after pytest-benchmark's own table

@@ -120,7 +120,8 @@ class Jax:
         carried = [state]
         batch = jax.device_put((np.asarray(x), np.asarray(y)), NamedSharding(self.mesh, P("data")))
 
-        def step() -> None:
+        def step() -> jax.Array:
             carried[0], self.loss = train_step(carried[0], *batch)
+            return self.loss
 
         return step

@@ -89,8 +89,9 @@ class FromDriver:
     def train_step(self, options: Mapping[str, Any], model: str | tuple) -> Step:
         step = ours_step(self.mesh, model, **options)
 
-        def run() -> None:
+        def run() -> Any:
             self.loss = step()
+            return self.loss
 
         return run
 

@@ -30,9 +30,8 @@ def all_reduce(suite: Record, folder: Path) -> list[Path]:
         for axes, what in ((left, "seconds per call (median, quartiles)"), (right, "bytes a second")):
             axes.set(xscale="log", yscale="log", xlabel="bytes of float32", ylabel=what)
             axes.grid(alpha=0.3)
-        ticks = sizes[:: max(1, len(sizes) // 6)]
         for axes in (left, right):
-            axes.set_xticks(ticks, [size_text(size) for size in ticks])
+            axes.set_xticks(sizes, [size_text(size) for size in sizes], rotation=60, fontsize=8)
             axes.minorticks_off()
         left.legend(fontsize=8)
         figure.suptitle(f"all-reduce, {ranks} ranks on {suite['machine']['cores']} cores: {suite['machine']['cpu']}")
@@ -45,7 +44,9 @@ def train_step(suite: Record, folder: Path) -> list[Path]:
     made = []
     for ranks in sorted({case["ranks"] for case in suite["cases"]}):
         cases = [case for case in suite["cases"] if case["ranks"] == ranks]
-        figure, panels = plt.subplots(1, len(cases), figsize=(4 * len(cases), 4.5), layout="constrained", squeeze=False)
+        figure, panels = plt.subplots(
+            1, len(cases), figsize=(max(8, 4 * len(cases)), 4.5), layout="constrained", squeeze=False
+        )
         for axes, case in zip(panels[0], cases, strict=True):
             names = list(case["quartiles"])[::-1]
             low, middle, high = zip(*([1e3 * x for x in case["quartiles"][name]] for name in names), strict=True)
@@ -73,7 +74,14 @@ def scaling(suite: Record, folder: Path) -> list[Path]:
         for number, ranks in enumerate(sorted({case["ranks"] for case in points})):
             mine = sorted((c for c in points if c["ranks"] == ranks), key=lambda case: case["size"])
             sizes = [case["size"] for case in mine]
-            axes.plot(sizes, [c["median"] for c in mine], "o", markersize=4, color=f"C{number}", label=f"{ranks} ranks")
+            axes.plot(
+                sizes,
+                [c["median"] for c in mine],
+                "o",
+                markersize=4,
+                color=f"C{number}",
+                label="1 rank" if ranks == 1 else f"{ranks} ranks",
+            )
             axes.plot(sizes, [c["predicted"] for c in mine], color=f"C{number}", linewidth=1)
         axes.set(xscale="log", yscale="log", xlabel=size_of, ylabel="seconds", title=work.replace("_", " "))
         axes.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""The command line: `spmd run`, on torch's elastic launcher."""
+"""The command line: `spmd run`, on torch's elastic launcher, and `spmd bench`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"spmd {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     commands.add_parser("run", add_help=False, help=f"run a script on many processes: {USAGE}")
+    commands.add_parser("bench", add_help=False, help="measure this machine, or this job's ranks, in about a minute")
     parser.parse_args(own[:1])  # anything but a command ends here
+    if own[0] == "bench":
+        from ._bench.command import main as bench
+
+        return bench(own[1:])
     return run(own[1:])
 
 

@@ -155,7 +155,8 @@ def in_turn(
             steps[name] = max(1, min(MOST_STEPS, round(seconds / once)))
         names = list(contenders)
         for turn in range(rounds):
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            for place in range(len(names)):
+                name = names[(turn + place) % len(names)]  # each round begins with another
                 group, variant, _ = contenders[name]
                 samples[name].append(max(group.ask("run", variant, steps[name])))
     finally:

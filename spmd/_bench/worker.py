@@ -68,7 +68,7 @@ def run(side: Side, step: Callable[[], object], steps: int, *, spread: bool = Tr
 
 
 def serve(side: Side, connection: Connection) -> None:
-    """Answer requests: open, run and close a variant's work, or call any method of the side.
+    """Answer requests: open, run and close a variant's work, take one step for its value, or call a method of the side.
 
     Options of a variant go to the side, but for `spread`: whether a turn begins with each rank on a core of its own.
     """
@@ -83,6 +83,8 @@ def serve(side: Side, connection: Connection) -> None:
             variant, steps = given
             step, spread = opened[variant]
             return run(side, step, steps, spread=spread)
+        elif kind == "value":
+            return float(opened[given[0]][0]())
         elif kind == "close":
             opened.pop(*given, None)
             gc.collect()
