@@ -18,7 +18,7 @@ CONTENDERS = (
 )
 
 
-def all_reduce(groups: Groups, ranks: int, size: int, rounds: int = 15, seconds: float = 0.02) -> dict:
+def all_reduce(groups: Groups, ranks: int, size: int, rounds: int = 12, seconds: float = 0.02) -> dict:
     return measure(groups, CONTENDERS, "all_reduce", size, ranks=ranks, rounds=rounds, seconds=seconds)
 
 

@@ -16,15 +16,13 @@ CONTENDERS = (
     Contender("ours", "ours beside plain"),
     Contender("plain", "plain thread"),
     Contender("plain, in our process", "ours beside plain", {"plain": True}),
-    Contender("ours, donated", "ours beside plain", {"donate": True}),
     Contender("ours, fused", "ours beside plain", {"fused": True}),
     Contender("plain, fused", "plain thread", {"fused": True}),
     Contender("plain, fused, in our process", "ours beside plain", {"plain": True, "fused": True}),
-    Contender("ours, fused, donated", "ours beside plain", {"fused": True, "donate": True}),
 )
 
 
-def layer(groups: Groups, model: str, rounds: int = 7, seconds: float = 0.1) -> dict:
+def layer(groups: Groups, model: str, rounds: int = 6, seconds: float = 0.1) -> dict:
     return measure(groups, CONTENDERS, "train_step", f"models:{model}", ranks=1, rounds=rounds, seconds=seconds)
 
 

@@ -19,7 +19,7 @@ PARAMETERS = {
     "train_step": (10**3, 10**4, 10**5, 3 * 10**5, 10**6, 3 * 10**6, 10**7, 3 * 10**7, 10**8),
 }
 MOST_BYTES = 3 << 30  # that all ranks' buffers may take together
-MOST_STEP_BYTES = 2 << 30
+MOST_STEP_BYTES = 1 << 30
 
 
 def scaling(groups: Groups, work: str, ranks: int, rounds: int = 7, seconds: float = 0.02) -> list[dict]:

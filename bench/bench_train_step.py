@@ -11,9 +11,7 @@ MODELS = ("mlp_1k", "mlp_4k", "encoder", "cnn")
 OURS = {
     "ours": {},
     "ours, donated": {"donate": True},
-    "ours, fused": {"fused": True},
     "ours, fused, donated": {"fused": True, "donate": True},
-    "ours, sharded": {"shard": "data"},
     "ours, sharded, fused": {"shard": "data", "fused": True},
     "ours, sharded, fused, donated": {"shard": "data", "fused": True, "donate": True},
 }
@@ -26,12 +24,12 @@ TWO = (
     Contender("one process, fused", "plain", {"fused": True}),
     Contender("jax", "jax"),
 )
-CROWDED = ("ours", "ours, fused, donated", "ours, sharded, fused, donated", "ddp, foreach", "ddp, fused")
+CROWDED = ("ours", "ours, sharded, fused, donated", "ddp, fused")
 FOUR = tuple(c for c in TWO if c.name in CROWDED)
 
 
-def train_step(groups: Groups, ranks: int, model: str, rounds: int = 9, seconds: float = 0.12) -> dict:
-    contenders = TWO if ranks == 2 else FOUR
+def train_step(groups: Groups, ranks: int, model: str, rounds: int = 7, seconds: float = 0.12) -> dict:
+    contenders, rounds = (TWO, rounds) if ranks == 2 else (FOUR, min(rounds, 5))
     return measure(groups, contenders, "train_step", f"models:{model}", ranks=ranks, rounds=rounds, seconds=seconds)
 
 

@@ -87,7 +87,7 @@ def test_targets_are_judged_by_medians() -> None:
     }
     first, second = targets.rows({"train_step": {"cases": [case]}})[:2]
     assert (first.measured.split()[0], first.target, first.met) == ("1.50x", "at least 2x", False)
-    assert second.measured.startswith("0.75x")
+    assert second.measured.startswith("2.00x")
 
 
 def test_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,12 @@ SIZES = (4, 1 << 10, 64 << 10, 1 << 20, 16 << 20)
 MODEL = "spmd._bench.contenders:mlp_1k"
 SHARDED = {"shard": "data", "fused": True, "donate": True}
 # work -> name -> (side, options)
-ALL_REDUCE = {
+ALL_REDUCE: dict[str, tuple[str, dict[str, Any]]] = {
     "ours, arena": ("ours", {}),
     "ours, any tensor": ("ours", {"arena": False}),
     "gloo": ("gloo", {}),
 }
-TRAIN_STEP = {
+TRAIN_STEP: dict[str, tuple[str, dict[str, Any]]] = {
     "ours": ("ours", {}),
     "ours, best flags": ("ours", SHARDED),
     "ddp": ("gloo", {"foreach": True}),

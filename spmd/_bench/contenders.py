@@ -160,7 +160,7 @@ def plain_step(model: nn.Module, x: Tensor, y: Tensor, **flags: Any) -> Step:
         loss = loss_of(model(x), y)
         loss.backward()
         opt.step()
-        return loss
+        return loss.detach()
 
     return step
 

@@ -72,7 +72,7 @@ def serve(side: Side, connection: Connection) -> None:
 
     Options of a variant go to the side, but for `spread`: whether a turn begins with each rank on a core of its own.
     """
-    opened: dict[str, tuple[Callable[[], object], bool]] = {}
+    opened: dict[str, tuple[Callable[[], Any], bool]] = {}
 
     def answer(kind: str, *given: Any) -> Any:
         if kind == "open":
@@ -86,7 +86,7 @@ def serve(side: Side, connection: Connection) -> None:
         elif kind == "value":
             return float(opened[given[0]][0]())
         elif kind == "close":
-            opened.pop(*given, None)
+            opened.pop(given[0], None)
             gc.collect()
         else:
             return getattr(side, kind)(*given)
