@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import spmd
 
+from ..mesh.environments import Launch
 from .worker import load
 
 Step = Callable[[], object]
@@ -117,19 +118,21 @@ class Gloo:
 
     def __init__(self, rank: int, size: int, meeting: str):
         torch.set_num_threads(1)
-        self._use(dist.FileStore(meeting, size), rank, size)
+        self._use(dist.FileStore(meeting, size), rank, size, "lo")
 
     @classmethod
-    def launched(cls, store: dist.Store, rank: int, size: int) -> Gloo:
+    def launched(cls, store: dist.Store, launch: Launch) -> Gloo:
+        """In a rank that something else started; over the interface that this library would use."""
         side = cls.__new__(cls)
-        side._use(store, rank, size)
+        one_host = launch.local_size == launch.size
+        side._use(store, launch.rank, launch.size, "lo" if one_host else os.environ.get("SPMD_INTERFACE"))
         return side
 
-    def _use(self, store: dist.Store, rank: int, size: int) -> None:
+    def _use(self, store: dist.Store, rank: int, size: int, interface: str | None) -> None:
         self.rank, self.size = rank, size
         limit = datetime.timedelta(seconds=SECONDS)
-        if "SPMD_INTERFACE" not in os.environ and "GLOO_SOCKET_IFNAME" not in os.environ and _all_here():
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
 
     def barrier(self) -> None:
@@ -163,7 +166,3 @@ def plain_step(model: nn.Module, x: Tensor, y: Tensor, **flags: Any) -> Step:
         return loss.detach()
 
     return step
-
-
-def _all_here() -> bool:
-    return int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1

@@ -22,7 +22,7 @@ class Within:
         self.rounds = rounds
         self.ours = Ours.launched()
         store = dist.PrefixStore("spmd-bench", meet(launch, 60))
-        self.sides: dict[str, Any] = {"ours": self.ours, "gloo": Gloo.launched(store, launch.rank, launch.size)}
+        self.sides: dict[str, Any] = {"ours": self.ours, "gloo": Gloo.launched(store, launch)}
 
     @property
     def backend(self) -> str:
