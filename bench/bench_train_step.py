@@ -29,7 +29,7 @@ FOUR = tuple(c for c in TWO if c.name in CROWDED)
 
 
 def train_step(groups: Groups, ranks: int, model: str, rounds: int = 7, seconds: float = 0.12) -> dict:
-    contenders, rounds = (TWO, rounds) if ranks == 2 else (FOUR, min(rounds, 5))
+    contenders, rounds = (TWO, rounds) if ranks == 2 else (FOUR, min(rounds, 4))
     return measure(groups, contenders, "train_step", f"models:{model}", ranks=ranks, rounds=rounds, seconds=seconds)
 
 
