@@ -16,7 +16,9 @@ CONTENDERS = (
     Contender("ours", "ours beside plain"),
     Contender("plain", "plain thread"),
     Contender("plain, in our process", "ours beside plain", {"plain": True}),
+    Contender("ours, donated", "ours beside plain", {"donate": True}),
     Contender("ours, fused", "ours beside plain", {"fused": True}),
+    Contender("ours, fused, donated", "ours beside plain", {"fused": True, "donate": True}),
     Contender("plain, fused", "plain thread", {"fused": True}),
     Contender("plain, fused, in our process", "ours beside plain", {"plain": True, "fused": True}),
 )

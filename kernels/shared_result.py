@@ -96,9 +96,8 @@ def all_reduce(
         return None
     if plan.start < plan.end:
         parts, target = _operands(comm, plan, block, places)
-        if resident is None:
-            parts = [flat[plan.start : plan.end] if part is None else part for part in parts]
-        reduce_in_order(parts, op, target)
+        mine = flat[plan.start : plan.end] if resident is None else target
+        reduce_in_order([mine if part is None else part for part in parts], op, target)
     comm.reduced(sequence)
     yield comm.all_reduced_by(sequence)
     comm.over(sequence)

@@ -252,7 +252,8 @@ class ShmCommunicator(Communicator):
 
     def posted_places(self, sequence: int) -> tuple[int, ...]:
         """For every rank where its tensor lies, or 0, and where the slices lie that it has copied for others, or 0."""
-        words, places, at = self.words, [], _LINE + (sequence % _SLOTS) * self._slot_words
+        words, at = self.words, _LINE + (sequence % _SLOTS) * self._slot_words
+        places: list[int] = []
         for line in self._lines:
             places += (words[line + at + _OFFSET], words[line + at + _STAGING])
         return tuple(places)

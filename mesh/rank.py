@@ -16,6 +16,7 @@ from ..kernels.communicator import Communicator
 from ..kernels.errors import Aborted, MeshError, SpecError, message
 from ..kernels.registry import make_communicator
 from .memory import keep_freed_memory
+from .placement import spread
 from .spec import Layout
 
 
@@ -115,6 +116,7 @@ class RankSession:
         What goes wrong in it is told before this rank leaves: else a peer would only see that it has left.
         """
         if self.arena is not None:
+            spread(self.rank, self.layout.size)
             self.arena.enter(number)
         else:
             self.watch.region = number

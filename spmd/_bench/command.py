@@ -20,7 +20,7 @@ SHARDED = {"shard": "data", "fused": True, "donate": True}
 # work -> name -> (side, options)
 ALL_REDUCE: dict[str, tuple[str, dict[str, Any]]] = {
     "ours, arena": ("ours", {}),
-    "ours, any tensor": ("ours", {"arena": False}),
+    "ours, any tensor": ("ours", {"kind": "any"}),
     "gloo": ("gloo", {}),
 }
 TRAIN_STEP: dict[str, tuple[str, dict[str, Any]]] = {

@@ -72,12 +72,19 @@ class Ours:
         self.barrier, self.finish = self.comm.barrier, lambda: None
 
     def all_reduce(self, options: Mapping[str, Any], size: int) -> Step:
-        """Of `size` bytes of float32, which lie in the arena or (`arena=False`) anywhere."""
-        if options.get("arena", True):
-            buffer = self.comm.empty(size // 4, dtype=torch.float32).fill_(1.0)
-        else:
-            buffer = torch.ones(size // 4)
-        return lambda: self.comm.all_reduced(buffer)
+        """Of `size` bytes of float32: `kind` says where they lie, and what becomes of them.
+
+        "kept" in the arena; "overwritten" there, in place on every rank; "given up" there, as the buckets of gradients
+        are, whose result may take their place; "any" tensor.
+        """
+        comm, numel, kind = self.comm, size // 4, options.get("kind", "kept")
+        if kind == "given up":
+            return lambda: comm.all_reduced(comm.scratch(numel, dtype=torch.float32))
+        if kind == "any":
+            ordinary = torch.ones(numel)
+            return lambda: comm.all_reduced(ordinary)
+        buffer = comm.empty(numel, dtype=torch.float32).zero_()  # overwritten again and again, it stays finite
+        return (lambda: comm.all_reduced(buffer)) if kind == "kept" else (lambda: comm.all_reduce(buffer))
 
     def train_step(self, options: Mapping[str, Any], model: str | tuple) -> Step:
         """`value_and_grad` and AdamW; `donate=True`, and the rest are the optimizer's options."""
