@@ -25,6 +25,7 @@ from ..kernels.errors import MeshError, message
 from . import naming, tasks, wire
 from .array import Array
 from .interrupts import uninterrupted
+from .notebook import shorten
 from .pending import Pending, Task
 from .ranks import Ranks
 from .receiving import Receiving
@@ -247,8 +248,9 @@ class DriverSession:
     def _interruptibly(self, wait: Callable[[], Any]) -> None:
         try:
             wait()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             self._interrupt()
+            shorten(error)
             raise
 
     def _interrupt(self) -> None:

@@ -17,6 +17,7 @@ import cloudpickle
 
 from ..kernels.callsite import from_user, is_our_file
 from ..kernels.errors import Aborted, CollectiveMismatch, MeshError, PeerLost, RemoteError, SpmdError, message
+from .notebook import name_cells, shorten
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,6 +115,10 @@ def ranks_text(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(rank_runs(ranks))}"
 
 
+def _remote(report: list[str]) -> RemoteTraceback:
+    return RemoteTraceback("\n\n" + name_cells("\n".join(report)))
+
+
 def combine(
     failures: dict[int, Failure], lost: dict[int, str], mesh: str, *, interrupted: bool = False
 ) -> BaseException:
@@ -141,7 +146,7 @@ def combine(
         )
         if causes:
             report = [f"on {ranks_text([rank])} of {mesh}:\n{failure.traceback}" for rank, failure in causes.items()]
-            lost_error.__cause__ = RemoteTraceback("\n\n" + "\n".join(report))
+            lost_error.__cause__ = _remote(report)
         return lost_error
     if not causes and interrupted:
         return MeshError(message("this call was interrupted, and has no results", where=mesh, remedy="call it again"))
@@ -170,10 +175,12 @@ def combine(
         for key in order[1:]:
             failure = causes[groups[key][0]]
             report.append(f"on {ranks_text(groups[key])} of {mesh}:\n{failure.traceback}")
-    error.__cause__ = RemoteTraceback("\n\n" + "\n".join(report))
+    if isinstance(error, SpmdError):
+        error.args = tuple(name_cells(arg) if isinstance(arg, str) else arg for arg in error.args)
+    error.__cause__ = _remote(report)
     error.__suppress_context__ = True
     if len(order) > 1 and hasattr(error, "add_note"):
         error.add_note(f"[raised on {who}; other ranks failed in another way, see above]")
     elif hasattr(error, "add_note"):
         error.add_note(f"[raised on {who} of {mesh}]")
-    return error
+    return shorten(error)

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from ..kernels import arena
-from ..kernels.callsite import hide_our_frames
 from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, message
 from . import drawing, launched, tasks, wire
 from .arguments import check_arguments, layout_of
 from .driver import DriverSession, close_quietly
+from .notebook import shorten
 from .rank import RankSession
 from .region import Region, current, inside, seed_generators
 from .rendezvous import launch_of_process
@@ -198,7 +198,7 @@ class Mesh:
         try:
             return self._run(fn, args, self._check_ranks(ranks))
         except BaseException as error:
-            raise hide_our_frames(error) from error.__cause__
+            raise shorten(error) from error.__cause__
 
     def _run(self, fn: Callable[..., Any], args: tuple, chosen: list[int]) -> list[Any]:
         key = self._run_key()

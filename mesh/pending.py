@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -23,9 +24,21 @@ class Task:
         failure: makes the exception of a failed task.
         generation: in which the mesh failed with it; None if the task failed for itself.
         reported: somebody has been told of the failure.
+        context: of the caller; a notebook keeps in it which cell that is.
     """
 
-    __slots__ = ("answers", "failure", "future", "generation", "number", "ranks", "region", "reported", "settled")
+    __slots__ = (
+        "answers",
+        "context",
+        "failure",
+        "future",
+        "generation",
+        "number",
+        "ranks",
+        "region",
+        "reported",
+        "settled",
+    )
 
     def __init__(self, number: int, ranks: tuple[int, ...], region: int = 0, future: Future | None = None):
         self.number, self.ranks, self.region, self.future = number, ranks, region, future
@@ -34,6 +47,7 @@ class Task:
         self.failure: Outcome = None
         self.generation: int | None = None
         self.reported = False
+        self.context = contextvars.copy_context()
 
     @property
     def complete(self) -> bool:

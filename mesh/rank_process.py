@@ -19,6 +19,7 @@ from ..kernels.arena import Arena
 from ..kernels.registry import register_backend
 from .mesh import Mesh
 from .rank import RankSession
+from .rank_bars import report_bars
 from .spec import Layout
 from .worker import Worker
 
@@ -57,6 +58,7 @@ def main(request: dict[str, Any], fds: list[int]) -> None:
     )
     session.renew(request["generation"])
     worker = Worker(session, connection, Mesh.on_rank(session, request["threads"]))
+    report_bars(worker.current_task, worker.report_bar)
     signal.signal(signal.SIGINT, worker.interrupt)
     worker.serve()
     session.close()

@@ -15,7 +15,9 @@ import traceback
 from typing import Any, Protocol
 
 from . import wire
+from .bars import Bars
 from .output import Collator, coordinates_label
+from .pending import Task
 from .ranks import Rank
 from .spec import Layout
 
@@ -47,7 +49,9 @@ class Receiving(threading.Thread):
     def __init__(self, listener: Listener, layout: Layout):
         super().__init__(name="spmd-receiver", daemon=True)
         self._listener = listener
-        self._collator = Collator(_print, layout.size, label=coordinates_label(layout))
+        label = coordinates_label(layout)
+        self._collator = Collator(self._print, layout.size, label=label)
+        self.bars = Bars(label=label)
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -88,9 +92,12 @@ class Receiving(threading.Thread):
             if data is None:
                 self._forget(fd)
 
-    def end_of_region(self) -> None:
-        """Show what a region printed, and match the lines of the next one with each other only."""
-        self._collator.begin()
+    def end_of_task(self, task: Task) -> None:
+        """Show what a task has shown to the end; lines of the next region are matched with each other only."""
+        with contextlib.suppress(Exception):  # of a front end that draws bars: no reason to stop listening
+            self.bars.end(task)
+        if task.region:
+            self._collator.begin()
 
     def close(self, ranks: list[Rank]) -> None:
         if self is not threading.current_thread() and self.is_alive():
@@ -116,7 +123,8 @@ class Receiving(threading.Thread):
                 self._listener.broke(error)
 
     def _turn(self) -> None:
-        due = self._collator.tick()
+        dues = [due for due in (self._collator.tick(), self._tick_bars()) if due is not None]
+        due = min(dues, default=None)
         if self._listener.under_way:
             due = TICK_SECONDS if due is None else min(due, TICK_SECONDS)
         for key, events in self._selector.select(due):
@@ -170,9 +178,13 @@ class Receiving(threading.Thread):
                 self._listener.answered(rank, packet)
         self._listener.died(rank)
 
+    def _tick_bars(self) -> float | None:
+        with contextlib.suppress(Exception):
+            return self.bars.tick()
+        return None
 
-def _print(stream: str, text: str) -> None:
-    target = sys.stdout if stream == "stdout" else sys.stderr
-    with contextlib.suppress(Exception):  # a closed stream must not stop the thread
-        target.write(text)
-        target.flush()
+    def _print(self, stream: str, text: str) -> None:
+        target = sys.stdout if stream == "stdout" else sys.stderr
+        with contextlib.suppress(Exception), self.bars.aside(target):  # a closed stream must not stop the thread
+            target.write(text)
+            target.flush()

@@ -7,12 +7,14 @@ failed region is known. Whoever waits is told earlier: as soon as the others had
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import signal
 import time
 from typing import TYPE_CHECKING
 
 from . import naming, wire
+from .bars import BarState
 from .failure import Failure, capture, combine
 from .pending import Outcome, Task
 from .ranks import Rank
@@ -49,7 +51,10 @@ class Recovery:
 
     def answered(self, rank: Rank, packet: wire.Packet) -> None:
         session = self._session
-        kind, number = pickle.loads(packet.head)
+        kind, number, *rest = pickle.loads(packet.head)
+        if kind == "bar":
+            self._bar(rank, number, *rest)
+            return
         try:
             value = wire.loads(packet, lambda name: naming.object_in_driver(session, name)) if packet.data else None
         except BaseException as error:
@@ -72,6 +77,13 @@ class Recovery:
             elif task.complete:
                 failures, where = task.failures(), session.describe()
                 self._settle(task, (lambda: combine(failures, {}, where)) if failures else None)
+
+    def _bar(self, rank: Rank, number: int, state: BarState) -> None:
+        with self._session.lock:
+            task = self._session.pending.tasks.get(number)
+        if task is not None and not task.settled.is_set():
+            with contextlib.suppress(Exception):  # as in `Receiving.end_of_task`
+                self._session.receiving.bars.report(rank.rank, task, state)
 
     def died(self, rank: Rank) -> None:
         how = rank.end_text()
@@ -133,8 +145,7 @@ class Recovery:
 
     def _settle(self, task: Task, failure: Outcome = None) -> None:
         session = self._session
-        if task.region:
-            session.receiving.end_of_region()
+        session.receiving.end_of_task(task)
         generation = session.ranks.generation if self.under_way else None
         session.pending.settle(task, failure, generation=generation, seen=self.interrupted)
         session.changed.notify_all()

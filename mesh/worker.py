@@ -13,6 +13,7 @@ import linecache
 import pickle
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,9 @@ from typing import Any
 from ..kernels.errors import Aborted, MeshError, message
 from . import naming, wire
 from .agreement import Leaving
+from .bars import BarState
 from .failure import capture
+from .interrupts import uninterrupted
 from .rank import RankSession
 from .trees import Packed
 
@@ -45,6 +48,8 @@ class Worker:
         self._connection = connection
         self._failed = self._running = False
         self._interrupted_at = 0.0
+        self._task = 0
+        self._sending = threading.Lock()
 
     def shipped(self, key: str) -> Any:
         """The object shipped under a key, or the error that reading it gave."""
@@ -122,6 +127,7 @@ class Worker:
         if self._failed:
             self._reply(("skipped", task))
             return
+        self._task = task
         try:
             with self.session.region(region) if region else self.session.alone():
                 try:
@@ -144,9 +150,17 @@ class Worker:
         self._send(wire.Packet(b"", head=pickle.dumps(head)))
 
     def _send(self, packet: wire.Packet) -> None:
-        with contextlib.suppress(ConnectionError):  # the driver is gone, and this process soon will be
+        with contextlib.suppress(ConnectionError), self._sending:  # the driver is gone, and this process soon will be
             wire.send(self._connection, packet)
         packet.close()
+
+    def current_task(self) -> int:
+        return self._task
+
+    def report_bar(self, task: int, state: BarState) -> None:
+        """Tell the driver of a progress bar; half a message would be the end of the connection."""
+        with uninterrupted():
+            self._reply(("bar", task, state))
 
     def interrupt(self, *_: Any) -> None:
         """SIGINT: the driver's Ctrl-C, meant for the task that runs; between tasks there is nothing to stop."""

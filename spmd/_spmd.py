@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from .kernels.callsite import hide_our_frames
 from .kernels.errors import SpecError, message
 from .mesh import trees
 from .mesh.array import Array
 from .mesh.calling import call
 from .mesh.mesh import Mesh, resolve
+from .mesh.notebook import shorten
 from .mesh.placing import specs_for
 from .mesh.program import Program
 from .mesh.region import Region, current, mark, marked
@@ -100,13 +100,13 @@ class Spmd:
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{self._name}() {error}") from None
+            raise shorten(TypeError(f"{self._name}() {error}")) from None
         if current() is not None:
             return self._inside(bound)
         try:
             return self._outside(bound)
         except BaseException as error:
-            raise hide_our_frames(error) from error.__cause__
+            raise shorten(error) from error.__cause__
 
     def _outside(self, bound: inspect.BoundArguments) -> Any:
         mesh = resolve(self._mesh)

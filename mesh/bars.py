@@ -1,0 +1,159 @@
+"""Progress bars of ranks, merged: one tqdm bar for the whole mesh, in the form that the driver shows best.
+
+Every rank of an SPMD program draws the same bar, and a reader wants it once, and wants it to tell how far the mesh is:
+as far as its slowest rank. So the ranks report their bars instead of drawing them (`rank_bars`), and here those that
+are alike become one, drawn by `tqdm.auto`: a widget in a notebook, a line on a terminal.
+Invariant: a bar of a rank is part of exactly one bar that is shown; one that rank 0 has no part in says whose it is. A
+bar that begins long after its like has ended on the others is one of its own.
+
+Only the receiving thread calls in here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from .output import rank_label
+
+WINDOW = 0.1  # seconds for which a bar waits for rank 0 to have it, too
+LINGER = 1.0  # seconds for which a bar that has ended waits for ranks that have not begun it
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BarState:
+    """What a rank says of one of its bars.
+
+    Attributes:
+        number: counts the bars of a task on its rank, from 1 on; it stays the same while the bar lives.
+        name: the description that it began with.
+        n, desc, postfix: how far it is, and what stands before and after it.
+        options: what tqdm was told of its looks: total, unit, leave, colour and the like.
+        closed: it will not move any more.
+    """
+
+    number: int
+    name: str
+    n: float
+    desc: str
+    postfix: str
+    options: tuple[tuple[str, Any], ...]
+    closed: bool = False
+
+
+class _Shown:
+    """One bar on the screen, and the ranks' bars that it stands for."""
+
+    def __init__(self, task: Any, due: float):
+        self.task, self.due = task, due
+        self.states: dict[int, BarState] = {}
+        self.bar: Any = None
+        self._seen: tuple[Any, ...] = ()
+
+    @property
+    def closed(self) -> bool:
+        return all(state.closed for state in self.states.values())
+
+    def draw(self, make: Callable[..., Any], label: Callable[[Sequence[int]], str]) -> None:
+        slowest = min(self.states.values(), key=lambda state: state.n)
+        first = self.states[min(self.states)]
+        desc = first.desc if 0 in self.states else f"{label(sorted(self.states))} {first.desc}"
+        seen = (slowest.n, desc, first.postfix)
+        if self.bar is None:
+            self.bar = make(**dict(first.options), desc=desc.removesuffix(": "))
+        elif seen == self._seen:
+            return
+        self._seen = seen
+        self.bar.n, self.bar.postfix = slowest.n, first.postfix or None
+        self.bar.set_description_str(desc)
+
+
+class Bars:
+    """The bars of one mesh.
+
+    Args:
+        make: makes a bar, as `tqdm` does; None is `tqdm.auto.tqdm`.
+        clock: the time in seconds.
+        label: from ranks in ascending order to what is put before a bar that rank 0 has no part in.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        label: Callable[[Sequence[int]], str] = rank_label,
+    ):
+        self._make, self._clock, self._label = make, clock, label
+        self._shown: dict[tuple[Any, ...], _Shown] = {}
+        self._latest: dict[tuple[Any, int], int] = {}  # (task, rank) -> the number of its newest bar
+
+    def report(self, rank: int, task: Any, state: BarState) -> None:
+        """Take what a rank says of a bar that it made in a task."""
+        key = (task, state.number, state.name, dict(state.options).get("total"))
+        shown = self._shown.get(key)
+        if shown is None:
+            shown = self._shown[key] = _Shown(task, self._clock() + WINDOW)
+        shown.states[rank] = state
+        self._latest[task, rank] = max(state.number, self._latest.get((task, rank), 0))
+        if 0 in shown.states or shown.bar is not None:
+            self._draw(shown)
+        if shown.closed:
+            shown.due = self._clock() + LINGER
+        self.tick()
+
+    def tick(self) -> float | None:
+        """Show bars that rank 0 does not have, close those that have ended; the seconds until more of that is due."""
+        now, waits = self._clock(), []
+        for key, shown in list(self._shown.items()):
+            if shown.closed:
+                others = (rank for rank in shown.task.ranks if rank not in shown.states)
+                if shown.due <= now or all(self._latest.get((shown.task, rank), 0) >= key[1] for rank in others):
+                    self._close(key)
+                    continue
+            elif shown.bar is not None:
+                continue
+            elif shown.due <= now:
+                self._draw(shown)
+                continue
+            waits.append(shown.due - now)
+        return min(waits, default=None)
+
+    def end(self, task: Any) -> None:
+        """A task is over: its bars stay as they are."""
+        for key in [key for key, shown in self._shown.items() if shown.task is task]:
+            self._close(key)
+        for rank in task.ranks:
+            self._latest.pop((task, rank), None)
+
+    @contextlib.contextmanager
+    def aside(self, file: Any) -> Iterator[None]:
+        """Take the bars off a stream for as long as something else is written to it."""
+        if not any(shown.bar is not None for shown in self._shown.values()):
+            yield
+            return
+        with _tqdm().external_write_mode(file=file):
+            yield
+
+    def _close(self, key: tuple[Any, ...]) -> None:
+        shown = self._shown.pop(key)
+        self._draw(shown)
+        shown.task.context.run(shown.bar.close)
+
+    def _draw(self, shown: _Shown) -> None:
+        # In the context of whoever made the call: a notebook's kernel sends a widget's messages to that cell.
+        shown.task.context.run(shown.draw, self._make or _tqdm(), self._label)
+
+
+@functools.cache
+def _tqdm() -> Any:
+    """tqdm's bar for here, with a lock of its own: Ctrl-C may leave the user's bars' lock held."""
+    from tqdm.auto import tqdm
+
+    kind = type("tqdm", (tqdm,), {"monitor_interval": 0, "__module__": __name__})
+    kind.set_lock(threading.RLock())  # type: ignore[attr-defined]
+    return kind

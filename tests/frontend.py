@@ -1,0 +1,97 @@
+"""Notebook kernels as a front end drives them: cells run one by one, and what each shows is looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from jupyter_client.manager import KernelManager
+
+SECONDS = 60
+
+
+@dataclasses.dataclass
+class Cell:
+    """What came of a cell: the texts of its streams, when each piece came, results and widgets, its error's text."""
+
+    status: str = ""
+    seconds: float = 0.0
+    pieces: list[tuple[float, str, str]] = dataclasses.field(default_factory=list)  # (second, stream, text)
+    data: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    comms: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    error: str = ""
+
+    def text(self, stream: str = "stdout") -> str:
+        return "".join(text for _, name, text in self.pieces if name == stream)
+
+    @property
+    def result(self) -> str:
+        """The text of the last thing that it showed."""
+        return self.data[-1]["text/plain"]
+
+
+class Kernel:
+    """A kernel process and its client."""
+
+    def __init__(self, folder: Any):
+        self.manager = KernelManager(kernel_name="python3")
+        # As in tests/scripts.py; and no debugger in the kernel, which takes a second to start.
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        self.manager.start_kernel(cwd=str(folder), env=environ)
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(SECONDS)
+
+    def __call__(self, code: str, *, interrupt_after: float | None = None) -> Cell:
+        """Run a cell to its end.
+
+        Args:
+            interrupt_after: press the stop button after so many seconds.
+        """
+        cell, began = Cell(), time.monotonic()
+        request = self.client.execute(code)
+        if interrupt_after is not None:
+            threading.Timer(interrupt_after, self.manager.interrupt_kernel).start()
+        while True:
+            message = self.client.get_iopub_msg(timeout=SECONDS)
+            kind, content = message["msg_type"], message["content"]
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            if kind == "status" and content["execution_state"] == "idle":
+                break
+            if kind == "stream":
+                cell.pieces.append((time.monotonic() - began, content["name"], content["text"]))
+            elif kind in ("execute_result", "display_data"):
+                cell.data.append(content["data"])
+            elif kind in ("comm_open", "comm_msg"):
+                cell.comms.append(content["data"])
+            elif kind == "error":
+                cell.error = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(content["traceback"]))
+        cell.status = self.client.get_shell_msg(timeout=SECONDS)["content"]["status"]
+        cell.seconds = time.monotonic() - began
+        return cell
+
+    def ok(self, code: str) -> Cell:
+        """Run a cell that must not fail."""
+        cell = self(code)
+        assert cell.status == "ok", cell.error
+        return cell
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+@contextlib.contextmanager
+def kernel(folder: Any) -> Iterator[Kernel]:
+    started = Kernel(folder)
+    try:
+        yield started
+    finally:
+        started.close()

@@ -1,0 +1,207 @@
+"""A mesh in a notebook, driven through a real kernel as a front end does it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from frontend import Kernel, kernel
+from scripts import end_within, running
+
+# Some of what jupyter_client stands on warns at import or when sockets are collected; none of it is ours.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:zmq"),
+]
+
+MESH = "Mesh({'data': 2}, backend='shm', device='cpu')"
+IMPORTS = """
+import time
+import torch
+from spmd import *
+mesh = Mesh({"data": 2})
+"""
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """One notebook for all tests that leave its mesh as it is."""
+    folder = tmp_path_factory.mktemp("notebook")
+    with kernel(folder) as started:
+        started.ok(IMPORTS)
+        yield started
+
+
+def pids(book: Kernel) -> list[int]:
+    """The processes of a notebook's mesh: its ranks, and what they were forked from."""
+    text = book.ok("[*mesh.driver.pids, mesh.driver.ranks.all[0]._zygote._process.pid]").result
+    return [int(pid) for pid in re.findall(r"\d+", text)]
+
+
+# -- functions and values ----------------------------------------------------------------------------------------------
+
+
+def test_functions_are_redefined(book: Kernel) -> None:
+    book.ok("def f(x):\n    return g(x) + 1\n\ndef g(x):\n    return 10 * x")
+    assert book.ok("mesh.run(f, 2)").result == "[21, 21]"
+    book.ok("def g(x):\n    return 100 * x")
+    assert book.ok("mesh.run(f, 2)").result == "[201, 201]"
+    book.ok("@spmd(mesh=mesh)\ndef step(x):\n    return g(x)")
+    assert book.ok("float(step(torch.tensor(2.0)))").result == "200.0"
+    book.ok("def g(x):\n    return 7 * x")
+    assert book.ok("float(step(torch.tensor(2.0)))").result == "14.0"
+    book.ok("class Shape:\n    sides = 3\ndef sides():\n    return Shape().sides")
+    assert book.ok("mesh.run(sides)").result == "[3, 3]"
+    book.ok("class Shape:\n    sides = 4")
+    assert book.ok("mesh.run(sides)").result == "[4, 4]"
+
+
+def test_values_stay_on_the_ranks_between_cells(book: Kernel) -> None:
+    book.ok("total = put(torch.arange(6.0), P('data'), mesh=mesh)")
+    book.ok("@spmd(mesh=mesh, out_specs=P('data'))\ndef double(x):\n    return 2 * x")
+    for _ in range(3):
+        book.ok("total = double(total)")
+    shown = book.ok("total")
+    assert shown.result == f"Array(float32[6], P('data'), {MESH})"
+    assert "0:3" in shown.data[-1]["text/html"] and "rank 1" in shown.data[-1]["text/html"]
+    assert book.ok("total.full().tolist()").result == "[0.0, 8.0, 16.0, 24.0, 32.0, 40.0]"
+    assert "rank 1" in book.ok("mesh").data[-1]["text/html"]
+
+
+def test_a_change_of_a_global_is_seen_by_the_next_call(book: Kernel) -> None:
+    """The rule of docs/notebooks.md: a call sees what its function refers to as it is when the call is made."""
+    book.ok(
+        "rate, options, weight, names = 1, {'deep': [{'er': 1}]}, torch.ones(2), ['a']\n"
+        "class Settings:\n    scale = 1\n"
+        "settings = Settings()\n"
+        "def look():\n    return rate, options['deep'][0]['er'], float(weight.sum()), len(names), settings.scale\n"
+        "seen = lambda: mesh.run(look)[1]"
+    )
+    assert book.ok("seen()").result == "(1, 1, 2.0, 1, 1)"
+    book.ok("rate = 2")  # rebound
+    book.ok("options['deep'][0]['er'] = 3; names.append('b'); settings.scale = 4")  # changed in place
+    book.ok("weight += 1")
+    assert book.ok("seen()").result == "(2, 3, 4.0, 2, 4)"
+    # What a rank does to its copy stays there, until the function is sent again.
+    book.ok("def write():\n    names.append('c')\n    return len(names)")
+    assert book.ok("mesh.run(write), len(names)").result == "([3, 3], 2)"
+    # A call that is under way keeps what it was given.
+    book.ok("def late():\n    time.sleep(0.3)\n    return rate\nfuture = mesh.submit(late, rank=1)\nrate = 5")
+    assert book.ok("future.result(), mesh.run(late, ranks=[0])").result == "(2, [5])"
+
+
+def test_a_global_that_shadows_an_import_is_sent_too(book: Kernel) -> None:
+    book.ok("from math import sqrt\ndef root(x):\n    return sqrt(x)")
+    assert book.ok("mesh.run(root, 9)").result == "[3.0, 3.0]"
+    book.ok("def sqrt(x):\n    return -1")
+    assert book.ok("mesh.run(root, 9)").result == "[-1, -1]"
+
+
+# -- what ranks show ---------------------------------------------------------------------------------------------------
+
+
+def test_lines_appear_in_the_running_cell_as_they_are_printed(book: Kernel) -> None:
+    cell = book.ok(
+        "import sys\n"
+        "def talk():\n"
+        "    rank = axis_index('data')\n"
+        "    for step in range(3):\n"
+        "        print('step', step)\n"
+        "        print('warn', file=sys.stderr)\n"
+        "        time.sleep(0.4)\n"
+        "    rank == 1 and print('only me')\n"
+        "mesh.run(talk);"
+    )
+    assert cell.text() == "step 0\nstep 1\nstep 2\n[rank 1] only me\n"
+    assert cell.text("stderr") == "warn\n" * 3
+    times = {text.strip(): second for second, name, text in cell.pieces if name == "stdout"}
+    assert times["step 1"] - times["step 0"] > 0.25 and times["step 2"] - times["step 1"] > 0.25, cell.pieces
+    # The next cell's lines are its own, though the same thread writes them.
+    assert book.ok("mesh.run(print, 'next');").text() == "next\n"
+
+
+def test_a_traceback_shows_the_lines_of_the_cell(book: Kernel) -> None:
+    book.ok("def inner(x):\n    y = x - 1  # the line before\n    return 1 / y")
+    number = int(book.ok("len(In) - 2").result)
+    cell = book("def outer(x):\n    return inner(x)\nmesh.run(outer, 1)")
+    assert cell.error.rstrip().endswith(f"ZeroDivisionError: division by zero\n[raised on ranks 0-1 of {MESH}]")
+    assert f"on ranks 0-1 of {MESH}:" in cell.error
+    assert f"  Cell In[{number}], line 3, in inner\n    return 1 / y" in cell.error, cell.error
+    assert f"  Cell In[{number + 2}], line 2, in outer\n    return inner(x)" in cell.error
+    assert "mesh.run(outer, 1)" in cell.error and "mesh.py" not in cell.error
+    cell = book("@spmd(mesh=mesh)\ndef step(x):\n    return inner(x)\nstep(torch.tensor(1))\nstep(1)")
+    assert "ZeroDivisionError" in cell.error and "_spmd.py" not in cell.error, cell.error
+    cell = book("step(torch.tensor(1), 2)")
+    assert "TypeError: step() too many positional arguments" in cell.error and "_spmd.py" not in cell.error
+    book.ok("@spmd(mesh=mesh)\ndef late(x):\n    return inner(int(x)) + x\nlate(torch.tensor(2))")
+    cell = book("found = late(put(torch.tensor(1), mesh=mesh))\nfound.full()")
+    assert "array.py" not in cell.error and "found.full()" in cell.error, cell.error
+    cell = book("def uneven():\n    psum(torch.ones(2 + axis_index('data')), 'data')\nmesh.run(uneven)")
+    assert re.search(r"CollectiveMismatch(.|\n)*at Cell In\[\d+\], line 2 in uneven", cell.error), cell.error
+
+
+def test_one_bar_as_a_widget(book: Kernel) -> None:
+    cell = book.ok(
+        "from tqdm.auto import tqdm\n"
+        "def loop():\n"
+        "    for _ in tqdm(range(5), 'steps'):\n"
+        "        time.sleep(0.15)\n"
+        "mesh.run(loop);"
+    )
+    widgets = [data for data in cell.data if "application/vnd.jupyter.widget-view+json" in data]
+    assert len(widgets) == 1 and "steps" in widgets[0]["text/plain"]
+    values = [data["state"]["value"] for data in cell.comms if "value" in data.get("state", {})]
+    numbers = [value for value in values if isinstance(value, int | float)]
+    assert numbers == sorted(numbers) and numbers[-1] == 5 and len(set(numbers)) >= 4
+    assert cell.text() == cell.text("stderr") == ""
+
+
+# -- stop, restart, end ------------------------------------------------------------------------------------------------
+
+
+def test_the_stop_button(book: Kernel) -> None:
+    ranks = pids(book)
+    book.ok("kept = put(torch.ones(2), mesh=mesh)")
+    for call in ("time.sleep(30)", "barrier() if axis_index('data') else time.sleep(30)", "[0 for _ in iter(int, 1)]"):
+        cell = book(f"mesh.run(lambda: {call})", interrupt_after=0.5)
+        assert cell.error.rstrip().endswith("KeyboardInterrupt:") and cell.seconds < 2.5, (cell.error, cell.seconds)
+        assert book.ok("float(kept.full().sum()), mesh.run(lambda: 1)").result == "(2.0, [1, 1])"
+    cell = book("from spmd import Loader\nfor _ in range(10**9):\n    total = double(total)", interrupt_after=0.5)
+    assert "KeyboardInterrupt" in cell.error
+    assert book.ok("total.shape").result == "torch.Size([6])"
+    assert pids(book) == ranks
+
+
+@pytest.mark.parametrize("how", ["restart", "kill"])
+def test_a_kernel_that_ends_leaves_no_process(tmp_path: Path, how: str) -> None:
+    with kernel(tmp_path) as book:
+        book.ok(IMPORTS)
+        ranks = pids(book)
+        assert all(map(running, ranks))
+        if how == "kill":
+            book.client.execute("mesh.run(lambda: time.sleep(60))")
+            time.sleep(0.3)
+            book.manager.signal_kernel(signal.SIGKILL)
+        else:
+            book.manager.restart_kernel()
+            book.client.wait_for_ready(60)
+            assert book.ok("1 + 1").result == "2"
+        assert end_within(2.0, ranks)
+
+
+def test_two_notebooks_do_not_meet(book: Kernel, tmp_path: Path) -> None:
+    code = "[mesh.run(lambda: float(psum(torch.tensor({}), 'data'))) for _ in range(200)][-1]"
+    with kernel(tmp_path) as other:
+        other.ok(IMPORTS.replace('"data": 2', '"data": 3'))
+        waiting = other.client.execute(code.format("10.0"), user_expressions={"sum": "_"})
+        assert book.ok(code.format("1.0")).result == "[2.0, 2.0]"
+        reply = other.client.get_shell_msg(timeout=60)
+        assert reply["parent_header"]["msg_id"] == waiting and reply["content"]["status"] == "ok"
+        assert other.ok("_").result == "[30.0, 30.0, 30.0]"
+        ranks = pids(other)
+    assert end_within(2.0, ranks) and book.ok("mesh.run(lambda: mesh.size)").result == "[2, 2]"
