@@ -270,6 +270,15 @@ class DriverSession:
             self.shut(f"killed by a second Ctrl-C; {count} values that were on it are lost")
             raise KeyboardInterrupt(f"mesh killed: {count} values that were on its ranks are lost") from None
 
+    def reload(self, names: Sequence[str]) -> list[str]:
+        """Load modules again that have changed on disk, here and on the ranks; raises what one of them raises."""
+        self.ready()
+        done = self.shipped.modules.reload(names)
+        lists = self.wait(self.submit(tasks.reload_modules, (list(names) + done,), region=True)).values()
+        with self.lock:
+            self.shipped.read_anew()
+        return list(dict.fromkeys([*done, *(name for names in lists for name in names)]))
+
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, why: str = "Mesh.close() was called") -> None:

@@ -88,10 +88,14 @@ class Mesh:
         else:
             self.threads = threads or max(1, len(os.sched_getaffinity(0)) // layout.size)
             self.backend = ("gloo" if arena.supported() else "shm") if backend == "auto" else backend
-            self._driver = DriverSession(
-                self, layout, backend=self.backend, threads=self.threads, seed=seed, timeout=timeout
-            )
-            weakref.finalize(self, close_quietly, self._driver).atexit = False
+            self._start()
+
+    def _start(self) -> None:
+        self._driver = DriverSession(
+            self, self._layout, backend=self.backend, threads=self.threads, seed=self.seed, timeout=self.timeout
+        )
+        self._finalizer = weakref.finalize(self, close_quietly, self._driver)
+        self._finalizer.atexit = False
 
     def _set(self, layout: Layout, seed: int, timeout: float) -> None:
         self._layout, self.seed, self.timeout, self.device = layout, seed, timeout, "cpu"
@@ -301,6 +305,49 @@ class Mesh:
             self._driver.close()
         elif self._rank_session is not None and self._rank_session.launched:
             self._rank_session.close()
+
+    def restart(self) -> None:
+        """Kill the ranks, whatever they do, and start new ones in their place: the mesh is as if it had just been made.
+
+        Values on it are lost, and reading one raises MeshError. Works on a closed mesh, too.
+
+        Raises:
+            MeshError: called on a rank.
+        """
+        self._check_driver("restart", "end the job and launch it again")
+        self._finalizer.detach()
+        self.driver.shut("it was restarted, and what was on it is lost")
+        self._calls = self._runs = 0
+        self._start()
+
+    def reload(self, *modules: Any) -> list[str]:
+        """Load modules again that were edited on disk, in the driver and on the ranks; values on the mesh stay.
+
+        Meant are the program's own modules, not installed packages: those whose file has changed since a function was
+        first sent that could use them, those that import one of these, and the ones that are named. The modules'
+        functions get their new code wherever they are used; names that the main program has imported are bound anew;
+        objects of a class stay objects of the old one.
+
+        Args:
+            modules: to load again in any case, modules or names.
+
+        Returns:
+            The names of the modules that were loaded again.
+
+        Raises:
+            MeshError: called on a rank. Whatever a module raises while it is loaded.
+        """
+        self._check_driver("reload", "importlib.reload is for launched programs, whose ranks run the whole script")
+        try:
+            return self.driver.reload([one if isinstance(one, str) else one.__name__ for one in modules])
+        except BaseException as error:
+            raise shorten(error) from error.__cause__
+
+    def _check_driver(self, what: str, remedy: str) -> None:
+        if self._driver is None:
+            raise MeshError(
+                message(f"mesh.{what} is for the program that started the ranks", where=self.describe(), remedy=remedy)
+            )
 
     def __enter__(self) -> Mesh:
         if self._driver is not None:

@@ -63,6 +63,7 @@ class Values:
         """Give a value to the ranks that were replaced since it was made, from ranks that have the same shard."""
         source = array._source
         assert isinstance(source, ResidentSource)
+        source.check_there(self._session)
         missing = self._missing.get(source.name)
         if not missing:
             return
@@ -130,6 +131,17 @@ class ResidentSource:
             self._known = self.hint = self._meta()
             self._task = None
         return self._known
+
+    def check_there(self, session: DriverSession) -> None:
+        """Refuse a value of ranks that are no more: names begin anew when a mesh is restarted."""
+        if self._session is not session:
+            raise MeshError(
+                message(
+                    "this value was lost when its mesh was restarted",
+                    where=session.describe(),
+                    remedy="compute it again, or put() it again",
+                )
+            )
 
     def check(self) -> None:
         """Raise what went wrong in the call that makes the value, if that is known; never waits."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from ..kernels.errors import MeshError, message
 from . import shipping, trees, wire
+from .reloading import LoadedModules
 
 
 class Shipped:
@@ -56,6 +57,8 @@ class ShippedObjects:
         self._functions: weakref.WeakKeyDictionary[Any, tuple[list[Any], Shipped]] = weakref.WeakKeyDictionary()
         self._path = list(sys.path)
         self._sources: dict[str, list[str]] = {}
+        self.modules = LoadedModules()
+        self.modules.notice()
 
     def ship(self, obj: Any) -> Shipped:
         """Send an object to all ranks unless they have it."""
@@ -115,6 +118,7 @@ class ShippedObjects:
 
     def _prepare(self, function: Any) -> None:
         """Tell the ranks what they need besides the function: where modules lie, and source lines for tracebacks."""
+        self.modules.notice()
         sources = shipping.typed_sources(function)
         with self._session.lock:
             if self._path != sys.path:
@@ -151,6 +155,13 @@ class ShippedObjects:
         yield ("sources", self._sources), None
         for key, packet in self._packets.items():
             yield ("ship", key), packet
+
+    def read_anew(self) -> None:
+        """Have the ranks read everything again, now that names mean something else there; results may differ, too."""
+        for _, shipped in self._functions.values():
+            shipped.results.clear()
+        for head, packet in self.again():
+            self._session.tell(head, packet)
 
     def close(self) -> None:
         for key in tuple(self._packets):

@@ -113,6 +113,11 @@ def put_values(worker: Worker, items: list[tuple[Any, torch.Tensor, P]]) -> None
         worker.values[name] = (local, spec)
 
 
+def reload_modules(worker: Worker, names: Sequence[str]) -> list[str]:
+    """Load again what has changed on disk, and these modules if this rank has them."""
+    return worker.modules.reload(names)
+
+
 def fetch_value(worker: Worker, name: Any) -> Any:
     return worker.value(name)[0]
 

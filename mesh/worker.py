@@ -25,6 +25,7 @@ from .bars import BarState
 from .failure import capture
 from .interrupts import uninterrupted
 from .rank import RankSession
+from .reloading import LoadedModules
 from .trees import Packed
 
 INTERRUPT_SECONDS = 0.3  # between two interrupts of one task: the first one's cleaning up is left in peace
@@ -46,6 +47,7 @@ class Worker:
         self.told: dict[str, tuple[Any, list[Leaving], bytes]] = {}  # what each program's last call said of its results
         self._shipped: dict[str, Any] = {}
         self._connection = connection
+        self.modules = LoadedModules()
         self._failed = self._running = False
         self._interrupted_at = 0.0
         self._task = 0
@@ -116,6 +118,7 @@ class Worker:
     def _read(self, packet: wire.Packet) -> Any:
         try:
             found = wire.loads(packet, self._object_of)
+            self.modules.notice()
             return found.unpack() if isinstance(found, Packed) else found
         except BaseException as error:
             return _Unreadable(error)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
+import queue
 import re
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -56,10 +57,15 @@ class Kernel:
         """
         cell, began = Cell(), time.monotonic()
         request = self.client.execute(code)
-        if interrupt_after is not None:
-            threading.Timer(interrupt_after, self.manager.interrupt_kernel).start()
+        stop = math.inf if interrupt_after is None else began + interrupt_after
         while True:
-            message = self.client.get_iopub_msg(timeout=SECONDS)
+            try:
+                message = self.client.get_iopub_msg(timeout=max(0.0, min(SECONDS, stop - time.monotonic())))
+            except queue.Empty:
+                assert stop < math.inf, f"the kernel has been silent for {SECONDS} s"
+                self.manager.interrupt_kernel()
+                stop = math.inf
+                continue
             kind, content = message["msg_type"], message["content"]
             if message["parent_header"].get("msg_id") != request:
                 continue

@@ -12,13 +12,6 @@ import pytest
 from frontend import Kernel, kernel
 from scripts import end_within, running
 
-# Some of what jupyter_client stands on warns at import or when sockets are collected; none of it is ours.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:zmq"),
-]
-
 MESH = "Mesh({'data': 2}, backend='shm', device='cpu')"
 IMPORTS = """
 import time
@@ -205,3 +198,54 @@ def test_two_notebooks_do_not_meet(book: Kernel, tmp_path: Path) -> None:
         assert other.ok("_").result == "[30.0, 30.0, 30.0]"
         ranks = pids(other)
     assert end_within(2.0, ranks) and book.ok("mesh.run(lambda: mesh.size)").result == "[2, 2]"
+
+
+def test_a_mesh_is_restarted(tmp_path: Path) -> None:
+    with kernel(tmp_path) as book:
+        book.ok(IMPORTS)
+        book.ok("value = put(torch.ones(2), mesh=mesh)")
+        book.ok("@spmd(mesh=mesh)\ndef double(x):\n    return 2 * x\ndouble(value)")
+        ranks = pids(book)[:-1]
+        book("mesh.run(lambda: [0 for _ in iter(int, 1)])", interrupt_after=0.3)
+        book.ok("mesh.restart()")
+        assert end_within(2.0, ranks)
+        for use in ("value.full()", "double(value)", "mesh.run(lambda: value.local)"):
+            cell = book(use)
+            assert re.search(r"MeshError: this (value was lost|mesh is closed).* restarted", cell.error), cell.error
+        assert book.ok("double(put(torch.ones(2), mesh=mesh)).full().tolist()").result == "[2.0, 2.0]"
+        book.ok("mesh.close()")
+        book.ok("mesh.restart()")
+        assert book.ok("mesh.run(lambda: mesh.rank)").result == "[0, 1]"
+
+
+def test_a_module_that_was_edited_is_loaded_again(tmp_path: Path) -> None:
+    def write(**texts: str) -> None:
+        for name, text in texts.items():
+            (tmp_path / f"{name}.py").write_text(text)
+
+    write(constants="RATE = 1\n", model="from constants import RATE\n\ndef f(x):\n    return x * RATE\n")
+    with kernel(tmp_path) as book:
+        book.ok(IMPORTS)
+        book.ok("import model\nfrom model import f\nkept = put(torch.tensor(3.0), mesh=mesh)")
+        book.ok("step = spmd(f, mesh=mesh)\ndef through(x):\n    return model.f(x)")
+        look = "float(step(kept)), mesh.run(through, 3), mesh.run(f, 3), f(3)"
+        assert book.ok(look).result == "(3.0, [3, 3], [3, 3], 3)"
+        assert book.ok("mesh.reload()").result == "[]"
+        write(constants="RATE = 10\n")
+        assert book.ok(look).result == "(3.0, [3, 3], [3, 3], 3)"
+        assert book.ok("mesh.reload()").result == "['constants', 'model']"
+        assert book.ok(look).result == "(30.0, [30, 30], [30, 30], 30)"
+        write(model="def f(x):\n    return x, x + 1\n")  # results of another structure
+        assert book.ok("mesh.reload()").result == "['model']"
+        assert book.ok("float(step(kept)[1]), mesh.run(through, 3), f(3)").result == "(4.0, [(3, 4), (3, 4)], (3, 4))"
+        write(model="def f(x):\n    return x +\n")
+        cell = book("mesh.reload()")
+        assert "SyntaxError" in cell.error and book.ok("mesh.run(f, 3)[0]").result == "(3, 4)"
+        write(model="def f(x):\n    return -x\n")
+        assert book.ok("mesh.reload('model'), mesh.run(f, 3)").result == "(['model'], [-3, -3])"
+        # A module that only the ranks have imported.
+        write(theirs="answer = 1\n")
+        book.ok("def theirs():\n    import theirs\n    return theirs.answer")
+        assert book.ok("mesh.run(theirs), mesh.run(len, 'noticed')[0]").result == "([1, 1], 7)"
+        write(theirs="answer = 22\n")
+        assert book.ok("mesh.reload(), mesh.run(theirs)").result == "(['theirs'], [22, 22])"
