@@ -134,15 +134,16 @@ class Array:
     def _repr_html_(self) -> str:
         if self._donated is not None:
             return f"<code>{self!r}</code>"
-        return drawing.html([self._grid()], self.mesh.size)
+        return drawing.html([self.grid()], self.mesh.size)
 
     def __str__(self) -> str:
         if self._donated is not None or self.mesh.size > drawing.MOST_DRAWN:
             return repr(self)
-        return drawing.text(self._grid())
+        return drawing.text(self.grid())
 
-    def _grid(self) -> drawing.Grid:
-        return drawing.array_grid(self.mesh.layout, self.spec, tuple(self.shape), repr(self))
+    def grid(self, name: str = "") -> drawing.Grid:
+        """A picture of which rank holds what."""
+        return drawing.array_grid(self.mesh.layout, self.spec, tuple(self.shape), f"{name}{self!r}")
 
     def __repr__(self) -> str:
         if self._donated is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import colorsys
 import dataclasses
 import html as escape
+from collections.abc import Callable
 
 from .failure import ranks_text
 from .spec import Layout, P
@@ -24,6 +25,8 @@ class Grid:
 
 # Ranks; larger meshes are described in a line.
 MOST_DRAWN = 64
+# Samples of one rank in one step; the others are counted.
+MOST_IDS = 8
 
 
 def mesh_grids(layout: Layout, title: str) -> list[Grid]:
@@ -70,6 +73,30 @@ def array_grid(layout: Layout, spec: P, shape: tuple[int, ...], title: str) -> G
     return Grid(f"{title}{', cut further: ' + ', '.join(hidden) if hidden else ''}", columns, rows)
 
 
+def batch_grid(layout: Layout | None, steps: int, shard: Callable[[int, int, int], list[int]], title: str) -> Grid:
+    """Which ranks take which samples of some minibatches; the minibatches as they are if there is no mesh.
+
+    Args:
+        layout: the axes; the axis that batches are cut along is "data", or the first.
+        steps: how many minibatches are drawn, from step 0 on.
+        shard: `shard(step, part, parts)`, the ids of one part.
+    """
+    if layout is None:
+        return Grid(title, [""], [(f"step {step}", [(_ids(shard(step, 0, 1)), ())]) for step in range(steps)])
+    axis = layout.batch_axis
+    parts = layout.axes[axis]
+    ranks = [tuple(rank for rank in range(layout.size) if layout.coords(rank)[axis] == part) for part in range(parts)]
+    rows = []
+    for step in range(steps):
+        rows.append((f"step {step}", [(_ids(shard(step, part, parts)), ranks[part]) for part in range(parts)]))
+    return Grid(title, [ranks_text(list(group)) for group in ranks], rows)
+
+
+def _ids(ids: list[int]) -> str:
+    shown = " ".join(map(str, ids[:MOST_IDS]))
+    return shown if len(ids) <= MOST_IDS else f"{shown} … ({len(ids)})"
+
+
 def _spans(layout: Layout, spec: P, shape: tuple[int, ...], dim: int) -> list[str]:
     found: dict[int, str] = {}
     for rank in range(layout.size):
@@ -96,9 +123,9 @@ def text(grid: Grid) -> str:
     data=0   rank 0    rank 1
     data=1   rank 2    rank 3
     """
-    left = max(len(label) for label, _ in grid.rows)
+    left = max((len(label) for label, _ in grid.rows), default=0)
     widths = [
-        max(len(grid.columns[column]), *(len(cells[column][0]) for _, cells in grid.rows))
+        max(len(grid.columns[column]), 0, *(len(cells[column][0]) for _, cells in grid.rows))
         for column in range(len(grid.columns))
     ]
     lines = [grid.title]
@@ -140,5 +167,7 @@ _CELL = "border:1px solid #fff;padding:6px 12px;text-align:center;color:#111;"
 
 def _colour(ranks: tuple[int, ...], size: int) -> str:
     """Light hues round the circle; a cell that several ranks hold is paler."""
+    if not ranks:
+        return "#eeeeee"
     red, green, blue = colorsys.hls_to_rgb(ranks[0] / max(1, size), 0.78 if len(ranks) == 1 else 0.88, 0.65)
     return f"#{int(red * 255):02x}{int(green * 255):02x}{int(blue * 255):02x}"

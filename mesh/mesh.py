@@ -79,6 +79,8 @@ class Mesh:
             vars(self).update(vars(_here))
             return
         self._set(layout, seed, timeout)
+        global _newest
+        _newest = weakref.ref(self)
         if launch is not None:
             self.threads = launched.set_threads(threads, launch, layout.size)
             self._rank_session, self.backend = launched.join(
@@ -376,6 +378,7 @@ def _named(args: tuple) -> list[tuple[str, Any]]:
 
 _state = threading.local()
 _default: Mesh | None = None
+_newest: weakref.ref[Mesh] | None = None
 _here: Mesh | None = None  # in a driver's rank: its view of the driver's mesh
 
 
@@ -407,3 +410,12 @@ def resolve(mesh: Mesh | None) -> Mesh:
         _set_default(Mesh())
     assert _default is not None
     return _default
+
+
+def nearest() -> Mesh | None:
+    """The mesh that a picture is most likely meant for: as in `resolve`, else the newest that is open; none is made."""
+    region, newest = current(), None if _newest is None else _newest()
+    for mesh in (region.mesh if region is not None else None, *_entered()[-1:], _default, _here, newest):
+        if mesh is not None and not mesh.closed:
+            return mesh
+    return None

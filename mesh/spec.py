@@ -164,6 +164,11 @@ class Layout:
     def size(self) -> int:
         return math.prod(size for _, size in self.sizes)
 
+    @property
+    def batch_axis(self) -> str:
+        """The axis that batches are cut along: "data", or the first if there is none of that name."""
+        return "data" if "data" in self.names else self.names[0]
+
     def coords(self, rank: int) -> dict[str, int]:
         coords = {}
         for name, size in reversed(self.sizes):

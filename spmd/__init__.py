@@ -11,6 +11,7 @@ from ._functional import functional_with_buffers as functional_with_buffers
 from ._loader import Loader as Loader
 from ._optimizer import optimizer as optimizer
 from ._spmd import spmd as spmd
+from ._visualize import visualize as visualize
 from .kernels.errors import CollectiveMismatch as CollectiveMismatch
 from .kernels.errors import MeshError as MeshError
 from .kernels.errors import PeerLost as PeerLost

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from .kernels.arena import word_key
 from .kernels.errors import SpecError, message
-from .mesh import trees
+from .mesh import drawing, trees
 from .mesh.agreement import Leaving
 from .mesh.mesh import Mesh, resolve
 from .mesh.placing import Deal, as_tensor, fill
@@ -104,7 +104,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         mesh = resolve(self._mesh)
-        axis = "data" if "data" in mesh.axes else next(iter(mesh.axes))
+        axis = mesh.layout.batch_axis
         epoch, first = self._epoch, self._resume
         self._resume, self._yielded = 0, first
         pending: deque[Callable[[], Any]] = deque()
@@ -127,6 +127,13 @@ class Loader:
             if self._yielded == len(self):
                 self._epoch, self._yielded = epoch + 1, 0
             yield batch
+
+    def grids(self, epoch: int) -> tuple[list[drawing.Grid], int]:
+        """Pictures of which rank takes which sample, and the number of ranks."""
+        return self.sampler.grids(resolve(self._mesh).layout, epoch, self.shards)
+
+    def _repr_html_(self) -> str:
+        return drawing.html(*self.grids(self._epoch))
 
     def __repr__(self) -> str:
         return f"Loader({self.sampler!r}, shards={self.shards})"

@@ -1,12 +1,18 @@
-"""A mesh in a notebook, driven through a real kernel as a front end does it."""
+"""A mesh in a notebook, driven through a real kernel as a front end does it; and the notebooks of notebooks/."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from frontend import Kernel, kernel
@@ -64,6 +70,16 @@ def test_values_stay_on_the_ranks_between_cells(book: Kernel) -> None:
     assert "0:3" in shown.data[-1]["text/html"] and "rank 1" in shown.data[-1]["text/html"]
     assert book.ok("total.full().tolist()").result == "[0.0, 8.0, 16.0, 24.0, 32.0, 40.0]"
     assert "rank 1" in book.ok("mesh").data[-1]["text/html"]
+
+
+def test_pictures(book: Kernel) -> None:
+    book.ok("drawn = put(torch.zeros(2), P('data'), mesh=mesh)\nsampler = Sampler(8, 4)")
+    book.ok("loader = Loader({'x': torch.arange(8)}, 4, mesh=mesh)")
+    cell = book.ok("for one in (mesh, drawn, sampler, loader):\n    visualize(one)")
+    assert len(cell.data) == 4 and all("background:" in data["text/html"] for data in cell.data)
+    assert cell.text() == ""
+    page = book.ok("sampler").data[-1]["text/html"]
+    assert "rank 1" in page and "step 1" in page
 
 
 def test_a_change_of_a_global_is_seen_by_the_next_call(book: Kernel) -> None:
@@ -249,3 +265,40 @@ def test_a_module_that_was_edited_is_loaded_again(tmp_path: Path) -> None:
         assert book.ok("mesh.run(theirs), mesh.run(len, 'noticed')[0]").result == "([1, 1], 7)"
         write(theirs="answer = 22\n")
         assert book.ok("mesh.reload(), mesh.run(theirs)").result == "(['theirs'], [22, 22])"
+
+
+# -- notebooks/ --------------------------------------------------------------------------------------------------------
+
+NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+
+
+def outputs(path: Path) -> list[list[dict[str, Any]]]:
+    """What the cells of a notebook show, cell by cell."""
+    return [cell["outputs"] for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def kinds(shown: list[dict[str, Any]]) -> set[str]:
+    """Of what kinds the outputs of a cell are; a stream comes in as many pieces as time has it."""
+    return {kind for output in shown for kind in (output.get("data") or [output["name"]])}
+
+
+@pytest.mark.parametrize("name", ["1_first_steps", "2_character_transformer", "3_collectives", "4_tensor_and_pipeline"])
+def test_a_notebook_runs_and_shows_what_was_committed(tmp_path: Path, name: str) -> None:
+    path = tmp_path / f"{name}.ipynb"
+    shutil.copy(NOTEBOOKS / path.name, path)
+    done = subprocess.run(
+        [sys.executable, str(NOTEBOOKS / "execute.py"), str(path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "SPMD_RANKS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    committed, found = outputs(NOTEBOOKS / path.name), outputs(path)
+    assert list(map(kinds, committed)) == list(map(kinds, found))
+    if name == "3_collectives":  # whole numbers: exactly the same everywhere
+        assert committed == found
+
+
+def test_every_notebook_is_run() -> None:
+    assert len(list(NOTEBOOKS.glob("*.ipynb"))) == 4

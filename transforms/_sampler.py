@@ -15,11 +15,14 @@ import numpy as np
 import torch
 
 from ..kernels.errors import SpecError, message
-from ..mesh.spec import split_sizes
+from ..mesh import drawing
+from ..mesh.mesh import nearest
+from ..mesh.spec import Layout, split_sizes
 from ._feistel import derive_key, permute
 
 _LONGEST = 2**63 - 1  # ids are torch.int64
 _ORDERS = ("feistel", "torch")
+_STEPS_DRAWN = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,6 +138,20 @@ class Sampler:
         # Shards from `count` on are empty: `shards` may be any number.
         mine = [_dealt(first, count, shard, shards) for shard in range(start, min(start + blocks[rank], count))]
         return self._ids(epoch, np.concatenate([np.empty(0, dtype=np.uint64), *mine]))
+
+    def grids(self, layout: Layout | None, epoch: int, shards: int | None = None) -> tuple[list[drawing.Grid], int]:
+        """Pictures of which rank takes which sample in the first steps of an epoch, and the number of ranks."""
+        grid = drawing.batch_grid(
+            layout,
+            min(len(self), _STEPS_DRAWN),
+            lambda step, part, parts: self.shard(epoch, step, part, parts, shards).tolist(),
+            f"{self!r}, epoch {epoch}, {len(self)} steps",
+        )
+        return [grid], layout.size if layout is not None else 1
+
+    def _repr_html_(self) -> str:
+        mesh = nearest()
+        return drawing.html(*self.grids(None if mesh is None else mesh.layout, 0))
 
     def _span(self, caller: str, epoch: int, step: int) -> tuple[int, int, int]:
         """The checked epoch, the first position of the step in the epoch's order, and the number of positions."""
