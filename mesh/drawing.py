@@ -146,7 +146,7 @@ def html(grids: list[Grid], size: int) -> str:
     for grid in grids:
         head = "".join(f"<th style='{_HEAD}'>{escape.escape(column)}</th>" for column in grid.columns)
         body = "".join(
-            f"<tr><th style='{_HEAD}'>{escape.escape(label)}</th>"
+            f"<tr style='background:none'><th style='{_HEAD}'>{escape.escape(label)}</th>"
             + "".join(
                 f"<td style='{_CELL}background:{_colour(ranks, size)}'>{escape.escape(name)}</td>"
                 for name, ranks in cells

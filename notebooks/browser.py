@@ -138,7 +138,7 @@ class Page:
         image = Image.open(io.BytesIO(self._browser.get_screenshot_as_png())).convert("RGB")
         PICTURES.mkdir(exist_ok=True)
         image = image.crop((0, 0, image.width, min(bottom, image.height)))
-        image.quantize(64, dither=Image.Dither.NONE).save(PICTURES / f"{name}.png", optimize=True)
+        image.quantize(128, dither=Image.Dither.NONE).save(PICTURES / f"{name}.png", optimize=True)
         print(f"{name}.png: {image.width} x {image.height}, {(PICTURES / f'{name}.png').stat().st_size // 1024} KiB")
 
 
