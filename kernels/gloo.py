@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import os
 import socket
-import struct
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,12 +19,11 @@ import torch
 import torch.distributed as dist
 
 from .communicator import Call, Steps
-from .errors import Aborted, PeerLost, message
+from .errors import PeerLost, message
+from .interface import address_of
 from .mailbox import Mailbox
 from .networked import NetworkedCommunicator
 from .waiting import Watch
-
-_SIOCGIFADDR = 0x8915
 
 
 class GlooCommunicator(NetworkedCommunicator):
@@ -35,7 +31,7 @@ class GlooCommunicator(NetworkedCommunicator):
 
     Args:
         store: any `torch.distributed` store that all ranks of the group share.
-        interface: the network interface or address to use; None lets Gloo choose by host name.
+        interface: the network interface or address to use; None is the address that this host's name resolves to.
     """
 
     backend = "gloo"
@@ -62,7 +58,7 @@ class GlooCommunicator(NetworkedCommunicator):
         self.close()
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = datetime.timedelta(seconds=self.timeout)
-        options._devices = [_device(self._interface)]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address())]
         self._turns: dict[int, int] = {}  # messages started, by destination
         self._posted: dict[int, int] = {}  # messages handed to the mailbox
         self._seen = 0
@@ -131,11 +127,19 @@ class GlooCommunicator(NetworkedCommunicator):
             if target is not None:
                 target.copy_(piece)
 
+    def _address(self) -> str:
+        if self._interface is not None:
+            return address_of(self._interface)
+        try:
+            return socket.gethostbyname(socket.gethostname())
+        except OSError:
+            return "127.0.0.1"
+
     # -- point to point ------------------------------------------------------------------------------------------------
 
     def _open_mailbox(self) -> Mailbox:
         if self._mailbox is None:
-            self._mailbox = Mailbox(self._store, self._name, self.rank, _address(self._interface))
+            self._mailbox = Mailbox(self._store, self._name, self.rank, self._address())
         return self._mailbox
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
@@ -190,54 +194,3 @@ def _sockets() -> set[int]:
 
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
-
-
-def _address(interface: str | None) -> str:
-    """This host's address on an interface (an address is itself); by default the one that host names resolve to."""
-    interface = interface or os.environ.get("SPMD_INTERFACE")
-    if interface is None:
-        try:
-            return socket.gethostbyname(socket.gethostname())
-        except OSError:
-            return "127.0.0.1"
-    if interface.replace(".", "").isdigit():
-        return interface
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
-
-
-def _device(interface: str | None):
-    interface = interface or os.environ.get("SPMD_INTERFACE")
-    if interface is None:
-        return dist.ProcessGroupGloo.create_default_device()
-    if interface.replace(".", "").isdigit():
-        return dist.ProcessGroupGloo.create_device(hostname=interface)
-    return dist.ProcessGroupGloo.create_device(interface=interface)
-
-
-class StoreWatch:
-    """Aborts through a store, for ranks that share no memory; asked a few times a second by those who wait."""
-
-    def __init__(self, store: dist.Store, rank: int):
-        self._store, self._rank = store, rank
-        self.generation = self.region = 0
-        self._next_look = 0.0
-
-    def abort(self, text: str) -> None:
-        self._store.set(self._key(), f"{self.region} {text}")
-
-    def check(self) -> None:
-        """Nothing is cheap enough to look at in every round."""
-
-    def check_peers(self) -> None:
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + 0.05
-            if self._store.check([self._key()]):
-                region, _, text = self._store.get(self._key()).decode(errors="replace").partition(" ")
-                if int(region) <= self.region:  # see Arena.check
-                    raise Aborted(text)
-
-    def _key(self) -> str:
-        return f"abort/{self.generation}"

@@ -1,7 +1,7 @@
 """Backends by name: how a communicator is made, and where a third party adds one.
 
 >>> sorted(backends())
-['gloo', 'mpi', 'shm']
+['gloo', 'hierarchical', 'mpi', 'shm']
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from . import hierarchical
 from .arena import Arena
 from .communicator import Communicator
 from .errors import MeshError, message
 from .gloo import GlooCommunicator
+from .hosts import HostWatch
 from .shm import ShmCommunicator
 
 Factory = Callable[..., Communicator]
@@ -25,8 +27,18 @@ def _shm(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: 
 
 
 def _gloo(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: float, channel: str) -> Communicator:
-    interface = "127.0.0.1" if isinstance(watch, Arena) else None
+    interface = "127.0.0.1" if isinstance(watch, Arena) else watch.address
     return GlooCommunicator(store(), watch, ranks, rank, timeout=timeout, channel=channel, interface=interface)
+
+
+def _hierarchical(
+    *, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: float, channel: str
+) -> Communicator:
+    if not isinstance(watch, HostWatch):
+        raise MeshError(
+            message("backend 'hierarchical' needs ranks that a launcher started", remedy="use backend='auto'")
+        )
+    return hierarchical.communicator(store(), watch, ranks, rank, timeout=timeout, channel=channel)
 
 
 def _mpi(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: float, channel: str) -> Communicator:
@@ -35,7 +47,7 @@ def _mpi(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: 
     return MpiCommunicator(store(), watch, ranks, rank, timeout=timeout, channel=channel)
 
 
-_BUILT_IN: dict[str, Factory] = {"shm": _shm, "gloo": _gloo, "mpi": _mpi}
+_BUILT_IN: dict[str, Factory] = {"shm": _shm, "gloo": _gloo, "hierarchical": _hierarchical, "mpi": _mpi}
 _FACTORIES = dict(_BUILT_IN)
 
 

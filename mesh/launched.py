@@ -18,12 +18,13 @@ import torch.distributed as dist
 from ..kernels import arena as arena_module
 from ..kernels.arena import Arena
 from ..kernels.errors import Aborted, MeshError, PeerLost, message
-from ..kernels.gloo import StoreWatch
+from ..kernels.hosts import LEADER_SECONDS, OTHERS_SECONDS, HostArena, HostWatch, StoreWatch, out_of_reach
+from ..kernels.interface import towards
 from . import wire
 from .environments import Launch
-from .failure import Failure, capture, combine
+from .failure import Failure, capture, combine, ranks_text
 from .rank import RankSession
-from .rendezvous import meet
+from .rendezvous import address, meet
 from .spec import Layout
 
 RECOVERY_SECONDS = 5.0
@@ -38,16 +39,31 @@ def join(layout: Layout, launch: Launch, *, backend: str, seed: int, timeout: fl
     store = dist.PrefixStore(f"spmd/mesh{_meshes}", meet(launch, timeout))
     store.set_timeout(datetime.timedelta(seconds=timeout))
     rank, size = launch.rank, layout.size
-    store.set(f"host/{rank}", _host_identity())
-    hosts = [_wait_for(store, f"host/{peer}", peer, timeout) for peer in range(size)]
-    one_host = len(set(hosts)) == 1
-    arena = _shared_arena(store, rank, size, timeout) if one_host and arena_module.supported() is None else None
+    store.set(f"host/{rank}", f"{_host_identity()}\n{address() or ''}")
+    said = [_wait_for(store, f"host/{peer}", peer, timeout).split("\n") for peer in range(size)]
+    hosts = _by_host([identity for identity, _ in said])
+    several = len(hosts) > 1 or backend == "hierarchical"
+    here = _reachable_at(rank, hosts, [at for _, at in said])
+    watch: Any = StoreWatch(store, rank, address=here)
+    if not several:
+        arena = _shared_arena(store, rank, hosts, timeout, lambda fd: Arena(fd, size, rank))
+        watch = arena or watch
+    elif backend == "hierarchical" or (backend == "auto" and len(hosts) < size):
+        members = next(host for host in hosts if rank in host)
+        beyond = StoreWatch(store, rank, address=here, seconds=LEADER_SECONDS if rank == members[0] else OTHERS_SECONDS)
+        arena = _shared_arena(store, rank, hosts, timeout, lambda fd: HostArena(fd, members, rank, beyond))
+        watch = HostWatch(arena, hosts) if isinstance(arena, HostArena) else watch
+    else:
+        arena = None
     if backend == "auto":
-        backend = "shm" if arena is not None else "gloo"
-    if backend == "shm" and arena is None:
-        reason = "the ranks are on several hosts" if not one_host else arena_module.supported() or "mapping it failed"
-        raise MeshError(message("backend 'shm' can't be used", got=reason, remedy="use backend='auto' or 'gloo'"))
-    watch: Any = arena if arena is not None else StoreWatch(store, rank)
+        backend = "gloo" if arena is None else "hierarchical" if several else "shm"
+    if arena is None and backend in ("shm", "hierarchical"):
+        reason = arena_module.supported() or "mapping it failed on one of the hosts"
+        if backend == "shm" and several:
+            reason = f"the ranks are on {len(hosts)} hosts: {', '.join(map(ranks_text, hosts))}"
+        raise MeshError(
+            message(f"backend {backend!r} can't be used", got=reason, remedy="use backend='auto' or 'gloo'")
+        )
     if arena is not None:
         arena.watch_processes()
     session = RankSession(
@@ -77,29 +93,55 @@ def _wait_for(store: Any, key: str, peer: int, timeout: float) -> str:
 
 
 def _host_identity() -> str:
-    """Equal for processes that can map each other's memory: one kernel, one pid and network namespace."""
+    """Equal for processes of one host: one kernel, one pid and network namespace, one user.
+
+    Containers, and network namespaces without one, count as hosts of their own: their ranks have addresses of their
+    own, and so can be told apart in what is measured and in what fails.
+    """
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
 
 
-def _shared_arena(store: Any, rank: int, size: int, timeout: float) -> Arena | None:
-    """Rank 0's arena, mapped by all; None on every rank if one of them can't."""
+def _by_host(identities: list[str]) -> list[list[int]]:
+    """The ranks of each host, hosts in the order of their first ranks."""
+    hosts: dict[str, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        hosts.setdefault(identity, []).append(rank)
+    return list(hosts.values())
+
+
+def _reachable_at(rank: int, hosts: list[list[int]], addresses: list[str]) -> str | None:
+    """Where the other hosts reach this rank: as it says, or, on the host where all met, as the first of the others."""
+    if addresses[rank] or len(hosts) == 1:
+        return addresses[rank] or None
+    mine = next(host for host in hosts if rank in host)
+    others = [at for peer, at in enumerate(addresses) if at and peer not in mine]
+    return towards(others[0]) if others else None
+
+
+def _shared_arena(
+    store: Any, rank: int, hosts: list[list[int]], timeout: float, open_arena: Callable[[int], Arena]
+) -> Arena | None:
+    """The arena of this rank's host, made by its first rank; None on every rank of all hosts if one of them can't."""
     arena = fd = None
+    leader = next(host[0] for host in hosts if rank in host)
     try:
-        if rank == 0:
-            fd = arena_module.create(size)
-            arena = Arena(fd, size, 0)
+        if arena_module.supported() is not None:
+            raise OSError(arena_module.supported())
+        if rank == leader:
+            fd = arena_module.create(next(len(host) for host in hosts if rank in host))
+            arena = open_arena(fd)
             arena.clear(1)
-            store.set("arena", f"/proc/{os.getpid()}/fd/{fd}")
+            store.set(f"arena/{rank}", f"/proc/{os.getpid()}/fd/{fd}")
         else:
-            fd = arena_module.open_inherited(store.get("arena").decode())
-            arena = Arena(fd, size, rank)
+            fd = arena_module.open_inherited(store.get(f"arena/{leader}").decode())
+            arena = open_arena(fd)
     except OSError:
-        if rank == 0:
-            store.set("arena", "none")
+        if rank == leader:
+            store.set(f"arena/{rank}", "none")
     store.set(f"mapped/{rank}", "yes" if arena is not None else "no")
-    answers = [_wait_for(store, f"mapped/{peer}", peer, timeout) for peer in range(size)]
+    answers = [_wait_for(store, f"mapped/{peer}", peer, timeout) for host in hosts for peer in host]
     if fd is not None:
         os.close(fd)  # all have mapped it
     if "no" in answers:
@@ -132,9 +174,11 @@ def _recover(session: RankSession, error: BaseException) -> BaseException:
             for rank, data in enumerate(session.comm().all_gather_bytes(wire.to_bytes(failure)))
         }
     except (PeerLost, MeshError, Aborted) as other:
+        # The others are gone or busy: what they said before is all there is.
         if isinstance(error, Aborted):
-            # The others are gone or busy: what they said before is all there is.
             return other if isinstance(other, PeerLost) else PeerLost(str(error))
+        if isinstance(error, PeerLost) and isinstance(other, PeerLost) and other.rank != error.rank:
+            return PeerLost(f"{error}\n{other}", other.rank)
         return error
     return combine(failures, {}, session.mesh_text)
 
@@ -144,24 +188,43 @@ def _meet(session: RankSession, generation: int) -> None:
     arena = session.arena
     end = time.monotonic() + RECOVERY_SECONDS
     if arena is None:
-        store = session.store()
-        store.set(f"quiet/{generation}/{session.rank}", "yes")
-        keys = [f"quiet/{generation}/{rank}" for rank in range(session.layout.size)]
-        while not store.check(keys):
-            _give_up_after(end, "some ranks")
-        session.renew(generation)
+        _meet_in_store(session, generation, end)
+        session.renew(generation)  # before anything looks at the store again, where the old generation is aborted
+        if isinstance(session.watch, HostWatch):
+            _clear(session.watch.arena, generation, end, leads=session.watch.arena.rank == 0)
         return
     arena.quiet(generation)
     for rank in range(session.layout.size):
         while arena.quiet_generation(rank) < generation:
             arena.check_peers()
             _give_up_after(end, f"rank {rank}")
-    if session.rank == 0:
+    _clear(arena, generation, end, leads=session.rank == 0)
+    session.renew(generation)
+
+
+def _meet_in_store(session: RankSession, generation: int, end: float) -> None:
+    store, size = session.store(), session.layout.size
+    keys = {rank: f"quiet/{generation}/{rank}" for rank in range(size)}
+    try:
+        store.set(keys[session.rank], "yes")
+        while not store.check(list(keys.values())):
+            if time.monotonic() > end:
+                silent = [rank for rank in range(size) if not store.check([keys[rank]])]
+                where = f"rank {session.rank}, after {RECOVERY_SECONDS:g} s"
+                lost = f"{ranks_text(silent)} did not answer: dead, cut off, or busy with something else"
+                raise PeerLost(message(lost, where=where, remedy="restart the job"), silent[0])
+            time.sleep(1e-2)
+    except dist.DistError as error:
+        raise PeerLost(out_of_reach(session.rank, error), 0) from None
+
+
+def _clear(arena: Arena, generation: int, end: float, *, leads: bool) -> None:
+    """Forget, all together, what ended the failed region."""
+    if leads:
         arena.clear(generation)
     while arena.shared_generation < generation:
         arena.check_peers()
-        _give_up_after(end, "rank 0")
-    session.renew(generation)
+        _give_up_after(end, "the first rank of the host")
 
 
 def _give_up_after(end: float, who: str) -> None:

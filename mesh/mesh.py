@@ -40,7 +40,8 @@ class Mesh:
     Args:
         axes: name -> size, the first varying slowest; one size may be -1, meaning all ranks there are: in a launched
             job its size, else SPMD_RANKS if that is set, else this host's cores. None is {"data": -1}.
-        backend: "auto", "shm" (one host), "gloo", "mpi" (under mpirun), or a name given to `register_backend`.
+        backend: "auto", "shm" (one host), "hierarchical" (several), "gloo", "mpi" (under mpirun), or a name given to
+            `register_backend`.
         device: "auto" or "cpu".
         threads: torch threads of each rank; None shares the host's cores among its ranks, at least 1 each.
         seed: what the random numbers of all regions are made from.

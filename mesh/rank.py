@@ -14,6 +14,7 @@ import torch
 from ..kernels.arena import Arena
 from ..kernels.communicator import Communicator
 from ..kernels.errors import Aborted, MeshError, SpecError, message
+from ..kernels.hosts import HostWatch
 from ..kernels.registry import make_communicator
 from .memory import keep_freed_memory
 from .placement import spread
@@ -27,7 +28,7 @@ class RankSession:
         layout: the axes.
         rank: this process's place in it.
         backend: the name under which the transport is registered.
-        watch: the arena, or the store's watch, through which aborts travel.
+        watch: the arena, the store's watch, or what joins the two, through which aborts travel.
         store: a `torch.distributed` store shared by all ranks, where the backend needs one.
     """
 
@@ -54,6 +55,7 @@ class RankSession:
 
     @property
     def arena(self) -> Arena | None:
+        """What all ranks of the mesh share, if they are on one host."""
         return self.watch if isinstance(self.watch, Arena) else None
 
     def axes(self, axis: str | tuple[str, ...] | None, *, what: str = "comm") -> tuple[str, ...]:
@@ -107,7 +109,8 @@ class RankSession:
         return comm
 
     def is_leased(self, tensor: torch.Tensor) -> bool:
-        return self.arena is not None and self.arena.is_leased(tensor)
+        arena = self.watch.arena if isinstance(self.watch, HostWatch) else self.arena
+        return arena is not None and arena.is_leased(tensor)
 
     @contextlib.contextmanager
     def region(self, number: int) -> Iterator[None]:
@@ -117,9 +120,7 @@ class RankSession:
         """
         if self.arena is not None:
             spread(self.rank, self.layout.size)
-            self.arena.enter(number)
-        else:
-            self.watch.region = number
+        self.watch.enter(number)
         try:
             self._check_driver()
             yield
@@ -129,8 +130,7 @@ class RankSession:
             self.watch.abort(f"{self.where()}: {type(error).__qualname__}: {error}")
             raise
         finally:
-            if self.arena is not None:
-                self.arena.leave()
+            self.watch.leave()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

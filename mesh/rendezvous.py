@@ -18,11 +18,15 @@ import urllib.parse
 import torch.distributed as dist
 
 from ..kernels.errors import MeshError, message
+from ..kernels.hosts import innermost, limit_silence
+from ..kernels.interface import address_of, chosen, towards
 from .environments import Launch, detect
 
 _explicit: Launch | None = None
 _given_store: dist.Store | None = None
 _met: dist.Store | None = None
+_interface: str | None = None
+_host_of_store: str | None = None
 
 
 def initialize(
@@ -33,6 +37,7 @@ def initialize(
     store: dist.Store | None = None,
     local_rank: int | None = None,
     local_size: int | None = None,
+    interface: str | None = None,
 ) -> None:
     """Make this process a rank by explicit arguments, which go before any environment variable.
 
@@ -45,11 +50,13 @@ def initialize(
             (on a file system that all share).
         store: an existing `torch.distributed.Store` to meet in instead.
         local_rank, local_size: this rank's number on its host, and how many are there.
+        interface: the network interface, or the address, at which the other hosts reach this one; None takes
+            SPMD_INTERFACE, then GLOO_SOCKET_IFNAME, then the one that leads to where the ranks meet.
 
     Raises:
         MeshError: bad numbers, both or none of the meeting places, or called after the first Mesh.
     """
-    global _explicit, _given_store
+    global _explicit, _given_store, _interface
     if _met is not None:
         raise MeshError(
             message("initialize was called after the ranks had met", remedy="call it before the first Mesh")
@@ -59,7 +66,7 @@ def initialize(
     if (init_method is None) == (store is None):
         raise MeshError(message("initialize needs one of init_method and store", remedy="say where the ranks meet"))
     _explicit = Launch(rank, size, rank if local_rank is None else local_rank, local_size, init_method, "initialize")
-    _given_store = store
+    _given_store, _interface = store, interface
 
 
 def launch_of_process() -> Launch | None:
@@ -69,15 +76,25 @@ def launch_of_process() -> Launch | None:
 
 def meet(launch: Launch, timeout: float) -> dist.Store:
     """The store in which all ranks of the job have signed in; made once in a process."""
-    global _met
+    global _met, _host_of_store
     if _met is None:
         method = launch.init_method or _beside_parent()
         store = _given_store if _given_store is not None else _store_at(method, launch, timeout)
+        _host_of_store = getattr(innermost(store), "host", None)  # a file is nowhere
+        limit_silence(store, max(1.0, timeout / 2))
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"spmd/{attempt}", store)
         _roll_call(store, launch, timeout, "the given store" if _given_store is not None else method)
         _met = store
     return _met
+
+
+def address() -> str | None:
+    """Where the other hosts reach this one, as far as this rank knows; call it after `meet`."""
+    interface = _interface or chosen()
+    if interface is not None:
+        return address_of(interface)
+    return None if _host_of_store is None else towards(_host_of_store)
 
 
 def _beside_parent() -> str:

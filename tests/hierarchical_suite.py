@@ -1,0 +1,198 @@
+"""Run by test_hierarchical.py on every rank: backend "hierarchical", the ranks of one machine taken for several hosts'.
+
+    SPMD_RANK=0 SPMD_SIZE=3 SPMD_INIT_METHOD=file:///tmp/meet python tests/hierarchical_suite.py '[[0, 1], [2]]'
+
+Rank 0 says how many checks held.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import mpi_suite as suite
+import operations_table as table
+import pytest
+import torch
+from oracle import bits, reduced, value
+
+from spmd import Mesh, MeshError, P, PeerLost, pmean, psum, put, spmd
+from spmd.kernels.arena import Arena
+from spmd.kernels.errors import CollectiveMismatch
+from spmd.mesh import launched
+
+TYPES = (torch.float32, torch.float64, torch.complex64, torch.float16, torch.bfloat16)
+NUMELS = (1, 5, 8192, 8193, 200_001)  # 8192 float32 are the most that go in one phase
+# 16-bit floats: the table wants one rounding; order_of_additions checks these.
+ROUNDED_TWICE = ("all_reduce sum", "all_reduce avg", "all_reduce product")
+check = suite.check
+
+
+def pretend(hosts: list[list[int]]) -> None:
+    """Let each rank say that it is on the host that it is given here."""
+    mine = next(index for index, host in enumerate(hosts) if int(os.environ["SPMD_RANK"]) in host)
+    launched._host_identity = lambda: f"pretended host {mine}"
+
+
+def in_hosts_order(parts: list[torch.Tensor], hosts: list[list[int]], op: str) -> torch.Tensor:
+    """The ranks of each host first, then the hosts; an average is divided last."""
+    added = "sum" if op == "avg" else op
+    total = reduced([reduced([parts[rank] for rank in host], added) for host in hosts], added)
+    return total / len(parts) if op == "avg" else total
+
+
+def order_of_additions(mesh: Mesh, hosts: list[list[int]]) -> None:
+    def body() -> list[list[str]]:
+        comm, found = mesh.comm(), []
+        for dtype in TYPES:
+            for numel in NUMELS:
+                x = value(dtype, (numel,), comm.rank)
+                ops = ("sum", "avg") if dtype.is_complex else ("sum", "avg", "max", "product")
+                for op in ops:
+                    resident = comm.empty(numel, dtype=dtype)
+                    resident.copy_(x)
+                    own = x.clone()
+                    comm.all_reduce(own, op)
+                    every = [comm.all_reduced(x, op), comm.all_reduced(resident, op), own]
+                    found.append([bits(each) for each in every])
+        return found
+
+    expected = []
+    for dtype in TYPES:
+        for numel in NUMELS:
+            parts = [value(dtype, (numel,), rank) for rank in range(mesh.size)]
+            for op in ("sum", "avg") if dtype.is_complex else ("sum", "avg", "max", "product"):
+                expected.append([bits(in_hosts_order(parts, hosts, op))] * 3)
+    first, second = mesh.run(body), mesh.run(body)
+    check(first == second, "a run repeats exactly")
+    for rank, found in enumerate(first):
+        for index, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+            check(got == wanted, f"all_reduce {index} on rank {rank}, in the order of the hosts")
+
+
+def many_at_once(mesh: Mesh, hosts: list[list[int]]) -> None:
+    """More reductions under way than there are slots, begun at different times on different ranks."""
+
+    def body() -> list[float]:
+        comm = mesh.comm()
+        works = []
+        for index in range(50):
+            if (index + comm.rank) % 17 == 0:
+                time.sleep(0.01)
+            works.append(comm.all_reduced(torch.full((20_000 if index % 3 else 5,), index + 1.0), async_op=True))
+            if index % 20 == 5:
+                comm.barrier()
+        return [float(work.wait()[-1]) for work in works]
+
+    check(mesh.run(body) == [[mesh.size * (index + 1.0) for index in range(50)]] * mesh.size, "many at once")
+
+
+def results_are_private(mesh: Mesh) -> None:
+    def body() -> list[float]:
+        comm = mesh.comm()
+        result = comm.all_reduced(torch.ones(100_000))
+        comm.barrier()
+        result += comm.rank
+        comm.barrier()
+        return [float(result[0]), float(comm.all_reduced(torch.ones(100_000))[0])]
+
+    check(mesh.run(body) == [[mesh.size + rank, float(mesh.size)] for rank in range(mesh.size)], "results are private")
+    step = spmd(lambda x: psum(x, "data"), mesh=mesh)
+    kept = [step(torch.full((100_000,), float(n))) for n in range(6)]
+    check([float(array.full()[7]) for array in kept] == [float(n * mesh.size) for n in range(6)], "kept results")
+
+
+def along_axes(hosts: list[list[int]]) -> None:
+    """On a 2 x 2 mesh one axis stays within the hosts, and one crosses."""
+    with Mesh({"host": 2, "core": 2}, timeout=30.0) as mesh:
+        across = hosts[0] == [0, 2]
+        kinds = ["shm", "gloo"] if across else ["gloo", "shm"]
+        found = mesh.run(lambda: [mesh.comm(axis).backend for axis in ("host", "core", None)])
+        check(found == [[*kinds, "hierarchical"]] * 4, f"backends by axis: {found}")
+        sums = spmd(
+            lambda x: (psum(x.sum(), "host"), psum(x.sum(), "core"), pmean(x.sum(), ("host", "core"))),
+            mesh=mesh,
+            in_specs=P("host", "core"),
+            out_specs=(P(), P(), P()),
+            check="never",
+        )
+        by_host, by_core, mean = sums(torch.arange(16.0).reshape(4, 4))
+        corner = [10.0, 18.0, 42.0, 50.0]
+        row, column = divmod(mesh.rank or 0, 2)
+        check(float(by_host.local) == corner[column] + corner[column + 2], "a sum over the hosts")
+        check(float(by_core.local) == corner[2 * row] + corner[2 * row + 1], "a sum over a host")
+        check(mean.item() == 30.0, "a mean over all")
+        along = "host" if across else "core"
+
+        def differ() -> None:
+            comm = mesh.comm(along)
+            comm.all_reduce(torch.ones(2)) if comm.rank else comm.barrier()
+
+        with pytest.raises(CollectiveMismatch, match=rf"rank {hosts[0][0]}: barrier(.|\n)*rank {hosts[0][1]}: all_red"):
+            mesh.run(differ)
+
+
+def silence(hosts: list[list[int]]) -> None:
+    """Who waits too long says for whom, and what the others of its host do."""
+    with Mesh(timeout=2.0) as mesh:
+        mesh.run(lambda: mesh.comm().barrier())
+        late = hosts[-1][-1]
+
+        def body() -> None:
+            if mesh.rank == late:
+                time.sleep(4.0)
+            mesh.comm().all_reduced(torch.ones(3))
+
+        began = time.monotonic()
+        with pytest.raises(PeerLost, match=r"all_reduce float32\[3\] \(sum\) on rank \d got no answer for 2 s") as told:
+            mesh.run(body)
+        check(time.monotonic() - began < 6.0, "in time")
+        check("it waited for" in str(told.value), str(told.value))
+
+
+def backends() -> None:
+    with pytest.raises(MeshError, match=r"backend 'shm' can't be used \(got the ranks are on 2 hosts: ranks? 0"):
+        Mesh(backend="shm")
+    with Mesh(backend="gloo", timeout=30.0) as flat:
+        check(flat.run(lambda: flat.comm().backend) == ["gloo"] * flat.size, "gloo, when asked for")
+        check(put(torch.ones(2), mesh=flat).full().tolist() == [1.0, 1.0], "gloo works")
+    real, Arena.__init__ = Arena.__init__, refuse  # type: ignore[method-assign]
+    if os.environ["SPMD_RANK"] != "0":
+        Arena.__init__ = real  # type: ignore[method-assign]
+    with Mesh(timeout=30.0) as fallen:  # one host has no shared memory: nobody uses it
+        Arena.__init__ = real  # type: ignore[method-assign]
+        check(fallen.backend == "gloo", "without shared memory on one host")
+        check(fallen.run(lambda: float(fallen.comm().all_reduced(torch.ones(())))) == [fallen.size] * fallen.size, "")
+
+
+def refuse(*_: object) -> None:
+    raise OSError("no shared memory here")
+
+
+def main(hosts: list[list[int]]) -> None:
+    pretend(hosts)
+    mesh = Mesh({"data": -1}, timeout=30.0)
+    check(mesh.backend == "hierarchical" and "backend='hierarchical'" in repr(mesh), "the backend")
+    order_of_additions(mesh, hosts)
+    many_at_once(mesh, hosts)
+    results_are_private(mesh)
+    suite.messages(mesh, mesh.size)
+    if hosts[0] == [0, 1]:
+        suite.failures(mesh, mesh.size)
+    if mesh.size == table.RANKS:
+        table.ROWS = tuple(row for row in table.ROWS if row not in ROUNDED_TWICE)
+        suite.operations(mesh, mesh.size)
+        suite.collectives(mesh, mesh.size)  # with ranks 0 and 1 on one host the order is that of the ranks
+    if mesh.size == 4:
+        along_axes(hosts)
+    silence(hosts)
+    backends()
+    if mesh.rank == 0:
+        print(f"ok {suite.checks} checks")
+    mesh.close()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
