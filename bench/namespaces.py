@@ -1,6 +1,6 @@
 """Several "hosts" on one machine: network namespaces, each with an address of its own, joined by a bridge.
 
-Needs root and iproute2. What runs in a node has its own interfaces (`eth0`, and a `/sys/class/net` that shows only
+Needs root and iproute2. What runs in a node has its own interfaces (`eth0`, ..., and a `/sys/class/net` that shows only
 them), so that bytes on the wire can be counted and the wire be cut. Memory, files and the host name are shared: what
 tells the nodes apart is the network namespace. Invariant: at the end nothing is left, whatever happened in between.
 """
@@ -37,16 +37,17 @@ def unavailable() -> str | None:
 class Node:
     """One of them: `start` runs a program in it."""
 
-    def __init__(self, name: str, address: str, switch: str, port: str):
-        self.name, self.address, self._switch, self._port = name, address, switch, port
+    def __init__(self, name: str, address: str, switch: str, ports: list[str]):
+        self.name, self.address, self._switch, self._ports = name, address, switch, ports
 
     def start(self, command: Sequence[str], **options: object) -> subprocess.Popen:
         """As subprocess.Popen; the process is the program itself."""
         return subprocess.Popen(["ip", "netns", "exec", self.name, *command], **options)  # type: ignore[call-overload]
 
     def cut(self) -> None:
-        """Take the node's link down at the far end, as a pulled cable; processes go on, and hear nothing any more."""
-        ip("-n", self._switch, "link", "set", self._port, "down")
+        """Take the node's links down at the far end, as a pulled cable; processes go on, and hear nothing any more."""
+        for port in self._ports:
+            ip("-n", self._switch, "link", "set", port, "down")
 
     def limit(self, rate: str) -> None:
         """Let no more leave than so much, such as "1gbit"."""
@@ -57,24 +58,26 @@ class Node:
 
 
 @contextlib.contextmanager
-def nodes(count: int) -> Iterator[list[Node]]:
-    """So many nodes on one network, 10.77.0.1 and on; they are gone afterwards."""
+def nodes(count: int, networks: int = 1) -> Iterator[list[Node]]:
+    """So many nodes, 10.77.0.1 and on, and with a second network (`eth1`) 10.78.0.1 and on; gone afterwards."""
     _remove_stale()
     switch, made = f"{_PREFIX}-{os.getpid()}-switch", []
     try:
         ip("netns", "add", switch)
-        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        ip("-n", switch, "link", "set", "bridge", "up")
+        for network in range(networks):
+            ip("-n", switch, "link", "add", f"bridge{network}", "type", "bridge")
+            ip("-n", switch, "link", "set", f"bridge{network}", "up")
         for index in range(count):
-            name, port = f"{_PREFIX}-{os.getpid()}-{index}", f"port{index}"
-            node = Node(name, f"10.77.0.{index + 1}", switch, port)
+            name, ports = f"{_PREFIX}-{os.getpid()}-{index}", [f"port{index}-{network}" for network in range(networks)]
             ip("netns", "add", name)
-            made.append(node)
+            made.append(Node(name, f"10.77.0.{index + 1}", switch, ports))
             ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
-            ip("-n", name, "address", "add", f"{node.address}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-            ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            for network, port in enumerate(ports):
+                card = f"eth{network}"
+                ip("-n", name, "link", "add", card, "type", "veth", "peer", "name", port, "netns", switch)
+                ip("-n", name, "address", "add", f"10.{77 + network}.0.{index + 1}/24", "dev", card)
+                ip("-n", name, "link", "set", card, "up")
+                ip("-n", switch, "link", "set", port, "master", f"bridge{network}", "up")
         yield made
     finally:
         for name in (*(node.name for node in made), switch):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -73,7 +74,7 @@ class GlooCommunicator(NetworkedCommunicator):
             raise PeerLost(
                 message(
                     f"rank {self.ranks[self.rank]} could not connect to group {self.ranks} over Gloo",
-                    got=str(error).splitlines()[0],
+                    got=_reason(error),
                     remedy="see that all ranks are running and that the hosts reach each other",
                 )
             ) from None
@@ -102,7 +103,7 @@ class GlooCommunicator(NetworkedCommunicator):
             raise PeerLost(
                 message(
                     f"rank {self.ranks[self.rank]} lost the connection to a rank of group {self.ranks}",
-                    got=str(error).splitlines()[0],
+                    got=_reason(error),
                     remedy="see the output of the other ranks",
                 )
             ) from None
@@ -181,6 +182,12 @@ class GlooCommunicator(NetworkedCommunicator):
     def _poll_messages(self) -> None:
         # The mailbox's thread appends at any time; receives match what was there at the start of a round.
         self._seen = len(self._mailbox.inbox) if self._mailbox is not None else 0
+
+
+def _reason(error: RuntimeError) -> str:
+    """What Gloo says, without where in its sources it says so and what it advises."""
+    text = re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", str(error).splitlines()[0])
+    return text.partition(". This is typically")[0]
 
 
 def _sockets() -> set[int]:
