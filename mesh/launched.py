@@ -7,7 +7,9 @@ here; when it fails on one rank, all ranks meet again, learn of it, and raise th
 from __future__ import annotations
 
 import datetime
+import io
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +38,7 @@ def join(layout: Layout, launch: Launch, *, backend: str, seed: int, timeout: fl
     """Meet the other ranks: this rank's session, and the backend that was chosen."""
     global _meshes
     _meshes += 1
+    _write_whole_lines()
     store = dist.PrefixStore(f"spmd/mesh{_meshes}", meet(launch, timeout))
     store.set_timeout(datetime.timedelta(seconds=timeout))
     rank, size = launch.rank, layout.size
@@ -78,6 +81,13 @@ def join(layout: Layout, launch: Launch, *, backend: str, seed: int, timeout: fl
     )
     session.renew(1)
     return session, backend
+
+
+def _write_whole_lines() -> None:
+    """Ranks share the launcher's output: let each line leave in one piece, not when a buffer happens to be full."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not what a program, or a test, has put in its place
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _wait_for(store: Any, key: str, peer: int, timeout: float) -> str:

@@ -1,4 +1,4 @@
-"""The command line: `spmd run`, on torch's elastic launcher, and `spmd bench`."""
+"""The command line: `spmd run`, on torch's elastic launcher, `spmd bench` and `spmd doctor`."""
 
 from __future__ import annotations
 
@@ -39,15 +39,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="spmd", description="Functional SPMD for PyTorch.")
     parser.add_argument("--version", action="version", version=f"spmd {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     commands.add_parser("run", add_help=False, help=f"run a script on many processes: {USAGE}")
     commands.add_parser("bench", add_help=False, help="measure this machine, or this job's ranks, in about a minute")
-    parser.parse_args(own[:1])  # anything but a command ends here
-    if own[0] == "bench":
+    commands.add_parser("doctor", help="say what is found here, what a Mesh would do, and whether the transports work")
+    command = parser.parse_args(own[:1]).command  # anything but a command ends here
+    if command == "run":
+        return run(own[1:])
+    if command == "bench":
         from ._bench.command import main as bench
 
         return bench(own[1:])
-    return run(own[1:])
+    parser.parse_args(own)  # it takes no arguments
+    from ._doctor import doctor
+
+    return doctor()
 
 
 def run(arguments: list[str]) -> int:

@@ -1,0 +1,207 @@
+"""`spmd doctor`: what this library finds here, what it would do, and whether its transports work.
+
+For the person who asks why a job does not start, or is slow. Under a launcher (`mpirun -n 2 spmd doctor`) all ranks
+take part and rank 0 prints. Invariant: it says why, for each thing that it found or did not, and its exit status is 1
+only if something fails that a mesh made here with backend="auto" needs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+from . import __version__
+from .kernels import arena, interface
+from .kernels.errors import MeshError
+from .mesh.environments import Launch, describe
+from .mesh.mesh import Mesh
+from .mesh.rendezvous import address, launch_of_process
+
+PACKAGES = ("numpy", "optree", "cloudpickle", "tqdm", "cupy-cuda12x", "cupy-cuda13x", "mpi4py")
+SECONDS = 60.0
+_FLOATS = 1 << 20
+
+_MPI_TEST = "from spmd import Mesh; from spmd._doctor import reduce_once; print(reduce_once(Mesh(backend='mpi')))"
+
+
+def doctor() -> int:
+    """Print the findings; the exit status."""
+    try:
+        launch = launch_of_process()
+    except MeshError as error:
+        _print_found(None)
+        print(f"\nfailed: {error}")
+        return 1
+    if launch is not None:
+        return _as_rank(launch)
+    _print_found(None)
+    refused = arena.supported()
+    backend = "gloo" if refused else "shm"
+    _section("backend")
+    _line("auto", backend, f"all ranks are on this host{f', and {refused}' if refused else ''}")
+    _section("transports")
+    failed = []
+    for name in ("shm", "gloo"):
+        works = name == "gloo" or not refused
+        told = attempt(lambda name=name: _in_driver(name)) if works else (False, f"absent: {refused}")  # type: ignore[misc]
+        _line(name, *_verdict(told) if works else (told[1],))
+        if works and not told[0]:
+            failed.append(name)
+    _line("mpi", *_mpi())
+    _line("nccl", _nccl())
+    if failed:
+        print(f"\nfailed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def _as_rank(launch: Launch) -> int:
+    """On every rank of a launched job: try what backend="auto" chooses, and Gloo between all."""
+    prints = launch.rank == 0
+    if prints:
+        _print_found(launch)
+        _section("transports")
+    failed = []
+    for name in ("auto", "gloo"):
+        told = attempt(lambda name=name: _launched(name))  # type: ignore[misc]
+        if prints:
+            _line(name, *_verdict(told))
+        if not told[0]:
+            failed.append(name)
+            break  # the ranks have lost each other
+    if prints and failed:
+        print(f"\nfailed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def attempt(test: Callable[[], str]) -> tuple[bool, str]:
+    """Whether a test passes, and what it says."""
+    try:
+        return True, test()
+    except Exception as error:
+        return False, f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+def reduce_once(mesh: Mesh) -> str:
+    """All-reduce 4 MiB on a mesh, see that the sum is right, and tell how long it took."""
+
+    def body() -> tuple[float, float]:
+        comm = mesh.comm()
+        x = torch.full((_FLOATS,), float(comm.rank + 1))
+        comm.all_reduced(x)
+        began = time.perf_counter()
+        total = comm.all_reduced(x)
+        return float(total.sum()) / _FLOATS, time.perf_counter() - began
+
+    expected = mesh.size * (mesh.size + 1) / 2
+    found = mesh.run(body)
+    if any(total != expected for total, _ in found):
+        raise MeshError(f"the sum is wrong: {[total for total, _ in found]} instead of {expected}")
+    return f"{mesh.size} ranks, 4 MiB reduced in {1e3 * max(took for _, took in found):.1f} ms"
+
+
+def _in_driver(backend: str) -> str:
+    with Mesh({"data": 2}, backend=backend, timeout=SECONDS) as mesh:
+        return reduce_once(mesh)
+
+
+def _launched(backend: str) -> str:
+    with Mesh(backend=backend, timeout=SECONDS) as mesh:
+        where = mesh.run(lambda: (platform.node(), os.readlink("/proc/self/ns/net"), address()))
+        ranks = Counter((host, at) for host, _, at in sorted(where, key=str))
+        places = ", ".join(f"{count} on {host}{f' at {at}' if at else ''}" for (host, at), count in ranks.items())
+        return f"{mesh.backend}: {reduce_once(mesh)} ({places})"
+
+
+# -- what is here ------------------------------------------------------------------------------------------------------
+
+
+def _print_found(launch: Launch | None) -> None:
+    machine = f"{platform.system()} {platform.release()} {platform.machine()}"
+    print(f"spmd {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {machine}")
+    _section("packages")
+    for name in PACKAGES:
+        try:
+            _line(name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            _line(name, "not installed")
+    _section("devices")
+    cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    _line("cpu", f"{cores} of {os.cpu_count()} cores for this process, {memory:.1f} GiB of memory")
+    if not torch.cuda.is_available():
+        _line("cuda", "none", "torch was built without it" if torch.version.cuda is None else "no device found")
+    for index in range(torch.cuda.device_count()):
+        _line(f"cuda:{index}", torch.cuda.get_device_name(index))
+    _section("launched by")
+    for name, found, reason in describe():
+        _line(name, "yes" if found else "no", reason)
+    if launch is None:
+        ranks = os.environ.get("SPMD_RANKS") or f"{cores}, one per core"
+        print(f"  so a Mesh made here starts its own ranks: {ranks}")
+    else:
+        print(f"  so this process is rank {launch.rank} of {launch.size}, as {launch.source} says")
+    _section("network")
+    for name, where in interface.addresses().items():
+        _line(name, where)
+    chosen = interface.chosen()
+    why = "SPMD_INTERFACE or GLOO_SOCKET_IFNAME" if chosen else "neither SPMD_INTERFACE nor GLOO_SOCKET_IFNAME is set"
+    _line("between hosts", chosen or "the interface that leads to where the ranks meet", why)
+
+
+def _mpi() -> tuple[str, ...]:
+    """The state of backend "mpi", which no mesh takes unless asked to."""
+    launcher = shutil.which("mpirun")
+    missing = "mpirun is not on the PATH" if launcher is None else ""
+    missing = missing or (
+        "" if importlib.util.find_spec("mpi4py") else "mpi4py is not installed: pip install spmd[mpi]"
+    )
+    if missing or launcher is None:
+        return "absent", missing
+    version = subprocess.run([launcher, "--version"], capture_output=True, text=True, timeout=SECONDS).stdout
+    more = ["--oversubscribe"] if "Open MPI" in version else []
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if os.geteuid() == 0:  # as in containers, where Open MPI wants to be told that this is meant
+        environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    try:
+        done = subprocess.run(
+            [launcher, *more, "-n", "2", sys.executable, "-c", _MPI_TEST],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return "FAILS", f"mpirun did not end within {SECONDS:g} s", "(not needed unless asked for)"
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return "FAILS", last, "(not needed unless asked for)"
+    return "works", done.stdout.splitlines()[0], version.splitlines()[0] if version else ""
+
+
+def _nccl() -> str:
+    if not torch.cuda.is_available():
+        return "absent: no CUDA device"
+    if importlib.util.find_spec("cupy") is None:
+        return "absent: CuPy is not installed"
+    return f"present: {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
+
+
+def _verdict(told: tuple[bool, str]) -> tuple[str, str]:
+    return "works" if told[0] else "FAILS", told[1]
+
+
+def _section(title: str) -> None:
+    print(f"\n{title}")
+
+
+def _line(name: str, *texts: str) -> None:
+    print(f"  {name:<14} {'  '.join(text for text in texts if text)}".rstrip(), flush=True)
