@@ -114,12 +114,12 @@ class HierarchicalCommunicator(GlooCommunicator):
             result = torch.empty_like(flat) if total is None else total
             yield from self._share(result)
             return result
-        shared = yield from self._shared._all_gathered(
-            call,
-            flat.numel(),
-            flat.dtype,
-            lambda out: None if total is None else out.copy_(total),  # what the others would add is not used
-        )
+
+        def write(out: torch.Tensor) -> None:
+            if total is not None:  # what the others would add is not used
+                out.copy_(total)
+
+        shared = yield from self._shared._all_gathered(call, flat.numel(), flat.dtype, write)
         return shared[: flat.numel()]
 
     def _share(self, tensor: torch.Tensor) -> Steps:

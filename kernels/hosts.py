@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -32,8 +33,8 @@ class StoreWatch:
     def __init__(self, store: dist.Store, rank: int, *, address: str | None = None, seconds: float = LEADER_SECONDS):
         self._store, self._rank, self.address, self._seconds = store, rank, address, seconds
         self.generation = self.region = 0
-        self._next_look = 0.0
-        self._lost_at: float | None = None
+        self._next_look = self._lost_at = 0.0
+        self.lost: str | None = None  # what is said of a store that did not answer; it is not asked again
 
     def enter(self, region: int) -> None:
         self.region = region
@@ -42,8 +43,9 @@ class StoreWatch:
         """Ranks of other hosts don't see who is in a region."""
 
     def abort(self, text: str) -> None:
-        with contextlib.suppress(dist.DistError):  # who can't be told finds that this rank is silent
-            self._store.set(self._key(), f"{self.region} {text}")
+        if self.lost is None:
+            with contextlib.suppress(dist.DistError):  # who can't be told finds that this rank is silent
+                self._store.set(self._key(), f"{self.region} {text}")
 
     def check(self) -> None:
         """Nothing is cheap enough to look at in every round."""
@@ -52,12 +54,14 @@ class StoreWatch:
         now = time.monotonic()
         if now < self._next_look:
             return
+        if self.lost is not None:
+            if now - self._lost_at > _GRACE_SECONDS:
+                raise PeerLost(self.lost, 0)
+            return
         try:
             text = self._store.get(self._key()).decode(errors="replace") if self._store.check([self._key()]) else ""
         except dist.DistError as error:
-            self._lost_at = self._lost_at or now
-            if now - self._lost_at > _GRACE_SECONDS:
-                raise PeerLost(out_of_reach(self._rank, error), 0) from None
+            self.lost, self._lost_at = out_of_reach(self._rank, error), now
             return
         finally:
             self._next_look = time.monotonic() + self._seconds
@@ -152,6 +156,10 @@ class HostWatch:
         self.abort, self.check, self.check_peers = arena.abort, arena.check, arena.check_peers
 
     @property
+    def lost(self) -> str | None:
+        return self.arena.beyond.lost
+
+    @property
     def generation(self) -> int:
         return self.arena.generation
 
@@ -173,9 +181,11 @@ def innermost(store: Any) -> Any:
 
 
 def limit_silence(store: Any, seconds: float) -> None:
-    """End a store's operations with an error when its host has not answered for so long.
+    """End a store's operations with an error when nothing has come from its host, or its process, for so long.
 
-    torch waits for an answer for as long as the connection stands, which on a cut link is a quarter of an hour.
+    torch waits for an answer for as long as the connection stands: on a cut link a quarter of an hour, for ever where
+    the process that keeps the store is stopped. (Waiting for a key that nobody has set yet is something else to torch,
+    and keeps its own timeout.)
     """
     store = innermost(store)
     if not isinstance(store, dist.TCPStore):
@@ -185,6 +195,8 @@ def limit_silence(store: Any, seconds: float) -> None:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
             if connection.type == socket.SOCK_STREAM and connection.getpeername()[1] == store.port:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+                patience = struct.pack("ll", int(seconds), int(1e6 * (seconds % 1)))
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)

@@ -213,6 +213,8 @@ def _meet(session: RankSession, generation: int) -> None:
 
 
 def _meet_in_store(session: RankSession, generation: int, end: float) -> None:
+    if session.watch.lost is not None:
+        raise PeerLost(session.watch.lost, 0)
     store, size = session.store(), session.layout.size
     keys = {rank: f"quiet/{generation}/{rank}" for rank in range(size)}
     try:

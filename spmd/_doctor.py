@@ -192,7 +192,7 @@ def _nccl() -> str:
         return "absent: no CUDA device"
     if importlib.util.find_spec("cupy") is None:
         return "absent: CuPy is not installed"
-    return f"present: {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
+    return f"present: {'.'.join(map(str, torch.cuda.nccl.version()))}"
 
 
 def _verdict(told: tuple[bool, str]) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -103,7 +104,16 @@ except BaseException as error:
 
 
 @pytest.mark.parametrize(
-    ("how", "count", "which"), [("cut", 2, 1), ("cut", 3, 0), ("killed", 2, 0), ("killed", 2, 1), ("killed", 3, 2)]
+    ("how", "count", "which"),
+    [
+        ("cut", 2, 1),
+        ("cut", 3, 0),
+        ("killed", 2, 0),
+        ("killed", 2, 1),
+        ("killed", 3, 2),
+        ("stopped", 2, 0),
+        ("stopped", 2, 1),
+    ],
 )
 def test_a_node_that_is_lost(how: str, count: int, which: int) -> None:
     """Every rank that still runs ends, in time and with a clear error; no half of the job goes on."""
@@ -116,23 +126,23 @@ def test_a_node_that_is_lost(how: str, count: int, which: int) -> None:
             lost = started[2 * which : 2 * which + 2]
             if how == "cut":
                 places[which].cut()
-            else:
-                for process in lost:
-                    process.kill()
-            told = [process.communicate(timeout=60)[0] for process in started]
+            for process in lost if how != "cut" else ():
+                process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+            others = [process for process in started if how != "stopped" or process not in lost]
+            told = [process.communicate(timeout=60)[0] for process in others]
         finally:
             for process in started:
                 process.kill()
-                process.wait()
+                process.communicate()  # closes its pipes
     steps = set()
-    for process, text in zip(started, told, strict=True):
+    for process, text in zip(others, told, strict=True):
         if how == "killed" and process in lost:
             assert process.returncode == -9
             continue
         assert process.returncode == 3, text
         at, count_of_steps, kind, why = text.split(" ", 3)
         assert kind == "PeerLost"
-        limit = TIMEOUT + RECOVERY_SECONDS if how == "cut" else RECOVERY_SECONDS
+        limit = RECOVERY_SECONDS if how == "killed" else TIMEOUT + RECOVERY_SECONDS
         assert float(at) - began < limit + 2.0, text
         assert re.search(r"ranks? [\d, -]+ did not answer|lost contact with the meeting place", why), why
         steps.add(int(count_of_steps))
