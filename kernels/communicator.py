@@ -141,6 +141,9 @@ class Communicator(abc.ABC):
     def close(self) -> None:  # noqa: B027
         """Give back what the operating system holds for this communicator."""
 
+    def check(self) -> None:  # noqa: B027
+        """Raise what went wrong in an operation that returned before it was over, as those on GPUs do."""
+
     def empty(self, shape: Sequence[int] | int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An uninitialised tensor where this transport reduces fastest (shared memory, if it has any)."""
         return torch.empty(shape, dtype=dtype)

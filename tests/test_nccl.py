@@ -1,0 +1,479 @@
+"""The NCCL communicator without a GPU: the real library as far as it goes, and the logic against a double."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import nccl_double
+import operations_table
+import pytest
+import torch
+from nccl_double import CURRENT, SIDE, VALUES
+from operations_table import RANKS, expected, run_all
+
+from spmd import CollectiveMismatch, Mesh, MeshError, PeerLost, SpecError, all_gather, psum
+from spmd import spmd as on_mesh
+from spmd.kernels import arena as arena_module
+from spmd.kernels import nccl_library
+from spmd.kernels.arena import Arena
+from spmd.kernels.nccl import NcclCommunicator
+from spmd.kernels.nccl_arithmetic import NAMES, way
+from spmd.kernels.registry import register_backend
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(operations_table)
+
+# -- the real library --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library() -> nccl_library.Library:
+    pytest.importorskip("cupy", reason="CuPy is not installed: pip install spmd[cuda12]")
+    try:
+        return nccl_library.load()
+    except MeshError as error:
+        pytest.skip(str(error))
+
+
+def test_real_library(library: nccl_library.Library) -> None:
+    """Unique ids, the version, and the numbers that the double takes for NCCL's own."""
+    first, second = library.nccl.get_unique_id(), library.nccl.get_unique_id()
+    assert len(first) == 128 and first != second
+    assert library.version == library.nccl.get_version() >= 21801
+    assert {name: getattr(library.nccl, name) for name in VALUES} == VALUES
+    assert nccl_library.version_text(library.version) in library.describe()
+
+
+def test_one_libnccl_is_mapped(library: nccl_library.Library) -> None:
+    assert nccl_library.mapped_files() in ([library.path], [])
+    assert os.path.exists(library.path)
+
+
+def test_real_communicator_has_what_is_called(library: nccl_library.Library) -> None:
+    """The double's methods are CuPy's."""
+    for name in vars(nccl_double.Raw):
+        if not name.startswith("_"):
+            assert hasattr(library.nccl.NcclCommunicator, name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nccl_says_so(library: nccl_library.Library) -> None:
+    from spmd.kernels.nccl_raw import joined
+
+    with pytest.raises(MeshError, match=r"NCCL could not connect.*CuPy .* NCCL 2\..*NCCL_DEBUG"):
+        joined(library, 1, library.nccl.get_unique_id(), 0)
+
+
+# -- what is wrong with a machine --------------------------------------------------------------------------------------
+
+
+def test_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(MeshError, match=r"needs CuPy.*pip install spmd\[cuda1[23]\]"):
+        nccl_library.load.__wrapped__()
+
+
+class FakeCupy:
+    __version__ = "14.0.0"
+
+    def __init__(self, nccl: Any):
+        self.nccl = nccl
+
+
+class FakeNccl:
+    available = True
+
+    def __init__(self, version: int):
+        self.get_version = lambda: version
+
+
+@pytest.mark.parametrize(
+    ("available", "version", "paths", "text"),
+    [
+        (False, 0, [], "CuPy finds no NCCL"),
+        (True, 21704, ["/a/libnccl.so.2"], r"too old.*expected 2\.18\.1.*NCCL 2\.17\.4 \(/a/libnccl"),
+        (True, 23000, ["/a/libnccl.so.2", "/b/libnccl.so.2"], "several libraries.*/a/libnccl.so.2, /b/libnccl"),
+    ],
+)
+def test_wrong_libraries(
+    monkeypatch: pytest.MonkeyPatch, available: bool, version: int, paths: list[str], text: str
+) -> None:
+    nccl = FakeNccl(version)
+    nccl.available = available
+    monkeypatch.setitem(sys.modules, "cupy", FakeCupy(nccl))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", FakeCupy(nccl))
+    monkeypatch.setattr(nccl_library, "mapped_files", lambda: paths)
+    with pytest.raises(MeshError, match=text):
+        nccl_library.load.__wrapped__()
+
+
+def test_nonblocking_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
+    with pytest.raises(MeshError, match="NCCL_COMM_BLOCKING=0.*unset it"):
+        nccl_library.load.__wrapped__()
+
+
+@pytest.mark.parametrize(("cuda", "text"), [(None, "build of torch for CUDA"), ("12.8", "finds no GPU.*nvidia-smi")])
+def test_no_driver(monkeypatch: pytest.MonkeyPatch, cuda: str | None, text: str) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MeshError, match=text):
+        nccl_library.check_driver()
+
+
+def test_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, extra in ((None, "cuda12"), ("12.8", "cuda12"), ("13.0", "cuda13")):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        assert nccl_library.extra() == extra
+
+
+# -- values, against what one process computes -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh(make_mesh: Callable[..., Mesh]) -> Mesh:
+    register_backend("nccl-double", nccl_double.factory)
+    return make_mesh({"data": RANKS}, backend="nccl-double")
+
+
+def test_every_operation_and_dtype(mesh: Mesh) -> None:
+    wrong = []
+    for rank, cells in enumerate(mesh.run(run_all, mesh)):
+        for (row, dtype), found in cells.items():
+            if found != expected(row, dtype):
+                wrong.append(f"rank {rank}: {row} of {dtype} is {found}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_shapes_there_are(mesh: Mesh) -> None:
+    """Strided, empty, 0-dim, and pieces whose shapes differ between ranks."""
+
+    def body() -> bool:
+        comm = mesh.comm()
+        rank, size = comm.rank, comm.size
+        strided = torch.arange(12.0).reshape(3, 4).t()
+        comm.all_reduce(strided)
+        assert torch.equal(strided, size * torch.arange(12.0).reshape(3, 4).t())
+        comm.broadcast(strided.copy_(torch.full((4, 3), float(rank))), src=1)
+        assert strided.eq(1).all()
+        for shape in ((), (0,), (2, 0)):
+            mine = torch.full(shape, float(rank))
+            comm.all_reduce(mine)
+            comm.broadcast(mine)
+            comm.all_gather([torch.empty(shape) for _ in range(size)], mine)
+        pieces = [torch.empty(r + 1, 2) for r in range(size)]
+        comm.all_gather(pieces, torch.full((rank + 1, 2), float(rank)))
+        assert all(piece.eq(r).all() for r, piece in enumerate(pieces))
+        mine = torch.empty(rank + 2)
+        comm.reduce_scatter(mine, [torch.full((r + 2,), float(rank + r)) for r in range(size)])
+        assert mine.eq(sum(r + rank for r in range(size))).all()
+        together = torch.empty(size, 5)
+        comm.all_gather(list(together.unbind(0)), torch.full((5,), float(rank)))
+        assert all(row.eq(r).all() for r, row in enumerate(together))
+        return bool(comm.all_gathered(3, torch.float32, lambda out: out.fill_(rank)).sum() == 9)
+
+    assert mesh.run(body) == [True] * RANKS
+
+
+def test_messages(mesh: Mesh) -> None:
+    """Tags match in any order, all directions at once, to oneself, from anyone."""
+
+    def body() -> list[float]:
+        comm = mesh.comm()
+        rank, size = comm.rank, comm.size
+        sends = [
+            comm.isend(torch.tensor([float(100 * rank + 10 * dst + tag)]), dst, tag)
+            for dst in range(size)
+            for tag in (1, 2, 3)
+        ]
+        found = {}
+        receives = []
+        for src in range(size):
+            for tag in (3, 1, 2):
+                found[src, tag] = torch.empty(1)
+                receives.append(comm.irecv(found[src, tag], src, tag))
+        for work in (*receives, *sends):
+            work.wait()
+        return [found[src, tag].item() for src in range(size) for tag in (1, 2, 3)]
+
+    for rank, found in enumerate(mesh.run(body)):
+        assert found == [float(100 * src + 10 * rank + tag) for src in range(RANKS) for tag in (1, 2, 3)]
+
+
+def test_regions(mesh: Mesh) -> None:
+    """The named-axis collectives go through it as well."""
+
+    def body(x: torch.Tensor) -> Any:
+        return psum(x, "data"), all_gather(x, "data")
+
+    total, everyone = on_mesh(body, mesh=mesh)(torch.arange(4.0))
+    assert total.full().tolist() == [0.0, 3.0, 6.0, 9.0]
+    assert everyone.full().tolist() == [[0.0, 1.0, 2.0, 3.0]] * RANKS
+
+
+# -- disagreements and deaths ------------------------------------------------------------------------------------------
+
+
+def test_ranks_disagree(mesh: Mesh) -> None:
+    def body() -> None:
+        comm = mesh.comm()
+        x = torch.ones(4)
+        comm.all_reduce(x) if comm.rank else comm.broadcast(x)
+
+    with pytest.raises(CollectiveMismatch, match=r"broadcast float32\[4\] \(src=0\) on cpu") as caught:
+        mesh.run(body)
+    assert "all_reduce float32[4] (sum) on cpu" in str(caught.value)
+    assert mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(1)))) == [3.0] * RANKS  # opened afresh
+
+
+def test_pieces_that_do_not_fit(mesh: Mesh) -> None:
+    def body() -> None:
+        comm = mesh.comm()
+        outs = [torch.empty(3 if comm.rank == 1 else 2) for _ in range(comm.size)]
+        comm.all_to_all(outs, [torch.ones(2)] * comm.size)
+
+    with pytest.raises(CollectiveMismatch, match="sends 8 bytes, rank 1 expects 12"):
+        mesh.run(body)
+
+
+def test_error_of_one_rank(mesh: Mesh) -> None:
+    def body() -> None:
+        comm = mesh.comm()
+        comm.all_reduce(torch.ones(1))
+        if comm.rank == 1:
+            raise KeyError("mine")
+        comm.all_reduce(torch.ones(1))
+
+    with pytest.raises(KeyError, match="mine"):
+        mesh.run(body)
+    assert mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(1)))) == [3.0] * RANKS
+
+
+# -- the calls, on one rank --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_comm() -> Iterator[Callable[..., NcclCommunicator]]:
+    made: list[NcclCommunicator] = []
+    fd = arena_module.create(1)
+    arena = Arena(fd, 1, 0)
+    arena.clear(1)
+    arena.generation = 1
+
+    def make(timeout: float = 30.0, **options: Any) -> NcclCommunicator:
+        made.append(nccl_double.communicator(arena, (0,), None, timeout, **options))
+        return made[-1]
+
+    yield make
+    for comm in made:
+        comm.close()
+    os.close(fd)
+
+
+def log_of(comm: NcclCommunicator) -> list[Any]:
+    return comm.library.nccl.log
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_call_on_the_current_stream(make_comm: Callable[..., NcclCommunicator]) -> None:
+    comm = make_comm()
+    assert log_of(comm)[:2] == [("get_unique_id",), ("NcclCommunicator", 1, 0)]
+    x = torch.ones(3, dtype=torch.float64)
+    del log_of(comm)[:]
+    comm.broadcast(x)
+    assert log_of(comm) == [
+        ("broadcast", x.data_ptr(), x.data_ptr(), 24, VALUES["NCCL_UINT8"], 0, CURRENT),
+        ("event", CURRENT),
+    ]
+
+
+def test_call_beside_the_current_stream(make_comm: Callable[..., NcclCommunicator]) -> None:
+    """It starts after what the current stream was given, and what is given later waits for it only when told to."""
+    comm = make_comm()
+    x = torch.ones(3)
+    del log_of(comm)[:]
+    work = comm.broadcast(x, async_op=True)
+    names = [call[0] for call in log_of(comm)]
+    assert names == ["beside", "broadcast", "event"]
+    assert log_of(comm)[1][-1] == SIDE and log_of(comm)[2] == ("event", SIDE)
+    assert comm._started[-1].kept["tensor"] is x  # it lives until the GPU is done
+    work.wait()
+    assert log_of(comm)[3:] == [("wait", CURRENT)]
+    assert work.is_completed()
+
+
+def test_result_of_a_side_stream_is_held(make_comm: Callable[..., NcclCommunicator]) -> None:
+    comm = make_comm()
+    result = comm.all_reduced(torch.ones(3), async_op=True).wait()
+    assert log_of(comm)[-1] == ("hold", result.data_ptr(), CURRENT)
+
+
+def test_channels_are_split_off(make_comm: Callable[..., NcclCommunicator]) -> None:
+    first, second = make_comm(), make_comm(channel="buckets")
+    assert ("commSplit", 0, 0) in log_of(first)
+    assert not any(call[0] == "NcclCommunicator" for call in log_of(second))
+    first.close()
+    assert not any(call[0] in ("abort", "destroy") for call in log_of(first))  # the other may still split
+    second.close()
+    assert [call[0] for call in log_of(first)].count("destroy") == 2
+
+
+def test_closing_twice(make_comm: Callable[..., NcclCommunicator]) -> None:
+    comm = make_comm()
+    comm.close()
+    comm.close()
+    assert [call for call in log_of(comm) if call[0] in ("abort", "destroy")] == [("destroy",)]
+    with pytest.raises(PeerLost, match="closed communicator"):
+        comm.broadcast(torch.ones(1))
+
+
+def test_calls_in_a_group(mesh: Mesh) -> None:
+    """Each rank's sends and receives of one operation start together."""
+
+    def body() -> Any:
+        comm: Any = mesh.comm()
+        pieces, places = [torch.ones(2) for _ in range(RANKS)], [torch.empty(2) for _ in range(RANKS)]
+        del comm.library.nccl.log[:]
+        comm.all_to_all(places, pieces)
+        own = {tensor.data_ptr(): index for index, tensor in enumerate(pieces)}
+        own.update({tensor.data_ptr(): index for index, tensor in enumerate(places)})
+        return [
+            call if call[0] not in ("send", "recv") else (call[0], own[call[1]], *call[2:])
+            for call in comm.library.nccl.log
+        ]
+
+    for rank, log in enumerate(mesh.run(body)):
+        peers = [peer for peer in range(RANKS) if peer != rank]
+        calls = [(name, peer, 8, VALUES["NCCL_UINT8"], peer, CURRENT) for peer in peers for name in ("send", "recv")]
+        assert log == [("groupStart",), *calls, ("groupEnd",), ("event", CURRENT)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "count", "kind", "number"),
+    [
+        (torch.float32, "sum", 6, "NCCL_FLOAT32", "NCCL_SUM"),
+        (torch.bfloat16, "avg", 6, "NCCL_BFLOAT16", "NCCL_AVG"),
+        (torch.complex64, "sum", 12, "NCCL_FLOAT32", "NCCL_SUM"),
+        (torch.bool, "band", 6, "NCCL_UINT8", "NCCL_MIN"),
+        (torch.int64, "avg", 6, "NCCL_INT64", "NCCL_SUM"),
+        (torch.uint32, "avg", 6, "NCCL_UINT32", "NCCL_AVG"),
+        (torch.int16, "product", 6, "NCCL_INT32", "NCCL_PROD"),
+    ],
+)
+def test_how_dtypes_travel(mesh: Mesh, dtype: torch.dtype, op: str, count: int, kind: str, number: str) -> None:
+    def body() -> Any:
+        comm: Any = mesh.comm()
+        x = torch.ones(2, 3, dtype=dtype)
+        comm.all_reduce(x, op)
+        (call,) = [call for call in comm.library.nccl.log if call[0] == "allReduce"]
+        del comm.library.nccl.log[:]
+        return call[1] == call[2] == x.data_ptr(), call[3:]
+
+    for in_place, rest in mesh.run(body):
+        assert in_place == (dtype is not torch.int16)  # no copy, but where the elements must be wider
+        assert rest == (count, VALUES[kind], VALUES[number], CURRENT)
+
+
+def test_every_dtype_has_a_way() -> None:
+    assert {way("sum", dtype).op for dtype in (*NAMES, torch.bool, torch.complex128)} <= {"NCCL_SUM", "NCCL_MAX"}
+    assert way("bxor", torch.int32).op is None and way("product", torch.complex64).op is None
+
+
+# -- ending by force ---------------------------------------------------------------------------------------------------
+
+
+def stuck(comm: NcclCommunicator) -> NcclCommunicator:
+    """Start something that never ends."""
+    comm.streams.stuck = True
+    comm.broadcast(torch.ones(1), async_op=True)
+    return comm
+
+
+def test_abort_of_the_region_ends_it(make_comm: Callable[..., NcclCommunicator]) -> None:
+    comm = stuck(make_comm())
+    comm._watch.abort("rank 7 gave up")
+    until(lambda: ("abort",) in log_of(comm))
+    with pytest.raises(BaseException, match="rank 7 gave up"):
+        comm.check()
+    with pytest.raises(BaseException, match="rank 7 gave up"):
+        comm.broadcast(torch.ones(1))
+
+
+def test_timeout_ends_it(make_comm: Callable[..., NcclCommunicator]) -> None:
+    comm = stuck(make_comm(timeout=0.1))
+    until(lambda: ("abort",) in log_of(comm))
+    with pytest.raises(PeerLost, match=r"broadcast float32\[1\] \(src=0\) on rank 0 was not over after 0.1 s"):
+        comm.check()
+    assert "was not over" in "".join(comm._watch.aborted().values())  # the other ranks are told
+
+
+def test_errors_of_nccl_end_it(make_comm: Callable[..., NcclCommunicator]) -> None:
+    comm = make_comm()
+    comm.library.nccl.async_error = RuntimeError("NCCL_ERROR_REMOTE_ERROR: a peer is gone")
+    stuck(comm)
+    until(lambda: ("abort",) in log_of(comm))
+    with pytest.raises(PeerLost, match=r"NCCL failed on rank 0 in broadcast.*a peer is gone.*NCCL 2\.32\.3"):
+        comm.check()
+
+
+def test_death_of_a_peer_ends_it(make_comm: Callable[..., NcclCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = make_comm()
+
+    def dead() -> None:
+        raise PeerLost("rank 3 died", 3)
+
+    monkeypatch.setattr(comm._watch, "check_peers", dead)
+    stuck(comm)
+    until(lambda: ("abort",) in log_of(comm))
+    with pytest.raises(PeerLost, match="rank 3 died"):
+        comm.check()
+
+
+def test_idle_communicators_are_left_alone(make_comm: Callable[..., NcclCommunicator]) -> None:
+    comm = make_comm()
+    comm.broadcast(torch.ones(1))
+    comm._watch.abort("something later")
+    time.sleep(0.2)
+    assert ("abort",) not in log_of(comm)
+
+
+def test_nothing_is_noted_while_a_graph_is_captured(make_comm: Callable[..., NcclCommunicator]) -> None:
+    comm = make_comm()
+    comm.streams.graph = True
+    del log_of(comm)[:]
+    comm.broadcast(torch.ones(1))
+    assert [call[0] for call in log_of(comm)] == ["broadcast"]
+
+
+# -- which side --------------------------------------------------------------------------------------------------------
+
+
+def test_other_tensors_stay_on_the_host(make_comm: Callable[..., NcclCommunicator]) -> None:
+    """With tensors of "meta" for those of a GPU, those of the CPU are the host's."""
+    comm = make_comm()
+    comm.device = torch.device("meta")
+    del log_of(comm)[:]
+    x, place = torch.arange(3.0), [torch.empty(3)]
+    comm.all_reduce(x)
+    comm.broadcast(x)
+    comm.all_gather(place, x)
+    comm.gather(x, place)
+    comm.scatter(x, place)
+    comm.reduce(x)
+    comm.reduce_scatter(x, place)
+    comm.all_to_all(place, [x])
+    assert comm.all_reduced(x, "max").tolist() == place[0].tolist() == [0.0, 1.0, 2.0]
+    assert log_of(comm) == []
+    with pytest.raises(SpecError, match="expected all on meta, or all on the CPU, got cpu, meta"):
+        comm.all_gather([torch.empty(3, device="meta")], x)
