@@ -55,6 +55,7 @@ class Buckets:
         leaves: what will come, in order of use.
         bucket_bytes: how large a bucket may grow.
         wire_dtype: travel as this dtype (floating-point leaves only).
+        op: how contributions are combined.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class Buckets:
         *,
         bucket_bytes: int,
         wire_dtype: torch.dtype | None = None,
+        op: str = "sum",
     ):
+        self._op = op
         self._comm, self._leaves = comm, leaves
         self._plan = _plan(comm, tuple(leaves), bucket_bytes, wire_dtype)
         self._buffers = [comm.scratch(size, dtype=dtype) for size, dtype in self._plan.sizes]
@@ -91,7 +94,7 @@ class Buckets:
 
     def _start(self) -> None:
         while len(self._works) < len(self._left) and self._left[len(self._works)] == 0:
-            self._works.append(self._comm.all_reduced(self._buffers[len(self._works)], async_op=True))
+            self._works.append(self._comm.all_reduced(self._buffers[len(self._works)], self._op, async_op=True))
 
     def _view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         leaf, slot = self._leaves[index], self._plan.slots[index]

@@ -3,6 +3,9 @@
 Floating-point sums depend on their order. Whatever the transport, contributions are combined as
 ((r0 + r1) + r2) + ..., never in order of arrival, so every rank and every run gets the same bits.
 Sixteen-bit floats are accumulated in float32 and rounded once.
+
+The exception is the op that `pairwise` makes, for sums that must not depend on how many contributions there are: it
+adds neighbours, then neighbours of these, and rounds at every addition.
 """
 
 from __future__ import annotations
@@ -43,9 +46,22 @@ _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 _BLOCK = 1 << 16
 
 
+_PAIRWISE = "pairwise "
+
+
+def pairwise(scale: float) -> str:
+    """The op that sums in a binary tree over the contributions and multiplies the root by `scale`.
+
+    >>> op = pairwise(0.5)
+    >>> reduce_in_order([torch.ones(2), torch.ones(2), torch.ones(2)], op, torch.empty(2))
+    tensor([1.5000, 1.5000])
+    """
+    return f"{_PAIRWISE}{scale.hex()}"
+
+
 def check_op(op: str, dtype: torch.dtype) -> None:
     """Refuse an operation that is unknown, or that has no meaning for `dtype`."""
-    if op not in OPS:
+    if op not in OPS and not op.startswith(_PAIRWISE):
         raise SpecError(message("unknown reduction op", got=repr(op), expected=f"one of {OPS}"))
     if not _has_meaning(op, dtype):
         raise SpecError(message(f"op {op!r} is not defined for {dtype}", remedy="cast the tensor, or use another op"))
@@ -78,6 +94,9 @@ def reduce_in_order(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -
 
 
 def _reduce(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
+    if op.startswith(_PAIRWISE):
+        _reduce_pairwise(parts, float.fromhex(op.removeprefix(_PAIRWISE)), out)
+        return
     combine = _BINARY[op]
     if len(parts) == 1:
         out.copy_(parts[0])
@@ -99,6 +118,16 @@ def _reduce(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
             total.div_(len(parts), rounding_mode="trunc")
     if narrow:
         out.copy_(total)
+
+
+def _reduce_pairwise(parts: Sequence[torch.Tensor], scale: float, out: torch.Tensor) -> None:
+    if len(parts) == 2:  # no memory but that of the result
+        torch.add(parts[0], parts[1], out=out).mul_(scale)
+        return
+    while len(parts) > 1:
+        pairs = [torch.add(left, right) for left, right in zip(parts[::2], parts[1::2], strict=False)]
+        parts = [*pairs, *parts[2 * len(pairs) :]]
+    torch.mul(parts[0], scale, out=out)
 
 
 def _reduce_unsigned(parts: Sequence[np.ndarray], op: str, out: np.ndarray) -> None:

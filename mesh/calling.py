@@ -64,7 +64,7 @@ def _from_driver(
     treedef = driver.shipped.ship_treedef(request.treedef)
     task = driver.submit(
         tasks.run_program,
-        (shipped.key, treedef.key, leaves, outputs.number, key, request.batch_total, verify),
+        (shipped.key, treedef.key, leaves, outputs.number, key, request.batch_total, request.dealt, verify),
         region=True,
         parts=lambda: [(request.where(index), leaf) for index, (_, leaf, _) in enumerate(leaves)],
     )
@@ -146,7 +146,15 @@ def _launched(mesh: Mesh, program: Program, request: Request, key: tuple, *, che
 
     def run() -> tuple[list[Any], tuple[Any, list[Result], list[Leaving]]]:
         treedef, results, said = execute(
-            session, mesh, program, request.treedef, entering, key=key, batch_total=request.batch_total, verify=verify
+            session,
+            mesh,
+            program,
+            request.treedef,
+            entering,
+            key=key,
+            batch_total=request.batch_total,
+            dealt=request.dealt,
+            verify=verify,
         )
         comm = session.comm()
         news = known is None or verify or treedef != known[0] or not alike(said, known[2])

@@ -47,6 +47,7 @@ class DriverSession:
         mesh: whose ranks they are; only its finalizer keeps a session alive longer than its mesh.
         layout: the axes.
         backend, threads, seed, timeout: as given to `Mesh`.
+        pinned: torch threads of a rank while it computes under `shards=`.
 
     Attributes:
         values, shipped: what lives on the ranks.
@@ -54,7 +55,9 @@ class DriverSession:
         closed: why the mesh is closed, None while it is open.
     """
 
-    def __init__(self, mesh: Any, layout: Layout, *, backend: str, threads: int, seed: int, timeout: float):
+    def __init__(
+        self, mesh: Any, layout: Layout, *, backend: str, threads: int, pinned: int, seed: int, timeout: float
+    ):
         self._mesh, self.mesh_type = weakref.ref(mesh), type(mesh)
         self.layout, self.backend, self.timeout = layout, backend, timeout
         self.lock = threading.RLock()
@@ -72,7 +75,7 @@ class DriverSession:
         self._nothing = wire.dumps((tasks.do_nothing, ()))
         self._recovery = Recovery(self)
         self.receiving = Receiving(self._recovery, layout)
-        options = {"backend": backend, "threads": threads, "seed": seed, "timeout": timeout}
+        options = {"backend": backend, "threads": threads, "pinned": pinned, "seed": seed, "timeout": timeout}
         self.ranks = Ranks(layout, options, self.receiving.add)
         try:
             self.ranks.start(layout.size)

@@ -25,7 +25,7 @@ from .arguments import check_arguments, layout_of
 from .driver import DriverSession, close_quietly
 from .notebook import shorten
 from .rank import RankSession
-from .region import Region, current, inside, seed_generators
+from .region import Region, current, inside, reseed
 from .rendezvous import launch_of_process
 from .spec import Layout
 
@@ -43,7 +43,8 @@ class Mesh:
         backend: "auto", "shm" (one host), "hierarchical" (several), "gloo", "mpi" (under mpirun), or a name given to
             `register_backend`.
         device: "auto" or "cpu".
-        threads: torch threads of each rank; None shares the host's cores among its ranks, at least 1 each.
+        threads: torch threads of each rank; None shares the host's cores among its ranks, at least 1 each (under
+            `data_parallel(shards=)` None is 1, since the number of threads is seen in the bits).
         seed: what the random numbers of all regions are made from.
         timeout: seconds of silence after which a wait ends in an error.
 
@@ -82,6 +83,7 @@ class Mesh:
         self._set(layout, seed, timeout)
         global _newest
         _newest = weakref.ref(self)
+        self.pinned_threads = threads or 1
         if launch is not None:
             self.threads = launched.set_threads(threads, launch, layout.size)
             self._rank_session, self.backend = launched.join(
@@ -95,7 +97,13 @@ class Mesh:
 
     def _start(self) -> None:
         self._driver = DriverSession(
-            self, self._layout, backend=self.backend, threads=self.threads, seed=self.seed, timeout=self.timeout
+            self,
+            self._layout,
+            backend=self.backend,
+            threads=self.threads,
+            pinned=self.pinned_threads,
+            seed=self.seed,
+            timeout=self.timeout,
         )
         self._finalizer = weakref.finalize(self, close_quietly, self._driver)
         self._finalizer.atexit = False
@@ -103,17 +111,22 @@ class Mesh:
     def _set(self, layout: Layout, seed: int, timeout: float) -> None:
         self._layout, self.seed, self.timeout, self.device = layout, seed, timeout, "cpu"
         self._depth = self._calls = self._runs = 0
+        # What the last data_parallel step was made with that is seen in the bits; the checkpoint that was taken up, as
+        # (where, fingerprint), until they have been compared.
+        self.settings: dict[str, Any] = {}
+        self.resumed: tuple[str, dict[str, Any]] | None = None
         # On launched ranks: program -> signature of a call -> what came of it; see `calling`.
         self.known_results: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._rank_session = self._driver = None
 
     @classmethod
-    def on_rank(cls, session: RankSession, threads: int) -> Mesh:
+    def on_rank(cls, session: RankSession, threads: int, pinned: int) -> Mesh:
         """A driver's mesh as its rank sees it; for the rest of this process there is no other."""
         global _here
         mesh = cls.__new__(cls)
         mesh._set(session.layout, session.seed, session.timeout)
-        mesh._rank_session, mesh.backend, mesh.threads = session, session.backend, threads
+        mesh._rank_session, mesh.backend = session, session.backend
+        mesh.threads, mesh.pinned_threads = threads, pinned
         _here = mesh
         return mesh
 
@@ -249,9 +262,10 @@ class Mesh:
 
     def _call_here(self, fn: Callable[..., Any], args: tuple, key: tuple) -> Any:
         state = torch.get_rng_state()
-        seed_generators((*key, self.session.rank))
+        region = Region(self.session, key, self)
+        reseed(region, self.session.rank)
         try:
-            with inside(Region(self.session, key, self)), torch.enable_grad():
+            with inside(region), torch.enable_grad():
                 return fn(*args)
         finally:
             torch.set_rng_state(state)

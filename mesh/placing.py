@@ -18,7 +18,7 @@ from .agreement import Result, assemble
 from .array import Array, LocalSource
 from .mesh import Mesh, resolve
 from .resident import Outputs
-from .spec import REPLICATED, P, is_spec
+from .spec import REPLICATED, P, dealt_sizes, is_spec, split_sizes
 
 
 def is_array(x: Any) -> bool:
@@ -131,11 +131,25 @@ def fill(mesh: Mesh, name: str, reader: Any, arguments: tuple, deal: Deal) -> Ca
         session = mesh.session
         treedef, leaves, said = reader(session, *arguments)
 
+        def shapes(about: Any) -> tuple[tuple[int, ...], ...] | None:
+            """Of all ranks' parts, where virtual shards make them other than even."""
+            if deal.shards is None or about.whole is None:
+                return None
+            parts = mesh.layout.parts(about.spec.dim_axes(0))
+            sizes, owned = dealt_sizes(about.whole[0], deal.shards), split_sizes(deal.shards, parts)
+            held = [sum(sizes[sum(owned[:part]) : sum(owned[: part + 1])]) for part in range(parts)]
+            return tuple(
+                (held[mesh.layout.part(rank, about.spec.dim_axes(0))], *about.whole[1:])
+                for rank in range(mesh.layout.size)
+            )
+
         def here() -> Any:
             made = [
                 leaf
                 if about.spec is None
-                else Array(mesh, LocalSource(session, leaf, about.spec, about.whole or about.shape), deal)
+                else Array(
+                    mesh, LocalSource(session, leaf, about.spec, about.whole or about.shape, shapes(about)), deal
+                )
                 for leaf, about in zip(leaves, said, strict=True)
             ]
             return trees.unflatten(treedef, made)

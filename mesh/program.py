@@ -19,7 +19,7 @@ from . import donation, trees
 from .agreement import Leaving, digest, path_in
 from .array import Array
 from .rank import RankSession
-from .region import Region, inside, mark, seed_generators
+from .region import Region, inside, mark, reseed
 from .spec import REPLICATED, P, Sharded, is_sharded, is_spec
 
 
@@ -65,6 +65,7 @@ def execute(
     *,
     key: tuple,
     batch_total: int | None,
+    dealt: int | None,
     verify: bool,
 ) -> tuple[Any, list[Any], list[Leaving]]:
     """Run a program on this rank: (the results' treedef, their local leaves, what to say of each)."""
@@ -82,9 +83,9 @@ def execute(
     versions = [_version(value) for value in local]
     args, kwargs = trees.unflatten(treedef, local)
     batch_axis = program.batch_axis if batch_total is not None else None
-    region = Region(session, key, mesh, batch_total=batch_total, batch_axis=batch_axis)
+    region = Region(session, key, mesh, batch_total=batch_total, batch_axis=batch_axis, dealt=dealt)
     state = torch.get_rng_state() if session.launched else None
-    seed_generators((*key, session.rank))
+    reseed(region, session.rank)
     try:
         with inside(region), torch.enable_grad():
             result = program.body(*args, **kwargs)

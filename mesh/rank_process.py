@@ -57,7 +57,7 @@ def main(request: dict[str, Any], fds: list[int]) -> None:
         launched=False,
     )
     session.renew(request["generation"])
-    worker = Worker(session, connection, Mesh.on_rank(session, request["threads"]))
+    worker = Worker(session, connection, Mesh.on_rank(session, request["threads"], request["pinned"]))
     report_bars(worker.current_task, worker.report_bar)
     signal.signal(signal.SIGINT, worker.interrupt)
     worker.serve()

@@ -26,6 +26,10 @@ class Region:
         totals: axis -> (samples on this rank, samples in the whole batch), where a batch was split over the axis.
         batch_total: dim 0 of the whole batch, if it was split on the way in.
         key: what this region's random numbers are made from.
+        dealt: over how many virtual shards the batch that came in was dealt.
+        virtual: the virtual shards of the step that is running, `transforms._virtual_shards.VirtualShards`.
+        shard: the one of them that is running.
+        random: what the generators were last seeded with.
     """
 
     session: RankSession
@@ -36,6 +40,10 @@ class Region:
     totals: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     wire_dtype: torch.dtype | None = None
     bucket_mb: float = 25.0
+    dealt: int | None = None
+    virtual: Any = None
+    shard: int | None = None
+    random: tuple = ()
 
     def weight(self, axes: tuple[str, ...]) -> tuple[float, bool]:
         """This rank's share in a mean over `axes`, and whether it has any samples at all."""
@@ -94,6 +102,12 @@ def seed_generators(key: tuple) -> None:
         torch.cuda.manual_seed_all(number)
 
 
+def reseed(region: Region, *more: Any) -> None:
+    """Seed torch's generator from a region's key and what tells this stream of random numbers from others."""
+    region.random = (*region.key, *more)
+    seed_generators(region.random)
+
+
 # -- which axes a tensor differs over ------------------------------------------------------------------------------
 
 
@@ -109,3 +123,19 @@ def marked(tensor: Any) -> frozenset[str] | None:
     if axes is None and tensor._is_view() and tensor._base is not None:
         axes = getattr(tensor._base, "_spmd_axes", None)
     return axes
+
+
+# -- values that are carried from one virtual shard to the next -----------------------------------------------------
+
+
+def note_carry(result: torch.Tensor, base: torch.Tensor, decay: float) -> torch.Tensor:
+    """Note that `result` is `decay * base` plus something that does not depend on `base`: a running statistic.
+
+    With it the results of shards that all began at `base` can be folded as if each had begun where the last one ended.
+    """
+    result._spmd_carry = (decay, base)  # type: ignore[attr-defined]
+    return result
+
+
+def carry_of(leaf: Any) -> tuple[float, torch.Tensor] | None:
+    return getattr(leaf, "_spmd_carry", None)

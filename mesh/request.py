@@ -22,7 +22,8 @@ class Request:
     Args:
         name: the program's, for messages.
         specs: prefix tree of P for (args, kwargs); None leaves every leaf as it is.
-        batch: which argument is the batch to split (position or name), and over which axis.
+        batch: which argument is the batch to split (position or name), over which axis, and over how many virtual
+            shards (None: as many parts as ranks).
         donated: the arguments (positions or names) whose memory the results may take.
 
     Attributes:
@@ -30,6 +31,7 @@ class Request:
         specs: for each leaf how to cut it; None leaves it as it is.
         batch_total: dimension 0 of the whole batch, None if there is none.
         deal: how a `Loader` dealt the batch, None if it did not.
+        dealt: over how many virtual shards it did.
         donated: for each leaf whether the caller gives its memory up.
 
     Raises:
@@ -69,13 +71,17 @@ class Request:
         """Which argument a leaf is or belongs to, for messages."""
         return f"{describe_path(trees.paths(self._tree, is_leaf=is_array)[index])} of {self.name}"
 
+    @property
+    def dealt(self) -> int | None:
+        return None if self.deal is None else self.deal.shards
+
     def _belonging_to(self, arguments: Sequence[int | str]) -> list[bool]:
         """For each leaf whether it is or belongs to one of these arguments."""
         args, kwargs = self._tree
         here = (tuple(index in arguments for index in range(len(args))), {name: name in arguments for name in kwargs})
         return trees.broadcast_prefix(here, self._tree)
 
-    def _split_batch(self, which: int | str, axis: str) -> None:
+    def _split_batch(self, which: int | str, axis: str, shards: int | None) -> None:
         """Give the leaves of the argument `batch` the spec P(axis), and find the size of the whole batch."""
         sizes = {}
         for index, (leaf, is_batch) in enumerate(zip(self.leaves, self._belonging_to([which]), strict=True)):
@@ -90,7 +96,12 @@ class Request:
                     )
                 )
             sizes[index] = shape[0]
-            if self.specs[index] is None and not (isinstance(leaf, Array) and axis in leaf._hint()[2].axes):
+            cut = isinstance(leaf, Array) and axis in leaf._hint()[2].axes
+            if shards is not None or cut:
+                self._check_dealt(index, shards, cut)
+                if shards is not None:
+                    continue  # what comes whole is dealt on the ranks
+            if self.specs[index] is None and not cut:
                 self.specs[index] = P(axis)
         if len(set(sizes.values())) > 1:
             raise SpecError(
@@ -102,6 +113,24 @@ class Request:
             )
         self._uneven = frozenset(sizes)
         self.batch_total = next(iter(sizes.values()), None)
+
+    def _check_dealt(self, index: int, shards: int | None, cut: bool) -> None:
+        """Refuse a leaf of the batch that was dealt otherwise than over `shards` virtual shards."""
+        leaf, spec = self.leaves[index], self.specs[index]
+        by_loader = isinstance(leaf, Array) and leaf._deal is not None
+        given = leaf._deal.shards if by_loader else None
+        if shards is not None and spec is not None and spec.entries:
+            got, remedy = f"in_specs {spec}", "leave the batch out of in_specs"
+        elif cut and given != shards:
+            got = f"a batch of Loader(shards={given})" if by_loader else f"an Array cut by {leaf._hint()[2]}"
+            remedy = "give the same shards= to Loader and data_parallel" if by_loader else "pass the whole batch"
+        else:
+            return
+        raise SpecError(
+            message(
+                f"{self.where(index)} was not dealt as data_parallel(shards={shards}) runs it", got=got, remedy=remedy
+            )
+        )
 
     def _check(self, index: int) -> None:
         leaf, spec, layout = self.leaves[index], self.specs[index], self.mesh.layout

@@ -141,6 +141,15 @@ def split_sizes(length: int, parts: int) -> list[int]:
     return [each + (index < longer) for index in range(parts)]
 
 
+def dealt_sizes(length: int, shards: int) -> list[int]:
+    """How many of `length` samples each virtual shard gets when shard v takes positions v, v + shards, ...
+
+    >>> dealt_sizes(10, 4)
+    [3, 3, 2, 2]
+    """
+    return split_sizes(length, shards)  # dealing out one by one makes as many longer shards, in the same places
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
     """A mesh's axes and their sizes; rank order is row-major, the first axis varying slowest.

@@ -13,7 +13,7 @@ from ..kernels.errors import SpecError, message
 from . import trees
 from .agreement import Leaving, Said, alike
 from .program import Entering, execute
-from .region import Region, inside, seed_generators
+from .region import Region, inside, reseed
 from .spec import REPLICATED, P
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def run_program(
     out: int,
     key: tuple,
     batch_total: int | None,
+    dealt: int | None,
     verify: bool,
 ) -> bytes:
     """Run a shipped program on resident and inline leaves; keep its results under (out, index).
@@ -63,6 +64,7 @@ def run_program(
         entering,
         key=key,
         batch_total=batch_total,
+        dealt=dealt,
         verify=verify,
     )
     for index, (result, leaf) in enumerate(zip(results, said, strict=True)):
@@ -95,7 +97,7 @@ def decode_all(encoded: Sequence[bytes]) -> dict[int, Said]:
 def call_function(worker: Worker, function: str, arguments: tuple, key: tuple) -> Any:
     """`mesh.run`: call a shipped function; its result goes back whole."""
     region = Region(worker.session, key, worker.mesh)
-    seed_generators((*key, worker.session.rank))
+    reseed(region, worker.session.rank)
     with inside(region), torch.enable_grad():
         return worker.shipped(function)(*arguments)
 

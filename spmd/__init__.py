@@ -6,6 +6,8 @@ import os as _os
 if not _os.path.isdir(_os.path.join(__path__[0], "kernels")):
     __path__.append(_os.path.dirname(__path__[0]))
 
+from ._checkpoint import restore as restore
+from ._checkpoint import save as save
 from ._functional import functional as functional
 from ._functional import functional_with_buffers as functional_with_buffers
 from ._loader import Loader as Loader
@@ -40,6 +42,7 @@ from .transforms import pmin as pmin
 from .transforms import ppermute as ppermute
 from .transforms import psum as psum
 from .transforms import psum_scatter as psum_scatter
+from .transforms import random_key as random_key
 from .transforms import value_and_grad as value_and_grad
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The command line: `spmd run`, on torch's elastic launcher, `spmd bench` and `spmd doctor`."""
+"""The command line: `spmd run`, on torch's elastic launcher, `spmd bench`, `spmd doctor` and `spmd verify`."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("run", add_help=False, help=f"run a script on many processes: {USAGE}")
     commands.add_parser("bench", add_help=False, help="measure this machine, or this job's ranks, in about a minute")
     commands.add_parser("doctor", help="say what is found here, what a Mesh would do, and whether the transports work")
+    commands.add_parser("verify", add_help=False, help="compare the bits of a script at several numbers of ranks")
     command = parser.parse_args(own[:1]).command  # anything but a command ends here
     if command == "run":
         return run(own[1:])
@@ -50,6 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ._bench.command import main as bench
 
         return bench(own[1:])
+    if command == "verify":
+        from ._verify import verify
+
+        return verify(own[1:])
     parser.parse_args(own)  # it takes no arguments
     from ._doctor import doctor
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .kernels.errors import SpecError, SpmdError, message
+from .mesh.region import current, note_carry
 
 
 def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]]:
@@ -110,7 +111,25 @@ class ApplyWithBuffers(Apply):
     def __call__(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
     ) -> Any:
-        return self._call(params, buffers, args, kwargs)
+        out, new = self._call(params, buffers, args, kwargs)
+        region = current()
+        if region is not None and region.shard is not None:
+            # Virtual shards all begin with the same running statistics; this says how to put theirs together.
+            for name, decay in _decays(self.skeleton).items():
+                if name in new:
+                    note_carry(new[name], buffers[name], decay)
+        return out, new
+
+
+def _decays(module: nn.Module) -> dict[str, float]:
+    """By name, what is left of a running statistic after a batch; not of one that averages all batches."""
+    found: dict[str, float] = {}
+    for prefix, submodule in module.named_modules():
+        if isinstance(submodule, nn.modules.batchnorm._NormBase) and submodule.momentum is not None:
+            kept = 1.0 - submodule.momentum
+            for name, decay in (("running_mean", kept), ("running_var", kept), ("num_batches_tracked", 1.0)):
+                found[f"{prefix}.{name}" if prefix else name] = decay
+    return found
 
 
 class _Runner:

@@ -23,7 +23,7 @@ from .mesh.agreement import Leaving
 from .mesh.mesh import Mesh, resolve
 from .mesh.placing import Deal, as_tensor, fill
 from .mesh.rank import RankSession
-from .mesh.spec import P
+from .mesh.spec import P, dealt_sizes, split_sizes
 from .transforms import Sampler
 
 
@@ -44,7 +44,8 @@ class Loader:
         collate_fn: makes a batch of a list of samples; None is torch's default. Tensors are sharded along dimension 0;
             what is no tensor (or has no dimension) must be the same on all ranks.
         prefetch: batches to have read ahead.
-        shards: deal by this many virtual shards.
+        shards: deal by this many virtual shards, for a step that is `data_parallel` over as many: what a shard has
+            does not depend on the number of ranks. `collate_fn` is given one of them at a time.
 
     Iterating yields the batches of one epoch, sharded over the axis "data" (the first axis, if there is none of that
     name), and moves on to the next epoch at its end; after a break it starts that epoch again. `len()` is steps per
@@ -183,7 +184,10 @@ class _Reader:
         parts, mine = session.layout.axes[axis], session.layout.coords(session.rank)[axis]
         ids = self.sampler.shard(epoch, step, mine, parts, self.shards)
         total = min(self.sampler.batch_size, self.sampler.length - step * self.sampler.batch_size)
-        batch = self._collated(ids, session, epoch, step) if self.map_style else trees.map(lambda x: x[ids], self.data)
+        if self.map_style:
+            batch = self._collated(ids, session, epoch, step, self._groups(len(ids), mine, parts, total))
+        else:
+            batch = trees.map(lambda x: x[ids], self.data)
         leaves, treedef = trees.flatten(batch)
         spec = P(axis)
         said = []
@@ -205,17 +209,34 @@ class _Reader:
                 said.append(Leaving(None, value=leaf))
         return treedef, leaves, said
 
-    def _collated(self, ids: torch.Tensor, session: RankSession, epoch: int, step: int) -> Any:
+    def _groups(self, count: int, mine: int, parts: int, total: int) -> list[tuple[int, int]]:
+        """What is collated together: (what its random numbers are keyed by, how many of the ids)."""
+        if self.shards is None:
+            return [(mine, count)]
+        owned, sizes = split_sizes(self.shards, parts), dealt_sizes(total, self.shards)
+        first = sum(owned[:mine])
+        return [(shard, sizes[shard]) for shard in range(first, first + owned[mine]) if sizes[shard]]
+
+    def _collated(
+        self, ids: torch.Tensor, session: RankSession, epoch: int, step: int, groups: list[tuple[int, int]]
+    ) -> Any:
         collate = default_collate if self.collate is None else self.collate
         with _own_random_numbers():
             if len(ids) == 0 and self._empty is not None:
                 return self._empty
+            empty = False
             # A rank that gets no sample, and never got one, has to look at another's to know what a batch is like.
-            samples = [self._sample(int(i), epoch) for i in (ids if len(ids) else self.sampler.batch(epoch, step)[:1])]
-            _seed("batch", self.sampler.seed, epoch, step, session.rank)
-            batch = collate(samples)
+            if len(ids) == 0:
+                ids, groups, empty = self.sampler.batch(epoch, step)[:1], [(0, 1)], True
+            made, at = [], 0
+            for key, count in groups:
+                samples = [self._sample(int(i), epoch) for i in ids[at : at + count]]
+                _seed("batch", self.sampler.seed, epoch, step, key)
+                made.append(collate(samples))
+                at += count
+            batch = made[0] if len(made) == 1 else _joined(made)
         self._empty = trees.map(_without_samples, batch)
-        return batch if len(ids) else self._empty
+        return self._empty if empty else batch
 
     def _sample(self, index: int, epoch: int) -> Any:
         _seed("sample", self.sampler.seed, epoch, index)
@@ -225,6 +246,26 @@ class _Reader:
             if hasattr(error, "add_note"):
                 error.add_note(f"[reading sample {index} of the Loader's {type(self.data).__name__}]")
             raise
+
+
+def _joined(shards: list[Any]) -> Any:
+    """The collated virtual shards of a rank as one batch."""
+
+    def join(first: Any, *others: Any) -> Any:
+        leaves = [as_tensor(leaf) for leaf in (first, *others)]
+        if not isinstance(leaves[0], torch.Tensor) or not leaves[0].dim():
+            return first
+        if any(leaf.shape[1:] != leaves[0].shape[1:] for leaf in leaves):
+            raise SpecError(
+                message(
+                    "the virtual shards of a Loader's batch differ in more than dimension 0",
+                    got="; ".join(str(tuple(leaf.shape)) for leaf in leaves),
+                    remedy="have collate_fn make samples of one shape, whichever come together",
+                )
+            )
+        return torch.cat(leaves)
+
+    return trees.map(join, *shards)
 
 
 def _without_samples(leaf: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from . import _trace
+from ._fingerprint import warn_if_other
 from .kernels.errors import SpecError, message
 from .mesh import trees
 from .mesh.array import Array
@@ -94,6 +96,7 @@ class Spmd:
                         )
                     )
         self._batch = getattr(f, "_spmd_batch", None)
+        self._settings = getattr(f, "_spmd_settings", None)
         self._program = Program(f, out_specs, self._name, None if self._batch is None else self._batch[2])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,6 +113,8 @@ class Spmd:
 
     def _outside(self, bound: inspect.BoundArguments) -> Any:
         mesh = resolve(self._mesh)
+        if self._settings is not None:
+            self._note_settings(mesh)
         donated = [place for name in self._donate for place in self._places(bound, name)]
         specs, batch = self._specs(bound), self._batch_of(bound)
         request = Request(mesh, self._name, bound.args, bound.kwargs, specs, batch, donated)
@@ -117,18 +122,27 @@ class Spmd:
             if spec is not None:
                 mesh.layout.check(spec, where=f"out_specs of {self._name}")
         try:
-            return call(mesh, self._program, self._f, request, check=self._check, holder=self)
+            results = call(mesh, self._program, self._f, request, check=self._check, holder=self)
         finally:  # a call that fails may have begun to overwrite them
             for leaf, is_donated in zip(request.leaves, request.donated, strict=True):
                 if is_donated and isinstance(leaf, Array):
                     leaf._donated = self._name
+        if _trace.ON:
+            _trace.note(self._name, results)
+        return results
 
-    def _batch_of(self, bound: inspect.BoundArguments) -> tuple[int | str, str] | None:
+    def _note_settings(self, mesh: Mesh) -> None:
+        mesh.settings = self._settings
+        if mesh.resumed is not None:
+            (where, before), mesh.resumed = mesh.resumed, None
+            warn_if_other({name: before[name] for name in self._settings if name in before}, self._settings, where)
+
+    def _batch_of(self, bound: inspect.BoundArguments) -> tuple[int | str, str, int | None] | None:
         if self._batch is None:
             return None
-        position, name, axis = self._batch
+        position, name, axis, shards = self._batch
         by_position = position is not None and position < len(bound.args)
-        return (position if by_position else name), axis
+        return (position if by_position else name), axis, shards
 
     def _places(self, bound: inspect.BoundArguments, name: str) -> list[int | str]:
         """Where an argument is: positions or keywords."""

@@ -13,6 +13,7 @@ from ._movements import psum_scatter as psum_scatter
 from ._named_axes import axis_index as axis_index
 from ._named_axes import axis_size as axis_size
 from ._named_axes import barrier as barrier
+from ._random import random_key as random_key
 from ._reductions import pmax as pmax
 from ._reductions import pmean as pmean
 from ._reductions import pmin as pmin

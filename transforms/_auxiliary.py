@@ -64,7 +64,7 @@ class Auxiliary:
             return
         comm = region.session.comm(over)
         tokens = [
-            _token(leaf, axes) if axes is None or axes == over else b""
+            token(leaf, axes) if axes is None or axes == over else b""
             for leaf, axes in zip(self.leaves, self.over, strict=True)
         ]
         if comm.size == 1 or not any(tokens):
@@ -75,7 +75,7 @@ class Auxiliary:
         if all(bytes(other.numpy().tobytes()) == mine for other in gathered):
             return
         mine = json.dumps(
-            [(token.hex(), _show(leaf)) for token, leaf in zip(tokens, self.leaves, strict=True)]
+            [(token.hex(), shown(leaf)) for token, leaf in zip(tokens, self.leaves, strict=True)]
         ).encode()
         raise self._disagreement([json.loads(text) for text in comm.all_gather_bytes(mine)], comm.ranks, region)
 
@@ -105,7 +105,7 @@ def _text(treedef: Any) -> str:
     return str(treedef)
 
 
-def _token(leaf: Any, axes: tuple[str, ...] | None) -> bytes:
+def token(leaf: Any, axes: tuple[str, ...] | None) -> bytes:
     if axes is not None:
         return repr((tuple(leaf.shape), leaf.dtype)).encode()
     if isinstance(leaf, Tensor):
@@ -114,7 +114,7 @@ def _token(leaf: Any, axes: tuple[str, ...] | None) -> bytes:
     return repr(leaf).encode() if plain else type(leaf).__qualname__.encode()
 
 
-def _show(leaf: Any) -> str:
+def shown(leaf: Any) -> str:
     if not isinstance(leaf, Tensor):
         return repr(leaf)[:60]
     if leaf.dim() == 0 and not is_inexact(leaf):

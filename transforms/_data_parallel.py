@@ -18,6 +18,7 @@ from ..mesh import trees
 from ..mesh.region import Region, mark, marked, require
 from ..mesh.spec import split_sizes
 from ._reductions import psum
+from ._virtual_shards import Dealt, VirtualShards, agreed, check_count, stepping, without_batch
 
 
 def data_parallel(
@@ -39,7 +40,11 @@ def data_parallel(
         f: the step; one of its arguments is the batch.
         axis: the mesh axis to split over.
         batch: the name of the argument to split, each leaf along dimension 0 (all leaves of one length).
-        shards: cut the global batch into this many virtual shards.
+        shards: cut the global batch into this many virtual shards, and compute the same bits at any number of ranks:
+            `value_and_grad` runs the shards of a rank one after another, each at its own fixed shape with random
+            numbers of its own, and sums in a binary tree over all of them. More shards than ranks is gradient
+            accumulation. Metrics come out as aux (`has_aux=True`); the step does nothing else with the batch. A
+            batch is dealt by `Loader(shards=)` of the same number, or passed whole.
         bucket_mb: largest gradient bucket, in MiB.
         wire_dtype: dtype in which gradients travel, such as torch.bfloat16; None is their own.
 
@@ -53,8 +58,7 @@ def data_parallel(
         return functools.partial(
             data_parallel, axis=axis, batch=batch, shards=shards, bucket_mb=bucket_mb, wire_dtype=wire_dtype
         )
-    if shards is not None:
-        raise SpecError(message("data_parallel(shards=) is not available yet", remedy="leave it out"))
+    shards = check_count(shards)
     if not bucket_mb > 0:
         raise SpecError(message("data_parallel got a bad bucket_mb", got=bucket_mb, expected="MiB, more than 0"))
     step = f
@@ -70,13 +74,19 @@ def data_parallel(
             raise SpecError(
                 message(f"{parallel.__name__} was called without its batch", expected=f"an argument named {batch!r}")
             )
-        part, local, total = _split(region, bound.arguments[batch], axis)
+        if agreed(region, axis, shards):
+            return step(*bound.args, **bound.kwargs)
+        virtual = None if shards is None else _deal(region, bound.arguments[batch], axis, shards)
+        part, local, total = _split(region, bound.arguments[batch], axis, virtual)
         bound.arguments[batch] = part
         before = region.totals, region.bucket_mb, region.wire_dtype
         region.totals = {**region.totals, axis: (local, total)}
         region.bucket_mb, region.wire_dtype = bucket_mb, wire_dtype
         try:
-            return step(*bound.args, **bound.kwargs)
+            if virtual is None:
+                return step(*bound.args, **bound.kwargs)
+            with stepping(region, virtual):
+                return without_batch(step(*bound.args, **bound.kwargs), parallel.__name__)
         finally:
             region.totals, region.bucket_mb, region.wire_dtype = before
 
@@ -86,7 +96,8 @@ def data_parallel(
             transform(step), axis=axis, batch=batch, shards=shards, bucket_mb=bucket_mb, wire_dtype=wire_dtype
         )
 
-    parallel._spmd_batch = (which, batch, axis)  # type: ignore[attr-defined]
+    parallel._spmd_batch = (which, batch, axis, shards)  # type: ignore[attr-defined]
+    parallel._spmd_settings = {"shards": shards, "wire dtype": None if wire_dtype is None else str(wire_dtype)}  # type: ignore[attr-defined]
     parallel._spmd_lift = lift  # type: ignore[attr-defined]
     return parallel
 
@@ -107,7 +118,31 @@ def _position(signature: inspect.Signature, batch: str, name: str) -> int | None
     )
 
 
-def _split(region: Region, tree: Any, axis: str) -> tuple[Any, int, int]:
+def _deal(region: Region, tree: Any, axis: str, shards: int) -> VirtualShards:
+    """The virtual shards of a batch, of which some leaves may have been dealt already."""
+    here, total = None, None
+    for leaf in trees.leaves(tree):
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+            continue
+        if axis not in (marked(leaf) or ()):
+            total = leaf.shape[0]
+        elif region.dealt != shards:
+            raise SpecError(
+                message(
+                    f"a batch was cut before data_parallel(shards={shards}), and not over as many virtual shards",
+                    got="ranks' parts" if region.dealt is None else f"a batch of Loader(shards={region.dealt})",
+                    remedy="give the same shards= to Loader and data_parallel, or pass the whole batch",
+                )
+            )
+        else:
+            here = leaf.shape[0]
+    if here is not None:
+        known = region.batch_total if region.batch_axis == axis else None
+        total = int(psum(torch.tensor(here), axis)) if known is None else known
+    return VirtualShards.of(region, axis, shards, total or 0)
+
+
+def _split(region: Region, tree: Any, axis: str, virtual: VirtualShards | None) -> tuple[Any, int, int]:
     """This rank's part of the batch, its number of samples, and that of the whole batch."""
     session = region.session
     parts, mine = session.layout.axes[axis], session.layout.coords(session.rank)[axis]
@@ -125,11 +160,22 @@ def _split(region: Region, tree: Any, axis: str) -> tuple[Any, int, int]:
         if axis in (marked(leaf) or ()):
             already = True
             lengths.add(leaf.shape[0])
-            return leaf
+            return dealt(leaf)
+        if virtual is not None:
+            part = virtual.deal(leaf)
+            lengths.add(part.shape[0])
+            return dealt(mark(part, (marked(leaf) or frozenset()) | {axis}))
         sizes = split_sizes(leaf.shape[0], parts)
         part = leaf[sum(sizes[:mine]) : sum(sizes[: mine + 1])]
         lengths.add(part.shape[0])
         return mark(part, (marked(leaf) or frozenset()) | {axis})
+
+    def dealt(leaf: torch.Tensor) -> torch.Tensor:
+        if virtual is None:
+            return leaf
+        part = mark(leaf.as_subclass(Dealt), marked(leaf) or frozenset())
+        virtual.batch.append(part)
+        return part
 
     wholes = {leaf.shape[0] for leaf in trees.leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dim()}
     tree = trees.map(cut, tree)
@@ -138,6 +184,17 @@ def _split(region: Region, tree: Any, axis: str) -> tuple[Any, int, int]:
             message("the leaves of the batch differ in dimension 0", got=sorted(wholes), remedy="make them agree")
         )
     local = next(iter(lengths), 0)
+    if virtual is not None:
+        if local != sum(virtual.sizes[shard] for shard in virtual.owners[virtual.place]) and lengths:
+            raise SpecError(
+                message(
+                    "a batch's parts are not those of its virtual shards",
+                    got=f"{local} samples of {virtual.total}",
+                    where=session.where(),
+                    remedy="pass the batch as the Loader gave it, or whole",
+                )
+            )
+        return tree, local, virtual.total
     if not already:
         return tree, local, next(iter(wholes), 0)
     if region.batch_total is not None and region.batch_axis == axis:

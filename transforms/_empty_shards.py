@@ -39,7 +39,7 @@ def stand_in(region: Region, over: tuple[str, ...], failed: Exception | None, re
         if not any(flags):
             return result
         able = [index for index, flag in enumerate(flags) if not flag]
-        mine = cloudpickle.dumps(trees.map(_blank, result)) if able and able[0] == comm.rank else b""
+        mine = cloudpickle.dumps(trees.map(blank, result)) if able and able[0] == comm.rank else b""
         described = comm.all_gather_bytes(mine)
     except SpmdError:
         if failed is not None:
@@ -52,7 +52,7 @@ def stand_in(region: Region, over: tuple[str, ...], failed: Exception | None, re
     return pickle.loads(described[able[0]])
 
 
-def _blank(leaf: Any) -> Any:
+def blank(leaf: Any) -> Any:
     if isinstance(leaf, float):
         return 0.0
     return torch.zeros(leaf.shape, dtype=leaf.dtype) if is_inexact(leaf) else _detached(leaf)

@@ -19,12 +19,13 @@ from ..kernels.errors import SpecError, message
 from ..mesh import trees
 from ..mesh.region import Region, current
 from ..mesh.spec import Sharded, is_sharded
-from . import _empty_shards
+from . import _empty_shards, _shard_gradients
 from ._arguments import prepare
 from ._auxiliary import Auxiliary
 from ._backward import Evaluated, outermost, within_a_graph
 from ._chain import chain, in_torch_func, linked, started
 from ._named_axes import differs_over, note, place
+from ._virtual_shards import Dealt
 
 
 def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False, axes: Any = None) -> Callable:
@@ -43,9 +44,13 @@ def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = Fal
         A function that returns the gradient (a tuple for a tuple `argnums`), with the structure, shapes and dtypes of
         the argument, or (gradient, aux). Frozen, integer and unused leaves get zeros.
 
+    In a step that is `data_parallel(shards=)` the arguments that are the step's batch are cut into virtual shards, and
+    `f` is called once for each that this rank runs.
+
     Raises:
         SpecError: `f`'s value is not a scalar, an argument does not exist, an axis does not exist, aux that cannot be
-            averaged differs between ranks.
+            averaged differs between ranks; under `data_parallel(shards=)` also: `f` uses the batch without taking it,
+            or communicates over the axis that the batch is split over.
     """
     lift = _lift_of(f)
     if lift is not None:
@@ -107,8 +112,11 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     arguments, treedef = prepare(tuple(args[number] for number in chosen), region, over)
     # A part of an outer gradient's graph, ours or torch's own, has to become one in turn.
     nested = linked() or any(a.twin is not None and a.leaf.grad_fn is not None for a in arguments)
+    by_shards = _shard_gradients.applies(region, over, nested, (args, kwargs), name)
     for argument in arguments:
-        if argument.twin is not None:
+        if isinstance(argument.twin, Dealt):
+            argument.twin = argument.leaf.as_subclass(Dealt)  # to be told from the leaf in another argument
+        elif argument.twin is not None:
             leaf = argument.leaf
             argument.twin = leaf.view_as(leaf) if nested and leaf.requires_grad else leaf.detach().requires_grad_()
             known = differs_over(leaf)
@@ -119,6 +127,13 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     full = list(args)
     for number, twin in zip(chosen, twins, strict=True):
         full[number] = twin
+    if by_shards:
+        assert region is not None
+        evaluate = functools.partial(_evaluated, f, has_aux, name)
+        call = _shard_gradients.Call(evaluate, full, kwargs, name)
+        value, gradients, aux = _shard_gradients.over_shards(call, arguments, region, over)
+        found = trees.unflatten(treedef, gradients)
+        return value, found[0] if isinstance(argnums, int) else found, aux
     with chain() as collectives:
         value, aux = _evaluate(f, full, kwargs, has_aux, name, None if nested else region, over)
         collectives.stop()
@@ -145,6 +160,11 @@ def _positions(argnums: Any, count: int, name: str) -> tuple[int, ...]:
 
 def _axes(axes: Any) -> tuple[str, ...]:
     return () if axes == () or axes == [] else place("grad", axes)[1]
+
+
+def _evaluated(f: Callable, has_aux: bool, name: str, args: list, kwargs: dict) -> tuple[Tensor, Any]:
+    with torch.enable_grad():
+        return _split(f(*args, **kwargs), has_aux, name)
 
 
 def _evaluate(

@@ -14,6 +14,7 @@ from ..mesh import trees
 from ..mesh.placing import as_tensor
 from ..mesh.rank import RankSession
 from ..mesh.region import mark, require
+from ._virtual_shards import Dealt
 
 Axis = str | tuple[str, ...]
 
@@ -69,10 +70,20 @@ def barrier(axis: Axis | None = None) -> None:
 
 def place(what: str, axis: Axis) -> tuple[RankSession, tuple[str, ...]]:
     """This rank's session, and `axis` as a checked tuple of names."""
-    session = require(what).session
+    region = require(what)
+    session = region.session
     if not isinstance(axis, str | tuple | list) or not axis:
         raise SpecError(message(f'{what} got a bad "axis"', got=repr(axis), expected="an axis name or a tuple of them"))
-    return session, session.axes(axis if isinstance(axis, str) else tuple(axis), what=what)
+    axes = session.axes(axis if isinstance(axis, str) else tuple(axis), what=what)
+    if region.shard is not None and region.virtual.axis in axes:
+        raise SpecError(
+            message(
+                f"{what} over {region.virtual.axis!r} in a virtual shard, which runs alone, one after another",
+                where=session.where(),
+                remedy="return it as aux (has_aux=True), or leave shards= out of data_parallel",
+            )
+        )
+    return session, axes
 
 
 def group(what: str, axis: Axis) -> tuple[tuple[str, ...], Communicator]:
@@ -85,6 +96,14 @@ def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:
     """Map over the leaves of a tree: tensors, NumPy arrays and numbers."""
 
     def one(leaf: Any) -> Tensor:
+        if isinstance(leaf, Dealt):
+            raise SpecError(
+                message(
+                    f"{what} of what was computed from the batch under data_parallel(shards=) outside value_and_grad, "
+                    "whose bits depend on the number of ranks",
+                    remedy="return it as aux of the function that is differentiated (has_aux=True)",
+                )
+            )
         leaf = as_tensor(leaf)
         if isinstance(leaf, int | float | complex):
             leaf = torch.tensor(leaf)

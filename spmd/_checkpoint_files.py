@@ -1,0 +1,152 @@
+"""A checkpoint on disk: a folder of safetensors files and a manifest, there in full or not at all.
+
+    runs/step-00000120/checkpoint.json            what is where, with a SHA-256 of every file and of itself
+    runs/step-00000120/rank-00000.safetensors     what each rank wrote; any reader of safetensors reads it
+
+Files are written beside their place, forced to disk and renamed, the folder last. Invariant: under its own name a
+folder is whole from the first moment on, and is never written to again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from .kernels.errors import SpmdError, message
+
+MANIFEST = "checkpoint.json"
+FORMAT = 1
+_NAME = re.compile(r"step-(\d+)")
+_PIECE = 1 << 20
+# Folders that this process is writing into.
+_writing: set[Path] = set()
+
+
+class Damaged(SpmdError):
+    """A checkpoint that is not what was written; the message begins with the file's name."""
+
+
+def steps(path: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of the checkpoints in a directory, the latest first."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for entry in path.iterdir():
+            match = _NAME.fullmatch(entry.name)
+            if match:
+                found.append((int(match[1]), entry))
+    return sorted(found, reverse=True)
+
+
+def begin(path: Path, step: int) -> Path:
+    """A new folder to write a checkpoint into; what writers that are gone have left there is removed."""
+    path.mkdir(parents=True, exist_ok=True)
+    for entry in path.glob(".step-*.tmp-*"):
+        if entry not in _writing:
+            shutil.rmtree(entry, ignore_errors=True)
+    folder = path / f".step-{step:08d}.tmp-{secrets.token_hex(4)}"
+    folder.mkdir()
+    _writing.add(folder)
+    return folder
+
+
+def give_up(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    _writing.discard(folder)
+
+
+def write_tensors(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Write one file of tensors; what the manifest is to say of it."""
+    return {"file": name, **write(folder / name, save(dict(tensors)))}
+
+
+def write(file: Path, data: bytes) -> dict[str, Any]:
+    """Write a file in pieces and force it to disk."""
+    with open(file, "xb", buffering=0) as out:
+        view = memoryview(data)
+        while len(view):
+            view = view[out.write(view[:_PIECE]) :]
+        os.fsync(out.fileno())
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def commit(folder: Path, path: Path, step: int, manifest: dict[str, Any]) -> Path:
+    """Give a folder that is complete but for its manifest the checkpoint's name."""
+    text = json.dumps(manifest)
+    sealed = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "manifest": manifest}
+    write(folder / MANIFEST, json.dumps(sealed).encode())
+    _sync(folder)
+    final, old = path / f"step-{step:08d}", None
+    if final.exists():  # a folder can't be renamed over another
+        old = path / f".step-{step:08d}.tmp-{secrets.token_hex(4)}"
+        os.rename(final, old)
+    os.rename(folder, final)
+    _sync(path)
+    _writing.discard(folder)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def keep_last(path: Path, count: int) -> None:
+    """Remove all checkpoints but the last `count`: renamed first, so that none is there in part."""
+    for _, folder in steps(path)[count:]:
+        gone = path / f".{folder.name}.tmp-{secrets.token_hex(4)}"
+        with contextlib.suppress(OSError):
+            os.rename(folder, gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint all of whose files are as they were written.
+
+    Raises:
+        Damaged: one is not.
+    """
+    file = folder / MANIFEST
+    try:
+        sealed = json.loads(file.read_bytes())
+        manifest = sealed["manifest"]
+        whole = hashlib.sha256(json.dumps(manifest).encode()).hexdigest() == sealed["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(message(f"{file} cannot be read", got=f"{type(error).__name__}: {error}")) from None
+    if not whole:
+        raise Damaged(message(f"{file} is damaged: its checksum differs"))
+    if manifest["format"] != FORMAT:
+        raise Damaged(message(f"{file} has another format", got=manifest["format"], expected=FORMAT))
+    for about in manifest["files"]:
+        _check_file(folder / about["file"], about)
+    return manifest
+
+
+def _check_file(file: Path, about: Mapping[str, Any]) -> None:
+    state = hashlib.sha256()
+    try:
+        size = file.stat().st_size
+        if size != about["bytes"]:
+            raise Damaged(message(f"{file} is truncated", got=f"{size} bytes", expected=f"{about['bytes']} bytes"))
+        with open(file, "rb") as data:
+            while piece := data.read(_PIECE):
+                state.update(piece)
+    except OSError as error:
+        raise Damaged(message(f"{file} cannot be read", got=str(error))) from None
+    if state.hexdigest() != about["sha256"]:
+        raise Damaged(message(f"{file} is damaged: its checksum differs"))

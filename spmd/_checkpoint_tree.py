@@ -1,0 +1,134 @@
+"""Trees as a manifest tells of them: structure, names and everything that is no tensor, in JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ._loader import Loader
+from .kernels.errors import SpecError, message
+from .mesh import trees
+from .mesh.array import Array
+from .mesh.placing import as_tensor, is_array
+from .transforms import Sampler
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
+    """(structure, an entry for each leaf, its tensors by key).
+
+    The structure of anything but dicts, lists and tuples is None: it takes `like` to rebuild.
+    """
+    leaves, _ = trees.flatten(tree, is_leaf=is_array)
+    keys = _keys(tree)
+    entries, tensors = [], {}
+    for key, path, leaf in zip(keys, trees.paths(tree, is_leaf=is_array), leaves, strict=True):
+        leaf = as_tensor(leaf)
+        entry: dict[str, Any] = {"key": key, "path": path}
+        if isinstance(leaf, np.generic):
+            leaf = leaf.item()
+        if isinstance(leaf, torch.Tensor | Array):
+            spec = leaf.spec.entries if isinstance(leaf, Array) else ()
+            if isinstance(leaf, Array) and any(entry is not None for entry in spec[1:]):
+                leaf, spec = leaf.full(), ()  # files hold rows; a value cut in other dimensions is written whole
+            entry |= {"tensor": True, "dtype": str(leaf.dtype).removeprefix("torch."), "spec": list(spec)}
+            entry["shape"] = list(leaf.shape)
+            if isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad:
+                entry["frozen"] = True
+            tensors[key] = leaf
+        elif isinstance(leaf, Loader):
+            entry["loader"] = leaf.state_dict()
+        elif isinstance(leaf, Sampler):
+            fields = [field.name for field in dataclasses.fields(leaf) if field.name != "_"]
+            entry["sampler"] = {name: getattr(leaf, name) for name in fields}
+        elif isinstance(leaf, PLAIN):
+            entry["value"] = leaf
+        else:
+            raise SpecError(
+                message(
+                    f"save got a leaf that it cannot write, {path or 'the whole'}",
+                    got=type(leaf).__name__,
+                    expected="a tensor, an Array, a number, a string, None, a Loader or a Sampler",
+                )
+            )
+        entries.append(entry)
+    return _structure(tree), entries, tensors
+
+
+def _keys(tree: Any) -> list[str]:
+    """Names as of a state dictionary: `0.layers.weight`."""
+    paths, _, _ = trees.optree.tree_flatten_with_path(tree, is_array, none_is_leaf=True, namespace=trees.NAMESPACE)
+    keys: list[str] = []
+    for path in paths:
+        key = ".".join(map(str, path)) or "value"
+        keys.append(key if key not in keys else f"{key}#{len(keys)}")
+    return keys
+
+
+def _structure(node: Any) -> Any:
+    if type(node) is dict:
+        parts = [_structure(value) for value in node.values()]
+        plain = all(isinstance(key, str | int) and not isinstance(key, bool) for key in node)
+        return None if None in parts or not plain else {"dict": list(node), "of": parts}
+    if type(node) in (list, tuple):
+        parts = [_structure(value) for value in node]
+        return None if None in parts else {type(node).__name__: parts}
+    found = trees.leaves([node], is_leaf=is_array)
+    return "leaf" if len(found) == 1 and found[0] is node else None
+
+
+def rebuild(structure: Any, entries: Sequence[dict[str, Any]], like: Any, value: Callable[..., Any]) -> Any:
+    """The tree; `value(key, entry, like's leaf)` gives a tensor."""
+    if like is None and structure is None:
+        raise SpecError(
+            message("restore cannot make this tree alone", remedy="pass like=, a tree of the classes that were saved")
+        )
+    wanted: list[Any] = [None] * len(entries)
+    if like is not None:
+        wanted, treedef = trees.flatten(like, is_leaf=is_array)
+        paths = trees.paths(like, is_leaf=is_array)
+        saved = {entry["path"]: entry for entry in entries}
+        missing = [path for path in paths if path not in saved]
+        extra = [path for path in saved if path not in paths]
+        if missing or extra:
+            raise SpecError(
+                message(
+                    "like is of another structure than what was saved",
+                    got=f"{missing[:5]} not in the checkpoint, {extra[:5]} only there",
+                    remedy="pass a tree like the one given to save",
+                )
+            )
+        entries = [saved[path] for path in paths]
+    leaves = [_leaf(entry, its, value) for entry, its in zip(entries, wanted, strict=True)]
+    if like is not None:
+        return trees.unflatten(treedef, leaves)
+    remaining = iter(leaves)
+    return _build(structure, remaining)
+
+
+def _leaf(entry: dict[str, Any], wanted: Any, value: Callable[..., Any]) -> Any:
+    if entry.get("tensor"):
+        return value(entry["key"], entry, wanted)
+    if "loader" in entry:
+        if not isinstance(wanted, Loader):
+            return entry["loader"]
+        wanted.load_state_dict(entry["loader"])
+        return wanted
+    if "sampler" in entry:
+        return Sampler(**entry["sampler"])
+    return entry["value"]
+
+
+def _build(structure: Any, leaves: Any) -> Any:
+    if structure == "leaf":
+        return next(leaves)
+    if "dict" in structure:
+        return {key: _build(part, leaves) for key, part in zip(structure["dict"], structure["of"], strict=True)}
+    if "list" in structure:
+        return [_build(part, leaves) for part in structure["list"]]
+    return tuple(_build(part, leaves) for part in structure["tuple"])

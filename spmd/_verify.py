@@ -1,0 +1,113 @@
+"""`spmd verify`: run a script at several numbers of ranks, and say whether all computed the same bits, or where not.
+
+The script is run as it is, each time with other SPMD_RANKS; what its @spmd functions return is compared call by call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+CAUSES = """\
+The usual causes:
+  - shards= is not given, or not to both Loader and data_parallel: means over ranks are added in another order
+  - fused=True with shard= in an optimizer: a fused kernel treats the end of a slice as no other element
+  - the script sets threads (torch.set_num_threads, OMP_NUM_THREADS in the step) by the number of ranks
+  - random numbers of NumPy or Python in the step, which are not keyed: use spmd.random_key()
+  - something that depends on mesh.size, axis_size or axis_index, or on when or in which order ranks finish"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parting:
+    """Where two runs first differ: the call (from 1), the function's name, the leaf, and both values."""
+
+    call: int
+    name: str
+    leaf: str
+    values: tuple[str, str]
+
+
+def verify(arguments: Sequence[str]) -> int:
+    """The command: 0 if all runs agree, 1 if not, or the exit status of a run that failed."""
+    parser = argparse.ArgumentParser(
+        prog="spmd verify", description="Run a script at several numbers of ranks and compare the bits of all results."
+    )
+    parser.add_argument(
+        "--ranks", type=_numbers, default=[1, 2, 4], metavar="1,2,4", help="numbers of ranks to compare"
+    )
+    parser.add_argument("script", help="a script whose Mesh has an axis of size -1, or none given")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    options = parser.parse_args(arguments)
+    first, agreed = options.ranks[0], True
+    with tempfile.TemporaryDirectory(prefix="spmd-verify-") as folder:
+        runs: dict[int, list[dict[str, Any]]] = {}
+        for ranks in options.ranks:
+            status, runs[ranks] = _run(options.script, options.arguments, ranks, Path(folder) / f"{ranks}.jsonl")
+            if status:
+                print(f"{ranks} ranks: {options.script} failed with exit status {status}")
+                return status
+            if not runs[ranks]:
+                print(f"{ranks} ranks: {options.script} called no @spmd function")
+                return 1
+            parting = None if ranks == first else compare(runs[first], runs[ranks])
+            agreed = agreed and parting is None
+            print(_line(ranks, first, runs[ranks], parting), flush=True)
+    if not agreed:
+        print(CAUSES)
+    return 0 if agreed else 1
+
+
+def _line(ranks: int, first: int, run: list[dict[str, Any]], parting: Parting | None) -> str:
+    text = f"{ranks} rank{'s' if ranks > 1 else ''}: "
+    if ranks == first:
+        return f"{text}{len(run)} calls"
+    if parting is None:
+        return f"{text}the same bits as {first} in all {len(run)} calls"
+    return (
+        f"{text}parts from {first} at call {parting.call}, of {parting.name}, in {parting.leaf}: "
+        f"{parting.values[1]}, and {parting.values[0]} there"
+    )
+
+
+def _run(script: str, arguments: Sequence[str], ranks: int, trace: Path) -> tuple[int, list[dict[str, Any]]]:
+    environ = {**os.environ, "SPMD_RANKS": str(ranks), "SPMD_VERIFY": str(trace)}
+    done = subprocess.run([sys.executable, script, *arguments], env=environ, stdout=subprocess.DEVNULL, check=False)
+    lines = trace.read_text().splitlines() if trace.exists() else []
+    return done.returncode, [json.loads(line) for line in lines]
+
+
+def compare(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> Parting | None:
+    """Where two runs first part.
+
+    >>> call = {"name": "step", "leaves": [["[0]", "ab", "1.0"]]}
+    >>> compare([call, call], [call, {"name": "step", "leaves": [["[0]", "cd", "1.5"]]}])
+    Parting(call=2, name='step', leaf='result[0]', values=('1.0', '1.5'))
+    """
+    for number, (a, b) in enumerate(zip(one, other, strict=False), 1):
+        if a["name"] != b["name"] or [path for path, *_ in a["leaves"]] != [path for path, *_ in b["leaves"]]:
+            return Parting(number, a["name"], "the function called, or the tree it returns", (a["name"], b["name"]))
+        for (path, first, shown), (_, second, also) in zip(a["leaves"], b["leaves"], strict=True):
+            if first != second:
+                return Parting(number, a["name"], f"result{path}", (shown, also))
+    if len(one) != len(other):
+        shorter = min(len(one), len(other))
+        return Parting(shorter + 1, "a function", "the number of calls", (str(len(one)), str(len(other))))
+    return None
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers of ranks such as 1,2,4, got {text!r}")
+    return numbers

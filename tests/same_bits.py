@@ -1,0 +1,144 @@
+"""Training runs whose bits must not depend on the number of ranks: what `test_same_bits` and the table are made of.
+
+python tests/same_bits.py > ../docs/same_bits_table.md     the whole matrix
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spmd import Loader, Mesh, data_parallel, functional_with_buffers, optimizer, spmd, value_and_grad
+from spmd.mesh import trees
+
+LENGTH, BATCH = 88, 20  # four whole steps and one of eight samples in every epoch
+
+
+class Transformer(nn.Module):
+    """One layer with dropout over sequences of twelve, and a head on their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x).mean(1))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 33), nn.ReLU(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 4))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.3)),
+        *(nn.Conv2d(8, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU(), nn.Flatten(), nn.Linear(12 * 16, 4)),
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (mlp, (20,)),
+    "cnn": (cnn, (3, 8, 8)),
+    "transformer": (Transformer, (12, 16)),
+}
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 3e-3}),
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+}
+
+
+def data(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(LENGTH, *MODELS[model][1], generator=generator)
+    return {"x": x.to(dtype), "y": torch.randint(0, 4, (LENGTH,), generator=generator)}
+
+
+def clipped(grads: Any, most: float) -> Any:
+    """Gradients with a global norm of at most `most`."""
+    norm = torch.stack([leaf.float().norm() for leaf in trees.leaves(grads)]).norm()
+    factor = (most / (norm + 1e-6)).clamp(max=1.0)
+    return trees.map(lambda leaf: leaf * factor.to(leaf.dtype), grads)
+
+
+def digest(*values: Any) -> str:
+    """SHA-256 of the bytes of all leaves, with their paths."""
+    state = hashlib.sha256()
+    for path, leaf in zip(trees.paths(values), trees.leaves(values), strict=True):
+        leaf = leaf.full() if hasattr(leaf, "full") else leaf
+        state.update(path.encode())
+        if isinstance(leaf, Tensor):
+            state.update(leaf.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            state.update(repr(leaf).encode())
+    return state.hexdigest()
+
+
+def unpadded(state: Any, params: Any) -> Any:
+    """Optimizer state without the padding of sharded slices, which depends on the number of ranks."""
+    numel = sum(leaf.numel() for leaf in trees.leaves(params))
+
+    def cut(leaf: Any) -> Any:
+        whole = leaf.full() if hasattr(leaf, "full") else leaf
+        flat = isinstance(whole, Tensor) and whole.dim() == 1 and whole.numel() >= numel
+        return whole[:numel] if flat else whole
+
+    return trees.map(cut, state)
+
+
+class Run:
+    """A training run, to be stepped; `digest()` is of all that a step gives."""
+
+    def __init__(
+        self, mesh: Mesh, model: str, shards: int, *, opt: str = "adamw", dtype: str = "float32", shard: bool = False
+    ):
+        torch.manual_seed(0)
+        kind = getattr(torch, dtype)
+        apply, params, buffers = functional_with_buffers(MODELS[model][0]().to(kind))
+        cls, hyper = OPTIMIZERS[opt]
+        opt_ = optimizer(cls, shard="data" if shard else None, **hyper)
+        self.whole = params
+        self.loader = Loader(data(model, kind), BATCH, seed=3, mesh=mesh, shards=shards)
+
+        def loss_of(params: Any, buffers: Any, batch: Any) -> Any:
+            logits, new = apply(params, buffers, batch["x"])
+            right = (logits.argmax(1) == batch["y"]).float().mean()
+            return F.cross_entropy(logits.float(), batch["y"]), (new, right)
+
+        @spmd(mesh=mesh)
+        @data_parallel(shards=shards)
+        def step(params: Any, buffers: Any, state: Any, batch: Any) -> Any:
+            (loss, (buffers, right)), grads = value_and_grad(loss_of, has_aux=True)(params, buffers, batch)
+            params, state = opt_.step(params, clipped(grads, 1.0), state)
+            return params, buffers, state, loss, right
+
+        self.step = step
+        self.state: tuple[Any, ...] = (params, buffers, opt_.init(params))
+        self.metrics: tuple[Any, ...] = ()
+
+    def batches(self, steps: int) -> Iterator[Any]:
+        done = 0
+        while done < steps:
+            for batch in self.loader:
+                yield batch
+                done += 1
+                if done == steps:
+                    return
+
+    def run(self, steps: int) -> list[str]:
+        """The digest of the metrics after every step, and of everything at the end."""
+        each = []
+        for batch in self.batches(steps):
+            *state, loss, right = self.step(*self.state, batch)
+            self.state, self.metrics = tuple(state), (loss, right)
+            each.append(digest(*self.metrics))
+        return [*each, self.digest()]
+
+    def digest(self) -> str:
+        params, buffers, state = self.state
+        return digest(params, buffers, unpadded(state, self.whole), *self.metrics)
