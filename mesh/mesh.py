@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -115,6 +115,7 @@ class Mesh:
         # (where, fingerprint), until they have been compared.
         self.settings: dict[str, Any] = {}
         self.resumed: tuple[str, dict[str, Any]] | None = None
+        self.at_close: list[Future] = []  # what to wait for before the ranks are stopped
         # On launched ranks: program -> signature of a call -> what came of it; see `calling`.
         self.known_results: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._rank_session = self._driver = None
@@ -318,6 +319,7 @@ class Mesh:
         """Stop the ranks and free what they hold; values on the mesh are gone. Raises an error not yet seen."""
         if _default_mesh() is self:
             _set_default(None)
+        wait(self.at_close)
         if self._driver is not None:
             self._driver.close()
         elif self._rank_session is not None and self._rank_session.launched:

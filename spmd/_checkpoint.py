@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,21 @@ from .mesh.region import current
 from .mesh.spec import P
 
 POLL_SECONDS = 0.01
-_in_background: dict[Path, Future] = {}
+
+
+class _Saved(Future):
+    """A future that knows whether anybody has asked for its result."""
+
+    told = False
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return super().result(timeout)
+        finally:
+            self.told = self.done()
+
+
+_in_background: dict[Path, _Saved] = {}
 
 
 def save(
@@ -71,15 +85,26 @@ def save(
     path = Path(path).absolute()
     before = _in_background.pop(path, None)
     if before is not None:
-        before.result()
+        wait([before])
+        if not before.told:
+            before.result()
     leaves, _ = trees.flatten(tree, is_leaf=is_array)
     mesh = next((leaf.mesh for leaf in leaves if isinstance(leaf, Array)), None)
     structure, entries, tensors = described.describe(tree)
     number = step if step is not None else next((last + 1 for last, _ in files.steps(path)), 0)
     writing = _Writing(path, number, keep, mesh, {"tree": structure, "leaves": entries}, tensors)
-    future: Future = Future()
+    future = _Saved()
     if background:
-        writing.start()
+        # Arrays never change; what the caller has of plain tensors may.
+        writing.hold()
+        try:
+            writing.start()
+        except BaseException as error:
+            future.set_exception(error)
+            _in_background[path] = future
+            return future
+        if mesh is not None:
+            mesh.at_close = [*(one for one in mesh.at_close if not one.done()), future]
         threading.Thread(target=_settle, args=(future, writing.finish), name="spmd-checkpoint").start()
         _in_background[path] = future
         return future
@@ -114,13 +139,16 @@ class _Writing:
         self._folder: Path | None = None
         self._ranks = 1 if mesh is None else mesh.size
 
+    def hold(self) -> None:
+        self._tensors = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in self._tensors.items()}
+
     def start(self, wait: bool = False) -> None:
         """Have every rank begin to write."""
         folder = files.begin(self._path, self._step) if self._first else None
         if self._mesh is not None and not self._mesh.is_driver:
             folder = self._mesh.run(lambda: folder)[0]
         assert folder is not None
-        self._folder = folder
+        self._folder, self._pids = folder, self._processes()
         try:
             if self._mesh is None:
                 _write_here(0, 1, folder, self._tensors)
@@ -165,10 +193,17 @@ class _Writing:
             files.keep_last(self._path, self._keep)
         return final
 
+    def _processes(self) -> list[int]:
+        return self._mesh.driver.pids if self._mesh is not None and self._mesh.is_driver else []
+
     def _part(self, file: Path) -> dict[str, Any]:
         while not file.exists():
             if self._mesh is not None and self._mesh.closed:
                 raise MeshError(message(f"the mesh was closed before {self._path} was written"))
+            if self._processes() != self._pids:
+                raise MeshError(message(f"a rank was lost before {self._path} was written"))
+            if not file.parent.exists():
+                raise SpmdError(message(f"{file.parent} could not be written", remedy="make room on the disk"))
             time.sleep(POLL_SECONDS)
         said = json.loads(file.read_text())
         if "error" in said:
@@ -195,10 +230,11 @@ def _write_quietly(rank: int, size: int, folder: Path, tensors: dict[str, Any]) 
         _write_here(rank, size, folder, tensors)
     except BaseException as error:
         told = {"error": str(error.args[-1] if error.args else error), "errno": getattr(error, "errno", None)}
+        (folder / f"rank-{rank:05d}.safetensors").unlink(missing_ok=True)  # makes room for the message
         try:
             _tell(folder, rank, told)
-        except OSError:  # not even that: make room, and let the folder's absence tell
-            pass
+        except OSError:
+            files.give_up(folder)  # its absence tells
 
 
 def _write_here(rank: int, size: int, folder: Path, tensors: dict[str, Any]) -> None:
@@ -246,10 +282,10 @@ def restore(path: str | os.PathLike, *, like: Any = None, mesh: Mesh | None = No
 
     Args:
         path: as given to `save`, or the folder of one checkpoint.
-        like: a tree of the same structure, for trees of named tuples or other classes; `Loader`s in it are set to the
-            position that was saved.
-        mesh: place tensors on this mesh, of whatever size: sharded as they were where that divides them, else
-            replicated. None gives plain tensors, or places them where `like` has Arrays.
+        like: a tree such as was saved, needed where that had named tuples or other classes. `Loader`s in it are set to
+            the position that was saved, and dicts in it may have fewer entries.
+        mesh: place tensors on this mesh, of whatever size: sharded as they were if it cuts them in as many parts,
+            else replicated. None gives plain tensors, or places them where `like` has Arrays.
 
     Returns:
         The tree; without `like` of dicts, lists and tuples, with a state dictionary for a `Loader`.
@@ -296,14 +332,15 @@ def _read(folder: Path, manifest: dict[str, Any], like: Any, mesh: Mesh | None) 
         if where is None:
             return torch.nn.Parameter(tensor, requires_grad=False) if entry.get("frozen") else tensor
         spec = P(*[tuple(one) if isinstance(one, list) else one for one in entry["spec"]])
-        return put(tensor, spec if _fits(where, tensor, spec) else P(), mesh=where)
+        return put(tensor, spec if _fits(where, tensor, spec, entry) else P(), mesh=where)
 
     return described.rebuild(manifest["tree"], manifest["leaves"], like, value)
 
 
-def _fits(mesh: Mesh, tensor: Tensor, spec: P) -> bool:
+def _fits(mesh: Mesh, tensor: Tensor, spec: P, entry: dict[str, Any]) -> bool:
+    """Whether to cut a value as it was: slices of a sharded optimizer are of no use to another number of ranks."""
     try:
         mesh.layout.check_shape(tuple(tensor.shape), spec)
     except SpecError:
         return False
-    return True
+    return not spec.entries or mesh.layout.parts(spec.dim_axes(0)) == entry["parts"]

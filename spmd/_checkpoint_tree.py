@@ -38,6 +38,8 @@ def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
                 leaf, spec = leaf.full(), ()  # files hold rows; a value cut in other dimensions is written whole
             entry |= {"tensor": True, "dtype": str(leaf.dtype).removeprefix("torch."), "spec": list(spec)}
             entry["shape"] = list(leaf.shape)
+            if spec and isinstance(leaf, Array):
+                entry["parts"] = leaf.mesh.layout.parts(leaf.spec.dim_axes(0))
             if isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad:
                 entry["frozen"] = True
             tensors[key] = leaf
@@ -88,27 +90,23 @@ def rebuild(structure: Any, entries: Sequence[dict[str, Any]], like: Any, value:
         raise SpecError(
             message("restore cannot make this tree alone", remedy="pass like=, a tree of the classes that were saved")
         )
-    wanted: list[Any] = [None] * len(entries)
-    if like is not None:
-        wanted, treedef = trees.flatten(like, is_leaf=is_array)
-        paths = trees.paths(like, is_leaf=is_array)
-        saved = {entry["path"]: entry for entry in entries}
-        missing = [path for path in paths if path not in saved]
-        extra = [path for path in saved if path not in paths]
-        if missing or extra:
-            raise SpecError(
-                message(
-                    "like is of another structure than what was saved",
-                    got=f"{missing[:5]} not in the checkpoint, {extra[:5]} only there",
-                    remedy="pass a tree like the one given to save",
-                )
+    saved = {entry["path"]: entry for entry in entries}
+    leaves_like, treedef = trees.flatten(like, is_leaf=is_array)
+    wanted = {} if like is None else dict(zip(trees.paths(like, is_leaf=is_array), leaves_like, strict=True))
+    missing = [path for path in wanted if path not in saved]
+    # State that an optimizer has from the first step on is in the checkpoint, and not in what `init` gave.
+    extra = [path for path in saved if path not in wanted] if structure is None else []
+    if missing or extra:
+        raise SpecError(
+            message(
+                "like is of another structure than what was saved",
+                got=f"{missing[:5]} not in the checkpoint, {extra[:5]} only there",
+                remedy="pass a tree like the one given to save",
             )
-        entries = [saved[path] for path in paths]
-    leaves = [_leaf(entry, its, value) for entry, its in zip(entries, wanted, strict=True)]
-    if like is not None:
-        return trees.unflatten(treedef, leaves)
-    remaining = iter(leaves)
-    return _build(structure, remaining)
+        )
+    if structure is None:
+        return trees.unflatten(treedef, [_leaf(saved[path], leaf, value) for path, leaf in wanted.items()])
+    return _build(structure, iter([_leaf(entry, wanted.get(entry["path"]), value) for entry in entries]))
 
 
 def _leaf(entry: dict[str, Any], wanted: Any, value: Callable[..., Any]) -> Any:

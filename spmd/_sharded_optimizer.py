@@ -44,6 +44,8 @@ class Leaf(NamedTuple):
 class Engine(Protocol):
     """What `_engine.Engine` does here."""
 
+    options: dict[str, Any]
+
     def create(self, leaves: Sequence[Leaf]) -> list[State]: ...
     def update(
         self, leaves: Sequence[Leaf], states: Sequence[State], hyper: Mapping[str, Any]
@@ -165,6 +167,10 @@ class Slice:
         def write(out: Tensor) -> None:
             params = None if into is not None else self._pieces([leaf.param.reshape(-1) for leaf in self.leaves])
             grads = self._pieces([_flat_grad(leaf) for leaf in self.leaves])
+            region, narrow = current(), self.leaves[0].param.dtype.itemsize < 4
+            if region is not None and region.virtual is not None and (narrow or engine.options.get("fused")):
+                # Torch rounds the tail of a vector otherwise than the rest here; a whole slice has no tail.
+                params, grads = [torch.cat(params)], [torch.cat(grads)]
             stepped.append(engine.update_pieces(params, grads, own, hyper, out))
 
         dtype = self.leaves[0].param.dtype

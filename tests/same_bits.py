@@ -1,11 +1,12 @@
 """Training runs whose bits must not depend on the number of ranks: what `test_same_bits` and the table are made of.
 
-python tests/same_bits.py > ../docs/same_bits_table.md     the whole matrix
+`python tests/same_bits.py` prints the rows of docs/same_bits.md: the whole matrix, 200 steps a run.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmd import Loader, Mesh, data_parallel, functional_with_buffers, optimizer, spmd, value_and_grad
+from spmd import Loader, Mesh, data_parallel, functional_with_buffers, optimizer, restore, save, spmd, value_and_grad
 from spmd.mesh import trees
 
 LENGTH, BATCH = 88, 20  # four whole steps and one of eight samples in every epoch
@@ -95,14 +96,22 @@ class Run:
     """A training run, to be stepped; `digest()` is of all that a step gives."""
 
     def __init__(
-        self, mesh: Mesh, model: str, shards: int, *, opt: str = "adamw", dtype: str = "float32", shard: bool = False
+        self,
+        mesh: Mesh,
+        model: str,
+        shards: int,
+        *,
+        opt: str = "adamw",
+        dtype: str = "float32",
+        shard: bool = False,
+        **hyper: Any,
     ):
         torch.manual_seed(0)
         kind = getattr(torch, dtype)
         apply, params, buffers = functional_with_buffers(MODELS[model][0]().to(kind))
-        cls, hyper = OPTIMIZERS[opt]
-        opt_ = optimizer(cls, shard="data" if shard else None, **hyper)
-        self.whole = params
+        cls, usual = OPTIMIZERS[opt]
+        opt_ = optimizer(cls, shard="data" if shard else None, **usual, **hyper)
+        self.mesh, self.whole = mesh, params
         self.loader = Loader(data(model, kind), BATCH, seed=3, mesh=mesh, shards=shards)
 
         def loss_of(params: Any, buffers: Any, batch: Any) -> Any:
@@ -131,14 +140,80 @@ class Run:
                     return
 
     def run(self, steps: int) -> list[str]:
-        """The digest of the metrics after every step, and of everything at the end."""
+        """The digest after every step."""
         each = []
         for batch in self.batches(steps):
             *state, loss, right = self.step(*self.state, batch)
             self.state, self.metrics = tuple(state), (loss, right)
-            each.append(digest(*self.metrics))
-        return [*each, self.digest()]
+            each.append(self.digest())
+        return each
+
+    def save(self, path: str) -> None:
+        save(path, (*self.state, self.loader))
+
+    def restore(self, path: str) -> None:
+        *state, _ = restore(path, like=(*self.state, self.loader), mesh=self.mesh)
+        self.state = tuple(state)
 
     def digest(self) -> str:
         params, buffers, state = self.state
         return digest(params, buffers, unpadded(state, self.whole), *self.metrics)
+
+
+# name -> options of a Run
+MODES: dict[str, dict[str, Any]] = {
+    "AdamW, float32": {},
+    "AdamW, float32, sharded": {"shard": True},
+    "SGD, float32": {"opt": "sgd"},
+    "SGD, float32, sharded": {"opt": "sgd", "shard": True},
+    "AdamW, bfloat16": {"dtype": "bfloat16"},
+    "SGD, bfloat16, sharded": {"opt": "sgd", "dtype": "bfloat16", "shard": True},
+}
+RANKS, SHARDS, STEPS = (1, 2, 3, 4, 8), (4, 8, 12), 200
+
+
+def chained(digests: list[str]) -> str:
+    """One digest of those after every step."""
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def rank_order() -> None:
+    """In this process add as one would without the tree: a rank's shards one by one, then the ranks one by one."""
+    from spmd.transforms import _tree_sums
+
+    class Running(_tree_sums.Partials):
+        __slots__ = ()
+
+        def push(self, shard: int, value: Tensor) -> None:
+            if self.nodes:
+                ((node, total),) = self.nodes
+                self.nodes = [(node, total + value)]
+            else:
+                self.nodes = [((0, shard), value)]
+
+    def one_by_one(nodes: Any) -> Tensor:
+        first, *others = (value for _, value in sorted(nodes.items()))
+        return sum(others, first)
+
+    _tree_sums.Partials.push = Running.push  # type: ignore[method-assign]
+    _tree_sums.combine = one_by_one
+    _tree_sums.maximal_nodes = lambda shards: [(0, min(shards))] if shards else []
+
+
+def row(model: str, shards: int, mode: str) -> str:
+    """A row of the table: the digest, and the numbers of ranks that gave it."""
+    found = {}
+    for ranks in RANKS:
+        with Mesh({"data": ranks}) as mesh:
+            found[ranks] = chained(Run(mesh, model, shards, **MODES[mode]).run(STEPS))
+    agreed = [str(ranks) for ranks in RANKS if found[ranks] == found[1]]
+    others = "".join(f", but {ranks}: `{found[ranks][:16]}`" for ranks in RANKS if found[ranks] != found[1])
+    return f"| {model} | {shards} | {mode} | `{found[1][:32]}` | {' '.join(agreed)}{others} |"
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or list(MODELS):
+        model, _, shards = name.partition(":")
+        for count in [int(shards)] if shards else SHARDS:
+            for mode in MODES:
+                print(row(model, count, mode), flush=True)

@@ -77,10 +77,12 @@ def test_leaves_of_every_kind_have_the_same_bits(shared_mesh):
         "scalar": torch.tensor(1.5),
         "strided": drawn(4, 4, seed=4).t(),
         "nothing": torch.ones(0, 4),
+        "long": drawn(1089, seed=6),
     }
 
     def loss(p, x):
         h = (x @ p["strided"]) * p["bf16"].float() * p["scalar"] + p["nothing"].sum()
+        h = h + (x.sum(1, keepdim=True) * p["long"]).tanh().mean(1, keepdim=True)
         return ((h * p["c64"]).abs() * p["f64"]).mean()
 
     for options in ({}, {"wire_dtype": torch.bfloat16}):

@@ -1,0 +1,358 @@
+"""Checkpoints: whole or not there, whatever happens to the writer; read at any size, and without this library."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import resource
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from scripts import run, script
+
+from spmd import Loader, MeshError, P, Sampler, SpecError, SpmdError, data_parallel, put, restore, save, spmd
+from spmd import _checkpoint_files as files
+
+Pair = collections.namedtuple("Pair", ["left", "right"])
+
+
+def tree() -> dict[str, Any]:
+    return {
+        "w": torch.arange(6.0).reshape(2, 3),
+        "half": torch.ones(2).bfloat16(),
+        "z": torch.complex(torch.ones(2), torch.zeros(2)),
+        "frozen": torch.nn.Parameter(torch.ones(1), requires_grad=False),
+        "empty": torch.ones(0, 3),
+        "scalar": torch.tensor(2),
+        "numbers": [1, 2.5, float("inf"), True, None, "text", (np.float64(0.1), np.arange(2))],
+        3: {},
+    }
+
+
+def same(got: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):
+        return list(got) == list(expected) and all(same(got[key], expected[key]) for key in expected)
+    if isinstance(expected, list | tuple):
+        return type(got) is type(expected) and all(map(same, got, expected)) and len(got) == len(expected)
+    if isinstance(expected, torch.Tensor | np.ndarray):
+        got = got.full() if hasattr(got, "full") else got
+        return torch.equal(got, torch.as_tensor(expected)) and got.dtype is torch.as_tensor(expected).dtype
+    return got == expected
+
+
+# -- what goes in comes out -------------------------------------------------------------------------------------------
+
+
+def test_without_a_mesh(tmp_path: Path) -> None:
+    folder = save(tmp_path, tree()).result()
+    assert folder == tmp_path / "step-00000000" and same(restore(tmp_path), tree()) and same(restore(folder), tree())
+    assert isinstance(restore(tmp_path)["frozen"], torch.nn.Parameter)
+    assert save(tmp_path, tree()).result().name == "step-00000001"
+    assert save(tmp_path, {"w": 7}, step=40).result().name == "step-00000040"
+    assert restore(tmp_path) == {"w": 7} and same(restore(folder), tree())
+    save(tmp_path, {"w": 8}, step=40)
+    assert restore(tmp_path) == {"w": 8}
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000000", "step-00000001", "step-00000040"]
+
+
+def test_at_any_size_and_from_a_mesh_to_none(make_mesh: Any, tmp_path: Path) -> None:
+    mesh = make_mesh({"data": 2})
+    values = {"cut": torch.arange(12.0).reshape(4, 3), "other": torch.arange(8).reshape(2, 4), "whole": torch.ones(5)}
+    specs = {"cut": P("data"), "other": P(None, "data"), "whole": P()}
+    save(tmp_path, {name: put(value, specs[name], mesh=mesh) for name, value in values.items()})
+    assert same(restore(tmp_path), values)
+    for size in (1, 2, 3):
+        back = restore(tmp_path, mesh=make_mesh({"data": size}))
+        assert same(back, values)
+        assert back["cut"].spec == (P("data") if size == 2 else P())
+    back = restore(tmp_path, like={name: put(value, mesh=mesh) for name, value in values.items()})
+    assert back["cut"].mesh is mesh
+
+
+def test_plain_readers_need_no_spmd(make_mesh: Any, tmp_path: Path) -> None:
+    mesh = make_mesh({"data": 2})
+    state = {"params": {"w": put(torch.ones(3), mesh=mesh)}, "m": put(torch.arange(4), P("data"), mesh=mesh)}
+    folder = save(tmp_path, state).result()
+    first, second = (load_file(folder / f"rank-0000{rank}.safetensors") for rank in range(2))
+    assert torch.cat([first["m"], second["m"]]).tolist() == [0, 1, 2, 3]
+    assert {**first, **second}["params.w"].tolist() == [1, 1, 1]
+    assert ("params.w" in first) != ("params.w" in second)  # one rank writes what all have
+
+
+def test_positions_travel(make_mesh: Any, tmp_path: Path) -> None:
+    def loader(size: int) -> Loader:
+        return Loader(torch.arange(10), 4, mesh=make_mesh({"data": size}), seed=1)
+
+    going, rest = loader(2), []
+    for number, batch in enumerate(going):
+        if number == 0:
+            save(tmp_path, {"loader": going, "sampler": Sampler(10, 4, seed=2)})
+        else:
+            rest.append(batch.full().sort().values.tolist())
+    fresh = loader(3)
+    back = restore(tmp_path, like={"loader": fresh, "sampler": None})
+    assert back["loader"] is fresh and back["sampler"] == Sampler(10, 4, seed=2)
+    assert [batch.full().sort().values.tolist() for batch in fresh] == rest
+    assert restore(tmp_path)["loader"] == {"epoch": 0, "step": 1}
+
+
+def test_other_classes_and_other_structures(tmp_path: Path) -> None:
+    save(tmp_path, Pair(torch.ones(2), 3))
+    with pytest.raises(SpecError, match="pass like="):
+        restore(tmp_path)
+    back = restore(tmp_path, like=Pair(0, 0))
+    assert isinstance(back, Pair) and same(tuple(back), (torch.ones(2), 3))
+    with pytest.raises(SpecError, match=r"another structure.*\['x'\].*not in the checkpoint"):
+        restore(tmp_path, like={"x": 1})
+    with pytest.raises(SpecError, match=r"cannot write, \['x'\].*got object"):
+        save(tmp_path, {"x": object()})
+    with pytest.raises(SpecError, match="bad keep"):
+        save(tmp_path, {}, keep=0)
+    with pytest.raises(SpmdError, match="there is no checkpoint in"):
+        restore(tmp_path / "nowhere")
+
+
+def test_keep(tmp_path: Path) -> None:
+    for step in range(5):
+        save(tmp_path, {"step": step}, step=step, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000003", "step-00000004"]
+
+
+def test_in_the_background(make_mesh: Any, tmp_path: Path) -> None:
+    mesh = make_mesh({"data": 2})
+    double = spmd(lambda x: x * 2, mesh=mesh)
+    value, futures = put(torch.ones(1 << 16), mesh=mesh), []
+    for step in range(4):
+        futures.append(save(tmp_path, {"value": value}, step=step, background=True))
+        value = double(value)
+    assert [future.result().name for future in futures] == [f"step-{step:08d}" for step in range(4)]
+    for step, (_, folder) in enumerate(reversed(files.steps(tmp_path))):
+        assert restore(folder)["value"].unique().item() == 2**step
+    with pytest.raises(MeshError, match="inside a region"):
+        mesh.run(lambda: save(tmp_path, {}))
+
+
+LAUNCHED = r"""
+import sys
+import torch
+from spmd import Mesh, P, put, restore, save
+mesh = Mesh()
+state = {"w": put(torch.arange(6.0), P("data"), mesh=mesh), "n": 3}
+for step, background in enumerate((False, True)):
+    folder = save(sys.argv[1], state, step=step, background=background).result()
+back = restore(sys.argv[1], mesh=mesh)
+sys.stdout.write(f"{mesh.rank} {folder.name} {back['n']} {back['w'].full().tolist()}\n")
+mesh.close()
+"""
+
+
+def test_a_mesh_waits_for_it_before_it_closes(make_mesh: Any, tmp_path: Path) -> None:
+    with make_mesh({"data": 2}) as mesh:
+        future = save(tmp_path, {"value": put(torch.ones(1 << 20), mesh=mesh)}, background=True)
+    assert future.done() and restore(tmp_path)["value"].sum() == 1 << 20
+
+
+def test_what_went_wrong_in_the_background_is_told_once(tmp_path: Path, small_files: Any) -> None:
+    large, small_one = {"w": torch.ones(1 << 16)}, {"w": torch.ones(4)}
+    future = save(tmp_path, large, background=True)
+    with pytest.raises(OSError, match="too large"):
+        save(tmp_path, small_one)
+    with pytest.raises(OSError, match="too large"):
+        future.result()
+    save(tmp_path, small_one)
+    assert restore(tmp_path)["w"].tolist() == [1, 1, 1, 1]
+
+
+def test_launched(tmp_path: Path) -> None:
+    status, out, err = run("-m", "spmd", "run", "-n", "2", script(tmp_path, LAUNCHED), str(tmp_path / "runs"))
+    assert status == 0, err
+    for rank in range(2):
+        assert f"{rank} step-00000001 3 [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]" in out
+    assert restore(tmp_path / "runs")["w"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def damaged(file: Path, how: str) -> None:
+    data = bytearray(file.read_bytes())
+    if how == "truncated":
+        data = data[: len(data) // 2]
+    elif how == "flipped":
+        data[len(data) // 2] ^= 4
+    elif how == "emptied":
+        data = bytearray()
+    else:
+        file.unlink()
+        return
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "checkpoint.json"])
+@pytest.mark.parametrize("how", ["truncated", "flipped", "emptied", "removed"])
+def test_a_damaged_one_is_named_and_the_one_before_it_used(tmp_path: Path, name: str, how: str) -> None:
+    for step in range(2):
+        save(tmp_path, {"w": torch.full((100,), step), "step": step}, step=step)
+    bad = tmp_path / "step-00000001" / name
+    damaged(bad, how)
+    with pytest.warns(UserWarning, match=rf"{bad}.*going on from .*step-00000000"):
+        assert restore(tmp_path)["step"] == 0
+    with pytest.raises(SpmdError, match=str(bad)):
+        restore(tmp_path / "step-00000001")
+    damaged(tmp_path / "step-00000000" / name, "flipped")
+    with pytest.raises(SpmdError, match=r"no checkpoint in .* is whole"):
+        restore(tmp_path)
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+    folder = save(tmp_path, {"w": 1.5}).result()
+    file = folder / "checkpoint.json"
+    data = file.read_bytes()
+    for place in range(0, len(data), 7):
+        file.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(SpmdError, match=str(file)):
+            restore(folder)
+
+
+# Forks before torch has computed anything: a fresh interpreter for each of fifty writers would take minutes.
+KILLED = """
+import os, random, signal, sys, warnings
+import torch
+from spmd import restore, save
+from spmd import _checkpoint_files as files
+torch.set_num_threads(1)
+path = sys.argv[1]
+values = [{"w": torch.full((5000,), float(step)), "step": step} for step in range(2)]
+save(path, values[0], step=0)
+
+class Limited:
+    def __init__(self, file):
+        self.file = file
+    def __enter__(self):
+        return self
+    def __exit__(self, *_):
+        self.file.close()
+    def fileno(self):
+        return self.file.fileno()
+    def write(self, data):
+        global left
+        done = self.file.write(data[:left])
+        left -= done
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done
+
+def limited_open(file, mode, buffering=-1):
+    opened = open(file, mode, buffering=buffering)
+    return Limited(opened) if "x" in mode else opened
+
+draw, survived = random.Random(0), 0
+written = []
+original = files.write
+files.write = lambda file, data: (written.append(len(data)), original(file, data))[1]
+save(path + "-measured", values[1], step=1)
+files.write = original
+total = sum(written)
+for left in [1, total - 1, total, *(draw.randrange(1, total + 1) for _ in range(47))]:
+    child = os.fork()
+    if child == 0:
+        files.open = limited_open
+        save(path, values[1], step=1)
+        os._exit(3)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (left, total, status)
+    back = restore(path)
+    assert back["step"] == 0 and torch.equal(back["w"], values[0]["w"]), left
+    survived += 1
+child = os.fork()
+if child == 0:
+    save(path, values[1], step=1)
+    os._exit(0)
+os.waitpid(child, 0)
+back = restore(path)
+assert back["step"] == 1 and sorted(os.listdir(path)) == ["step-00000000", "step-00000001"], os.listdir(path)
+print("survived", survived, "of", total, "bytes")
+"""
+
+
+def test_killed_at_any_byte(tmp_path: Path) -> None:
+    status, out, err = run("-W", "error", script(tmp_path, KILLED), str(tmp_path / "runs"))
+    assert status == 0, err
+    assert out.startswith("survived 50 of")
+
+
+@pytest.fixture
+def small_files() -> Any:
+    """No file of this process may grow past 64 KiB: what a full disk looks like to a writer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk(tmp_path: Path, small_files: Any) -> None:
+    save(tmp_path, {"step": 0}, step=0)
+    for background in (False, True):
+        with pytest.raises(OSError, match="too large"):
+            save(tmp_path, {"w": torch.ones(1 << 16)}, step=1, background=background).result()
+    assert restore(tmp_path) == {"step": 0} and os.listdir(tmp_path) == ["step-00000000"]
+
+
+def small(path: str | None) -> None:
+    """On a rank."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit if path is None else 1 << 16, limit))
+
+
+def test_a_full_disk_on_a_rank(make_mesh: Any, tmp_path: Path) -> None:
+    mesh = make_mesh({"data": 2})
+    value = put(torch.ones(1 << 16), mesh=mesh)
+    save(tmp_path, {"value": value}, step=0)
+    mesh.run(small, "on", ranks=[0])
+    for background in (False, True):
+        with pytest.raises(OSError, match="too large"):
+            save(tmp_path, {"value": value}, step=1, background=background).result()
+        assert os.listdir(tmp_path) == ["step-00000000"] and restore(tmp_path)["value"].sum() == 1 << 16
+    mesh.run(small, None)
+    assert float(spmd(lambda x: x.sum(), mesh=mesh)(value)) == 1 << 16  # the run goes on
+    save(tmp_path, {"value": value}, step=1)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000000", "step-00000001"]
+
+
+# -- fingerprints -----------------------------------------------------------------------------------------------------
+
+
+def test_another_fingerprint_is_told(make_mesh: Any, tmp_path: Path) -> None:
+    def step(x: Any, batch: Any) -> Any:
+        return x + 1
+
+    one, other = make_mesh({"data": 1}), make_mesh({"data": 2}, threads=2, backend="gloo")
+    x = spmd(data_parallel(step, shards=4, wire_dtype=torch.bfloat16), mesh=one)(torch.ones(2), torch.ones(4))
+    save(tmp_path, {"x": x})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        restore(tmp_path, mesh=one)
+    with pytest.warns(UserWarning, match=r"another fingerprint.*\(threads: 1, now 2\)"):
+        back = restore(tmp_path, mesh=other)
+    with pytest.warns(UserWarning, match=r"shards: 4, now 2; wire dtype: torch.bfloat16, now None"):
+        spmd(data_parallel(step, shards=2), mesh=other)(back["x"], torch.ones(4))
+    file = next(tmp_path.glob("*/checkpoint.json"))
+    manifest = json.loads(file.read_text())["manifest"]
+    assert {"torch", "CPU capability", "threads", "backend class", "shards", "wire dtype"} <= {*manifest["fingerprint"]}
+    manifest["fingerprint"]["torch"] = "1.0"
+    import hashlib
+
+    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    file.write_text(json.dumps({"sha256": digest, "manifest": manifest}))
+    with pytest.warns(UserWarning, match=r"torch: 1\.0, now"):
+        restore(tmp_path)

@@ -1,0 +1,95 @@
+"""The same bits at any number of ranks, however they are started, and after a run was stopped and taken up again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from same_bits import MODES, Run, chained, rank_order
+from scripts import run, script
+
+STEPS = 6  # an epoch, with its short last batch, and one step more
+
+CASES = [
+    *(("mlp", shards, mode) for shards in (4, 12) for mode in ("AdamW, float32", "SGD, bfloat16, sharded")),
+    *(("cnn", shards, mode) for shards, mode in ((4, "SGD, float32"), (8, "AdamW, float32, sharded"))),
+    *(("transformer", 8, mode) for mode in MODES),
+]
+
+
+@pytest.mark.parametrize(("model", "shards", "mode"), CASES)
+def test_any_number_of_ranks(shared_mesh: Any, model: str, shards: int, mode: str) -> None:
+    found = {}
+    for ranks in (1, 2, 3, 4):
+        found[ranks] = Run(shared_mesh({"data": ranks}), model, shards, **MODES[mode]).run(STEPS)
+        for step, (mine, first) in enumerate(zip(found[ranks], found[1], strict=True)):
+            assert mine == first, f"{ranks} ranks part from one at step {step}"
+    assert len(set(found[1])) == STEPS
+
+
+def test_more_ranks_than_shards(shared_mesh: Any) -> None:
+    many, one = (
+        Run(shared_mesh({"data": ranks}), "cnn", 4, **MODES["AdamW, float32, sharded"]).run(STEPS) for ranks in (8, 1)
+    )
+    assert many == one
+
+
+def test_fused_and_sharded(shared_mesh: Any) -> None:
+    """A fused kernel rounds the tail of a vector in its own way."""
+    runs = [Run(shared_mesh({"data": ranks}), "mlp", 4, shard=True, fused=True).run(STEPS) for ranks in (1, 2, 3)]
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_any_backend(shared_mesh: Any) -> None:
+    for ranks in (2, 3):
+        runs = [Run(shared_mesh({"data": ranks}, backend), "cnn", 8).run(STEPS) for backend in ("shm", "gloo")]
+        assert runs[0] == runs[1]
+
+
+LAUNCHED = """
+import sys
+sys.path.insert(0, {folder!r})
+from same_bits import Run, chained
+from spmd import Mesh
+mesh = Mesh(backend={backend!r})
+found = chained(Run(mesh, "transformer", 8, shard=True).run({steps}))
+if mesh.rank == 0:
+    print("digest", found)
+mesh.close()
+"""
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("shm", 2), ("gloo", 3)])
+def test_launched(shared_mesh: Any, tmp_path: Path, ranks: int, backend: str) -> None:
+    expected = chained(Run(shared_mesh({"data": 1}), "transformer", 8, shard=True).run(STEPS))
+    text = LAUNCHED.format(folder=str(Path(__file__).parent), backend=backend, steps=STEPS)
+    status, out, err = run("-m", "spmd", "run", "-n", str(ranks), script(tmp_path, text))
+    assert status == 0, err
+    assert f"digest {expected}" in out
+
+
+def test_rank_order_would_be_noticed(make_mesh: Any) -> None:
+    """The negative control: without the tree the digests differ, so that a tree that does nothing cannot pass."""
+    found = {}
+    for ranks in (1, 2, 3):
+        mesh = make_mesh({"data": ranks})
+        mesh.run(rank_order)
+        found[ranks] = Run(mesh, "mlp", 8).run(STEPS)
+    assert found[1][-1] != found[2][-1] and found[1][-1] != found[3][-1]
+
+
+@pytest.mark.parametrize(
+    ("model", "mode"), [("cnn", "AdamW, float32, sharded"), ("transformer", "SGD, float32"), ("mlp", "AdamW, bfloat16")]
+)
+def test_stopped_and_taken_up_at_another_size(shared_mesh: Any, tmp_path: Path, model: str, mode: str) -> None:
+    """Stop after every number of steps, on any number of ranks; go on with any other."""
+    whole = Run(shared_mesh({"data": 1}), model, 8, **MODES[mode]).run(8)
+    for stop, before, after in ((1, 1, 2), (3, 2, 3), (4, 3, 1), (5, 4, 2), (6, 1, 4)):
+        path = str(tmp_path / f"{stop}")
+        first = Run(shared_mesh({"data": before}), model, 8, **MODES[mode])
+        assert first.run(stop) == whole[:stop]
+        first.save(path)
+        second = Run(shared_mesh({"data": after}), model, 8, **MODES[mode])
+        second.restore(path)
+        assert second.run(8 - stop) == whole[stop:], f"stopped at {stop} on {before} ranks, taken up on {after}"

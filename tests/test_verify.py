@@ -1,0 +1,64 @@
+"""`spmd verify`: it says that a script's bits agree at several sizes, or where they first part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scripts import run, script
+
+from spmd._verify import Parting, compare
+
+TRAIN = """
+import torch
+from spmd import Loader, Mesh, data_parallel, grad, spmd
+with Mesh() as mesh:
+    @spmd(mesh=mesh)
+    @data_parallel(shards={shards})
+    def step(w, batch):
+        return {{"w": w - 0.1 * grad(lambda w, x: (w @ x.T).tanh().square().mean())(w, batch)}}["w"]
+    generator = torch.Generator().manual_seed(0)
+    w, data = torch.randn(50, generator=generator), torch.randn(60, 50, generator=generator)
+    for batch in Loader(data, 10, mesh=mesh, shards={shards}):
+        w = step(w, batch)
+"""
+
+
+def test_exact(tmp_path: Path) -> None:
+    status, out, err = run("-m", "spmd", "verify", "--ranks", "1,3", script(tmp_path, TRAIN.format(shards=4)))
+    assert status == 0, out + err
+    assert out.splitlines() == [
+        "1 rank: 6 calls",
+        "3 ranks: the same bits as 1 in all 6 calls",
+    ]
+
+
+def test_not_exact(tmp_path: Path) -> None:
+    status, out, _ = run("-m", "spmd", "verify", "--ranks", "1,3", script(tmp_path, TRAIN.format(shards=None)))
+    assert status == 1
+    assert "3 ranks: parts from 1 at call " in out and ", of step, in result" in out
+    assert "The usual causes:" in out and "shards= is not given" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("raise SystemExit(7)", (7, "failed with exit status 7")), ("", (1, "called no @spmd"))]
+)
+def test_scripts_that_show_nothing(tmp_path: Path, text: str, expected: tuple[int, str]) -> None:
+    status, out, _ = run("-m", "spmd", "verify", script(tmp_path, text))
+    assert status == expected[0] and expected[1] in out
+
+
+def test_bad_numbers_of_ranks(tmp_path: Path) -> None:
+    status, _, err = run("-m", "spmd", "verify", "--ranks", "1,x", script(tmp_path, ""))
+    assert status == 2 and "expected numbers of ranks such as 1,2,4" in err
+
+
+def test_where_runs_part() -> None:
+    def call(name: str, **leaves: str) -> dict:
+        return {"name": name, "leaves": [[f"[{key!r}]", digest, digest] for key, digest in leaves.items()]}
+
+    one = [call("step", w="a"), call("step", w="b", loss="c")]
+    assert compare(one, one) is None
+    assert compare(one, [one[0], call("step", w="b", loss="d")]) == Parting(2, "step", "result['loss']", ("c", "d"))
+    assert compare(one, [call("other", w="a"), one[1]]).leaf.startswith("the function called")  # type: ignore[union-attr]
+    assert compare(one, one[:1]) == Parting(2, "a function", "the number of calls", ("2", "1"))
