@@ -96,7 +96,7 @@ class HierarchicalCommunicator(GlooCommunicator):
 
     # -- what the collectives consist of -------------------------------------------------------------------------------
 
-    def _all_reduce(self, call: Call, flat: torch.Tensor, op: str) -> Steps:
+    def _all_reduce(self, call: Call, flat: torch.Tensor, op: str, *, in_place: bool = False) -> Steps:
         host, across = self._host, self._across
         assert host is not None and self._shared is not None
         added = "sum" if op == "avg" else op
