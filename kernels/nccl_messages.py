@@ -1,9 +1,9 @@
 """Messages between GPUs: NCCL has no tags and lets a send wait for its receive, so the hosts arrange each first.
 
 The sender's host tells the receiver's (tag, size, number) and waits for its answer; then both put their half on a
-stream. There is one NCCL communicator for each direction of each pair: so halves are started in one order on both sides,
-that of the answers, and no send waits for another direction's. Invariant: a half is put on a stream only when the other
-will be.
+stream. There is one NCCL communicator for each direction of each pair: so halves are started in one order on both
+sides, that of the answers, and no send waits for another direction's. Invariant: a half is put on a stream only when
+the other will be.
 """
 
 from __future__ import annotations

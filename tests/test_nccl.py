@@ -114,7 +114,7 @@ def test_wrong_libraries(
 
 def test_nonblocking_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
-    with pytest.raises(MeshError, match="NCCL_COMM_BLOCKING=0.*unset it"):
+    with pytest.raises(MeshError, match=r"NCCL_COMM_BLOCKING=0.*unset it"):
         nccl_library.load.__wrapped__()
 
 
