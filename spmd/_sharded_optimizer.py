@@ -170,7 +170,7 @@ class Slice:
             region, narrow = current(), self.leaves[0].param.dtype.itemsize < 4
             if region is not None and region.virtual is not None and (narrow or engine.options.get("fused")):
                 # Torch rounds the tail of a vector otherwise than the rest here; a whole slice has no tail.
-                params, grads = [torch.cat(params)], [torch.cat(grads)]
+                params, grads = None if params is None else [torch.cat(params)], [torch.cat(grads)]
             stepped.append(engine.update_pieces(params, grads, own, hyper, out))
 
         dtype = self.leaves[0].param.dtype
