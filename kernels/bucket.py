@@ -9,6 +9,7 @@ and are given up to the reduction, whose result may take their place.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -30,8 +31,7 @@ class Leaf:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Leaf:
-        twin = torch.empty_like(tensor, device="meta")  # dense, with the tensor's order of dimensions
-        return Leaf(tuple(tensor.shape), tuple(twin.stride()), tensor.dtype)
+        return _leaf(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     @property
     def numel(self) -> int:
@@ -39,6 +39,13 @@ class Leaf:
         for size in self.shape:
             count *= size
         return count
+
+
+@functools.lru_cache(maxsize=4096)
+def _leaf(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Leaf:
+    # Dense, with the tensor's order of dimensions.
+    twin = torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+    return Leaf(shape, tuple(twin.stride()), dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +77,7 @@ class Buckets:
         self._op = op
         self._comm, self._leaves = comm, leaves
         self._plan = _plan(comm, tuple(leaves), bucket_bytes, wire_dtype)
-        self._buffers = [comm.scratch(size, dtype=dtype) for size, dtype in self._plan.sizes]
+        self._buffers: dict[int, torch.Tensor] = {}  # of the buckets that are being filled
         self._left = list(self._plan.counts)
         self._filled = [False] * len(leaves)
         self._works: list[Work] = []
@@ -79,7 +86,12 @@ class Buckets:
         """Copy a leaf's value in; starts every reduction that is now complete, in order."""
         self._filled[index] = True
         slot = self._plan.slots[index]
-        target = self._view(self._buffers[slot.bucket], index)
+        buffer = self._buffers.get(slot.bucket)
+        if buffer is None:
+            self._comm.progress()  # what is reduced by now gives its memory back
+            size, dtype = self._plan.sizes[slot.bucket]
+            buffer = self._buffers[slot.bucket] = self._comm.scratch(size, dtype=dtype)
+        target = self._view(buffer, index)
         if (
             value.dtype == target.dtype
             and value.shape == target.shape
@@ -94,7 +106,8 @@ class Buckets:
 
     def _start(self) -> None:
         while len(self._works) < len(self._left) and self._left[len(self._works)] == 0:
-            self._works.append(self._comm.all_reduced(self._buffers[len(self._works)], self._op, async_op=True))
+            buffer = self._buffers.pop(len(self._works))
+            self._works.append(self._comm.all_reduced(buffer, self._op, async_op=True))
 
     def _view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         leaf, slot = self._leaves[index], self._plan.slots[index]

@@ -169,6 +169,7 @@ class LocalSource:
     ):
         self._session, self._tensor, self._spec, self._shape, self._shapes = session, tensor, spec, shape, shapes
         self.name: Any = None  # under which a driver knows it
+        self.hint = (tuple(shape), tensor.dtype, spec)
 
     def shape(self) -> tuple[int, ...]:
         return self._shape

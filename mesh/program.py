@@ -122,7 +122,8 @@ def _local(session: RankSession, leaf: Entering, *, alone: bool) -> torch.Tensor
 
 
 def _frozen(value: torch.Tensor) -> bool:
-    return isinstance(value, torch.nn.Parameter) and not value.requires_grad
+    # Most are plain tensors, and asking whether one is a Parameter takes torch a while.
+    return type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter) and not value.requires_grad
 
 
 def _version(value: Any) -> int:
