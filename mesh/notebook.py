@@ -55,7 +55,7 @@ def shorten(error: BaseException) -> BaseException:
 
 def _lines_of_last_error() -> list[str]:
     """What IPython shows of an exception that says how: it asks for this once it has stored the exception in `sys`."""
-    error: BaseException = sys.last_value  # not a captured one, which would keep itself and its frames alive
+    error: Any = sys.last_value  # not a captured one, which would keep itself and its frames alive
     formatter = shell().InteractiveTB
     return formatter.structured_traceback(type(error), error, _users(error.__traceback__), formatter.tb_offset)
 

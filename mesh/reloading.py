@@ -67,7 +67,7 @@ def _own_modules() -> dict[str, str]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py") or name in ("__main__", "__mp_main__"):
             continue
-        if getattr(module, "__spec__", None) is None or module.__spec__.name != name or is_our_file(file):
+        if getattr(getattr(module, "__spec__", None), "name", None) != name or is_our_file(file):
             continue
         if not os.path.realpath(file).startswith(_INSTALLED) and os.path.exists(file):
             found[name] = file

@@ -75,7 +75,9 @@ def jupyterlab(folder: Path) -> Iterator[str]:
         yield address
     finally:
         server.terminate()
-        server.wait(20)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(10)
+        server.kill()
 
 
 def answers(url: str) -> bool:
@@ -114,6 +116,12 @@ class Page:
         found = self._browser.find_elements(By.CSS_SELECTOR, selector)
         return "\n".join(one.get_attribute("textContent") or "" for one in found) if found else None
 
+    def errors(self) -> list[str]:
+        """The names of the exceptions that cells have ended with."""
+        cells = "[...window.jupyterapp.shell.currentWidget.content.model.cells]"
+        outputs = f"{cells}.flatMap(cell => cell.toJSON().outputs ?? [])"
+        return list(self._browser.execute_script(f"return {outputs}.map(o => o.ename).filter(Boolean)"))
+
     def command(self, name: str) -> None:
         self._browser.execute_script(f"window.jupyterapp.commands.execute({name!r})")
 
@@ -150,8 +158,7 @@ def run_all(browser: webdriver.Chrome, address: str, name: str) -> None:
     began = time.monotonic()
     wait(lambda: "[1]" in (page.text(".jp-InputPrompt") or ""), f"{name} did not begin")
     wait(page.finished, f"{name} did not end", 120)
-    errors = page.text(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']")
-    if errors:
+    if errors := page.errors():
         raise SystemExit(f"{name}: {errors}")
     print(f"{name}: {time.monotonic() - began:.0f} s")
     page.picture(name)
@@ -166,8 +173,7 @@ def stop(browser: webdriver.Chrome, address: str) -> None:
     page.picture("stop_running")
     began = time.monotonic()
     page.press("notebook:interrupt-kernel")
-    error = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
-    wait(lambda: "KeyboardInterrupt" in (page.text(error) or ""), "the stop button did nothing", 20)
+    wait(lambda: page.errors() == ["KeyboardInterrupt"], "the stop button did nothing", 20)
     print(f"stopped after {time.monotonic() - began:.1f} s")
     page.run_cell()
     page.run_cell()
@@ -200,7 +206,8 @@ def main() -> None:
         for path in HERE.glob("*.ipynb"):
             shutil.copy(path, folder)
         cells = [nbformat.v4.new_code_cell(source) for source in STOPPED]
-        nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "stop.ipynb")
+        kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}  # else a dialog asks for it
+        nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), folder / "stop.ipynb")
         address = stack.enter_context(jupyterlab(folder))
         options = webdriver.ChromeOptions()
         options.binary_location = arguments.chromium

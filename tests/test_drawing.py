@@ -41,7 +41,7 @@ def test_a_value_on_two_axes(shared_mesh: Callable[..., Mesh]) -> None:
 def test_html_shows_every_rank_in_its_colour(shared_mesh: Callable[..., Mesh]) -> None:
     mesh = shared_mesh({"data": 2, "model": 2})
     page = mesh._repr_html_()
-    assert all(f">rank {rank}<" in page for rank in range(4)) and len(set(page.split("background:")[1:])) == 4
+    assert all(f">rank {rank}<" in page for rank in range(4)) and len(set(page.split("background:#")[1:])) == 4
     assert ">ranks 0-1<" in put(torch.zeros(4, 2), P("data"), mesh=mesh)._repr_html_()
 
 
@@ -73,7 +73,7 @@ def test_which_rank_takes_which_sample(shared_mesh: Callable[..., Mesh], capsys:
 def test_every_sample_is_drawn_in_its_ranks_colour(make_mesh: Callable[..., Mesh]) -> None:
     with make_mesh({"data": 3}):
         for page in (Sampler(9, 9)._repr_html_(), Loader({"x": torch.arange(9)}, 9)._repr_html_()):
-            assert page.count("<td") == 3 and len(set(page.split("background:")[1:])) == 3
+            assert page.count("<td") == 3 and len(set(page.split("background:#")[1:])) == 3
     assert "0 steps" in Sampler(0, 3)._repr_html_()
 
 
