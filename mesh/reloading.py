@@ -24,6 +24,8 @@ _INSTALLED = tuple(
     os.path.join(os.path.realpath(sysconfig.get_path(name)), "")
     for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
+# Of environments that this one sees by a path file, too.
+_PACKAGES = {"site-packages", "dist-packages"}
 
 
 class LoadedModules:
@@ -48,8 +50,10 @@ class LoadedModules:
         """
         self.notice()
         own = _own_modules()
-        imports = {name: _imported_by(name, file) & own.keys() for name, file in own.items()}
         stale = {name for name, file in own.items() if name in names or _state(file) != self._seen.get(name)}
+        if not stale:
+            return []
+        imports = {name: _imported_by(name, file) & own.keys() for name, file in own.items()}
         while more := {name for name in own if name not in stale and imports[name] & stale}:
             stale |= more
         done: list[str] = []
@@ -69,7 +73,8 @@ def _own_modules() -> dict[str, str]:
             continue
         if getattr(getattr(module, "__spec__", None), "name", None) != name or is_our_file(file):
             continue
-        if not os.path.realpath(file).startswith(_INSTALLED) and os.path.exists(file):
+        path = os.path.realpath(file)
+        if not path.startswith(_INSTALLED) and not _PACKAGES.intersection(path.split(os.sep)) and os.path.exists(path):
             found[name] = file
     return found
 

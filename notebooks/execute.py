@@ -27,6 +27,7 @@ def execute(path: Path, timeout: float = 100.0) -> nbformat.NotebookNode:
         resources={"metadata": {"path": str(path.parent)}},
         record_timing=False,
         store_widget_state=False,
+        coalesce_streams=True,  # else a text is in as many pieces as time has cut it
     )
     client.execute()
     for cell in notebook.cells:
