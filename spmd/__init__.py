@@ -6,12 +6,12 @@ import os as _os
 if not _os.path.isdir(_os.path.join(__path__[0], "kernels")):
     __path__.append(_os.path.dirname(__path__[0]))
 
-from ._checkpoint import restore as restore
 from ._checkpoint import save as save
 from ._functional import functional as functional
 from ._functional import functional_with_buffers as functional_with_buffers
 from ._loader import Loader as Loader
 from ._optimizer import optimizer as optimizer
+from ._restore import restore as restore
 from ._spmd import spmd as spmd
 from ._visualize import visualize as visualize
 from .kernels.errors import CollectiveMismatch as CollectiveMismatch

@@ -96,7 +96,7 @@ class Spmd:
                         )
                     )
         self._batch = getattr(f, "_spmd_batch", None)
-        self._settings = getattr(f, "_spmd_settings", None)
+        self._settings: dict[str, Any] | None = getattr(f, "_spmd_settings", None)
         self._program = Program(f, out_specs, self._name, None if self._batch is None else self._batch[2])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ class Spmd:
     def _outside(self, bound: inspect.BoundArguments) -> Any:
         mesh = resolve(self._mesh)
         if self._settings is not None:
-            self._note_settings(mesh)
+            self._note_settings(mesh, self._settings)
         donated = [place for name in self._donate for place in self._places(bound, name)]
         specs, batch = self._specs(bound), self._batch_of(bound)
         request = Request(mesh, self._name, bound.args, bound.kwargs, specs, batch, donated)
@@ -131,11 +131,11 @@ class Spmd:
             _trace.note(self._name, results)
         return results
 
-    def _note_settings(self, mesh: Mesh) -> None:
-        mesh.settings = self._settings
+    def _note_settings(self, mesh: Mesh, settings: dict[str, Any]) -> None:
+        mesh.settings = settings
         if mesh.resumed is not None:
             (where, before), mesh.resumed = mesh.resumed, None
-            warn_if_other({name: before[name] for name in self._settings if name in before}, self._settings, where)
+            warn_if_other({name: before[name] for name in settings if name in before}, settings, where)
 
     def _batch_of(self, bound: inspect.BoundArguments) -> tuple[int | str, str, int | None] | None:
         if self._batch is None:

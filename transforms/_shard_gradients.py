@@ -91,8 +91,8 @@ def over_shards(call: Call, arguments: list[Argument], region: Region, over: tup
                     remedy="differentiate by what is the same on all ranks, or by the batch",
                 )
             )
-        summed = argument.twin is not None and not cut
-        places.append(sums.add(argument.twin, argument.reduce, scale) if summed else None)
+        summed = None if cut else argument.twin
+        places.append(None if summed is None else sums.add(summed, argument.reduce, scale))
     inputs = _Inputs(call, arguments, virtual)
     results = Results(region, over, sums, share)
     mine = virtual.filled(virtual.place)

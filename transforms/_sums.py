@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -68,12 +68,18 @@ class Sums:
         return found
 
 
+class Filled(Protocol):
+    """Sums of one kind or the other, each with places of its own."""
+
+    def fill(self, place: Any, value: Tensor) -> None: ...
+
+
 class Hook:
     """Takes a leaf's gradient as soon as the backward pass has it."""
 
     __slots__ = ("place", "sums")
 
-    def __init__(self, sums: Sums, place: Place):
+    def __init__(self, sums: Filled, place: Any):
         self.sums, self.place = sums, place
 
     def __call__(self, twin: Any) -> None:
