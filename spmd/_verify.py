@@ -19,8 +19,8 @@ from typing import Any
 CAUSES = """\
 The usual causes:
   - shards= is not given, or not to both Loader and data_parallel: means over ranks are added in another order
-  - fused=True with shard= in an optimizer: a fused kernel treats the end of a slice as no other element
-  - the script sets threads (torch.set_num_threads, OMP_NUM_THREADS in the step) by the number of ranks
+  - shards= is the number of ranks, or made from it: the bits depend on it
+  - the script sets threads (torch.set_num_threads, Mesh(threads=)) by the number of ranks
   - random numbers of NumPy or Python in the step, which are not keyed: use spmd.random_key()
   - something that depends on mesh.size, axis_size or axis_index, or on when or in which order ranks finish"""
 

@@ -1,6 +1,7 @@
 """Training runs whose bits must not depend on the number of ranks: what `test_same_bits` and the table are made of.
 
-`python tests/same_bits.py` prints the rows of docs/same_bits.md: the whole matrix, 200 steps a run.
+`python tests/same_bits.py` prints the rows of docs/same_bits.md: the whole matrix, 200 steps a run. Arguments choose
+from it: `cnn`, `cnn:8`, `cnn:8:0` are a model, one with V = 8, and that in the first mode.
 """
 
 from __future__ import annotations
@@ -80,9 +81,8 @@ def digest(*values: Any) -> str:
     return state.hexdigest()
 
 
-def unpadded(state: Any, params: Any) -> Any:
+def unpadded(state: Any, numel: int) -> Any:
     """Optimizer state without the padding of sharded slices, which depends on the number of ranks."""
-    numel = sum(leaf.numel() for leaf in trees.leaves(params))
 
     def cut(leaf: Any) -> Any:
         whole = leaf.full() if hasattr(leaf, "full") else leaf
@@ -90,6 +90,11 @@ def unpadded(state: Any, params: Any) -> Any:
         return whole[:numel] if flat else whole
 
     return trees.map(cut, state)
+
+
+def digest_of_run(numel: int, params: Any, buffers: Any, state: Any, *metrics: Any) -> str:
+    """On a rank: of all that a step gave."""
+    return digest(params, buffers, unpadded(state, numel), *metrics)
 
 
 class Run:
@@ -111,7 +116,7 @@ class Run:
         apply, params, buffers = functional_with_buffers(MODELS[model][0]().to(kind))
         cls, usual = OPTIMIZERS[opt]
         opt_ = optimizer(cls, shard="data" if shard else None, **usual, **hyper)
-        self.mesh, self.whole = mesh, params
+        self.mesh, self.numel = mesh, sum(leaf.numel() for leaf in trees.leaves(params))
         self.loader = Loader(data(model, kind), BATCH, seed=3, mesh=mesh, shards=shards)
 
         def loss_of(params: Any, buffers: Any, batch: Any) -> Any:
@@ -156,8 +161,7 @@ class Run:
         self.state = tuple(state)
 
     def digest(self) -> str:
-        params, buffers, state = self.state
-        return digest(params, buffers, unpadded(state, self.whole), *self.metrics)
+        return self.mesh.run(digest_of_run, self.numel, *self.state, *self.metrics)[0]
 
 
 # name -> options of a Run
@@ -213,7 +217,7 @@ def row(model: str, shards: int, mode: str) -> str:
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or list(MODELS):
-        model, _, shards = name.partition(":")
+        model, shards, mode = (name + "::").split(":")[:3]
         for count in [int(shards)] if shards else SHARDS:
-            for mode in MODES:
-                print(row(model, count, mode), flush=True)
+            for each in [list(MODES)[int(mode)]] if mode else MODES:
+                print(row(model, count, each), flush=True)
