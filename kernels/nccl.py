@@ -86,7 +86,7 @@ class NcclCommunicator(Communicator):
     ):
         self.host = make_host(channel)
         host = self.host
-        super().__init__(host.ranks, host.rank, host._watch, timeout=host.timeout, crowded=host._crowded)
+        super().__init__(host.ranks, host.rank, host._watch, timeout=host.timeout, crowded=host.crowded)
         self.device, self.library, self.streams, self.channel = device, library, streams, channel
         self.failure: BaseException | None = None
         self._checked = checked or debug.enabled()
@@ -217,7 +217,7 @@ class NcclCommunicator(Communicator):
             while True:
                 ready = next(steps)
                 wait_until(
-                    ready, self._watch, timeout=self.timeout, crowded=self._crowded, overdue=lambda: self._silence("it")
+                    ready, self._watch, timeout=self.timeout, crowded=self.crowded, overdue=lambda: self._silence("it")
                 )
         except StopIteration as end:
             return end.value

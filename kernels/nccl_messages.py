@@ -2,13 +2,15 @@
 
 The sender's host tells the receiver's (tag, size, number) and waits for its answer; then both put their half on a
 stream. There is one NCCL communicator for each direction of each pair: so halves are started in one order on both
-sides, that of the answers, and no send waits for another direction's. Invariant: a half is put on a stream only when
-the other will be.
+sides, that of the answers, and no send waits for another direction's. Such a communicator is made in a thread, since
+that waits for the other side, which may be waiting for a third. Invariant: a half is put on a stream only when the
+other will be.
 """
 
 from __future__ import annotations
 
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 _HEAD = struct.Struct("<qq128s")  # bytes, number of the message, unique id of a new communicator
 Direction = tuple[int, int]  # source, destination
+# As many as may wait for each other.
+_JOINERS = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="spmd-nccl-join")
 
 
 class Messages:
@@ -55,9 +59,8 @@ class Messages:
         told = self._post.isend(header, dst, 2 * tag)
         yield lambda: told.is_completed() and answered.is_completed()
         told.wait(), answered.wait()
-        yield from self._in_turn(direction, int(answer))
         if dst != comm.rank:
-            self._put("send", tensor, direction, self._offered[dst], before)
+            yield from self._put("send", tensor, direction, int(answer), self._offered[dst], before)
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
         comm = self._comm
@@ -77,21 +80,20 @@ class Messages:
         if source == comm.rank:
             tensor.copy_(self._own.pop(number))
             return source
-        yield from self._in_turn((source, comm.rank), turn)
-        self._put("recv", tensor, (source, comm.rank), unique, before)
+        yield from self._put("recv", tensor, (source, comm.rank), turn, unique, before)
         return source
 
-    def _in_turn(self, direction: Direction, turn: int) -> Steps:
-        """Wait until those answered before were put on the stream."""
-        if direction[0] != direction[1]:
-            yield lambda: self._put_so_far.get(direction, 0) == turn
-
-    def _put(self, name: str, tensor: torch.Tensor, direction: Direction, unique: bytes, before: Any) -> None:
-        """Put one half on the stream of its direction; the current stream goes on after it."""
+    def _put(
+        self, name: str, tensor: torch.Tensor, direction: Direction, turn: int, unique: bytes, before: Any
+    ) -> Steps:
+        """Put one half on the stream of its direction, after those answered before; the current stream then waits."""
         comm = self._comm
+        yield lambda: self._put_so_far.get(direction, 0) == turn
         if tensor.numel():
             if direction not in self._raw:
-                self._raw[direction] = joined(comm.library, 2, unique, int(name == "recv"))
+                joining = _JOINERS.submit(self._joined, unique, int(name == "recv"))
+                yield joining.done
+                self._raw[direction] = joining.result()
             with comm.streams.beside(f"{direction[0]} to {direction[1]}", before):
                 start, peer = getattr(self._raw[direction], name), int(name == "send")
                 start(tensor.data_ptr(), tensor.numel(), comm._type(torch.uint8), peer, comm.streams.pointer())
@@ -100,6 +102,11 @@ class Messages:
             comm.streams.wait(after)
             comm.note(f"{name} from rank {direction[0]} to rank {direction[1]}", after, tensor)
         self._put_so_far[direction] = self._put_so_far.get(direction, 0) + 1
+
+    def _joined(self, unique: bytes, rank: int) -> Any:
+        if self._comm.device.type == "cuda":
+            torch.cuda.set_device(self._comm.device)  # each thread has a current device of its own
+        return joined(self._comm.library, 2, unique, rank)
 
     def abort(self) -> None:
         """End what is under way at once; from another thread, while this one may wait for it."""

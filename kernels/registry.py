@@ -1,13 +1,15 @@
 """Backends by name: how a communicator is made, and where a third party adds one.
 
 >>> sorted(backends())
-['gloo', 'hierarchical', 'mpi', 'shm']
+['gloo', 'hierarchical', 'mpi', 'nccl', 'shm']
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from . import hierarchical
 from .arena import Arena
@@ -47,7 +49,30 @@ def _mpi(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: 
     return MpiCommunicator(store(), watch, ranks, rank, timeout=timeout, channel=channel)
 
 
-_BUILT_IN: dict[str, Factory] = {"shm": _shm, "gloo": _gloo, "hierarchical": _hierarchical, "mpi": _mpi}
+def _nccl(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: float, channel: str) -> Communicator:
+    from .cuda_streams import Streams
+    from .nccl import NcclCommunicator
+    from .nccl_library import check_driver, load
+
+    check_driver()
+    on_host = _shm if isinstance(watch, Arena) else _gloo
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def host(name: str) -> Communicator:
+        return on_host(ranks=ranks, rank=rank, watch=watch, store=store, timeout=timeout, channel=name)
+
+    # Over a network the hosts' agreement on every call would cost more than most calls.
+    checked = isinstance(watch, Arena)
+    return NcclCommunicator(host, device, load(), streams=Streams(device), channel=channel, checked=checked)
+
+
+_BUILT_IN: dict[str, Factory] = {
+    "shm": _shm,
+    "gloo": _gloo,
+    "hierarchical": _hierarchical,
+    "mpi": _mpi,
+    "nccl": _nccl,
+}
 _FACTORIES = dict(_BUILT_IN)
 
 

@@ -116,7 +116,7 @@ def path_in(treedef: Any, index: int) -> str:
 def digest(tensor: torch.Tensor) -> bytes:
     """A short hash of a tensor's bytes, shape and dtype."""
     state = hashlib.blake2b(repr((tuple(tensor.shape), tensor.dtype)).encode(), digest_size=16)
-    state.update(as_bytes(tensor).numpy().data)
+    state.update(as_bytes(tensor).cpu().numpy().data)
     return state.digest()
 
 

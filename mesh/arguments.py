@@ -20,8 +20,21 @@ def check_arguments(backend: str, device: str, threads: int | None, timeout: flo
         )
     if backend == "shm" and arena.supported():
         raise MeshError(message("backend 'shm' can't be used here", got=arena.supported(), remedy="use 'gloo'"))
-    if device not in ("auto", "cpu"):
-        raise MeshError(message("Mesh got a device it can't use yet", got=repr(device), expected='"auto" or "cpu"'))
+    if device not in ("auto", "cpu", "cuda"):
+        raise MeshError(
+            message(
+                "Mesh got an unknown device", got=repr(device), expected='"auto", "cpu" or "cuda"; ranks get one each'
+            )
+        )
+    if (device == "cpu" and backend == "nccl") or (device == "cuda" and backend in ("shm", "gloo", "mpi")):
+        side, remedy = (
+            ("GPUs", "device='cuda'") if backend == "nccl" else ("CPUs", "backend='auto', which is 'nccl' there")
+        )
+        raise MeshError(
+            message(
+                f"backend {backend!r} moves tensors of {side} only", got=f"device={device!r}", remedy=f"use {remedy}"
+            )
+        )
     if threads is not None and threads < 1:
         raise MeshError(message("Mesh got a bad threads", got=threads, expected="at least 1, or None"))
     if not timeout > 0:

@@ -189,7 +189,8 @@ class LocalSource:
 
     def full(self) -> torch.Tensor:
         if not self._spec.entries:
-            return self._tensor.detach().clone()  # the value must not change with what the caller does to it
+            # The value must not change with what the caller does to it.
+            return self._tensor.detach().cpu() if self._tensor.is_cuda else self._tensor.detach().clone()
         return self._session.layout.join(self.shards(), self._spec)
 
     def shards(self) -> list[torch.Tensor]:
@@ -198,7 +199,7 @@ class LocalSource:
         out = [torch.empty(shape, dtype=self._tensor.dtype) for shape in shapes]
 
         def gather() -> None:
-            self._session.comm().all_gather(out, self._tensor.detach())
+            self._session.comm().all_gather(out, self._tensor.detach().cpu())
 
         if self._session.launched and current() is None:
             launched.call(self._session, gather)

@@ -46,7 +46,7 @@ class DriverSession:
     Args:
         mesh: whose ranks they are; only its finalizer keeps a session alive longer than its mesh.
         layout: the axes.
-        backend, threads, seed, timeout: as given to `Mesh`.
+        backend, device, threads, seed, timeout: as given to `Mesh`.
         pinned: torch threads of a rank while it computes under `shards=`.
 
     Attributes:
@@ -56,7 +56,16 @@ class DriverSession:
     """
 
     def __init__(
-        self, mesh: Any, layout: Layout, *, backend: str, threads: int, pinned: int, seed: int, timeout: float
+        self,
+        mesh: Any,
+        layout: Layout,
+        *,
+        backend: str,
+        device: str,
+        threads: int,
+        pinned: int,
+        seed: int,
+        timeout: float,
     ):
         self._mesh, self.mesh_type = weakref.ref(mesh), type(mesh)
         self.layout, self.backend, self.timeout = layout, backend, timeout
@@ -75,7 +84,14 @@ class DriverSession:
         self._nothing = wire.dumps((tasks.do_nothing, ()))
         self._recovery = Recovery(self)
         self.receiving = Receiving(self._recovery, layout)
-        options = {"backend": backend, "threads": threads, "pinned": pinned, "seed": seed, "timeout": timeout}
+        options = {
+            "backend": backend,
+            "device": device,
+            "threads": threads,
+            "pinned": pinned,
+            "seed": seed,
+            "timeout": timeout,
+        }
         self.ranks = Ranks(layout, options, self.receiving.add)
         try:
             self.ranks.start(layout.size)

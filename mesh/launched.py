@@ -22,7 +22,7 @@ from ..kernels.arena import Arena
 from ..kernels.errors import Aborted, MeshError, PeerLost, message
 from ..kernels.hosts import LEADER_SECONDS, OTHERS_SECONDS, HostArena, HostWatch, StoreWatch, out_of_reach
 from ..kernels.interface import towards
-from . import wire
+from . import devices, wire
 from .environments import Launch
 from .failure import Failure, capture, combine, ranks_text
 from .rank import RankSession
@@ -34,7 +34,9 @@ RECOVERY_SECONDS = 5.0
 _meshes = 0
 
 
-def join(layout: Layout, launch: Launch, *, backend: str, seed: int, timeout: float) -> tuple[RankSession, str]:
+def join(
+    layout: Layout, launch: Launch, *, backend: str, device: str, seed: int, timeout: float
+) -> tuple[RankSession, str]:
     """Meet the other ranks: this rank's session, and the backend that was chosen."""
     global _meshes
     _meshes += 1
@@ -58,7 +60,10 @@ def join(layout: Layout, launch: Launch, *, backend: str, seed: int, timeout: fl
         watch = HostWatch(arena, hosts) if isinstance(arena, HostArena) else watch
     else:
         arena = None
-    if backend == "auto":
+    own = devices.of_launched(device, backend, launch, store, said[rank][0], size)
+    if backend == "auto" and own is not None:
+        backend = "nccl"
+    elif backend == "auto":
         backend = "gloo" if arena is None else "hierarchical" if several else "shm"
     if arena is None and backend in ("shm", "hierarchical"):
         reason = arena_module.supported() or "mapping it failed on one of the hosts"
@@ -78,6 +83,7 @@ def join(layout: Layout, launch: Launch, *, backend: str, seed: int, timeout: fl
         timeout=timeout,
         seed=seed,
         launched=True,
+        device=own,
     )
     session.renew(1)
     return session, backend

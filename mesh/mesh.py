@@ -20,12 +20,12 @@ import torch
 from ..kernels import arena
 from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, message
-from . import drawing, launched, tasks, wire
+from . import devices, drawing, launched, tasks, wire
 from .arguments import check_arguments, layout_of
 from .driver import DriverSession, close_quietly
 from .notebook import shorten
 from .rank import RankSession
-from .region import Region, current, inside, reseed
+from .region import Region, current, generators, inside, reseed, restore_generators
 from .rendezvous import launch_of_process
 from .spec import Layout
 
@@ -40,9 +40,9 @@ class Mesh:
     Args:
         axes: name -> size, the first varying slowest; one size may be -1, meaning all ranks there are: in a launched
             job its size, else SPMD_RANKS if that is set, else this host's cores. None is {"data": -1}.
-        backend: "auto", "shm" (one host), "hierarchical" (several), "gloo", "mpi" (under mpirun), or a name given to
-            `register_backend`.
-        device: "auto" or "cpu".
+        backend: "auto", "shm" (one host), "hierarchical" (several), "gloo", "mpi" (under mpirun), "nccl" (GPUs), or a
+            name given to `register_backend`.
+        device: "cpu", "cuda" (one GPU a rank), or "auto": "cuda" if every rank can have a GPU of its own.
         threads: torch threads of each rank; None shares the host's cores among its ranks, at least 1 each (under
             `data_parallel(shards=)` None is 1, since the number of threads is seen in the bits).
         seed: what the random numbers of all regions are made from.
@@ -87,12 +87,16 @@ class Mesh:
         if launch is not None:
             self.threads = launched.set_threads(threads, launch, layout.size)
             self._rank_session, self.backend = launched.join(
-                layout, launch, backend=backend, seed=seed, timeout=timeout
+                layout, launch, backend=backend, device=device, seed=seed, timeout=timeout
             )
+            self.device = self._rank_session.device.type
             self._rank_session.mesh_text = self.describe()
         else:
             self.threads = threads or max(1, len(os.sched_getaffinity(0)) // layout.size)
-            self.backend = ("gloo" if arena.supported() else "shm") if backend == "auto" else backend
+            self.device = devices.for_driver(device, backend, layout.size)
+            self.backend = backend
+            if backend == "auto":
+                self.backend = "nccl" if self.device == "cuda" else "gloo" if arena.supported() else "shm"
             self._start()
 
     def _start(self) -> None:
@@ -100,6 +104,7 @@ class Mesh:
             self,
             self._layout,
             backend=self.backend,
+            device=self.device,
             threads=self.threads,
             pinned=self.pinned_threads,
             seed=self.seed,
@@ -128,6 +133,7 @@ class Mesh:
         mesh._set(session.layout, session.seed, session.timeout)
         mesh._rank_session, mesh.backend = session, session.backend
         mesh.threads, mesh.pinned_threads = threads, pinned
+        mesh.device = session.device.type
         _here = mesh
         return mesh
 
@@ -262,14 +268,14 @@ class Mesh:
         return future
 
     def _call_here(self, fn: Callable[..., Any], args: tuple, key: tuple) -> Any:
-        state = torch.get_rng_state()
+        state = generators()
         region = Region(self.session, key, self)
         reseed(region, self.session.rank)
         try:
             with inside(region), torch.enable_grad():
                 return fn(*args)
         finally:
-            torch.set_rng_state(state)
+            restore_generators(state)
 
     def next_call(self) -> int:
         """The number of this call of an @spmd function, from 1 on; the same on all launched ranks."""

@@ -100,7 +100,7 @@ def place(mesh: Mesh, tree: Any, spec: Any) -> Any:
         todo.append((index, leaf, its_spec))
     if not mesh.is_driver:
         for index, leaf, its_spec in todo:
-            local = mesh.layout.take(leaf, its_spec, mesh.session.rank)
+            local = mesh.session.placed(mesh.layout.take(leaf, its_spec, mesh.session.rank))
             placed[index] = Array(mesh, LocalSource(mesh.session, local, its_spec, tuple(leaf.shape)))
     elif todo:
         outputs = Outputs(mesh, mesh.driver)

@@ -19,7 +19,7 @@ from . import donation, trees
 from .agreement import Leaving, digest, path_in
 from .array import Array
 from .rank import RankSession
-from .region import Region, inside, mark, reseed
+from .region import Region, generators, inside, mark, reseed, restore_generators
 from .spec import REPLICATED, P, Sharded, is_sharded, is_spec
 
 
@@ -84,14 +84,14 @@ def execute(
     args, kwargs = trees.unflatten(treedef, local)
     batch_axis = program.batch_axis if batch_total is not None else None
     region = Region(session, key, mesh, batch_total=batch_total, batch_axis=batch_axis, dealt=dealt)
-    state = torch.get_rng_state() if session.launched else None
+    state = generators() if session.launched else None
     reseed(region, session.rank)
     try:
         with inside(region), torch.enable_grad():
             result = program.body(*args, **kwargs)
     finally:
         if state is not None:
-            torch.set_rng_state(state)
+            restore_generators(state)
     for index, (value, version) in enumerate(zip(local, versions, strict=True)):
         if type(value) is not donation.Taken and _version(value) != version:
             raise SpecError(
@@ -111,7 +111,11 @@ def _local(session: RankSession, leaf: Entering, *, alone: bool) -> torch.Tensor
     """This rank's part of a leaf, with what is known of it noted on it."""
     value = leaf.value
     if leaf.whole and leaf.spec.entries:
-        value = session.layout.take(value, leaf.spec, session.rank)
+        value = session.placed(session.layout.take(value, leaf.spec, session.rank))
+    elif value.device != session.device:
+        frozen = _frozen(value)
+        value = session.placed(value.detach())
+        value = torch.nn.Parameter(value, requires_grad=False) if frozen else value
     elif not _frozen(value):
         owned = alone and donation.is_owner(value)
         value = value.detach()

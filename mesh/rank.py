@@ -30,6 +30,7 @@ class RankSession:
         backend: the name under which the transport is registered.
         watch: the arena, the store's watch, or what joins the two, through which aborts travel.
         store: a `torch.distributed` store shared by all ranks, where the backend needs one.
+        device: where this rank's tensors are; None is the CPU.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class RankSession:
         timeout: float,
         seed: int,
         launched: bool,
+        device: torch.device | None = None,
     ):
         keep_freed_memory()
         self.layout, self.rank, self.backend = layout, rank, backend
         self.watch, self.store, self.timeout, self.seed, self.launched = watch, store, timeout, seed, launched
+        self.device = torch.device("cpu") if device is None else device
         self.regions = 0
         self.closed = False
         self.mesh_text = "a mesh"  # for messages
@@ -112,6 +115,15 @@ class RankSession:
         arena = self.watch.arena if isinstance(self.watch, HostWatch) else self.arena
         return arena is not None and arena.is_leased(tensor)
 
+    def placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor on this rank's device: itself, if it is there."""
+        return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
+
+    def check(self) -> None:
+        """Raise what went wrong in operations that GPUs had not finished when they were started."""
+        for comm in self._comms.values():
+            comm.check()
+
     @contextlib.contextmanager
     def region(self, number: int) -> Iterator[None]:
         """Tell the peers that this rank is in region `number`, so that they know whether to wait for it.
@@ -124,6 +136,7 @@ class RankSession:
         try:
             self._check_driver()
             yield
+            self.check()
         except Aborted:
             raise
         except BaseException as error:

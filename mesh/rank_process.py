@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..kernels.arena import Arena
 from ..kernels.registry import register_backend
+from . import devices
 from .mesh import Mesh
 from .rank import RankSession
 from .rank_bars import report_bars
@@ -55,6 +56,7 @@ def main(request: dict[str, Any], fds: list[int]) -> None:
         timeout=request["timeout"],
         seed=request["seed"],
         launched=False,
+        device=devices.of_rank(request["device"], rank),
     )
     session.renew(request["generation"])
     worker = Worker(session, connection, Mesh.on_rank(session, request["threads"], request["pinned"]))

@@ -108,6 +108,17 @@ def reseed(region: Region, *more: Any) -> None:
     seed_generators(region.random)
 
 
+def generators() -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The state of torch's generators, for `restore_generators`."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+
+def restore_generators(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])
+
+
 # -- which axes a tensor differs over ------------------------------------------------------------------------------
 
 

@@ -112,7 +112,7 @@ def put_values(worker: Worker, items: list[tuple[Any, torch.Tensor, P]]) -> None
     for name, tensor, spec in items:
         # Nobody else holds what came with the task, so that it need not be copied whole.
         local = layout.take(tensor, spec, rank) if spec.entries or tensor.requires_grad else tensor
-        worker.values[name] = (local, spec)
+        worker.values[name] = (worker.session.placed(local), spec)
 
 
 def reload_modules(worker: Worker, names: Sequence[str]) -> list[str]:
@@ -121,12 +121,14 @@ def reload_modules(worker: Worker, names: Sequence[str]) -> list[str]:
 
 
 def fetch_value(worker: Worker, name: Any) -> Any:
-    return worker.value(name)[0]
+    found = worker.value(name)[0].cpu()
+    worker.session.check()  # a GPU that was stopped has left anything in it
+    return found
 
 
 def set_value(worker: Worker, name: Any, tensor: torch.Tensor, spec: P) -> None:
     """Keep a shard as it is (on a rank that replaces a dead one)."""
-    worker.values[name] = (tensor, spec)
+    worker.values[name] = (worker.session.placed(tensor), spec)
 
 
 def fill(worker: Worker, reader: str, arguments: tuple, out: int) -> bytes:

@@ -192,7 +192,8 @@ class _Reader:
         spec = P(axis)
         said = []
         for index, leaf in enumerate(leaves):
-            leaf = leaves[index] = as_tensor(leaf)
+            leaf = as_tensor(leaf)
+            leaf = leaves[index] = session.placed(leaf) if isinstance(leaf, torch.Tensor) else leaf
             if isinstance(leaf, torch.Tensor) and leaf.dim():
                 said.append(Leaving(spec, tuple(leaf.shape), leaf.dtype, whole=(total, *leaf.shape[1:])))
             elif isinstance(leaf, torch.Tensor):

@@ -15,6 +15,7 @@ from typing import Any
 import cloudpickle
 import torch
 
+from spmd.kernels import communicator as communicators
 from spmd.kernels.nccl import NcclCommunicator
 from spmd.kernels.nccl_arithmetic import NAMES
 from spmd.kernels.nccl_library import Library
@@ -140,6 +141,10 @@ class Raw:
         key = self._next(f"{peer}-{self.rank}")
 
         def receive() -> None:
+            # NCCL's host goes on and sends; here it has to do so in between.
+            while not self.nccl.store.check([key]):
+                for comm in tuple(communicators._active):
+                    comm.progress()
             data = bytearray(self.nccl.store.get(key))
             at(target, count, kind).copy_(torch.frombuffer(data, dtype=DTYPES[kind]))
 

@@ -49,7 +49,8 @@ def stand_in(region: Region, over: tuple[str, ...], failed: Exception | None, re
         return result
     if not able:
         raise failed
-    return pickle.loads(described[able[0]])
+    twin = pickle.loads(described[able[0]])
+    return trees.map(lambda leaf: region.session.placed(leaf) if isinstance(leaf, Tensor) else leaf, twin)
 
 
 def blank(leaf: Any) -> Any:
@@ -59,4 +60,4 @@ def blank(leaf: Any) -> Any:
 
 
 def _detached(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+    return leaf.detach().cpu().clone() if isinstance(leaf, Tensor) else leaf
