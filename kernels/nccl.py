@@ -89,6 +89,7 @@ class NcclCommunicator(Communicator):
         super().__init__(host.ranks, host.rank, host._watch, timeout=host.timeout, crowded=host.crowded)
         self.device, self.library, self.streams, self.channel = device, library, streams, channel
         self.failure: BaseException | None = None
+        self.launch: Any = None  # how kernels are started; None is CuPy's way
         self._checked = checked or debug.enabled()
         self._make_host = make_host
         self._group = group_of(make_host, self._watch, self.ranks, library)

@@ -122,6 +122,7 @@ class Engine:
         return (
             self._elementwise
             and not self.options.get("fused")
+            and param.is_cpu
             and param.numel() > BLOCK
             and param.is_contiguous()
             and grad is not None

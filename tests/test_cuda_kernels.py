@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_host import launcher, library_for_host, tool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,13 +21,6 @@ from spmd.kernels.cuda_pack import DTYPES, Table, kernel_name
 
 PAIRS = [(leaf, wire) for leaf in DTYPES for wire in DTYPES]
 SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 65519.0, 65520.0, 6e-8, 2.98e-8, 6.1e-5, 3.4e38, 1e-40]
-
-
-def tool(name: str, *places: str) -> str:
-    found = shutil.which(name) or next((place for place in places if Path(place).exists()), None)
-    if found is None:
-        pytest.skip(f"no {name} on this machine")
-    return found
 
 
 def test_sources_are_installed() -> None:
@@ -41,25 +34,14 @@ def test_sources_are_installed() -> None:
 
 @pytest.fixture(scope="module")
 def on_host(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    library = tmp_path_factory.mktemp("cuda") / "bucket.so"
-    flags = ["-O2", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-std=c++17", "-shared", "-fPIC", "-x", "c++"]
-    subprocess.run([tool("g++"), *flags, "-o", library, cuda_pack.SOURCE], check=True, timeout=100)
-    made = ctypes.CDLL(str(library))
+    made = ctypes.CDLL(library_for_host(tmp_path_factory.mktemp("cuda")))
     made.accesses.restype = ctypes.c_longlong
     return made
 
 
 @pytest.fixture(scope="module")
 def launch(on_host: Any) -> Callable[[str, int, tuple], None]:
-    def start(name: str, blocks: int, arguments: tuple) -> None:
-        table, leaves, chunk, bucket, scale = arguments
-        sizes = ctypes.c_longlong(leaves), ctypes.c_longlong(chunk)
-        kernel = ctypes.cast(getattr(on_host, name), ctypes.c_void_p)
-        on_host.launch(
-            kernel, blocks, 32, ctypes.c_void_p(table), *sizes, ctypes.c_void_p(bucket), ctypes.c_float(scale)
-        )
-
-    return start
+    return launcher(on_host)
 
 
 def leaf_of(length: int, dtype: torch.dtype, offset: int, seed: int) -> Tensor:

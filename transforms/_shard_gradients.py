@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
-from ..mesh.region import Region, carry_of
+from ..mesh.region import Region, carry_of, generators, restore_generators
 from ._arguments import Argument
 from ._auxiliary import Auxiliary
 from ._backward import Evaluated, Solution
@@ -101,7 +101,7 @@ def over_shards(call: Call, arguments: list[Argument], region: Region, over: tup
         for argument, place in zip(arguments, places, strict=True)
         if place is not None and argument.twin is not None and argument.twin.requires_grad
     ]
-    state = torch.get_rng_state()
+    state = generators()
     try:
         for shard in mine:
             args, kwargs, twins = inputs.of(mine.index(shard))
@@ -118,7 +118,7 @@ def over_shards(call: Call, arguments: list[Argument], region: Region, over: tup
                     if index in pieces:
                         pieces[index].append(torch.zeros_like(twin) if twin.grad is None else twin.grad)
     finally:
-        torch.set_rng_state(state)
+        restore_generators(state)
         for hook in hooks:
             hook.remove()
     if not mine:

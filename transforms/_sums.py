@@ -11,8 +11,8 @@ from ..kernels.bucket import Buckets, Leaf
 from ..mesh.region import Region
 from ._chain import forget_undefined
 
-# (axes, dtype on the wire): leaves of one group share buckets
-Group = tuple[tuple[str, ...], torch.dtype | None]
+# (axes, dtype on the wire, kind of device): leaves of one group share buckets
+Group = tuple[tuple[str, ...], torch.dtype | None, str]
 Place = tuple[Group, int]
 
 
@@ -22,12 +22,13 @@ class Sums:
     def __init__(self, region: Region | None):
         self._region = region
         self._groups: dict[Group, list[Tensor]] = {}
-        self._open: dict[Group, Buckets] = {}
+        self._open: dict[Group, Any] = {}
         self._local: dict[Place, Tensor] = {}
 
     def add(self, like: Tensor, axes: tuple[str, ...], *, exact: bool = False) -> Place:
         """Announce a leaf; `exact` keeps it from travelling as `wire_dtype`."""
-        group = self._shared(axes), None if exact or self._region is None else self._region.wire_dtype
+        wire_dtype = None if exact or self._region is None else self._region.wire_dtype
+        group = self._shared(axes), wire_dtype, like.device.type
         members = self._groups.setdefault(group, [])
         members.append(like)
         return group, len(members) - 1
@@ -39,9 +40,9 @@ class Sums:
 
     def open(self) -> None:
         for group, members in self._groups.items():
-            axes, wire_dtype = group
+            axes, wire_dtype, device = group
             if axes and self._region is not None:
-                self._open[group] = Buckets(
+                self._open[group] = _kind(device)(
                     self._region.session.comm(axes, channel="buckets"),
                     [Leaf.of(member) for member in members],
                     bucket_bytes=int(self._region.bucket_mb * (1 << 20)),
@@ -66,6 +67,15 @@ class Sums:
                 local = self._local.get((group, index))
                 found[group, index] = torch.zeros_like(member).detach() if local is None else local
         return found
+
+
+def _kind(device: str) -> Any:
+    """The buckets for a kind of device; those of GPUs are imported where there is one."""
+    if device != "cuda":
+        return Buckets
+    from ..kernels.cuda_bucket import CudaBuckets
+
+    return CudaBuckets
 
 
 class Filled(Protocol):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
-from ..mesh.region import Region, current, mark, reseed
+from ..mesh.region import Region, current, generators, mark, reseed, restore_generators
 from ..mesh.spec import Sharded, dealt_sizes, is_sharded, split_sizes
 
 
@@ -151,7 +151,7 @@ def check_count(count: Any) -> int | None:
 def stepping(region: Region, virtual: VirtualShards) -> Iterator[None]:
     """The body of a step over virtual shards: outside them all ranks of the axis compute, and draw, the same."""
     threads, wanted = torch.get_num_threads(), getattr(region.mesh, "pinned_threads", 1)
-    state, random = torch.get_rng_state(), region.random
+    state, random = generators(), region.random
     coords = region.session.layout.coords(region.session.rank)
     region.virtual = virtual
     reseed(region, "step", *(index for name, index in coords.items() if name != virtual.axis))
@@ -162,7 +162,7 @@ def stepping(region: Region, virtual: VirtualShards) -> Iterator[None]:
     finally:
         if threads != wanted:
             torch.set_num_threads(threads)
-        torch.set_rng_state(state)
+        restore_generators(state)
         region.virtual, region.random = None, random
 
 

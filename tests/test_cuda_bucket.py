@@ -1,0 +1,121 @@
+"""Buckets of GPUs without one: values on the double of NCCL, with the kernels compiled for the host; and the order."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import nccl_double
+import pytest
+import torch
+from cuda_host import launcher, library_for_host
+from nccl_double import CURRENT, SIDE
+
+from spmd import Mesh
+from spmd.kernels.bucket import Leaf
+from spmd.kernels.cuda_bucket import CudaBuckets
+from spmd.kernels.registry import register_backend
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return library_for_host(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture
+def mesh(make_mesh: Callable[..., Mesh]) -> Mesh:
+    register_backend("nccl-double", nccl_double.factory)
+    return make_mesh({"data": 2}, backend="nccl-double")
+
+
+def prepared(mesh: Mesh, library: str) -> Any:
+    comm: Any = mesh.comm()
+    comm.launch = launcher(ctypes.CDLL(library))
+    del comm.library.nccl.log[:]
+    return comm
+
+
+def values_of(rank: int) -> list[torch.Tensor]:
+    """Shapes and dtypes of all kinds: odd, empty, 0-dim, channels last, complex, integers, doubles."""
+    generator = torch.Generator().manual_seed(rank)
+
+    def some(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).mul(8).round().to(dtype)
+
+    return [
+        some(3, 5),
+        some(),
+        some(0, 4),
+        some(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        some(7, dtype=torch.float16),
+        some(33, dtype=torch.bfloat16),
+        torch.complex(some(4), some(4)),
+        some(9, dtype=torch.float64),
+        some(5, dtype=torch.int64),
+        some(70001),
+    ]
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+@pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
+def test_sums(mesh: Mesh, library: str, wire: torch.dtype | None, bucket_bytes: int) -> None:
+    def body() -> list[torch.Tensor]:
+        comm = prepared(mesh, library)
+        values = values_of(comm.rank)
+        for _ in range(3):
+            buckets = CudaBuckets(
+                comm, [Leaf.of(value) for value in values], bucket_bytes=bucket_bytes, wire_dtype=wire
+            )
+            for index in (9, 3, 0, 1, 2, 8, 7, 6, 5, 4):
+                buckets.fill(index, values[index])
+            found = buckets.finish()
+        assert len(comm.plans) == 1
+        return [one.clone() for one in found]
+
+    expected = [a + b for a, b in zip(values_of(0), values_of(1), strict=True)]
+    for found in mesh.run(body):
+        for one, right in zip(found, expected, strict=True):
+            assert one.dtype == right.dtype and one.shape == right.shape and one.stride() == right.stride()
+            assert torch.equal(one, right)  # the values are small integers, which all dtypes hold
+
+
+def test_missing_leaves_are_zeros(mesh: Mesh, library: str) -> None:
+    def body() -> list[list[float]]:
+        comm = prepared(mesh, library)
+        like = [torch.empty(3), torch.empty(2, dtype=torch.float64), torch.empty(4)]
+        buckets = CudaBuckets(comm, [Leaf.of(one) for one in like], bucket_bytes=1 << 20)
+        if comm.rank:
+            buckets.fill(0, torch.ones(3))
+        return [one.tolist() for one in buckets.finish()]
+
+    assert mesh.run(body) == [[[1.0] * 3, [0.0] * 2, [0.0] * 4]] * 2
+
+
+def test_beside_the_backward_pass(mesh: Mesh, library: str) -> None:
+    """A full bucket starts on the side stream while others fill, in one order; the current stream waits at the end."""
+
+    def body() -> Any:
+        comm = prepared(mesh, library)
+        values = [torch.ones(300_000), torch.ones(300_000), torch.ones(10)]
+        buckets = CudaBuckets(comm, [Leaf.of(value) for value in values], bucket_bytes=1 << 20)
+        counts = []
+        for index in (1, 2, 0):  # the last leaf's bucket goes first, though the one before it is full already
+            buckets.fill(index, values[index])
+            counts.append([call[0] for call in comm.library.nccl.log].count("allReduce"))
+        before = len(comm.library.nccl.log)
+        buckets.finish()
+        calls = comm.library.nccl.log
+        streams = {call[-1] for call in calls if call[0] == "allReduce"}
+        held = [call[-1] for call in calls[:before] if call[0] == "hold"]
+        return counts, streams, set(held), [call[0] for call in calls[before:]], [call[-1] for call in calls[before:]]
+
+    for counts, streams, held, names, where in mesh.run(body):
+        assert counts == [0, 2, 3]
+        assert streams == held == {SIDE}
+        assert names == ["wait", "hold"] * 3
+        assert set(where) == {CURRENT}
