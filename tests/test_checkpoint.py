@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -327,6 +328,24 @@ def test_a_full_disk_on_a_rank(make_mesh: Any, tmp_path: Path) -> None:
     assert float(spmd(lambda x: x.sum(), mesh=mesh)(value)) == 1 << 16  # the run goes on
     save(tmp_path, {"value": value}, step=1)
     assert sorted(os.listdir(tmp_path)) == ["step-00000000", "step-00000001"]
+
+
+def stuck() -> None:
+    """On a rank: never finish writing."""
+    files.write_tensors = lambda *_: time.sleep(60)  # type: ignore[assignment, return-value]
+
+
+def test_a_rank_killed_while_it_writes(make_mesh: Any, tmp_path: Path) -> None:
+    mesh = make_mesh({"data": 2})
+    value = put(torch.ones(4), mesh=mesh)
+    save(tmp_path, {"value": value}, step=0)
+    mesh.run(stuck, ranks=[1])
+    future = save(tmp_path, {"value": value}, step=1, background=True)
+    os.kill(mesh.driver.pids[1], signal.SIGKILL)
+    with pytest.raises(MeshError, match="a rank was lost before"):
+        future.result(timeout=20)
+    assert os.listdir(tmp_path) == ["step-00000000"]
+    assert save(tmp_path, {"value": value}, step=1).result().name == "step-00000001"
 
 
 # -- fingerprints -----------------------------------------------------------------------------------------------------
