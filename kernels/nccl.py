@@ -196,7 +196,7 @@ class NcclCommunicator(Communicator):
         if self._debug:
             steps = debug.traced(steps, self.ranks[self.rank], what, self.backend)
         # The operation's tensors are what its generator has enclosed; the GPU works on them after Python is done.
-        frame = steps.gi_frame
+        frame = steps.gi_frame  # type: ignore[attr-defined]
         kept = dict(frame.f_locals) if async_op and frame is not None else None
         with self.streams.beside() if async_op else contextlib.nullcontext():
             value = self._through(steps)
@@ -284,7 +284,7 @@ class NcclCommunicator(Communicator):
         return
         yield  # a generator like all operations, though it waits for nothing
 
-    def _all_reduce(self, call: Call, flat: torch.Tensor, op: str) -> Steps:
+    def _all_reduce(self, call: Call, flat: torch.Tensor, op: str, *, in_place: bool = False) -> Steps:
         self._agree(call)
         return self._reduced(flat, op, None)
         yield
@@ -455,7 +455,7 @@ class NcclCommunicator(Communicator):
         *,
         async_op: bool = False,
     ) -> Any:
-        side = super() if self._here("gather", tensor, *(gather_list or ())) else self.host
+        side: Any = super() if self._here("gather", tensor, *(gather_list or ())) else self.host
         return side.gather(tensor, gather_list, dst, async_op=async_op)
 
     def scatter(
@@ -466,17 +466,19 @@ class NcclCommunicator(Communicator):
         *,
         async_op: bool = False,
     ) -> Any:
-        side = super() if self._here("scatter", tensor, *(scatter_list or ())) else self.host
+        side: Any = super() if self._here("scatter", tensor, *(scatter_list or ())) else self.host
         return side.scatter(tensor, scatter_list, src, async_op=async_op)
 
     def all_to_all(
         self, output_list: list[torch.Tensor], input_list: list[torch.Tensor], *, async_op: bool = False
     ) -> Any:
-        side = super() if self._here("all_to_all", *(output_list or ()), *(input_list or ())) else self.host
+        side: Any = super() if self._here("all_to_all", *(output_list or ()), *(input_list or ())) else self.host
         return side.all_to_all(output_list, input_list, async_op=async_op)
 
-    def all_gathered(self, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        out = self.empty(self.size * length, dtype=dtype)
+    def all_gathered(
+        self, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None], into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = self.empty(self.size * length, dtype=dtype) if into is None else into
         mine = out[self.rank * length : (self.rank + 1) * length]
         write(mine)
         self.all_gather(list(out.split(length)) if length else [out] * self.size, mine)
@@ -539,6 +541,6 @@ def _side_by_side(outs: Sequence[torch.Tensor]) -> torch.Tensor | None:
         for index, out in enumerate(outs)
     ):
         return None
-    storage = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())  # type: ignore[call-overload]
+    storage = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
     start = first.data_ptr() - storage.data_ptr()
     return storage[start : start + len(outs) * step]

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 
 import torch
 
-try:
-    _current_core = ctypes.CDLL(None).sched_getcpu
-except AttributeError:  # another C library
-
-    def _current_core() -> int:
-        return -1
+# -1 from a C library that doesn't tell.
+_current_core: Callable[[], int] = getattr(ctypes.CDLL(None), "sched_getcpu", lambda: -1)
 
 
 def spread(index: int, ranks: int) -> None:
