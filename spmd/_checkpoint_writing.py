@@ -49,7 +49,7 @@ class Writing:
         self._folder, self._pids = folder, self._processes()
         try:
             if self._mesh is None:
-                _write_here(0, 1, folder, self._tensors)
+                _write_here(0, 1, folder, self._tensors, {})
             else:
                 self._mesh.run(_write_part, folder, self._tensors, wait)
         except BaseException:
@@ -113,19 +113,22 @@ def _write_part(folder: Path, tensors: dict[str, Any], wait: bool) -> None:
     """On a rank: write what it holds, in a thread of its own if nobody waits."""
     session = _session_of(tensors)
     rank, size = session.rank, session.layout.size
+    # Taken before this returns, and thereby disowned: a step that the Arrays are donated to will not overwrite them.
+    held = {key: value.local for key, value in tensors.items() if isinstance(value, Array)}
     if wait:
-        _write_here(rank, size, folder, tensors)
+        _write_here(rank, size, folder, tensors, held)
     else:
-        threading.Thread(target=_write_quietly, args=(rank, size, folder, tensors), name="spmd-checkpoint").start()
+        arguments = (rank, size, folder, tensors, held)
+        threading.Thread(target=_write_quietly, args=arguments, name="spmd-checkpoint").start()
 
 
 def _session_of(tensors: dict[str, Any]) -> Any:
     return next(value.mesh.session for value in tensors.values() if isinstance(value, Array))
 
 
-def _write_quietly(rank: int, size: int, folder: Path, tensors: dict[str, Any]) -> None:
+def _write_quietly(rank: int, size: int, folder: Path, tensors: dict[str, Any], held: dict[str, Tensor]) -> None:
     try:
-        _write_here(rank, size, folder, tensors)
+        _write_here(rank, size, folder, tensors, held)
     except BaseException as error:
         told = {"error": str(error.args[-1] if error.args else error), "errno": getattr(error, "errno", None)}
         (folder / f"rank-{rank:05d}.safetensors").unlink(missing_ok=True)  # makes room for the message
@@ -135,7 +138,7 @@ def _write_quietly(rank: int, size: int, folder: Path, tensors: dict[str, Any]) 
             files.give_up(folder)  # its absence tells
 
 
-def _write_here(rank: int, size: int, folder: Path, tensors: dict[str, Any]) -> None:
+def _write_here(rank: int, size: int, folder: Path, tensors: dict[str, Any], held: dict[str, Tensor]) -> None:
     mine: dict[str, Tensor] = {}
     pieces = []
     shares = [0] * size  # bytes of replicated leaves that each rank writes
@@ -143,7 +146,7 @@ def _write_here(rank: int, size: int, folder: Path, tensors: dict[str, Any]) -> 
         offset = 0
         if isinstance(value, Array):
             layout, spec = value.mesh.layout, value.spec
-            nbytes = value.local.numel() * value.local.element_size()
+            nbytes = held[key].numel() * held[key].element_size()
             if spec.entries:
                 if layout.owner(spec, rank) != rank:
                     continue
@@ -153,7 +156,7 @@ def _write_here(rank: int, size: int, folder: Path, tensors: dict[str, Any]) -> 
                 shares[writer] += nbytes
                 if writer != rank:
                     continue
-            value = value.local
+            value = held[key]
         elif rank != 0:
             continue
         value = value.detach()

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from scripts import run, script
 
-from spmd import Loader, MeshError, P, Sampler, SpecError, SpmdError, data_parallel, put, restore, save, spmd
+from spmd import Loader, MeshError, P, Sampler, SpecError, SpmdError, data_parallel, optimizer, put, restore, save, spmd
 from spmd import _checkpoint_files as files
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
@@ -152,6 +152,23 @@ back = restore(sys.argv[1], mesh=mesh)
 sys.stdout.write(f"{mesh.rank} {folder.name} {back['n']} {back['w'].full().tolist()}\n")
 mesh.close()
 """
+
+
+def test_a_donated_step_leaves_alone_what_is_being_saved(make_mesh: Any, tmp_path: Path) -> None:
+    mesh = make_mesh({"data": 2})
+    opt = optimizer(torch.optim.SGD, lr=1.0)
+
+    @spmd(mesh=mesh, donate="params")
+    def step(params: Any) -> Any:
+        return opt.step(params, {"w": torch.ones(2_000_000)}, opt.init(params))[0]
+
+    params = step(put({"w": torch.zeros(2_000_000)}, mesh=mesh))  # from here on it owns its memory
+    saving = save(tmp_path, {"params": params}, background=True)
+    for _ in range(20):
+        params = step(params)
+    saving.result()
+    assert restore(tmp_path)["params"]["w"].unique().tolist() == [-1.0]
+    assert float(params["w"].full()[-1]) == -21.0
 
 
 def test_a_mesh_waits_for_it_before_it_closes(make_mesh: Any, tmp_path: Path) -> None:
