@@ -2,8 +2,9 @@
 
 An operation is put on the current stream (with `async_op` on a side stream) and returns: what follows on that stream
 sees its result, and the host waits for nothing. The host's communicator carries the unique id, and lets ranks agree on
-each call where that is cheap. Invariants: `nccl` is used under the lock or not at all once it was ended, and what a
-started operation works on lives until it is over. NCCL adds in an order of its own: bits may differ from those of CPUs.
+each call where that is cheap. Invariants: a thread that waits inside NCCL holds no lock, so that the watchdog can end
+that; and what a started operation works on lives until it is over.
+NCCL adds in an order of its own: bits may differ from those of CPUs.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ class NcclCommunicator(Communicator):
         self._closed = False
         self._nccl: Any = None
         self._messages_between: Messages | None = None
+        self._inside: tuple[str, float] | None = None  # what of NCCL this thread is in, and since when
         self._started: deque[_Started] = deque()
         self._lock = threading.RLock()
         self._open()
@@ -141,15 +143,16 @@ class NcclCommunicator(Communicator):
     def look_after(self) -> None:
         """The watchdog's look: see `nccl_watchdog`."""
         with self._lock:
-            if self._nccl is None or self.failure is not None or not self._pending():
+            inside = self._inside
+            if self._nccl is None or self.failure is not None or not (self._pending() or inside):
                 return
             try:
                 self._watch.check()
                 self._watch.check_peers()
                 self._nccl.check_async_error()
-                oldest = self._started[0]
-                if time.monotonic() - oldest.since > self.timeout:
-                    raise self._silence(oldest.what)
+                what, since = inside or (self._started[0].what, self._started[0].since)
+                if time.monotonic() - since > self.timeout:
+                    raise self._silence(what)
             except BaseException as error:
                 self._fail(error)
 
@@ -243,13 +246,25 @@ class NcclCommunicator(Communicator):
     def _call(self, name: str, *arguments: Any) -> None:
         """One of NCCL's functions, on the current stream."""
         with self._lock:
-            if self._nccl is None:
-                raise self.failure or PeerLost(message(f"{name} on a closed communicator", where=f"group {self.ranks}"))
-            try:
-                getattr(self._nccl, name)(*arguments, self.streams.pointer())
-            except RuntimeError as error:
-                self._fail(error)
-                raise self.failure from None  # type: ignore[misc]
+            raw = self._nccl
+        if raw is None:
+            raise self.failure or PeerLost(message(f"{name} on a closed communicator", where=f"group {self.ranks}"))
+        with self._entered(name):
+            getattr(raw, name)(*arguments, self.streams.pointer())
+
+    @contextlib.contextmanager
+    def _entered(self, what: str) -> Any:
+        """While this thread is inside NCCL, which may wait there for a peer, the watchdog can end that."""
+        self._inside = what, time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            with self._lock:
+                if self.failure is None:
+                    self._fail(error)
+            raise self.failure from None  # type: ignore[misc]
+        finally:
+            self._inside = None
 
     @contextlib.contextmanager
     def _grouped(self) -> Any:
@@ -258,7 +273,8 @@ class NcclCommunicator(Communicator):
         try:
             yield
         finally:
-            self.library.nccl.groupEnd()
+            with self._entered("a group of sends and receives"):
+                self.library.nccl.groupEnd()
 
     def _type(self, dtype: torch.dtype) -> int:
         return nccl_type(self.library.nccl, dtype)

@@ -112,7 +112,7 @@ def _local(session: RankSession, leaf: Entering, *, alone: bool) -> torch.Tensor
     value = leaf.value
     if leaf.whole and leaf.spec.entries:
         value = session.placed(session.layout.take(value, leaf.spec, session.rank))
-    elif value.device != session.device:
+    elif leaf.whole and value.device != session.device:
         frozen = _frozen(value)
         value = session.placed(value.detach())
         value = torch.nn.Parameter(value, requires_grad=False) if frozen else value

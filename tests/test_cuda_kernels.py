@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import re
 import subprocess
 from collections.abc import Callable
@@ -154,6 +155,25 @@ def test_compiles(tmp_path: Path, architecture: int) -> None:
     for name in entries:
         body = text.partition(f".entry {name}(")[2].partition(".entry")[0]
         assert "ld.global.v4.u32" in body and "st.global.v4.u32" in body, f"{name} has no 16-byte accesses"
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_compiles_at_run_time(architecture: int) -> None:
+    """By NVRTC, as CuPy does it on a machine with a GPU."""
+    nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="CuPy is not installed")
+    wheel = importlib.util.find_spec("nvidia.cuda_nvrtc") if importlib.util.find_spec("nvidia") else None
+    for folder in () if wheel is None else wheel.submodule_search_locations or ():
+        for library in Path(folder).glob("lib/libnvrtc.so.*"):
+            ctypes.CDLL(str(library))  # where CuPy would not look for it
+    try:
+        program = nvrtc.createProgram(cuda_pack.SOURCE.read_text(), "bucket.cu", (), ())
+    except (RuntimeError, OSError) as error:
+        pytest.skip(f"no NVRTC: {str(error).splitlines()[0]}")
+    try:
+        nvrtc.compileProgram(program, cuda_pack.compile_options(architecture))
+    except nvrtc.NVRTCError:
+        pytest.fail(nvrtc.getProgramLog(program))
+    assert nvrtc.getCUBIN(program)[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("architecture", [80, 90])

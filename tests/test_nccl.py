@@ -440,6 +440,19 @@ def test_death_of_a_peer_ends_it(make_comm: Callable[..., NcclCommunicator], mon
         comm.check()
 
 
+def test_waiting_inside_nccl_is_ended(make_comm: Callable[..., NcclCommunicator], monkeypatch: Any) -> None:
+    """A first collective connects the peers, and waits for them inside NCCL."""
+    comm = make_comm(timeout=0.2)
+
+    def connect(raw: Any, *_: Any) -> None:
+        until(lambda: bool(raw.ended))
+        raise RuntimeError("NCCL_ERROR_INVALID_USAGE: it was aborted")
+
+    monkeypatch.setattr(nccl_double.Raw, "broadcast", connect)
+    with pytest.raises(PeerLost, match=r"broadcast on rank 0 was not over after 0\.2 s"):
+        comm.broadcast(torch.ones(1))
+
+
 def test_idle_communicators_are_left_alone(make_comm: Callable[..., NcclCommunicator]) -> None:
     comm = make_comm()
     comm.broadcast(torch.ones(1))

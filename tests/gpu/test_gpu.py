@@ -1,0 +1,205 @@
+"""On a GPU: world size 1 for real, two ranks on one GPU where NCCL takes them, memory, hidden synchronisation.
+
+python -m pytest -m gpu tests/gpu
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import OPS, exact, meaningful, reduced, value
+from torch import nn
+
+from spmd import Mesh, P, data_parallel, functional, optimizer, psum, put, value_and_grad
+from spmd import spmd as on_mesh
+from spmd.kernels.cuda_pack import DTYPES, Table
+from spmd.kernels.nccl_arithmetic import NAMES
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(params=[1, 2])
+def mesh(request: pytest.FixtureRequest, make_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch) -> Mesh:
+    """One rank, and two: on a GPU each, or on one where NCCL 2.30 or later is at hand."""
+    if request.param > torch.cuda.device_count():
+        from spmd.kernels import nccl_library
+
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+        library = nccl_library.load()
+        if not nccl_library.may_share_gpu(library):
+            pytest.skip(f"one GPU, and several ranks on it need NCCL 2.30: {library.describe()}")
+    return make_mesh({"data": request.param}, device="cuda")
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaf", DTYPES)
+@pytest.mark.parametrize("wire", DTYPES)
+def test_kernels(leaf: torch.dtype, wire: torch.dtype) -> None:
+    lengths, starts, at = [0, 1, 7, 4096, 2049, 33, 700_001, 0], [], 0
+    for length in lengths:
+        starts.append(at)
+        at += -(-length // 256) * 256
+    # Every other leaf begins one element past an aligned address.
+    whole = [torch.randn(length + 1, device="cuda").mul(100).to(leaf) for length in lengths]
+    leaves = [one[i % 2 :][: lengths[i]] for i, one in enumerate(whole)]
+    bucket = torch.zeros(at, dtype=wire, device="cuda")
+    table = Table(starts, lengths, leaf, wire)
+    for _ in range(2):
+        table.pack(leaves, bucket, 0.3)
+        for start, one in zip(starts, leaves, strict=True):
+            assert torch.equal(bucket[start : start + len(one)], (one.float() * 0.3).to(wire))
+        outs = [torch.empty_like(one) for one in leaves]
+        table.unpack(bucket, outs, 2.0)
+        for start, out in zip(starts, outs, strict=True):
+            assert torch.equal(out, (bucket[start : start + len(out)].float() * 2.0).to(leaf))
+        leaves = [one.clone() for one in leaves]
+
+
+# -- the communicator --------------------------------------------------------------------------------------------------
+
+
+def reductions(mesh: Mesh) -> list[str]:
+    comm = mesh.comm()
+    wrong = []
+    for op in OPS:
+        for dtype in (*NAMES, torch.bool, torch.int16, torch.complex64):
+            if not meaningful(op, dtype):
+                continue
+            inputs = [value(dtype, (3, 5), rank) for rank in range(comm.size)]
+            mine = inputs[comm.rank].cuda()
+            comm.all_reduce(mine, op)
+            right = reduced(inputs, op)
+            same = torch.equal if exact(op, dtype) and not dtype.is_floating_point else torch.allclose
+            if not same(mine.cpu(), right):
+                wrong.append(f"{op} of {dtype}: {mine.flatten()[:3]}, not {right.flatten()[:3]}")
+    return wrong
+
+
+def test_reductions(mesh: Mesh) -> None:
+    assert mesh.run(reductions, mesh) == [[]] * mesh.size
+
+
+def test_movements(mesh: Mesh) -> None:
+    def body() -> bool:
+        comm = mesh.comm()
+        rank, size = comm.rank, comm.size
+        mine = torch.full((5,), float(rank), device="cuda")
+        outs = [torch.empty(5, device="cuda") for _ in range(size)]
+        comm.all_gather(outs, mine)
+        assert [out[0].item() for out in outs] == list(range(size))
+        comm.all_to_all(outs, [torch.full((5,), float(10 * rank + dst), device="cuda") for dst in range(size)])
+        assert [out[0].item() for out in outs] == [10 * src + rank for src in range(size)]
+        work = comm.all_reduce(mine, async_op=True)
+        work.wait()
+        assert mine[0].item() == sum(range(size))
+        if size > 1:
+            sends = [comm.isend(torch.full((3,), float(tag), device="cuda"), 1 - rank, tag) for tag in (1, 2)]
+            for tag in (2, 1):
+                found = torch.empty(3, device="cuda")
+                assert comm.recv(found, None, tag) == 1 - rank
+                assert found[0].item() == tag
+            for send in sends:
+                send.wait()
+        on_host = torch.ones(2)
+        comm.all_reduce(on_host)  # tensors of the CPU in the same program
+        return bool(on_host[0] == size)
+
+    assert mesh.run(body) == [True] * mesh.size
+
+
+def test_error_and_on(mesh: Mesh) -> None:
+    """An error on one rank, while the others' GPUs wait for it, ends the region, and the mesh goes on."""
+
+    def body() -> None:
+        comm = mesh.comm()
+        comm.barrier()
+        if comm.rank == comm.size - 1:
+            raise KeyError("mine")
+        comm.all_reduce(torch.ones(4, device="cuda"))
+        torch.cuda.synchronize()
+
+    with pytest.raises(KeyError, match="mine"):
+        mesh.run(body)
+    total = on_mesh(lambda x: psum(x, "data"), mesh=mesh)(torch.ones(3))
+    assert total.full().tolist() == [float(mesh.size)] * 3
+
+
+# -- a train step ------------------------------------------------------------------------------------------------------
+
+
+def make_step(mesh: Mesh, wrap: Callable[[Callable[[], Any]], Any] = lambda run: run()) -> tuple[Any, list[Any], Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    apply, params = functional(model)
+    opt = optimizer(torch.optim.AdamW, lr=1e-3)
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return F.cross_entropy(apply(params, batch["x"]), batch["y"])
+
+    @on_mesh(mesh=mesh)
+    @data_parallel
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        def run() -> Any:
+            loss, grads = value_and_grad(loss_fn)(params, batch)
+            return (*opt.step(params, grads, state), loss)
+
+        return wrap(run)
+
+    batch = {"x": torch.randn(64, 64), "y": torch.randint(0, 10, (64,))}
+    return step, [params, opt.init(params)], batch
+
+
+def test_same_as_on_the_cpu(mesh: Mesh, make_mesh: Callable[..., Mesh]) -> None:
+    losses = []
+    for each in (mesh, make_mesh({"data": mesh.size}, device="cpu")):
+        step, (params, state), batch = make_step(each)
+        its = []
+        for _ in range(20):
+            params, state, loss = step(params, state, batch)
+            its.append(float(loss))
+        losses.append(its)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_memory_stays_flat(mesh: Mesh) -> None:
+    step, (params, state), batch = make_step(mesh)
+    placed = put(batch, P("data"), mesh=mesh)
+    used = []
+    for number in range(1000):
+        params, state, _ = step(params, state, placed)
+        if number in (99, 999):
+            used.append(mesh.run(lambda: (torch.cuda.synchronize(), torch.cuda.memory_allocated())[1]))
+    assert used[0] == used[1]
+
+
+def without_synchronisation(run: Callable[[], Any]) -> Any:
+    """Run with torch raising at every call that makes the host wait for the GPU."""
+    run()  # what is made at the first call may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_no_hidden_synchronisation(mesh: Mesh) -> None:
+    step, (params, state), batch = make_step(mesh, without_synchronisation)
+    placed = put(batch, P("data"), mesh=mesh)
+    for _ in range(3):
+        params, state, loss = step(params, state, placed)
+    assert float(loss) > 0
