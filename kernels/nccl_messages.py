@@ -19,7 +19,7 @@ from .communicator import Communicator, Steps
 from .nccl_raw import end, joined
 
 if TYPE_CHECKING:
-    from .nccl import NcclCommunicator
+    from .nccl_base import NcclBase
 
 _HEAD = struct.Struct("<qq128s")  # bytes, number of the message, unique id of a new communicator
 Direction = tuple[int, int]  # source, destination
@@ -35,7 +35,7 @@ class Messages:
         post: a communicator of the host that carries nothing else.
     """
 
-    def __init__(self, comm: NcclCommunicator, post: Communicator):
+    def __init__(self, comm: NcclBase, post: Communicator):
         self._comm, self._post = comm, post
         self._raw: dict[Direction, Any] = {}  # NCCL's communicators
         self._offered: dict[int, bytes] = {}  # destination -> the unique id that it was told

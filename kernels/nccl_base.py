@@ -1,0 +1,299 @@
+"""What NCCL's collectives stand on: the communicator's life, and how an operation is started and ended.
+
+An operation is put on the current stream (with `async_op` on a side stream) and returns: what follows on that stream
+sees its result, and the host waits for nothing. The host's communicator carries the unique id, and lets ranks agree on
+each call where that is cheap. Invariants: a thread that waits inside NCCL holds no lock, so that the watchdog can end
+that; and what a started operation works on lives until it is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import debug, nccl_watchdog
+from .communicator import Call, Communicator, Steps
+from .errors import CollectiveMismatch, MeshError, PeerLost, SpecError, message
+from .nccl_arithmetic import nccl_type
+from .nccl_library import Library
+from .nccl_messages import Messages
+from .nccl_raw import forget, group_of
+from .waiting import wait_until
+
+_CLOSE_SECONDS = 1.0
+_ON_DEVICE = 1 << 61  # tells the signature of a call on GPUs from that of the same call on the host
+
+
+@dataclasses.dataclass(slots=True)
+class _Started:
+    """An operation that the GPU may not have finished, and what it works on."""
+
+    what: str
+    event: Any
+    since: float
+    kept: Any
+
+
+class DeviceWork:
+    """A started operation: `wait()` lets the current stream wait for it and gives its value; the host goes on."""
+
+    def __init__(self, comm: NcclBase, event: Any, value: Any):
+        self._comm, self._event, self._value = comm, event, value
+
+    def is_completed(self) -> bool:
+        self._comm.check()
+        return bool(self._event.query())
+
+    def wait(self) -> Any:
+        self._comm.check()
+        self._comm.streams.wait(self._event)
+        if isinstance(self._value, torch.Tensor):
+            self._comm.streams.hold(self._value)
+        return self._value
+
+
+class NcclBase(Communicator):
+    """What `NcclCommunicator` is made on.
+
+    Args:
+        make_host: makes a communicator of the same ranks for the host, by a name that keeps several apart.
+        device: this rank's.
+        library: what `nccl_library.load` found.
+        checked: let the ranks agree on every call before it starts (a barrier of the hosts, not of the GPUs).
+        streams: a `cuda_streams.Streams`.
+    """
+
+    def __init__(
+        self,
+        make_host: Callable[[str], Communicator],
+        device: torch.device,
+        library: Library,
+        *,
+        streams: Any,
+        channel: str = "main",
+        checked: bool = True,
+    ):
+        self.host = make_host(channel)
+        host = self.host
+        super().__init__(host.ranks, host.rank, host._watch, timeout=host.timeout, crowded=host.crowded)
+        self.device, self.library, self.streams, self.channel = device, library, streams, channel
+        self.failure: BaseException | None = None
+        self.launch: Any = None  # how kernels are started; None is CuPy's way
+        self._checked = checked or debug.enabled()
+        self._make_host = make_host
+        self._group = group_of(make_host, self._watch, self.ranks, library)
+        self._closed = False
+        self._nccl: Any = None
+        self._messages_between: Messages | None = None
+        self._inside: tuple[str, float] | None = None  # what of NCCL this thread is in, and since when
+        self._started: deque[_Started] = deque()
+        self._lock = threading.RLock()
+        self._open()
+
+    # -- beginning and end ---------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._end()
+        raw = self._group.open(self.channel)
+        with self._lock:
+            self.failure, self._nccl = None, raw
+        nccl_watchdog.watch(self)
+
+    def _end(self) -> None:
+        """End NCCL's communicator: in peace if all it was given is over, else by force."""
+        nccl_watchdog.unwatch(self)
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while self.failure is None and self._nccl is not None and self._pending() and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        with self._lock:
+            raw, self._nccl = self._nccl, None
+            abort = self.failure is not None or bool(self._started) or self._generation != self._watch.generation
+            self._started.clear()
+        if raw is not None:
+            self._group.leave(self.channel, raw, abort=abort)
+        if self._messages_between is not None:
+            self._messages_between.close(abort=abort)
+            self._messages_between = None
+
+    def close(self) -> None:
+        """End what there is; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._end()
+            forget(self._group)
+            self.host.close()
+
+    def check(self) -> None:
+        """Raise what has gone wrong since the last operation was started, if anything has."""
+        if self._generation == self._watch.generation and self.failure is not None:
+            raise self.failure
+
+    def look_after(self) -> None:
+        """The watchdog's look: see `nccl_watchdog`."""
+        with self._lock:
+            inside = self._inside
+            if self._nccl is None or self.failure is not None or not (self._pending() or inside):
+                return
+            try:
+                self._watch.check()
+                self._watch.check_peers()
+                self._nccl.check_async_error()
+                what, since = inside or (self._started[0].what, self._started[0].since)
+                if time.monotonic() - since > self.timeout:
+                    raise self._silence(what)
+            except BaseException as error:
+                self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """End by force, so that what waits for the GPU goes on."""
+        if isinstance(error, RuntimeError) and not isinstance(error, (PeerLost, MeshError, CollectiveMismatch)):
+            error = PeerLost(
+                message(
+                    f"NCCL failed on rank {self.ranks[self.rank]} in {self._started[0].what if self._started else '?'}",
+                    got=str(error),
+                    where=f"group {self.ranks}, {self.library.describe()}",
+                    remedy="run with NCCL_DEBUG=INFO, and see the output of the other ranks",
+                )
+            )
+        self.failure = error
+        if isinstance(error, PeerLost):
+            self._watch.abort(f"rank {self.ranks[self.rank]}: {error}")
+        raw, self._nccl = self._nccl, None
+        if raw is not None:
+            self._group.leave(self.channel, raw, abort=True)
+        if self._messages_between is not None:
+            self._messages_between.abort()
+
+    def _silence(self, what: str) -> PeerLost:
+        return PeerLost(
+            message(
+                f"{what} on rank {self.ranks[self.rank]} was not over after {self.timeout:g} s",
+                where=f"group {self.ranks}",
+                remedy="see what the other ranks do, or raise Mesh(timeout=)",
+            )
+        )
+
+    def _pending(self) -> int:
+        """How many operations may not be over; forgets the others."""
+        while self._started and self._started[0].event.query():
+            self._started.popleft()
+        return len(self._started)
+
+    # -- starting ------------------------------------------------------------------------------------------------------
+
+    def _start(self, what: str, steps: Steps, async_op: bool) -> Any:
+        self.check()
+        self._renew()
+        if self._debug:
+            steps = debug.traced(steps, self.ranks[self.rank], what, self.backend)
+        # The operation's tensors are what its generator has enclosed; the GPU works on them after Python is done.
+        frame = steps.gi_frame  # type: ignore[attr-defined]
+        kept = dict(frame.f_locals) if async_op and frame is not None else None
+        with self.streams.beside() if async_op else contextlib.nullcontext():
+            value = self._through(steps)
+            if not async_op and self.streams.capturing():
+                return value
+            event = self.streams.event()
+        self.note(what, event, kept)
+        return DeviceWork(self, event, value) if async_op else value
+
+    def note(self, what: str, event: Any, kept: Any) -> None:
+        """An operation was started that is over when `event` is, and works on `kept`."""
+        with self._lock:
+            self._pending()
+            self._started.append(_Started(what, event, time.monotonic(), kept))
+
+    def _through(self, steps: Steps) -> Any:
+        """Go through steps, none of which waits for anything but the host's peers."""
+        try:
+            while True:
+                ready = next(steps)
+                wait_until(
+                    ready, self._watch, timeout=self.timeout, crowded=self.crowded, overdue=lambda: self._silence("it")
+                )
+        except StopIteration as end:
+            return end.value
+
+    def _agree(self, call: Call, sends: Sequence[Any] = (), recvs: Sequence[Any] = ()) -> None:
+        """See that all ranks make the same call, with pieces that fit; the hosts wait for each other, no GPU does."""
+        if not self._checked or self.size == 1:
+            return
+        call = copy.copy(call)
+        call.signature, call.text = call.signature ^ _ON_DEVICE, f"{call.text} on {self.device.type}"
+        nothing: list[torch.Tensor | None] = [None] * self.size
+        self.host._start(call.text, self.host._exchange(call, nothing, nothing), False)
+        if not sends:
+            return
+        sizes = [torch.tensor([0 if piece is None else piece.numel()]) for piece in sends]
+        theirs = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        self.host.all_to_all(theirs, sizes)
+        for rank, (their, piece) in enumerate(zip(theirs, recvs, strict=True)):
+            if int(their) != (0 if piece is None else piece.numel()):
+                raise self.wrong_piece(call.text, rank, int(their), 0 if piece is None else piece.numel())
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """One of NCCL's functions, on the current stream."""
+        with self._lock:
+            raw = self._nccl
+        if raw is None:
+            raise self.failure or PeerLost(message(f"{name} on a closed communicator", where=f"group {self.ranks}"))
+        with self._entered(name):
+            getattr(raw, name)(*arguments, self.streams.pointer())
+
+    @contextlib.contextmanager
+    def _entered(self, what: str) -> Any:
+        """While this thread is inside NCCL, which may wait there for a peer, the watchdog can end that."""
+        self._inside = what, time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            with self._lock:
+                if self.failure is None:
+                    self._fail(error)
+            raise self.failure from None  # type: ignore[misc]
+        finally:
+            self._inside = None
+
+    @contextlib.contextmanager
+    def _grouped(self) -> Any:
+        """Have NCCL start what is called within all at once; an error in between leaves no group open."""
+        self.library.nccl.groupStart()
+        try:
+            yield
+        finally:
+            with self._entered("a group of sends and receives"):
+                self.library.nccl.groupEnd()
+
+    def _type(self, dtype: torch.dtype) -> int:
+        return nccl_type(self.library.nccl, dtype)
+
+    def _post(self) -> Messages:
+        if self._messages_between is None:
+            self._messages_between = Messages(self, self._make_host(f"{self.channel}/messages"))
+        return self._messages_between
+
+    # -- which side ----------------------------------------------------------------------------------------------------
+
+    def _here(self, what: str, *tensors: torch.Tensor) -> bool:
+        """Whether an operation is NCCL's; refuses tensors of several devices."""
+        devices = {tensor.device for tensor in tensors}
+        if len({device.type for device in devices}) > 1 or any(
+            device.type == self.device.type and device != self.device for device in devices
+        ):
+            raise SpecError(
+                message(
+                    f"{what} got tensors of other devices than its own",
+                    got=", ".join(sorted(map(str, devices))),
+                    expected=f"all on {self.device}, or all on the CPU",
+                    remedy="move them with .to()",
+                )
+            )
+        return any(device.type == self.device.type for device in devices)
