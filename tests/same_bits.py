@@ -92,13 +92,13 @@ def unpadded(state: Any, numel: int) -> Any:
     return trees.map(cut, state)
 
 
-def digest_of_run(numel: int, params: Any, buffers: Any, state: Any, *metrics: Any) -> str:
-    """On a rank: of all that a step gave."""
-    return digest(params, buffers, unpadded(state, numel), *metrics)
+def digests(numel: int, after: list[tuple[Any, ...]]) -> list[str]:
+    """On a rank: of all that each step gave."""
+    return [digest(params, buffers, unpadded(state, numel), *metrics) for params, buffers, state, *metrics in after]
 
 
 class Run:
-    """A training run, to be stepped; `digest()` is of all that a step gives."""
+    """A training run, to be stepped."""
 
     def __init__(
         self,
@@ -133,7 +133,6 @@ class Run:
 
         self.step = step
         self.state: tuple[Any, ...] = (params, buffers, opt_.init(params))
-        self.metrics: tuple[Any, ...] = ()
 
     def batches(self, steps: int) -> Iterator[Any]:
         done = 0
@@ -146,12 +145,12 @@ class Run:
 
     def run(self, steps: int) -> list[str]:
         """The digest after every step."""
-        each = []
+        after = []
         for batch in self.batches(steps):
             *state, loss, right = self.step(*self.state, batch)
-            self.state, self.metrics = tuple(state), (loss, right)
-            each.append(self.digest())
-        return each
+            self.state = tuple(state)
+            after.append((*self.state, loss, right))
+        return self.mesh.run(digests, self.numel, after)[0]
 
     def save(self, path: str) -> None:
         save(path, (*self.state, self.loader))
@@ -159,9 +158,6 @@ class Run:
     def restore(self, path: str) -> None:
         *state, _ = restore(path, like=(*self.state, self.loader), mesh=self.mesh)
         self.state = tuple(state)
-
-    def digest(self) -> str:
-        return self.mesh.run(digest_of_run, self.numel, *self.state, *self.metrics)[0]
 
 
 # name -> options of a Run
