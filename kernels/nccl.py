@@ -15,6 +15,7 @@ from .communicator import Call, Steps, Work, _contiguous, as_bytes
 from .nccl_arithmetic import as_signed, brought_back, carried, way
 from .nccl_base import NcclBase
 from .reduction import check_op, reduce_in_order
+from .waiting import wait_until
 
 
 class NcclCommunicator(NcclBase):
