@@ -15,9 +15,9 @@ from cuda_host import launcher, library_for_host
 from nccl_double import CURRENT, SIDE
 
 from spmd import Mesh
+from spmd.kernels import registry
 from spmd.kernels.bucket import Leaf
 from spmd.kernels.cuda_bucket import CudaBuckets
-from spmd.kernels.registry import register_backend
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -28,8 +28,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def mesh(make_mesh: Callable[..., Mesh]) -> Mesh:
-    register_backend("nccl-double", nccl_double.factory)
+def mesh(make_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch) -> Mesh:
+    monkeypatch.setitem(registry._FACTORIES, "nccl-double", nccl_double.factory)
     return make_mesh({"data": 2}, backend="nccl-double")
 
 

@@ -19,11 +19,10 @@ from operations_table import RANKS, expected, run_all
 from spmd import CollectiveMismatch, Mesh, MeshError, PeerLost, SpecError, all_gather, psum
 from spmd import spmd as on_mesh
 from spmd.kernels import arena as arena_module
-from spmd.kernels import nccl_library
+from spmd.kernels import nccl_library, registry
 from spmd.kernels.arena import Arena
 from spmd.kernels.nccl import NcclCommunicator
 from spmd.kernels.nccl_arithmetic import NAMES, way
-from spmd.kernels.registry import register_backend
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(operations_table)
@@ -136,8 +135,8 @@ def test_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def mesh(make_mesh: Callable[..., Mesh]) -> Mesh:
-    register_backend("nccl-double", nccl_double.factory)
+def mesh(make_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch) -> Mesh:
+    monkeypatch.setitem(registry._FACTORIES, "nccl-double", nccl_double.factory)
     return make_mesh({"data": RANKS}, backend="nccl-double")
 
 
@@ -166,6 +165,7 @@ def test_what_shapes_there_are(mesh: Mesh) -> None:
             comm.all_reduce(mine)
             comm.broadcast(mine)
             comm.all_gather([torch.empty(shape) for _ in range(size)], mine)
+            comm.barrier()
         pieces = [torch.empty(r + 1, 2) for r in range(size)]
         comm.all_gather(pieces, torch.full((rank + 1, 2), float(rank)))
         assert all(piece.eq(r).all() for r, piece in enumerate(pieces))
