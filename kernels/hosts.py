@@ -193,7 +193,9 @@ def limit_silence(store: Any, seconds: float) -> None:
     idle = max(1, int(seconds / 2))
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            if connection.type == socket.SOCK_STREAM and connection.getpeername()[1] == store.port:
+            # Others have no port: pipes of multiprocessing, for one, are sockets of the AF_UNIX kind without a name.
+            over_ip = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if over_ip and connection.type == socket.SOCK_STREAM and connection.getpeername()[1] == store.port:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
                 patience = struct.pack("ll", int(seconds), int(1e6 * (seconds % 1)))
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)

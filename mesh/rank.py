@@ -16,7 +16,7 @@ from ..kernels.communicator import Communicator
 from ..kernels.errors import Aborted, MeshError, SpecError, message
 from ..kernels.hosts import HostWatch
 from ..kernels.registry import make_communicator
-from .memory import keep_freed_memory
+from .memory import keep_freed_memory, release_freed_memory
 from .placement import spread
 from .spec import Layout
 
@@ -144,6 +144,7 @@ class RankSession:
             raise
         finally:
             self.watch.leave()
+        release_freed_memory(number)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

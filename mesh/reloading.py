@@ -9,6 +9,7 @@ that everything that refers to them does what the file says now.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -120,6 +121,10 @@ def _after_their_imports(names: set[str], imports: dict[str, set[str]]) -> list[
 def _reload(module: types.ModuleType) -> None:
     """Load a module again: functions keep their identity, and what the main program took from it by name follows."""
     before = dict(vars(module))
+    # A compiled file is kept by the second and the size: an edit may change neither.
+    if getattr(module, "__cached__", None):
+        with contextlib.suppress(OSError):
+            os.remove(module.__cached__)
     importlib.invalidate_caches()
     importlib.reload(module)
     after = vars(module)

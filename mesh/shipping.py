@@ -57,7 +57,7 @@ def snapshot(function: Any, whole: tuple[type, ...] = ()) -> list[Any]:
         kept.append(obj)
         todo.extend(inside or ())
         if isinstance(obj, torch.Tensor):
-            found.append(obj._version)
+            found.extend(_changes_of(obj))
         elif isinstance(obj, torch.nn.Module):
             found.extend(_state_of(obj))
         elif isinstance(obj, np.ndarray) and obj.nbytes <= _ARRAY_BYTES and not obj.dtype.hasobject:
@@ -109,6 +109,11 @@ def _inside(obj: Any, depth: int) -> list[tuple[Any, int]] | None:
     return [(item, depth + 1) for item in inside] + ([(type(obj), depth)] if by_value else [])
 
 
+def _changes_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a change by torch makes different: its count misses `tensor.data = other` and `module.double()`."""
+    return tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0, tensor.dtype
+
+
 def _state_of(module: torch.nn.Module) -> list[Any]:
     """Everything of a module and its children that is likely to change: tensors, versions, the training flags."""
     found: list[Any] = []
@@ -120,7 +125,7 @@ def _state_of(module: torch.nn.Module) -> list[Any]:
         seen.add(id(one))
         found.extend((weakref.ref(one), one.training))
         for tensor in (*one._parameters.values(), *one._buffers.values()):
-            found.extend((None, 0) if tensor is None else (weakref.ref(tensor), tensor._version))
+            found.extend((None,) if tensor is None else (weakref.ref(tensor), *_changes_of(tensor)))
         todo.extend(child for child in one._modules.values() if child is not None)
     return found
 

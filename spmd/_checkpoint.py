@@ -70,6 +70,8 @@ def save(
         raise MeshError(message("save was called inside a region", remedy="save what the step returns"))
     if keep is not None and keep < 1:
         raise SpecError(message("save got a bad keep", got=keep, expected="at least 1, or None"))
+    if step is not None and (not isinstance(step, int) or step < 0):
+        raise SpecError(message("save got a bad step", got=repr(step), expected="a whole number from 0 on, or None"))
     path = Path(path).absolute()
     before = _in_background.pop(path, None)
     if before is not None:

@@ -10,12 +10,14 @@ folder is whole from the first moment on, and is never written to again.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,13 +30,20 @@ from .kernels.errors import SpmdError, message
 MANIFEST = "checkpoint.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d+)")
+_TEMPORARY = re.compile(r"\.step-\d+\.tmp-(?P<pid>\d+)-[0-9a-f]+-(?P<host>.*)")
 _PIECE = 1 << 20
+_HERE, _RENAME_EXCHANGE = -100, 2  # Linux's AT_FDCWD and RENAME_EXCHANGE
 # Folders that this process is writing into.
 _writing: set[Path] = set()
 
 
 class Damaged(SpmdError):
     """A checkpoint that is not what was written; the message begins with the file's name."""
+
+
+def is_name(name: str) -> bool:
+    """Whether a folder of this name is a checkpoint's."""
+    return _NAME.fullmatch(name) is not None
 
 
 def steps(path: Path) -> list[tuple[int, Path]]:
@@ -52,12 +61,32 @@ def begin(path: Path, step: int) -> Path:
     """A new folder to write a checkpoint into; what writers that are gone have left there is removed."""
     path.mkdir(parents=True, exist_ok=True)
     for entry in path.glob(".step-*.tmp-*"):
-        if entry not in _writing:
+        if entry not in _writing and _is_left_over(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
-    folder = path / f".step-{step:08d}.tmp-{secrets.token_hex(4)}"
+    folder = path / _temporary(step)
     folder.mkdir()
     _writing.add(folder)
     return folder
+
+
+def _temporary(step: int) -> str:
+    return f".step-{step:08d}.tmp-{os.getpid()}-{secrets.token_hex(4)}-{socket.gethostname()}"
+
+
+def _is_left_over(name: str) -> bool:
+    """Whether the process that made a temporary folder is known to be gone; of another host's nothing is."""
+    found = _TEMPORARY.fullmatch(name)
+    if found is None or found["host"] != socket.gethostname():
+        return False
+    if int(found["pid"]) == os.getpid():
+        return True
+    try:
+        os.kill(int(found["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
 
 
 def give_up(folder: Path) -> None:
@@ -86,25 +115,60 @@ def commit(folder: Path, path: Path, step: int, manifest: dict[str, Any]) -> Pat
     sealed = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "manifest": manifest}
     write(folder / MANIFEST, json.dumps(sealed).encode())
     _sync(folder)
-    final, old = path / f"step-{step:08d}", None
-    if final.exists():  # a folder can't be renamed over another
-        old = path / f".step-{step:08d}.tmp-{secrets.token_hex(4)}"
-        os.rename(final, old)
-    os.rename(folder, final)
+    final = path / f"step-{step:08d}"
+    if final.exists():  # a folder can't be renamed over another: they change names, and the old one is removed
+        _exchange(folder, final)
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        os.rename(folder, final)
     _sync(path)
     _writing.discard(folder)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
     return final
 
 
-def keep_last(path: Path, count: int) -> None:
-    """Remove all checkpoints but the last `count`: renamed first, so that none is there in part."""
-    for _, folder in steps(path)[count:]:
-        gone = path / f".{folder.name}.tmp-{secrets.token_hex(4)}"
+def _exchange(one: Path, other: Path) -> None:
+    """Exchange the names of two folders, in one step where the system can (Linux's renameat2)."""
+    with contextlib.suppress(AttributeError):
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+            return
+    between = other.parent / _temporary(0)  # not every file system can
+    os.rename(other, between)
+    try:
+        os.rename(one, other)
+    except BaseException:
+        os.rename(between, other)
+        raise
+    os.rename(between, one)
+
+
+def keep_last(path: Path, count: int, written: Path) -> None:
+    """Remove all checkpoints but the `count` written last: renamed first, so that none is there in part.
+
+    The one just `written` stays. One that can't be read doesn't count, and goes.
+    """
+    others = [folder for _, folder in steps(path) if folder != written]
+    others.sort(key=_written_at, reverse=True)
+    for folder in others[sum(map(_looks_whole, others[: count - 1])) :]:
+        gone = path / _temporary(0)
         with contextlib.suppress(OSError):
             os.rename(folder, gone)
             shutil.rmtree(gone, ignore_errors=True)
+
+
+def _written_at(folder: Path) -> tuple[bool, float, str]:
+    whole = _looks_whole(folder)
+    return whole, (folder / MANIFEST).stat().st_mtime if whole else 0.0, folder.name
+
+
+def _looks_whole(folder: Path) -> bool:
+    """Whether the manifest is whole and the files are as long as it says; their checksums are not computed."""
+    try:
+        sealed = json.loads((folder / MANIFEST).read_bytes())
+        whole = hashlib.sha256(json.dumps(sealed["manifest"]).encode()).hexdigest() == sealed["sha256"]
+        return whole and all((folder / f["file"]).stat().st_size == f["bytes"] for f in sealed["manifest"]["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _sync(folder: Path) -> None:

@@ -88,7 +88,7 @@ class Writing:
             files.give_up(folder)
             raise
         if self._keep is not None:
-            files.keep_last(self._path, self._keep)
+            files.keep_last(self._path, self._keep, final)
         return final
 
     def _processes(self) -> list[int]:

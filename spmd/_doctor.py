@@ -23,6 +23,8 @@ import torch
 from . import __version__
 from .kernels import arena, interface
 from .kernels.errors import MeshError
+from .mesh.arguments import layout_of
+from .mesh.devices import for_driver
 from .mesh.environments import Launch, describe
 from .mesh.mesh import Mesh
 from .mesh.rendezvous import address, launch_of_process
@@ -46,9 +48,12 @@ def doctor() -> int:
         return _as_rank(launch)
     _print_found(None)
     refused = arena.supported()
-    backend = "gloo" if refused else "shm"
+    ranks = layout_of({"data": -1}, None).size
+    on_gpus = for_driver("auto", "auto", ranks) == "cuda"
+    backend = "nccl" if on_gpus else "gloo" if refused else "shm"
+    why = f"{ranks} ranks can have a GPU each" if on_gpus else "all ranks are on this host"
     _section("backend")
-    _line("auto", backend, f"all ranks are on this host{f', and {refused}' if refused else ''}")
+    _line("auto", backend, f"{why}{f', and {refused}' if refused and not on_gpus else ''}")
     _section("transports")
     failed = []
     for name in ("shm", "gloo"):

@@ -222,7 +222,7 @@ class _Reader:
         self, ids: torch.Tensor, session: RankSession, epoch: int, step: int, groups: list[tuple[int, int]]
     ) -> Any:
         collate = default_collate if self.collate is None else self.collate
-        with _own_random_numbers():
+        with _own_random_numbers(), _one_thread(self.shards is not None):
             if len(ids) == 0 and self._empty is not None:
                 return self._empty
             empty = False
@@ -279,6 +279,19 @@ def _seed(*key: Any) -> None:
     torch.default_generator.manual_seed(number)
     np.random.seed(number & 0xFFFFFFFF)
     random.seed(number)
+
+
+@contextlib.contextmanager
+def _one_thread(wanted: bool) -> Iterator[None]:
+    """Where the bits must not depend on the number of ranks: how many threads a rank has does."""
+    threads = torch.get_num_threads()
+    if wanted:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if wanted:
+            torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager

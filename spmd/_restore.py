@@ -46,7 +46,7 @@ def restore(path: str | os.PathLike, *, like: Any = None, mesh: Mesh | None = No
             names the files.
     """
     path = Path(path).absolute()
-    if (path / files.MANIFEST).exists() or path.name.startswith("step-"):
+    if (path / files.MANIFEST).exists() or files.is_name(path.name):
         return _read(path, files.read_manifest(path), like, mesh)
     problems = []
     for _, folder in files.steps(path):

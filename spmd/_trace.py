@@ -25,8 +25,9 @@ def note(name: str, results: Any) -> None:
     """Add a call."""
     leaves = zip(trees.paths(results, is_leaf=is_array), trees.leaves(results, is_leaf=is_array), strict=True)
     seen = [(path, _checksum(leaf), _shown(leaf)) for path, leaf in leaves]
+    sizes = [leaf.mesh.size for leaf in trees.leaves(results, is_leaf=is_array) if isinstance(leaf, Array)]
     with open(_FILE, "a") as file:
-        file.write(json.dumps({"name": name, "leaves": seen}) + "\n")
+        file.write(json.dumps({"name": name, "leaves": seen, "ranks": max(sizes, default=None)}) + "\n")
 
 
 def _checksum(leaf: Any) -> str:

@@ -21,6 +21,7 @@ The usual causes:
   - shards= is not given, or not to both Loader and data_parallel: means over ranks are added in another order
   - shards= is the number of ranks, or made from it: the bits depend on it
   - the script sets threads (torch.set_num_threads, Mesh(threads=)) by the number of ranks
+  - sums over exact results outside the step, in another @spmd function, where a rank has the mesh's threads
   - random numbers of NumPy or Python in the step, which are not keyed: use spmd.random_key()
   - something that depends on mesh.size, axis_size or axis_index, or on when or in which order ranks finish"""
 
@@ -56,6 +57,10 @@ def verify(arguments: Sequence[str]) -> int:
                 return status
             if not runs[ranks]:
                 print(f"{ranks} ranks: {options.script} called no @spmd function")
+                return 1
+            sizes = {call.get("ranks") for call in runs[ranks]} - {None, ranks}
+            if sizes:
+                print(f"{ranks} ranks: {options.script} made a mesh of {min(sizes)} ranks; give it an axis of size -1")
                 return 1
             parting = None if ranks == first else compare(runs[first], runs[ranks])
             agreed = agreed and parting is None

@@ -126,6 +126,53 @@ def test_keep(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-00000003", "step-00000004"]
 
 
+def test_what_was_just_written_is_kept(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path, {"step": step}, step=step)
+    damaged(tmp_path / "step-00000020" / "checkpoint.json", "flipped")
+    save(tmp_path, {"step": 15}, step=15, keep=2)  # an earlier step, after going back
+    assert sorted(os.listdir(tmp_path)) == ["step-00000010", "step-00000015"]
+    save(tmp_path, {"step": 5}, step=5, keep=1)
+    assert os.listdir(tmp_path) == ["step-00000005"]
+
+
+def test_one_written_again_takes_the_place_of_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, {"w": 1}, step=3)
+    save(tmp_path, {"w": 2}, step=3)
+    assert restore(tmp_path)["w"] == 2 and os.listdir(tmp_path) == ["step-00000003"]
+
+    rename, calls = os.rename, []
+
+    def failing(source: Any, target: Any) -> None:
+        calls.append(target)
+        if len(calls) == 2:
+            raise OSError("no")
+        rename(source, target)
+
+    # Where names can't be exchanged, and the second renaming fails, the old one is put back.
+    monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: object())
+    monkeypatch.setattr(files.os, "rename", failing)
+    with pytest.raises(OSError, match="no"):
+        save(tmp_path, {"w": 3}, step=3)
+    monkeypatch.undo()
+    assert restore(tmp_path)["w"] == 2
+
+
+def test_a_writer_that_is_at_work_keeps_its_folder(tmp_path: Path) -> None:
+    init = f".step-00000001.tmp-1-abcd-{files.socket.gethostname()}"  # the first process, which never ends
+    gone = f".step-00000002.tmp-{2**22 + 1}-abcd-{files.socket.gethostname()}"
+    for name in (init, gone, ".step-00000003.tmp-1-abcd-another-host"):
+        (tmp_path / name).mkdir()
+    save(tmp_path, {"w": 1}, step=4)
+    assert sorted(os.listdir(tmp_path)) == [init, ".step-00000003.tmp-1-abcd-another-host", "step-00000004"]
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "2"])
+def test_bad_steps(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(SpecError, match="save got a bad step"):
+        save(tmp_path, {"w": 1}, step=step)
+
+
 def test_in_the_background(make_mesh: Any, tmp_path: Path) -> None:
     mesh = make_mesh({"data": 2})
     double = spmd(lambda x: x * 2, mesh=mesh)

@@ -118,6 +118,8 @@ def test_tensors_and_modules_in_place():
     assert changed(lambda: module, lambda: module.eval())
     assert changed(lambda: module, lambda: module[1].train())
     assert changed(lambda: module, lambda: setattr(module[0], "bias", None))
+    assert changed(lambda: module, lambda: module.double())  # neither counts as a change to torch
+    assert changed(lambda: tensor, lambda: setattr(tensor, "data", torch.ones(3)))
     assert not changed(lambda: (tensor, module), lambda: None)
 
 

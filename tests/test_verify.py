@@ -62,3 +62,17 @@ def test_where_runs_part() -> None:
     assert compare(one, [one[0], call("step", w="b", loss="d")]) == Parting(2, "step", "result['loss']", ("c", "d"))
     assert compare(one, [call("other", w="a"), one[1]]).leaf.startswith("the function called")  # type: ignore[union-attr]
     assert compare(one, one[:1]) == Parting(2, "a function", "the number of calls", ("2", "1"))
+
+
+FIXED = """
+import torch
+from spmd import Mesh, spmd
+with Mesh({"data": 2}) as mesh:
+    print(float(spmd(lambda x: x + 1, mesh=mesh)(torch.ones(2)).full()[0]))
+"""
+
+
+def test_a_mesh_of_fixed_size_is_refused(tmp_path: Path) -> None:
+    status, out, err = run("-m", "spmd", "verify", "--ranks", "2,3", script(tmp_path, FIXED))
+    assert status == 1, out + err
+    assert "3 ranks: " in out and "made a mesh of 2 ranks; give it an axis of size -1" in out
