@@ -58,9 +58,9 @@ def verify(arguments: Sequence[str]) -> int:
             if not runs[ranks]:
                 print(f"{ranks} ranks: {options.script} called no @spmd function")
                 return 1
-            sizes = {call.get("ranks") for call in runs[ranks]} - {None, ranks}
+            sizes = [call["ranks"] for call in runs[ranks] if call.get("ranks") not in (None, ranks)]
             if sizes:
-                print(f"{ranks} ranks: {options.script} made a mesh of {min(sizes)} ranks; give it an axis of size -1")
+                print(f"{ranks} ranks: {options.script} made a mesh of {sizes[0]} ranks; give it an axis of size -1")
                 return 1
             parting = None if ranks == first else compare(runs[first], runs[ranks])
             agreed = agreed and parting is None
