@@ -330,6 +330,10 @@ class Mesh:
             self._driver.close()
         elif self._rank_session is not None and self._rank_session.launched:
             self._rank_session.close()
+        at_close, self.at_close = self.at_close, []
+        for future in at_close:
+            if not getattr(future, "told", True):
+                future.result()  # raises what went wrong and nobody has seen
 
     def restart(self) -> None:
         """Kill the ranks, whatever they do, and start new ones in their place: the mesh is as if it had just been made.

@@ -235,6 +235,20 @@ def test_what_went_wrong_in_the_background_is_told_once(tmp_path: Path, small_fi
     assert restore(tmp_path)["w"].tolist() == [1, 1, 1, 1]
 
 
+def test_what_went_wrong_in_the_background_is_told_at_the_end(
+    make_mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    mesh = make_mesh({"data": 2})
+    monkeypatch.setattr(files, "commit", full)
+    save(tmp_path, put({"w": torch.ones(1000)}, mesh=mesh), background=True)
+    with pytest.raises(OSError, match="No space left"):
+        mesh.close()
+    mesh.close()
+
+
 def test_launched(tmp_path: Path) -> None:
     status, out, err = run("-m", "spmd", "run", "-n", "2", script(tmp_path, LAUNCHED), str(tmp_path / "runs"))
     assert status == 0, err

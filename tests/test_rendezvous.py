@@ -212,3 +212,16 @@ def test_bad_places() -> None:
     ):
         assert re.match(f"cannot meet there .*tcp://host:port.*got '{method}'", line), line
     assert re.match("rank 0 cannot meet the others at file:///no/such/folder/file .*No such file.*another path", last)
+
+
+def test_a_process_with_other_sockets_meets_as_well() -> None:
+    """A pipe of multiprocessing is a socket without a name, and so without a port."""
+    import socket
+
+    import torch.distributed as dist
+
+    from spmd.kernels.hosts import limit_silence
+
+    one, other = socket.socketpair()
+    with one, other:
+        limit_silence(dist.TCPStore("127.0.0.1", 0, 1, True), 5.0)
