@@ -209,7 +209,7 @@ def our_step(mesh: Any, model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], 
     apply, params = functional(model)
     opt = optimizer(torch.optim.AdamW, lr=1e-4)
 
-    @spmd(mesh=mesh)
+    @spmd(mesh=mesh, donate=("params", "state"))
     @data_parallel
     def step(params: Any, state: Any, batch: Any) -> Any:
         loss, grads = value_and_grad(lambda params, batch: loss_of(apply(params, batch["x"]), batch["y"]))(

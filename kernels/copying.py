@@ -17,12 +17,12 @@ TUNABLES = f"glibc.cpu.x86_non_temporal_threshold={LARGE_BYTES:#x}"
 
 
 def copy(out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`out.copy_(source)` for contiguous CPU tensors of one dtype and shape.
+    """`out.copy_(source)` for contiguous tensors of one dtype and shape.
 
     >>> copy(torch.empty(3), torch.ones(3))
     tensor([1., 1., 1.])
     """
-    if out.numel() * out.element_size() < LARGE_BYTES:
+    if out.numel() * out.element_size() < LARGE_BYTES or not (out.is_cpu and source.is_cpu):
         return out.copy_(source)
     np.copyto(out.detach().view(-1).view(torch.uint8).numpy(), source.detach().view(-1).view(torch.uint8).numpy())
     return out

@@ -117,7 +117,9 @@ class RankSession:
 
     def placed(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on this rank's device: itself, if it is there."""
-        return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
+        return (
+            tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=self.device.type == "cuda")
+        )
 
     def check(self) -> None:
         """Raise what went wrong in operations that GPUs had not finished when they were started."""

@@ -140,7 +140,9 @@ class Engine:
         made = {name: value for name, value in state.items() if _is_laid_out_as(value, param)}
         single = {name: value for name, value in state.items() if name not in made}
         last: State = state
-        for grad, start, stop in _blocks(grads, param.numel() if self.options.get("fused") else BLOCK):
+        # A GPU has no cache to keep a block in, and a launch for each.
+        length = param.numel() if self.options.get("fused") or not param.is_cpu else BLOCK
+        for grad, start, stop in _blocks(grads, length):
             block = param[start:stop]
             own = {name: value[start:stop] for name, value in made.items()}
             if state:

@@ -119,7 +119,7 @@ def within_a_graph(f: Evaluated) -> Solution:
             )
     remaining = iter(found)
     gradients = [
-        a.zeros() if a.twin is None else f.noted(_sum(forget_undefined(next(remaining)), a.reduce), a.reduce)
+        a.zeros() if a.twin is None else f.noted(_sum(forget_undefined(next(remaining), f.region), a.reduce), a.reduce)
         for a in f.arguments
     ]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from ..mesh.region import current
+from ..mesh.region import Region, current
 
 _here = threading.local()
 
@@ -95,9 +95,11 @@ def run(operation: Operation, x: Tensor) -> Tensor:
     return result
 
 
-def forget_undefined(gradient: Tensor) -> Tensor:
-    """On a rank without samples, a gradient with zeros for NaNs: there they come of 0/0, and mean nothing."""
-    region = current()
+def forget_undefined(gradient: Tensor, region: Region | None) -> Tensor:
+    """On a rank without samples, a gradient with zeros for NaNs: there they come of 0/0, and mean nothing.
+
+    The region is asked for since torch computes gradients of a GPU in a thread of its own, which knows of none.
+    """
     if region is None or not any(local == 0 for local, _ in region.totals.values()):
         return gradient
     return torch.where(gradient.isnan(), torch.zeros_like(gradient), gradient)
@@ -111,13 +113,14 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
         x, _, ctx.operation = inputs
+        ctx.region = current()
         if ctx.operation.saves:
             ctx.save_for_backward(x, output[0])
             ctx.save_for_forward(x, output[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:
-        return ctx.operation.pull(forget_undefined(gradient), *ctx.saved_tensors), None, None
+        return ctx.operation.pull(forget_undefined(gradient, ctx.region), *ctx.saved_tensors), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:

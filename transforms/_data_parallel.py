@@ -76,6 +76,15 @@ def data_parallel(
             )
         if agreed(region, axis, shards):
             return step(*bound.args, **bound.kwargs)
+        if shards is not None and region.session.device.type != "cpu":
+            raise SpecError(
+                message(
+                    "data_parallel(shards=) computes on CPUs only",
+                    got=f"a mesh of device {region.session.device.type!r}",
+                    where=region.session.where(),
+                    remedy='leave shards= out, or use Mesh(device="cpu")',
+                )
+            )
         virtual = None if shards is None else _deal(region, bound.arguments[batch], axis, shards)
         part, local, total = _split(region, bound.arguments[batch], axis, virtual)
         bound.arguments[batch] = part

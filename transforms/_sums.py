@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.bucket import Buckets, Leaf
-from ..mesh.region import Region
+from ..mesh.region import Region, current
 from ._chain import forget_undefined
 
 # (axes, dtype on the wire, kind of device): leaves of one group share buckets
@@ -87,13 +87,14 @@ class Filled(Protocol):
 class Hook:
     """Takes a leaf's gradient as soon as the backward pass has it."""
 
-    __slots__ = ("place", "sums")
+    __slots__ = ("place", "region", "sums")
 
     def __init__(self, sums: Filled, place: Any):
-        self.sums, self.place = sums, place
+        self.sums, self.place, self.region = sums, place, current()
 
     def __call__(self, twin: Any) -> None:
         gradient, twin.grad = twin.grad, None
         if gradient is not None:
             # A rank without samples fills in as well, so that buckets and collectives alternate alike on all ranks.
-            self.sums.fill(self.place, forget_undefined(gradient.to_dense() if gradient.is_sparse else gradient))
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            self.sums.fill(self.place, forget_undefined(gradient, self.region))
