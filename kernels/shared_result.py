@@ -114,7 +114,7 @@ def _operands(
         return found
 
     def view(at: int) -> torch.Tensor:
-        return comm.arena.tensor(at + plan.start * plan.dtype.itemsize, plan.end - plan.start, plan.dtype)
+        return _view(comm, at, plan, plan.start, plan.end)
 
     target = view(block)
     parts: list[torch.Tensor | None] = []

@@ -20,8 +20,10 @@ _current_core: Callable[[], int] = getattr(ctypes.CDLL(None), "sched_getcpu", la
 
 def spread(index: int, ranks: int) -> None:
     """Move this process to a core of its own, the `index`-th of `ranks` on this host, if it isn't on one."""
+    if ranks < 2:
+        return
     allowed, threads = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
-    if ranks < 2 or ranks * threads > len(allowed):
+    if ranks * threads > len(allowed):
         return
     own = allowed[index * threads : (index + 1) * threads]
     if _current_core() in (*own, -1):
