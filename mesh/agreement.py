@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import pickle
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,7 @@ from .failure import ranks_text
 from .spec import Layout, P
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Leaving:
+class Leaving(NamedTuple):
     """A leaf of the results: what the other side must know of it.
 
     Attributes:

@@ -21,7 +21,10 @@ from .pending import Task
 from .program import Entering, Program, execute
 from .request import Request
 from .resident import Outputs
+from .shipped import Shipped
 from .spec import REPLICATED
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))  # what any pickle can take to the ranks
 
 
 def call(mesh: Mesh, program: Program, source: Any, request: Request, *, check: str, holder: Any) -> Any:
@@ -48,35 +51,46 @@ def _from_driver(
     driver = mesh.driver
     driver.raise_failure()
     shipped = driver.shipped.ship_function(source, lambda _: program, holder=holder)
-    leaves = []
-    for leaf, spec, donated in zip(request.leaves, request.specs, request.donated, strict=True):
+    kinds, values, plain = [], [], True
+    for leaf, donated in zip(request.leaves, request.donated, strict=True):
         if isinstance(leaf, Array):
             resident: Any = leaf._readable()
             resident.check()
             driver.values.restore(leaf)
-            leaves.append(("donated" if donated else "resident", resident.name, spec))
+            kinds.append("donated" if donated else "resident")
+            values.append(resident.name)
         else:
-            leaves.append(("tensor" if isinstance(leaf, torch.Tensor) else "value", leaf, spec))
+            kinds.append("tensor" if isinstance(leaf, torch.Tensor) else "value")
+            values.append(leaf)
+            plain = plain and type(leaf) in _PLAIN
     signature = request.signature()
-    known: tuple[Any, list[Result]] | None = shipped.results.get(signature)
+    known: _Known | None = shipped.results.get(signature)
     verify = check == "always" or (check == "first" and known is None)
+    hasty = known is not None and not verify and known.of_tensors
     outputs = Outputs(mesh, driver)
     treedef = driver.shipped.ship_treedef(request.treedef)
-    task = driver.submit(
-        tasks.run_program,
-        (shipped.key, treedef.key, leaves, outputs.number, key, request.batch_total, request.dealt, verify),
-        region=True,
-        parts=lambda: [(request.where(index), leaf) for index, (_, leaf, _) in enumerate(leaves)],
-    )
-    finish = _Finish(mesh, driver, program, task, compare=check != "never")
-    if known is None or verify or any(result.spec is None for result in known[1]):
-        known = shipped.results[signature] = finish()
-        hasty = False
+    if known is not None and hasty and plain:
+        if known.template is None:
+            parts = list(zip(kinds, request.specs, strict=True))
+            template = tasks.Template(shipped.key, treedef.key, parts, request.batch_total, request.dealt)
+            known.template = driver.shipped.ship(template)
+        task = driver.submit_again((known.template.key, values, outputs.number, key), shipped.told)
     else:
-        finish.expect(known)
-        hasty = True
+        leaves = list(zip(kinds, values, request.specs, strict=True))
+        task = driver.submit(
+            tasks.run_program,
+            (shipped.key, treedef.key, leaves, outputs.number, key, request.batch_total, request.dealt, verify),
+            region=True,
+            told=shipped.told,
+            parts=lambda: [(request.where(index), leaf) for index, (_, leaf, _) in enumerate(leaves)],
+        )
+    finish = _Finish(mesh, driver, program, task, compare=check != "never")
+    if known is not None and hasty:
+        finish.expect(known.treedef)
+    else:
+        known = shipped.results[signature] = _Known(*finish())
     made = []
-    for index, result in enumerate(known[1]):
+    for index, result in enumerate(known.results):
         if result.spec is None:
             made.append(result.value)
             continue
@@ -84,7 +98,22 @@ def _from_driver(
     outputs.taken()
     if hasty:
         driver.in_flight(task)
-    return trees.unflatten(known[0], made)
+    return trees.unflatten(known.treedef, made)
+
+
+class _Known:
+    """What is known of calls with arguments of one kind.
+
+    Attributes:
+        treedef, results: what they return.
+        of_tensors: nothing of it is a value that the caller must have at once.
+        template: what the ranks know of such a call, once there was a second.
+    """
+
+    def __init__(self, treedef: Any, results: list[Result]):
+        self.treedef, self.results = treedef, results
+        self.of_tensors = all(result.spec is not None for result in results)
+        self.template: Shipped | None = None
 
 
 class _Finish:
@@ -96,9 +125,9 @@ class _Finish:
         self._expected: Any = None
         self._found: tuple[Any, list[Result]] | None = None
 
-    def expect(self, known: tuple[Any, list[Result]]) -> None:
+    def expect(self, treedef: Any) -> None:
         """Arrays were made for results of this structure."""
-        self._expected = known[0]
+        self._expected = treedef
 
     def __call__(self) -> tuple[Any, list[Result]]:
         if self._found is None:

@@ -1,7 +1,7 @@
 """The driver's side of a mesh: it sends tasks to the ranks and waits for their answers.
 
 The user's thread sends and waits; one thread per mesh listens (`Receiving`), and what it hears goes to `Recovery`.
-Calls are asynchronous up to `IN_FLIGHT`; a failure surfaces at the call, or at the next use of the mesh or of a value.
+Calls are asynchronous up to a small number of them; a failure surfaces at the call, or at the next use of the mesh or of a value.
 Invariant: every rank is told of every task that is meant for it, or none is.
 """
 
@@ -36,6 +36,7 @@ from .shipping import unpicklable_among
 from .spec import Layout
 
 IN_FLIGHT = 2
+BRIEF_IN_FLIGHT, BRIEF_SECONDS = 8, 0.02  # calls that are over soon: more of them, and Ctrl-C still finds them ended
 INTERRUPT_SECONDS = 0.3  # for calls under way to end by themselves after Ctrl-C
 CLOSE_SECONDS = 2.0
 
@@ -79,8 +80,10 @@ class DriverSession:
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
         self._regions = 0
+        self._everyone = tuple(range(layout.size))
         self.pending = Pending()
         self._flight: deque[Task] = deque()
+        self._most_in_flight = IN_FLIGHT
         self._nothing = wire.dumps((tasks.do_nothing, ()))
         self._recovery = Recovery(self)
         self.receiving = Receiving(self._recovery, layout)
@@ -156,11 +159,13 @@ class DriverSession:
         ranks: Sequence[int] | None = None,
         region: bool = False,
         future: Future | None = None,
+        told: dict[int, bytes] | None = None,
         parts: Callable[[], Iterable[tuple[str, Any]]] = tuple,
     ) -> Task:
         """Send `function(worker, *arguments)` to ranks (all by default).
 
         Args:
+            told: what the ranks last said of results of the program that this calls.
             region: the other ranks pass through the region too, so that nobody waits for them in vain.
             future: takes the first rank's result, or the failure.
             parts: the arguments and what to call them, asked if one of them cannot be sent.
@@ -176,29 +181,39 @@ class DriverSession:
                     remedy="pass what it is made of, or make it inside the function",
                 )
             ) from None
+        chosen = self._everyone if ranks is None else tuple(ranks)
+        others = tuple(rank for rank in self._everyone if rank not in chosen)
         try:
             with self.lock:
                 self.ready()
-                everyone = range(self.layout.size)
-                chosen = tuple(everyone if ranks is None else ranks)
                 self._regions += region
-                task = Task(next(self._numbers), chosen, self._regions if region else 0, future)
+                task = Task(next(self._numbers), chosen, self._regions if region else 0, future, told)
                 with uninterrupted():
                     # What nothing here refers to any more goes with the task.
                     unused = self.values.garbage(), self.shipped.unused()
-                    others = tuple(rank for rank in everyone if rank not in chosen)
-                    self._send_task(task, packet, unused)
+                    self._send_task("task", task, packet, unused)
                     if others and region:
-                        self._send_task(Task(next(self._numbers), others, task.region), self._nothing, unused)
+                        self._send_task("task", Task(next(self._numbers), others, task.region), self._nothing, unused)
                     elif others and any(unused):
                         self.tell(("free", *unused), ranks=others)
                 return task
         finally:
             packet.close()
 
-    def _send_task(self, task: Task, packet: wire.Packet, unused: tuple[Any, Any]) -> None:
+    def submit_again(self, arguments: tuple, told: dict[int, bytes]) -> Task:
+        """`submit` of a region to all ranks, quickly: `tasks.call_again` with numbers, strings and names of values."""
+        packet = wire.Packet(pickle.dumps(arguments))
+        with self.lock:
+            self.ready()
+            self._regions += 1
+            task = Task(next(self._numbers), self._everyone, self._regions, None, told)
+            with uninterrupted():
+                self._send_task("again", task, packet, (self.values.garbage(), self.shipped.unused()))
+            return task
+
+    def _send_task(self, kind: str, task: Task, packet: wire.Packet, unused: tuple[Any, Any]) -> None:
         self.pending.tasks[task.number] = task
-        self.tell(("task", task.number, task.region, *unused), packet, task.ranks)
+        self.tell((kind, task.number, task.region, *unused), packet, task.ranks)
 
     def tell(self, head: tuple, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None) -> None:
         """Send something that needs no answer to ranks (all by default)."""
@@ -253,11 +268,16 @@ class DriverSession:
 
     def in_flight(self, task: Task) -> None:
         """Note an asynchronous region, and wait for the oldest if there are too many."""
+        if self._flight and self._flight[-1].settled.is_set():
+            self._flight.clear()
+            self._most_in_flight = IN_FLIGHT
         self._flight.append(task)
-        while len(self._flight) > IN_FLIGHT:
+        while len(self._flight) > self._most_in_flight:
             oldest = self._flight.popleft()
             if not oldest.settled.is_set():
                 self.wait(oldest)
+            brief = oldest.seconds < BRIEF_SECONDS
+            self._most_in_flight = min(self._most_in_flight + 1, BRIEF_IN_FLIGHT) if brief else IN_FLIGHT
 
     def raise_failure(self) -> None:
         """Raise an error that nobody has seen."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -24,6 +25,8 @@ class Task:
         failure: makes the exception of a failed task.
         generation: in which the mesh failed with it; None if the task failed for itself.
         reported: somebody has been told of the failure.
+        seconds: from its making until its outcome was known.
+        told: rank -> what it last said of the results of the program that this is a call of.
         context: of the caller; a notebook keeps in it which cell that is.
     """
 
@@ -37,16 +40,20 @@ class Task:
         "ranks",
         "region",
         "reported",
+        "seconds",
         "settled",
+        "told",
     )
 
-    def __init__(self, number: int, ranks: tuple[int, ...], region: int = 0, future: Future | None = None):
+    def __init__(self, number: int, ranks: tuple[int, ...], region: int = 0, future: Future | None = None, told: Any = None):
         self.number, self.ranks, self.region, self.future = number, ranks, region, future
         self.answers: dict[int, tuple[str, Any]] = {}
         self.settled = threading.Event()
         self.failure: Outcome = None
         self.generation: int | None = None
         self.reported = False
+        self.told: dict[int, bytes] = {} if told is None else told
+        self.seconds = -time.monotonic()
         self.context = contextvars.copy_context()
 
     @property
@@ -71,6 +78,7 @@ class Task:
     def settle(self, failure: Outcome = None) -> None:
         """Make the outcome known; a future takes a failure over, for others `reported` tells whether it was seen."""
         self.failure = failure
+        self.seconds += time.monotonic()
         if self.future is not None:
             self.reported = True
             if failure is not None:

@@ -6,10 +6,9 @@ values that were passed, which may not be written to, but are objects of their o
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +39,7 @@ class Program:
     batch_axis: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entering:
+class Entering(NamedTuple):
     """A leaf of the arguments on its way in.
 
     Attributes:
@@ -70,7 +68,9 @@ def execute(
 ) -> tuple[Any, list[Any], list[Leaving]]:
     """Run a program on this rank: (the results' treedef, their local leaves, what to say of each)."""
     local: list[Any] = []
-    times = collections.Counter(id(leaf.value) for leaf in entering)
+    times: dict[int, int] = {}
+    for leaf in entering:
+        times[id(leaf.value)] = times.get(id(leaf.value), 0) + 1
     same: dict[Any, torch.Tensor] = {}  # a tensor that comes twice stays one tensor
     for leaf in entering:
         value = leaf.value
@@ -145,17 +145,11 @@ def describe_path(path: str) -> str:
 
 
 def _leave(session: RankSession, program: Program, result: Any, verify: bool) -> tuple[Any, list[Any], list[Leaving]]:
-    declared: list[P | None] = []
-
-    def strip(node: Any) -> Any:
-        if isinstance(node, Sharded):
-            declared.extend([node.spec] * len(trees.leaves(node.local)))
-            return node.local
-        declared.append(node.spec if isinstance(node, Array) else None)
-        return node.local if isinstance(node, Array) else node
-
-    result = trees.map(strip, result, is_leaf=is_sharded)
-    leaves, treedef = trees.flatten(result)
+    leaves, treedef = trees.flatten(result, is_leaf=is_sharded)
+    declared: list[P | None] = [None] * len(leaves)
+    if any(isinstance(leaf, Sharded | Array) for leaf in leaves):
+        result, declared = _stripped(treedef, leaves)
+        leaves, treedef = trees.flatten(result)
     try:
         specs = trees.broadcast_prefix(program.out_specs, result, is_leaf=is_spec)
     except ValueError:
@@ -182,6 +176,17 @@ def _leave(session: RankSession, program: Program, result: Any, verify: bool) ->
         leaves[index] = leaf
     _settle(session, leaves)
     return treedef, leaves, said
+
+
+def _stripped(treedef: Any, nodes: list[Any]) -> tuple[Any, list[P | None]]:
+    """Results with local tensors for nodes that say how they are cut, and for each leaf what its node says."""
+    declared: list[P | None] = []
+    local = []
+    for node in nodes:
+        cut = isinstance(node, Sharded | Array)
+        local.append(node.local if cut else node)
+        declared.extend([node.spec if cut else None] * (len(trees.leaves(node.local)) if is_sharded(node) else 1))
+    return trees.unflatten(treedef, local), declared
 
 
 def _settle(session: RankSession, leaves: list[Any]) -> None:

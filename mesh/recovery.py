@@ -68,6 +68,11 @@ class Recovery:
             task = session.pending.tasks.get(number)
             if task is None:
                 return
+            if kind == "told":
+                task.told[rank.rank] = value
+                kind = "ok"
+            elif kind == "as before":
+                kind, value = "ok", task.told[rank.rank]
             task.answers[rank.rank] = (kind, value)
             own_fault = not task.region and isinstance(value, Failure) and value.kind == "error"
             if kind != "ok" and not own_fault:

@@ -157,7 +157,7 @@ class Request:
 
     def signature(self) -> tuple:
         """What must be the same for a later call to be like this one: structure, shapes, dtypes, specs."""
-        parts: list[Any] = [self.treedef, self.batch_total]
+        parts: list[Any] = [self.treedef, self.batch_total, self.dealt]
         for leaf, spec in zip(self.leaves, self.specs, strict=True):
             if isinstance(leaf, Array):
                 parts.append((leaf._hint(), spec))

@@ -19,12 +19,17 @@ from .reloading import LoadedModules
 
 
 class Shipped:
-    """An object that the ranks know by `key`; `results` is for what is known of calls of it."""
+    """An object that the ranks know by `key`.
 
-    __slots__ = ("__weakref__", "key", "results")
+    Attributes:
+        results: for what is known of calls of it.
+        told: rank -> what it last said of such calls' results; one for all that have this key.
+    """
 
-    def __init__(self, key: str):
-        self.key = key
+    __slots__ = ("__weakref__", "key", "results", "told")
+
+    def __init__(self, key: str, told: dict[int, bytes]):
+        self.key, self.told = key, told
         self.results: dict[Any, Any] = {}
 
 
@@ -51,6 +56,7 @@ class ShippedObjects:
         self._session, self._whole = session, whole
         self._packets: dict[str, wire.Packet] = {}
         self._uses: Counter[str] = Counter()
+        self._told: dict[str, dict[int, bytes]] = {}
         self._unused: deque[str] = deque()
         self._naming_values: set[str] = set()
         self._treedefs: dict[Any, Shipped] = {}
@@ -75,7 +81,7 @@ class ShippedObjects:
                     self._naming_values.add(key)
                 self._session.tell(("ship", key), packet)
             self._uses[key] += 1
-            shipped = Shipped(key)
+            shipped = Shipped(key, self._told.setdefault(key, {}))
             weakref.finalize(shipped, self._unused.append, key).atexit = False
         return shipped
 
@@ -135,7 +141,7 @@ class ShippedObjects:
             key = self._unused.popleft()
             self._uses[key] -= 1
             if not self._uses[key]:
-                del self._uses[key]
+                del self._uses[key], self._told[key]
                 keys.append(key)
                 self._drop(key)
         return keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,40 @@ if TYPE_CHECKING:
     from .worker import Worker
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Template:
+    """What calls of one program have in common whose arguments are of the same kinds: shipped once, named afterwards.
+
+    Attributes:
+        program, tree: keys of the shipped program and of its arguments' structure.
+        leaves: for each leaf of the arguments ("resident", "donated", "tensor" or "value", how it is cut).
+        batch_total, dealt: as in `execute`.
+    """
+
+    program: str
+    tree: str
+    leaves: list[tuple[str, P | None]]
+    batch_total: int | None
+    dealt: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Told:
+    """What to say of a call's results, for `decode_all`; the driver keeps it for later calls of the program."""
+
+    data: bytes
+
+
+AS_BEFORE = object()  # the results are of the kinds that the driver was last told of for this program
+
+
+def call_again(worker: Worker, template: str, values: Sequence[Any], out: int, key: tuple) -> Any:
+    """`run_program` with the leaves `values`, and all else as the template says."""
+    like = worker.shipped(template)
+    leaves = [(kind, value, spec) for (kind, spec), value in zip(like.leaves, values, strict=True)]
+    return run_program(worker, like.program, like.tree, leaves, out, key, like.batch_total, like.dealt, False)
+
+
 def run_program(
     worker: Worker,
     program: str,
@@ -30,11 +65,11 @@ def run_program(
     batch_total: int | None,
     dealt: int | None,
     verify: bool,
-) -> bytes:
+) -> bytes | Told | object:
     """Run a shipped program on resident and inline leaves; keep its results under (out, index).
 
     Returns:
-        What to say of them, for `decode_all`.
+        What to say of them, for `decode_all`; `AS_BEFORE` if that is what was said at the last call.
     """
     program_, treedef = worker.shipped(program), worker.shipped(tree)
     entering = []
@@ -74,9 +109,10 @@ def run_program(
         return encode(treedef, said)
     # Pickling this costs more than a small step, and mostly the same is said as at the call before.
     told = worker.told.get(program)
-    if told is None or told[0] != treedef or not alike(said, told[1]):
-        told = worker.told[program] = (treedef, said, encode(treedef, said))
-    return told[2]
+    if told is not None and told[0] == treedef and alike(said, told[1]):
+        return AS_BEFORE
+    worker.told[program] = (treedef, said)
+    return Told(encode(treedef, said))
 
 
 def encode(treedef: Any, said: list[Leaving]) -> bytes:

@@ -54,6 +54,8 @@ def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | No
     Raises:
         ValueError: it is no prefix of the tree.
     """
+    if prefix is None or (is_leaf is not None and is_leaf(prefix)):
+        return [prefix] * flatten(tree)[1].num_leaves
     entries, above = flatten(prefix, is_leaf)
     return [entries[index] for index in _places(above, flatten(tree)[1])]
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..kernels.errors import Aborted, MeshError, message
-from . import naming, wire
+from . import naming, tasks, wire
 from .agreement import Leaving
 from .bars import BarState
 from .failure import capture
@@ -44,7 +44,7 @@ class Worker:
     def __init__(self, session: RankSession, connection: socket.socket, mesh: Any):
         self.session, self.mesh = session, mesh
         self.values: dict[Any, Any] = {}
-        self.told: dict[str, tuple[Any, list[Leaving], bytes]] = {}  # what each program's last call said of its results
+        self.told: dict[str, tuple[Any, list[Leaving]]] = {}  # what the driver was last told of a program's results
         self._shipped: dict[str, Any] = {}
         self._connection = connection
         self.modules = LoadedModules()
@@ -97,16 +97,17 @@ class Worker:
     def _handle(self, packet: wire.Packet) -> bool:
         """Do what a packet asks for; whether to go on."""
         kind, *rest = pickle.loads(packet.head)
-        if kind == "task":
+        if kind in ("task", "again"):
             task, region, *unused = rest
             self.free(*unused)
-            self._run(packet, task, region)
+            self._run(packet, task, region, again=kind == "again")
         elif kind == "ship":
             self._shipped[rest[0]] = self._read(packet)
         elif kind == "free":
             self.free(*rest)
         elif kind == "renew":
             self._failed = False
+            self.told.clear()
             self.session.renew(rest[0])
         elif kind == "sources":
             remember_sources(rest[0])
@@ -126,7 +127,7 @@ class Worker:
     def _object_of(self, name: Any) -> Any:
         return naming.object_on_rank(self, name)
 
-    def _run(self, packet: wire.Packet, task: int, region: int) -> None:
+    def _run(self, packet: wire.Packet, task: int, region: int, *, again: bool) -> None:
         if self._failed:
             self._reply(("skipped", task))
             return
@@ -135,19 +136,30 @@ class Worker:
             with self.session.region(region) if region else self.session.alone():
                 try:
                     self._running = True
-                    function, arguments = wire.loads(packet, self._object_of)
-                    result = function(self, *arguments)
+                    if again:
+                        result = tasks.call_again(self, *pickle.loads(packet.data))
+                    else:
+                        function, arguments = wire.loads(packet, self._object_of)
+                        result = function(self, *arguments)
                 finally:
                     self._running = False
-            answer = wire.dumps(result, lambda obj: naming.name_on_rank(self, obj), head=("ok", task))
+            answer = self._answer(task, result)
         except BaseException as error:
             self._running = False
+            self.told.clear()  # the driver may not hear of what was to be told
             self._failed = bool(region) or isinstance(error, (Aborted, KeyboardInterrupt))
             answer = wire.dumps(capture(error), head=("failed", task))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
         self._send(answer)
+
+    def _answer(self, task: int, result: Any) -> wire.Packet:
+        if result is tasks.AS_BEFORE:
+            return wire.Packet(b"", head=pickle.dumps(("as before", task)))
+        if isinstance(result, tasks.Told):
+            return wire.Packet(pickle.dumps(result.data), head=pickle.dumps(("told", task)))
+        return wire.dumps(result, lambda obj: naming.name_on_rank(self, obj), head=("ok", task))
 
     def _reply(self, head: tuple) -> None:
         self._send(wire.Packet(b"", head=pickle.dumps(head)))
