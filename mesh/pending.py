@@ -45,7 +45,9 @@ class Task:
         "told",
     )
 
-    def __init__(self, number: int, ranks: tuple[int, ...], region: int = 0, future: Future | None = None, told: Any = None):
+    def __init__(
+        self, number: int, ranks: tuple[int, ...], region: int = 0, future: Future | None = None, told: Any = None
+    ):
         self.number, self.ranks, self.region, self.future = number, ranks, region, future
         self.answers: dict[int, tuple[str, Any]] = {}
         self.settled = threading.Event()

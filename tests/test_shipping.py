@@ -242,7 +242,8 @@ def test_a_function_is_sent_once(spied):
     x = put(torch.ones(2), mesh=mesh)
     for _ in range(4):
         x = double(x)
-    assert float(x.full()[0]) == 16.0 and told.count("ship") == 3  # the function, its arguments' structure, what calls have in common
+    # The function, the structure of its arguments, and what the calls have in common.
+    assert float(x.full()[0]) == 16.0 and told.count("ship") == 3
     told.clear()
 
     scale = 3
