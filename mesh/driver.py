@@ -1,8 +1,7 @@
 """The driver's side of a mesh: it sends tasks to the ranks and waits for their answers.
 
 The user's thread sends and waits; one thread per mesh listens (`Receiving`), and what it hears goes to `Recovery`.
-Calls are asynchronous up to a small number of them; a failure surfaces at the call, or at the next use of the mesh or of
-a value.
+Calls are asynchronous up to a few; a failure surfaces at the call, or at the next use of the mesh or of a value.
 Invariant: every rank is told of every task that is meant for it, or none is.
 """
 
