@@ -66,10 +66,10 @@ def _from_driver(
     signature = request.signature()
     known: _Known | None = shipped.results.get(signature)
     verify = check == "always" or (check == "first" and known is None)
-    hasty = known is not None and not verify and known.of_tensors
+    hasty = known is not None and known.of_tensors and not verify
     outputs = Outputs(mesh, driver)
     treedef = driver.shipped.ship_treedef(request.treedef)
-    if known is not None and hasty and plain:
+    if known is not None and plain and not verify:
         if known.template is None:
             parts = list(zip(kinds, request.specs, strict=True))
             template = tasks.Template(shipped.key, treedef.key, parts, request.batch_total, request.dealt)
@@ -88,7 +88,10 @@ def _from_driver(
     if known is not None and hasty:
         finish.expect(known.treedef)
     else:
-        known = shipped.results[signature] = _Known(*finish())
+        found = _Known(*finish())
+        if known is not None:
+            found.template = known.template
+        known = shipped.results[signature] = found
     made = []
     for index, result in enumerate(known.results):
         if result.spec is None:

@@ -105,7 +105,7 @@ def run_program(
     for index, (result, leaf) in enumerate(zip(results, said, strict=True)):
         if leaf.spec is not None:
             worker.values[out, index] = (result, leaf.spec)
-    if verify or any(leaf.spec is None for leaf in said):
+    if verify:
         return encode(treedef, said)
     # Pickling this costs more than a small step, and mostly the same is said as at the call before.
     told = worker.told.get(program)
