@@ -162,6 +162,7 @@ def _leave(session: RankSession, program: Program, result: Any, verify: bool) ->
             )
         ) from None
     said: list[Leaving] = []
+    axes = len(session.layout.names)
     for index, (leaf, own) in enumerate(zip(leaves, declared, strict=True)):
         spec = own or specs[index] or REPLICATED
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
@@ -169,8 +170,8 @@ def _leave(session: RankSession, program: Program, result: Any, verify: bool) ->
         if isinstance(leaf, torch.Tensor):
             _check_result(session, program, treedef, index, leaf, spec)
             leaf = leaf if _frozen(leaf) else leaf.detach()
-            compare = verify and len(spec.axes) < len(session.layout.names)
-            said.append(Leaving(spec, tuple(leaf.shape), leaf.dtype, digest=digest(leaf) if compare else None))
+            compare = verify and len(spec.axes) < axes
+            said.append(Leaving(spec, tuple(leaf.shape), leaf.dtype, None, digest(leaf) if compare else None))
         else:
             said.append(Leaving(None, value=leaf))
         leaves[index] = leaf
@@ -209,6 +210,8 @@ def _settle(session: RankSession, leaves: list[Any]) -> None:
 def _check_result(
     session: RankSession, program: Program, treedef: Any, index: int, leaf: torch.Tensor, spec: P
 ) -> None:
+    if not spec.entries:
+        return
     session.layout.check(spec, where=f"out_specs of {program.name}")
     if len(spec.entries) > leaf.dim():
         raise SpecError(

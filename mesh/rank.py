@@ -6,6 +6,7 @@ The same object serves a rank of a driver (`worker.py` runs it) and a launched r
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -135,6 +136,7 @@ class RankSession:
         if self.arena is not None:
             spread(self.rank, self.layout.size)
         self.watch.enter(number)
+        began = time.monotonic()
         try:
             self._check_driver()
             yield
@@ -146,7 +148,7 @@ class RankSession:
             raise
         finally:
             self.watch.leave()
-        release_freed_memory(number)
+        release_freed_memory(number, time.monotonic() - began)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

@@ -11,8 +11,9 @@ import sys
 import threading
 from typing import Any
 
-from ..kernels.copying import TUNABLES
+from ..kernels import copying
 from ..kernels.errors import MeshError, message
+from . import memory
 from .descriptors import receive, send
 from .interrupts import uninterrupted
 
@@ -26,11 +27,11 @@ class Zygote:
     def __init__(self) -> None:
         self.driver_pid = os.getpid()
         self._control, theirs = socket.socketpair()
+        tunables = [*filter(None, [os.environ.get("GLIBC_TUNABLES")]), copying.TUNABLES, memory.TUNABLES]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), *map(str, sys.path)],
             pass_fds=[theirs.fileno()],
-            # The ranks' own os.environ is the driver's.
-            env={**os.environ, "GLIBC_TUNABLES": ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), TUNABLES]))},
+            env={**os.environ, "GLIBC_TUNABLES": ":".join(tunables)},  # the ranks' own os.environ is the driver's
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C in a terminal is the driver's to hand on
         )

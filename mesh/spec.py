@@ -35,6 +35,9 @@ class P:
     """
 
     entries: tuple[str | tuple[str, ...] | None, ...]
+    axes: frozenset[str] = dataclasses.field(compare=False, repr=False)
+    """All the axes that cut some dimension."""
+    _hash: int = dataclasses.field(compare=False, repr=False)  # asked for many times a call
 
     def __init__(self, *entries: str | tuple[str, ...] | list[str] | None):
         normal: list[str | tuple[str, ...] | None] = []
@@ -62,16 +65,16 @@ class P:
                 raise SpecError(
                     message(f"P names axis {name!r} twice", got=repr(self), remedy="an axis can cut one dimension only")
                 )
+        object.__setattr__(self, "axes", frozenset(names))
+        object.__setattr__(self, "_hash", hash(self.entries))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def dim_axes(self, dim: int) -> tuple[str, ...]:
         """The axes that cut dimension `dim`, major first."""
         entry = self.entries[dim] if dim < len(self.entries) else None
         return () if entry is None else (entry,) if isinstance(entry, str) else entry
-
-    @property
-    def axes(self) -> frozenset[str]:
-        """All the axes that cut some dimension."""
-        return frozenset(name for dim in range(len(self.entries)) for name in self.dim_axes(dim))
 
     def __repr__(self) -> str:
         return f"P({', '.join(map(repr, self.entries))})"

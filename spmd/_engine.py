@@ -23,7 +23,7 @@ from .mesh import donation, trees
 from .mesh.region import current
 
 # Elements; a block of parameter, gradient and two moments, 2 MB in float32, fits the cache of a core.
-BLOCK = 1 << 17
+BLOCK = 1 << 18
 
 
 class Engine:
@@ -122,6 +122,7 @@ class Engine:
         return (
             self._elementwise
             and not self.options.get("fused")
+            and not donation.is_offered(param)
             and param.is_cpu
             and param.numel() > BLOCK
             and param.is_contiguous()
