@@ -272,8 +272,9 @@ class Arena:
     def enter(self, region: int) -> None:
         base = self._status(self.rank)
         self.words[base + _TEXT_LENGTH] = 0
-        self.words[base + _REGION] = region
+        # In this order: a peer that saw the new number of a rank not yet active would take it to have left already.
         self.words[base + _ACTIVE] = 1
+        self.words[base + _REGION] = region
 
     def leave(self) -> None:
         self.words[self._status(self.rank) + _ACTIVE] = 0

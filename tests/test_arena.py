@@ -289,6 +289,27 @@ def test_regions(participants: list[Arena]) -> None:
     assert theirs.region(0) == (4, False)
 
 
+def test_a_rank_that_enters_never_looks_as_if_it_had_left(participants: list[Arena]) -> None:
+    """Whatever moment a peer looks at: it would give up an operation that this rank is about to take part in."""
+    mine, theirs, *_ = participants
+    seen: list[tuple[int, bool]] = []
+
+    class Watched:
+        def __setitem__(self, word: int, value: int) -> None:
+            words[word] = value
+            seen.append(theirs.region(0))
+
+    words, mine.words = mine.words, Watched()  # type: ignore[assignment]
+    try:
+        for region in (4, 5):
+            mine.enter(region)
+            assert seen[-1] == (region, True) and (region, False) not in seen
+            mine.leave()
+            seen.clear()
+    finally:
+        mine.words = words
+
+
 def test_quiet(participants: list[Arena]) -> None:
     assert participants[1].quiet_generation(0) == 0
     participants[0].quiet(3)
