@@ -22,7 +22,7 @@ The usual causes:
   - shards= is the number of ranks, or made from it: the bits depend on it
   - the script sets threads (torch.set_num_threads, Mesh(threads=)) by the number of ranks
   - sums over exact results outside the step, in another @spmd function, where a rank has the mesh's threads
-  - random numbers of NumPy or Python in the step, which are not keyed: use spmd.random_key()
+  - random numbers of a generator made by the step, which nobody seeds alike: seed it with spmd.random_key()
   - something that depends on mesh.size, axis_size or axis_index, or on when or in which order ranks finish"""
 
 

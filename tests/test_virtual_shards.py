@@ -1,8 +1,10 @@
 """Steps over virtual shards: what they compute, at any number of ranks, and what they refuse."""
 
+import random
 import sys
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -135,6 +137,32 @@ def test_dropout_and_the_key_follow_the_shard(shared_mesh):
     assert value != again and first != second and outside not in (first[1], second[1])
     with pytest.raises(MeshError, match="random_key was called outside a region"):
         random_key()
+
+
+def test_generators_of_numpy_and_python_follow_the_shard(shared_mesh):
+    def loss(w, batch):
+        return (batch * w).mean(), (torch.tensor(np.random.rand()), torch.tensor(random.random()))
+
+    def step(w, batch):
+        before = torch.tensor([np.random.rand(), random.random()])
+        (_, first), _ = value_and_grad(loss, has_aux=True)(w, batch)
+        between = torch.tensor([np.random.rand(), random.random()])
+        (_, second), _ = value_and_grad(loss, has_aux=True)(w, batch)
+        return before, *first, between, *second, torch.tensor([np.random.rand(), random.random()])
+
+    def of_the_rank():
+        return np.random.get_state()[1].tolist(), random.getstate()
+
+    found = {}
+    for size in (1, 2, 3):
+        mesh = shared_mesh({"data": size})
+        batch = next(iter(Loader(torch.ones(12, 2), 12, mesh=mesh, shards=4)))
+        own = mesh.run(of_the_rank)
+        drawn = spmd(data_parallel(step, shards=4), mesh=mesh, check="always")(torch.tensor(1.0), batch)
+        found[size] = torch.cat([leaf.full().double().reshape(-1) for leaf in drawn]).tolist()
+        assert mesh.run(of_the_rank) == own  # outside of the step a rank draws on as if there had been none
+    assert found[1] == found[2] == found[3]
+    assert len(set(found[1])) == len(found[1])
 
 
 def test_running_statistics_are_folded_as_one_process_does_it(shared_mesh):

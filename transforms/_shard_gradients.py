@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
-from ..mesh.region import Region, carry_of, generators, restore_generators
+from ..mesh.region import Region, carry_of, generators
 from ._arguments import Argument
 from ._auxiliary import Auxiliary
 from ._backward import Evaluated, Solution
@@ -27,7 +27,7 @@ from ._named_axes import differs_over
 from ._shard_results import Results
 from ._sums import Hook, Sums
 from ._tree_sums import TreeSums
-from ._virtual_shards import Dealt, VirtualShards, plain, running
+from ._virtual_shards import Dealt, VirtualShards, after_shards, plain, running
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def over_shards(call: Call, arguments: list[Argument], region: Region, over: tup
                     if index in pieces:
                         pieces[index].append(torch.zeros_like(twin) if twin.grad is None else twin.grad)
     finally:
-        restore_generators(state)
+        after_shards(region, state)
         for hook in hooks:
             hook.remove()
     if not mine:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
+import random as python_random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.arena import word_key
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
 from ..mesh.region import Region, current, generators, mark, reseed, restore_generators
@@ -152,9 +155,10 @@ def stepping(region: Region, virtual: VirtualShards) -> Iterator[None]:
     """The body of a step over virtual shards: outside them all ranks of the axis compute, and draw, the same."""
     threads, wanted = torch.get_num_threads(), getattr(region.mesh, "pinned_threads", 1)
     state, random = generators(), region.random
+    others = np.random.get_state(), python_random.getstate()
     coords = region.session.layout.coords(region.session.rank)
     region.virtual = virtual
-    reseed(region, "step", *(index for name, index in coords.items() if name != virtual.axis))
+    _reseed(region, "step", *(index for name, index in coords.items() if name != virtual.axis))
     if threads != wanted:
         torch.set_num_threads(wanted)
     try:
@@ -163,17 +167,40 @@ def stepping(region: Region, virtual: VirtualShards) -> Iterator[None]:
         if threads != wanted:
             torch.set_num_threads(threads)
         restore_generators(state)
+        np.random.set_state(others[0])
+        python_random.setstate(others[1])
         region.virtual, region.random = None, random
+
+
+def _reseed(region: Region, *more: Any) -> None:
+    """Seed the generators of torch, NumPy and Python: models and losses draw from all of them."""
+    reseed(region, *more)
+    _seed_others(region.random)
+
+
+def _seed_others(key: tuple) -> None:
+    number = word_key("rng", *key)
+    np.random.seed(number & 0xFFFFFFFF)
+    python_random.seed(number)
+
+
+def after_shards(region: Region, state: Any) -> None:
+    """Go on with torch's generator from a state, and with NumPy's and Python's from the number of gradients.
+
+    The shards have left them elsewhere on every rank; to have saved the latter would cost more than to seed them.
+    """
+    restore_generators(state)
+    _seed_others((*region.random, "after", region.virtual.calls))
 
 
 @contextlib.contextmanager
 def running(region: Region, shard: int) -> Iterator[None]:
-    """One virtual shard, with random numbers of its own; the caller puts the generator back."""
+    """One virtual shard, with random numbers of its own; `after_shards` is for those that come afterwards."""
     virtual: VirtualShards = region.virtual
     coords, totals, random = region.session.layout.coords(region.session.rank), region.totals, region.random
     others = [index for name, index in coords.items() if name != virtual.axis]
     again = [virtual.calls] if virtual.calls else []
-    reseed(region, "shard", shard, *others, *again)
+    _reseed(region, "shard", shard, *others, *again)
     region.shard = shard
     region.totals = {**totals, virtual.axis: (virtual.sizes[shard], virtual.total)}
     try:
