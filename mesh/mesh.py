@@ -282,6 +282,18 @@ class Mesh:
         self._calls += 1
         return self._calls
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """How many calls of @spmd functions and of `run` there have been: what random numbers are keyed by.
+
+        Set, it has a run go on with the keys of the one that it takes up.
+        """
+        return self._calls, self._runs
+
+    @position.setter
+    def position(self, position: tuple[int, int]) -> None:
+        self._calls, self._runs = position
+
     def _run_key(self) -> tuple:
         self._runs += 1
         return (self.seed, "run", self._runs)

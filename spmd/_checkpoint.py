@@ -7,35 +7,22 @@ the writer, the checkpoints that are there stay as they are, and what is read is
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from . import _checkpoint_files as files
+from . import _checkpoint_background as under_way
 from . import _checkpoint_tree as described
 from ._checkpoint_writing import Writing
+from ._fingerprint import fingerprint
+from ._loader import Loader
 from .kernels.errors import MeshError, SpecError, message
 from .mesh import trees
 from .mesh.array import Array
+from .mesh.mesh import Mesh, nearest
 from .mesh.placing import is_array
 from .mesh.region import current
-
-
-class _Saved(Future):
-    """A future that knows whether anybody has asked for its result."""
-
-    told = False
-
-    def result(self, timeout: float | None = None) -> Any:
-        try:
-            return super().result(timeout)
-        finally:
-            self.told = self.done()
-
-
-_in_background: dict[Path, _Saved] = {}
 
 
 def save(
@@ -56,15 +43,16 @@ def save(
         tree: of tensors, Arrays, numbers, strings, None, `Loader`s (their positions) and `Sampler`s.
         step: the number that the checkpoint is named by; None is the one after the last there.
         keep: remove all but the last so many checkpoints afterwards.
-        background: return at once, and write while the program goes on; the next `save` to this path, or
-            `result()` of what is returned, waits for it and raises what went wrong.
+        background: return at once, and write while the program goes on. What went wrong is raised by `result()` of
+            what is returned, or else by the next `save` to or `restore` from this path, by the mesh when it closes, or
+            printed when the program ends; all of them wait for it.
 
     Returns:
         A future of the checkpoint's folder; without `background` it is there.
 
     Raises:
         SpecError: a leaf cannot be saved. OSError: what the file system says, of a full disk for one; the checkpoints
-            that were there before are as they were.
+            that were there before are as they were. Launched ranks all raise what one of them does.
     """
     if current() is not None:
         raise MeshError(message("save was called inside a region", remedy="save what the step returns"))
@@ -73,45 +61,44 @@ def save(
     if step is not None and (not isinstance(step, int) or step < 0):
         raise SpecError(message("save got a bad step", got=repr(step), expected="a whole number from 0 on, or None"))
     path = Path(path).absolute()
-    before = _in_background.pop(path, None)
-    if before is not None:
-        wait([before])
-        if not before.told:
-            before.result()
+    under_way.settled(path)
     leaves, _ = trees.flatten(tree, is_leaf=is_array)
-    mesh = next((leaf.mesh for leaf in leaves if isinstance(leaf, Array)), None)
+    mesh = _mesh_of(leaves)
+    writes = mesh is not None and (not mesh.is_driver or any(isinstance(leaf, Array) for leaf in leaves))
     structure, entries, tensors = described.describe(tree)
-    number = step if step is not None else next((last + 1 for last, _ in files.steps(path)), 0)
-    writing = Writing(path, number, keep, mesh, {"tree": structure, "leaves": entries}, tensors)
-    future = _Saved()
-    if background:
-        # Arrays never change; what the caller has of plain tensors may.
-        writing.hold()
-        try:
-            writing.start()
-        except BaseException as error:
-            future.set_exception(error)
-            _in_background[path] = future
-            return future
-        if mesh is not None:
-            mesh.at_close = [*(one for one in mesh.at_close if not one.done()), future]
-        threading.Thread(target=_settle, args=(future, writing.finish), name="spmd-checkpoint").start()
-        _in_background[path] = future
-        return future
-    writing.start(wait=True)
-    _settle(future, writing.finish)
-    future.result()
-    if mesh is not None and not mesh.is_driver:
-        mesh.run(_nothing)  # no rank goes on before the checkpoint is there
+    manifest = {"tree": structure, "leaves": entries, "fingerprint": fingerprint(mesh)}
+    position = None if mesh is None else mesh.position
+    if position is not None:
+        manifest["position"] = position
+    writing = Writing(path, step, keep, mesh if writes else None, manifest, tensors, background=background)
+    future = under_way.Saved()
+    try:
+        writing.start()
+        if background:
+            under_way.begin(path, future, writing.finish)
+        else:
+            future.settle(writing.finish)
+    except Exception as error:
+        future.set_exception(error)
+        if background:
+            under_way.begin(path, future)
+    finally:
+        if mesh is not None and position is not None:
+            mesh.position = position  # whether it is saved or not, a run draws the same
+    if not background:
+        future.result()
+    elif mesh is not None:
+        mesh.at_close = [*(one for one in mesh.at_close if not one.done()), future]
     return future
 
 
-def _settle(future: Future, call: Callable[[], Any]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:
-        future.set_exception(error)
-
-
-def _nothing() -> None:
-    pass
+def _mesh_of(leaves: Sequence[Any]) -> Mesh | None:
+    """The mesh of a run: that of its values, of its Loader, or the one that this process is a rank of."""
+    for leaf in leaves:
+        if isinstance(leaf, Array):
+            return leaf.mesh
+    for leaf in leaves:
+        if isinstance(leaf, Loader) and leaf.mesh is not None:
+            return leaf.mesh
+    here = nearest()
+    return None if here is None or here.is_driver else here

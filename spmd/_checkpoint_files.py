@@ -61,7 +61,7 @@ def begin(path: Path, step: int) -> Path:
     """A new folder to write a checkpoint into; what writers that are gone have left there is removed."""
     path.mkdir(parents=True, exist_ok=True)
     for entry in path.glob(".step-*.tmp-*"):
-        if entry not in _writing and _is_left_over(entry.name):
+        if entry not in _writing and is_left_over(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
     folder = path / _temporary(step)
     folder.mkdir()
@@ -73,15 +73,26 @@ def _temporary(step: int) -> str:
     return f".step-{step:08d}.tmp-{os.getpid()}-{secrets.token_hex(4)}-{socket.gethostname()}"
 
 
-def _is_left_over(name: str) -> bool:
+def is_left_over(name: str) -> bool:
     """Whether the process that made a temporary folder is known to be gone; of another host's nothing is."""
     found = _TEMPORARY.fullmatch(name)
-    if found is None or found["host"] != socket.gethostname():
+    if found is None:
         return False
-    if int(found["pid"]) == os.getpid():
-        return True
+    mine = (found["host"], int(found["pid"])) == this_process()
+    return mine or is_gone(found["host"], int(found["pid"]))
+
+
+def this_process() -> tuple[str, int]:
+    """(host, pid)."""
+    return socket.gethostname(), os.getpid()
+
+
+def is_gone(host: str, pid: int) -> bool:
+    """Whether a process is known to have ended."""
+    if host != socket.gethostname():
+        return False
     try:
-        os.kill(int(found["pid"]), 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except PermissionError:

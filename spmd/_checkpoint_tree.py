@@ -44,7 +44,7 @@ def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
                 entry["frozen"] = True
             tensors[key] = leaf
         elif isinstance(leaf, Loader):
-            entry["loader"] = leaf.state_dict()
+            entry["loader"], entry["deals"] = leaf.state_dict(), leaf.settings
         elif isinstance(leaf, Sampler):
             fields = [field.name for field in dataclasses.fields(leaf) if field.name != "_"]
             entry["sampler"] = {name: getattr(leaf, name) for name in fields}
@@ -107,6 +107,17 @@ def rebuild(structure: Any, entries: Sequence[dict[str, Any]], like: Any, value:
     if structure is None:
         return trees.unflatten(treedef, [_leaf(saved[path], leaf, value) for path, leaf in wanted.items()])
     return _build(structure, iter([_leaf(entry, wanted.get(entry["path"]), value) for entry in entries]))
+
+
+def deals(entries: Sequence[dict[str, Any]], like: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(before, now): what the batches depend on, of the `Loader`s that were saved and of those in `like`."""
+    before, now = {}, {}
+    for path, leaf in zip(trees.paths(like, is_leaf=is_array), trees.leaves(like, is_leaf=is_array), strict=True):
+        saved = next((entry.get("deals") for entry in entries if entry["path"] == path), None)
+        if isinstance(leaf, Loader) and saved is not None:
+            before.update({f"{name} of the Loader {path}": value for name, value in saved.items()})
+            now.update({f"{name} of the Loader {path}": value for name, value in leaf.settings.items()})
+    return before, now
 
 
 def _leaf(entry: dict[str, Any], wanted: Any, value: Callable[..., Any]) -> Any:

@@ -1,7 +1,7 @@
 """A checkpoint being written: every rank writes a file, and one process commits when all are there.
 
 What a rank has written it tells in a file too, so that ranks and the one who commits meet on the disk only: a thread
-that waits there disturbs no collective.
+that waits there disturbs no collective. Invariant: all ranks hear the same of how it went.
 """
 
 from __future__ import annotations
@@ -10,80 +10,104 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from . import _checkpoint_files as files
-from ._fingerprint import fingerprint
-from .kernels.errors import MeshError, SpmdError, message
+from .kernels.errors import MeshError, PeerLost, SpmdError, message
+from .kernels.hosts import out_of_reach
+from .mesh import wire
 from .mesh.array import Array
 from .mesh.mesh import Mesh
+from .mesh.region import require
 
 POLL_SECONDS = 0.01
+STORE_SECONDS = 0.05  # between two questions to the process that has the store, of every rank
 
 
 class Writing:
     """A checkpoint on its way to disk."""
 
     def __init__(
-        self, path: Path, step: int, keep: int | None, mesh: Mesh | None, manifest: dict, tensors: dict[str, Any]
+        self,
+        path: Path,
+        step: int | None,
+        keep: int | None,
+        mesh: Mesh | None,
+        manifest: dict,
+        tensors: dict[str, Any],
+        *,
+        background: bool,
     ):
         self._path, self._step, self._keep, self._mesh = path, step, keep, mesh
+        self._launched = mesh is not None and not mesh.is_driver
         self._first = mesh is None or mesh.is_driver or mesh.rank == 0
-        self._manifest, self._tensors = manifest, tensors
-        self._folder: Path | None = None
+        self._background, self._manifest, self._tensors = background, manifest, tensors
         self._ranks = 1 if mesh is None else mesh.size
+        if background:
+            # Arrays never change; what the caller has of plain tensors may.
+            self._tensors = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in tensors.items()}
 
-    def hold(self) -> None:
-        self._tensors = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in self._tensors.items()}
+    def start(self) -> None:
+        """Have every rank begin to write, or do it, if nothing else goes on meanwhile."""
+        begun = _attempt(self._begin) if self._first else None
+        if self._launched:
+            begun = self._on_ranks(lambda: begun)[0]  # the first rank's, or all others would wait for it
+        self._folder, self._number = _done(begun)
+        self._pids = self._processes()
+        if self._mesh is None:
+            return
+        try:
+            self._writers = self._on_ranks(_write_part, self._folder, self._tensors, not self._background)
+        except BaseException:
+            if self._first:
+                files.give_up(self._folder)
+            raise
 
-    def start(self, wait: bool = False) -> None:
-        """Have every rank begin to write."""
-        folder = files.begin(self._path, self._step) if self._first else None
-        if self._mesh is not None and not self._mesh.is_driver:
-            folder = self._mesh.run(lambda: folder)[0]
-        assert folder is not None
-        self._folder, self._pids = folder, self._processes()
+    def _begin(self) -> tuple[Path, int]:
+        step = self._step
+        if step is None:
+            step = next((last + 1 for last, _ in files.steps(self._path)), 0)
+        return files.begin(self._path, step), step
+
+    def finish(self) -> Path:
+        """Wait for all ranks' files, and commit; on launched ranks all hear of how it went."""
+        outcome = _attempt(self._commit) if self._first else None
+        if self._launched and not self._background:
+            outcome = self._on_ranks(lambda: outcome)[0]
+        elif self._launched:
+            outcome = self._told_to_all(outcome)
+        return _done(outcome)
+
+    def _on_ranks(self, call: Callable[..., Any], *args: Any) -> list[Any]:
+        assert self._mesh is not None
+        return self._mesh.run(call, *args)
+
+    def _commit(self) -> Path:
+        folder, final = self._folder, self._path / f"step-{self._number:08d}"
         try:
             if self._mesh is None:
                 _write_here(0, 1, folder, self._tensors, {})
-            else:
-                self._mesh.run(_write_part, folder, self._tensors, wait)
-        except BaseException:
-            if self._first:
-                files.give_up(folder)
-            raise
-
-    def finish(self) -> Path:
-        """Wait for all ranks' files, and commit."""
-        folder, final = self._folder, self._path / f"step-{self._step:08d}"
-        assert folder is not None
-        if not self._first:
-            while folder.exists():
-                time.sleep(POLL_SECONDS)
-            if not final.exists():
-                raise SpmdError(message(f"{final} was not written", remedy="see the error on rank 0"))
-            return final
-        try:
-            parts = [self._part(folder / f"rank-{rank:05d}.json") for rank in range(self._ranks)]
+            parts = [self._part(rank) for rank in range(self._ranks)]
             pieces: dict[str, list[Any]] = {}
             for part in parts:
                 for key, offset, name in part["pieces"]:
                     pieces.setdefault(key, []).append([offset, part["file"], name])
             manifest = {
                 "format": files.FORMAT,
-                "step": self._step,
-                "fingerprint": fingerprint(self._mesh),
+                "step": self._number,
                 "files": [{key: part[key] for key in ("file", "bytes", "sha256")} for part in parts],
                 "pieces": pieces,
                 **self._manifest,
             }
             for rank in range(self._ranks):
                 (folder / f"rank-{rank:05d}.json").unlink()
-            files.commit(folder, self._path, self._step, manifest)
+            files.commit(folder, self._path, self._number, manifest)
         except BaseException:
             files.give_up(folder)
             raise
@@ -91,14 +115,32 @@ class Writing:
             files.keep_last(self._path, self._keep, final)
         return final
 
+    def _told_to_all(self, outcome: Any) -> Any:
+        """In threads, where no collective may run, the ranks hear of the outcome through the store they met in."""
+        assert self._mesh is not None
+        store, key = self._mesh.session.store(), f"checkpoint/{self._folder.name}"
+        try:
+            if self._first:
+                store.set(key, wire.to_bytes(outcome))
+                return outcome
+            while not store.check([key]):
+                if self._mesh.closed or files.is_left_over(self._folder.name):
+                    return MeshError(message(f"the first rank was lost before {self._path} was written"))
+                time.sleep(STORE_SECONDS)
+            return wire.from_bytes(store.get(key))
+        except dist.DistError as error:
+            return outcome if self._first else PeerLost(out_of_reach(self._mesh.session.rank, error), 0)
+
     def _processes(self) -> list[int]:
         return self._mesh.driver.pids if self._mesh is not None and self._mesh.is_driver else []
 
-    def _part(self, file: Path) -> dict[str, Any]:
+    def _part(self, rank: int) -> dict[str, Any]:
+        """What a rank says that it has written."""
+        file = self._folder / f"rank-{rank:05d}.json"
         while not file.exists():
             if self._mesh is not None and self._mesh.closed:
                 raise MeshError(message(f"the mesh was closed before {self._path} was written"))
-            if self._processes() != self._pids:
+            if self._processes() != self._pids or files.is_gone(*self._writers[rank]):
                 raise MeshError(message(f"a rank was lost before {self._path} was written"))
             if not file.parent.exists():
                 raise SpmdError(message(f"{file.parent} could not be written", remedy="make room on the disk"))
@@ -109,9 +151,23 @@ class Writing:
         return said
 
 
-def _write_part(folder: Path, tensors: dict[str, Any], wait: bool) -> None:
-    """On a rank: write what it holds, in a thread of its own if nobody waits."""
-    session = _session_of(tensors)
+def _attempt(call: Callable[[], Any]) -> Any:
+    """What a call returns, or the exception that it raises."""
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
+def _done(outcome: Any) -> Any:
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def _write_part(folder: Path, tensors: dict[str, Any], wait: bool) -> tuple[str, int]:
+    """On a rank: write what it holds, in a thread of its own if nobody waits. Returns the process, (host, pid)."""
+    session = require("save").session
     rank, size = session.rank, session.layout.size
     # Taken before this returns, and thereby disowned: a step that the Arrays are donated to will not overwrite them.
     held = {key: value.local for key, value in tensors.items() if isinstance(value, Array)}
@@ -120,10 +176,7 @@ def _write_part(folder: Path, tensors: dict[str, Any], wait: bool) -> None:
     else:
         arguments = (rank, size, folder, tensors, held)
         threading.Thread(target=_write_quietly, args=arguments, name="spmd-checkpoint").start()
-
-
-def _session_of(tensors: dict[str, Any]) -> Any:
-    return next(value.mesh.session for value in tensors.values() if isinstance(value, Array))
+    return files.this_process()
 
 
 def _write_quietly(rank: int, size: int, folder: Path, tensors: dict[str, Any], held: dict[str, Tensor]) -> None:

@@ -10,6 +10,9 @@ import torch
 
 from .mesh.mesh import Mesh
 
+# Where a run that was taken up as plain tensors had got to, for the mesh that it goes on on.
+_unplaced: list[tuple[int, int]] = []
+
 # Backends that combine in one order, in this library's own arithmetic.
 _IN_ORDER = ("shm", "gloo", "mpi")
 
@@ -21,6 +24,7 @@ def fingerprint(mesh: Mesh | None) -> dict[str, Any]:
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
     }
     if mesh is not None:
+        found["seed"] = mesh.seed
         found["threads"] = mesh.pinned_threads
         found["backend class"] = "in order" if mesh.backend in _IN_ORDER else mesh.backend
         found.update(mesh.settings)
@@ -37,3 +41,23 @@ def warn_if_other(before: Mapping[str, Any], now: Mapping[str, Any], where: str)
             f"run that never stopped ({listed})",
             stacklevel=3,
         )
+
+
+def take_up(mesh: Mesh | None, manifest: Mapping[str, Any], where: str) -> None:
+    """Have a mesh go on as a run that was saved; None is the one that next runs a step."""
+    position = manifest.get("position")
+    if mesh is not None:
+        mesh.resumed = (where, manifest["fingerprint"])
+        mesh.position = tuple(position or mesh.position)
+    elif position is not None:
+        _unplaced[:] = [tuple(position)]
+
+
+def begin_step(mesh: Mesh, settings: dict[str, Any]) -> None:
+    """Note what a data_parallel step was made with that is seen in the bits, and compare it with the run taken up."""
+    if not mesh.settings and mesh.resumed is None and _unplaced:
+        mesh.position = _unplaced.pop()
+    mesh.settings = settings
+    if mesh.resumed is not None:
+        (where, before), mesh.resumed = mesh.resumed, None
+        warn_if_other({name: before[name] for name in settings if name in before}, settings, where)

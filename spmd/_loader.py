@@ -84,6 +84,17 @@ class Loader:
     def __len__(self) -> int:
         return len(self.sampler)
 
+    @property
+    def mesh(self) -> Mesh | None:
+        """As given."""
+        return self._mesh
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What its batches depend on, besides the dataset and the position."""
+        names = ("length", "batch_size", "seed", "shuffle", "drop_last")
+        return {**{name: getattr(self.sampler, name) for name in names}, "shards": self.shards}
+
     def state_dict(self) -> dict[str, int]:
         """The position of the next batch; it means the same at any number of ranks."""
         return {"epoch": self._epoch, "step": self._yielded}

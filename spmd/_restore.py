@@ -14,10 +14,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from . import _checkpoint_background as under_way
 from . import _checkpoint_files as files
 from . import _checkpoint_tree as described
 from ._checkpoint_files import Damaged
-from ._fingerprint import fingerprint, warn_if_other
+from ._fingerprint import fingerprint, take_up, warn_if_other
+from ._loader import Loader
 from .kernels.errors import SpecError, SpmdError, message
 from .mesh import trees
 from .mesh.array import Array
@@ -29,7 +31,8 @@ from .mesh.spec import P
 def restore(path: str | os.PathLike, *, like: Any = None, mesh: Mesh | None = None) -> Any:
     """Read the last checkpoint that `save` wrote to a directory, or the one whose folder is given.
 
-    A damaged one is named in a warning, and the one before it is read.
+    A damaged one is named in a warning, and the one before it is read. The mesh goes on with the random numbers of the
+    run that was saved.
 
     Args:
         path: as given to `save`, or the folder of one checkpoint.
@@ -43,9 +46,11 @@ def restore(path: str | os.PathLike, *, like: Any = None, mesh: Mesh | None = No
 
     Raises:
         SpecError: `like` is of another structure. SpmdError: there is no checkpoint, or none that is whole; the message
-            names the files.
+            names the files. What went wrong with one in the background, if nobody has seen it.
     """
     path = Path(path).absolute()
+    for directory in (path, path.parent):
+        under_way.settled(directory)
     if (path / files.MANIFEST).exists() or files.is_name(path.name):
         return _read(path, files.read_manifest(path), like, mesh)
     problems = []
@@ -64,11 +69,10 @@ def restore(path: str | os.PathLike, *, like: Any = None, mesh: Mesh | None = No
 
 
 def _read(folder: Path, manifest: dict[str, Any], like: Any, mesh: Mesh | None) -> Any:
-    leaves_like = [] if like is None else trees.leaves(like, is_leaf=is_array)
-    placed = mesh or next((leaf.mesh for leaf in leaves_like if isinstance(leaf, Array)), None)
-    warn_if_other(manifest["fingerprint"], fingerprint(placed), str(folder))
-    if placed is not None:
-        placed.resumed = (str(folder), manifest["fingerprint"])
+    placed = mesh or _mesh_of(like)
+    before, now = described.deals(manifest["leaves"], like)
+    warn_if_other({**manifest["fingerprint"], **before}, {**fingerprint(placed), **now}, str(folder))
+    take_up(placed, manifest, str(folder))
     opened: dict[str, Any] = {}
 
     def value(key: str, entry: dict[str, Any], wanted: Any) -> Any:
@@ -86,6 +90,14 @@ def _read(folder: Path, manifest: dict[str, Any], like: Any, mesh: Mesh | None) 
         return put(tensor, spec if _fits(where, tensor, spec, entry) else P(), mesh=where)
 
     return described.rebuild(manifest["tree"], manifest["leaves"], like, value)
+
+
+def _mesh_of(like: Any) -> Mesh | None:
+    """The mesh that a run goes on on, as far as `like` says."""
+    leaves = [] if like is None else trees.leaves(like, is_leaf=is_array)
+    of_arrays = (leaf.mesh for leaf in leaves if isinstance(leaf, Array))
+    of_loaders = (leaf.mesh for leaf in leaves if isinstance(leaf, Loader) and leaf.mesh is not None)
+    return next(of_arrays, None) or next(of_loaders, None)
 
 
 def _fits(mesh: Mesh, tensor: Tensor, spec: P, entry: dict[str, Any]) -> bool:

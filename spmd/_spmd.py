@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import _trace
-from ._fingerprint import warn_if_other
+from ._fingerprint import begin_step
 from .kernels.errors import SpecError, message
 from .mesh import trees
 from .mesh.array import Array
@@ -114,7 +114,7 @@ class Spmd:
     def _outside(self, bound: inspect.BoundArguments) -> Any:
         mesh = resolve(self._mesh)
         if self._settings is not None:
-            self._note_settings(mesh, self._settings)
+            begin_step(mesh, self._settings)
         donated = [place for name in self._donate for place in self._places(bound, name)]
         specs, batch = self._specs(bound), self._batch_of(bound)
         request = Request(mesh, self._name, bound.args, bound.kwargs, specs, batch, donated)
@@ -130,12 +130,6 @@ class Spmd:
         if _trace.ON:
             _trace.note(self._name, results)
         return results
-
-    def _note_settings(self, mesh: Mesh, settings: dict[str, Any]) -> None:
-        mesh.settings = settings
-        if mesh.resumed is not None:
-            (where, before), mesh.resumed = mesh.resumed, None
-            warn_if_other({name: before[name] for name in settings if name in before}, settings, where)
 
     def _batch_of(self, bound: inspect.BoundArguments) -> tuple[int | str, str, int | None] | None:
         if self._batch is None:

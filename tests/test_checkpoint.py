@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -15,10 +16,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from scripts import run, script
 
-from spmd import Loader, MeshError, P, Sampler, SpecError, SpmdError, data_parallel, optimizer, put, restore, save, spmd
+from spmd import (
+    Loader,
+    MeshError,
+    P,
+    Sampler,
+    SpecError,
+    SpmdError,
+    data_parallel,
+    optimizer,
+    put,
+    restore,
+    save,
+    spmd,
+    value_and_grad,
+)
 from spmd import _checkpoint_files as files
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
@@ -249,6 +265,103 @@ def test_what_went_wrong_in_the_background_is_told_at_the_end(
     mesh.close()
 
 
+def test_in_the_background_without_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`save` returns before anything is written, and what is written is what was there when it was called."""
+    written, go_on = files.write, threading.Event()
+
+    def late(*args: Any) -> Any:
+        assert go_on.wait(30)
+        return written(*args)
+
+    monkeypatch.setattr(files, "write", late)
+    w = torch.ones(4)
+    future = save(tmp_path, {"w": w}, background=True)
+    assert not future.done()
+    w.zero_()
+    go_on.set()
+    assert restore(tmp_path)["w"].tolist() == [1, 1, 1, 1]  # waits for it
+    assert future.done()
+
+
+def test_what_went_wrong_in_the_background_is_told_by_restore(tmp_path: Path, small_files: Any) -> None:
+    folder = save(tmp_path, {"w": 1}).result()
+    for read in (tmp_path, folder):
+        save(tmp_path, {"w": torch.ones(1 << 16)}, background=True)
+        with pytest.raises(OSError, match="too large"):
+            restore(read)
+        assert restore(read) == {"w": 1}
+
+
+FAILS_AT_THE_END = """
+import sys
+import torch
+from spmd import save
+save(sys.argv[1], {"w": torch.ones(4)}, background=True)
+"""
+
+
+def test_what_went_wrong_in_the_background_is_printed_when_the_program_ends(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    _, _, err = run(script(tmp_path, FAILS_AT_THE_END), str(tmp_path / "file"))
+    assert "NotADirectoryError" in err
+    status, _, err = run(script(tmp_path, FAILS_AT_THE_END), str(tmp_path / "folder"))
+    assert status == 0 and err == "" and restore(tmp_path / "folder")["w"].tolist() == [1, 1, 1, 1]
+
+
+FAILS_LAUNCHED = r"""
+import os, resource, signal, sys
+import torch
+from spmd import Mesh, P, put, restore, save
+from spmd import _checkpoint_files as files
+mesh = Mesh(backend=sys.argv[2])
+state = {"w": put(torch.arange(3 << 17), P("data"), mesh=mesh)}
+path, told = sys.argv[1], []
+save(path, state, step=1)
+
+def attempt(where=path, state=state, step=1, background=False):
+    try:
+        save(where, state, step=step, background=background).result()
+        told.append("saved")
+    except Exception as error:
+        told.append(f"{type(error).__name__} {error.args[-1]}"[:40])
+
+commit, number = files.commit, resource.getrlimit(resource.RLIMIT_FSIZE)
+for background in (False, True):
+    # The first rank can't give the folder its name, that of one that is there already.
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    files.commit = full if mesh.rank == 0 else commit
+    attempt(background=background)
+    files.commit = commit
+    # A rank can't write its file.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if mesh.rank == mesh.size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, number[1]))
+    attempt(background=background)
+    resource.setrlimit(resource.RLIMIT_FSIZE, number)
+    # There can be no folder.
+    attempt(where=__file__, background=background)
+    attempt(state={"n": 3}, step=None, background=background)
+sys.stdout.write(f"{mesh.rank} {'; '.join(told)}\n")
+mesh.run(lambda: None)
+if mesh.rank == 0:
+    sys.stdout.write(f"there {sorted(os.listdir(path))} {restore(path + '/step-00000001')['w'].sum().item()}\n")
+mesh.close()
+"""
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("shm", 2), ("gloo", 3)])
+def test_launched_ranks_all_hear_what_went_wrong(tmp_path: Path, backend: str, ranks: int) -> None:
+    arguments = (script(tmp_path, FAILS_LAUNCHED), str(tmp_path / "runs"), backend)
+    status, out, err = run("-m", "spmd", "run", "-n", str(ranks), *arguments)
+    assert status == 0, err
+    once = "OSError No space left on device; OSError File too large; FileExistsError File exists; saved"
+    for rank in range(ranks):
+        assert f"{rank} {once}; {once}\n" in out
+    folders = ["step-00000001", "step-00000002", "step-00000003"]
+    assert f"there {folders} {sum(range(3 << 17))}\n" in out
+
+
 def test_launched(tmp_path: Path) -> None:
     status, out, err = run("-m", "spmd", "run", "-n", "2", script(tmp_path, LAUNCHED), str(tmp_path / "runs"))
     assert status == 0, err
@@ -453,3 +566,45 @@ def test_another_fingerprint_is_told(make_mesh: Any, tmp_path: Path) -> None:
     file.write_text(json.dumps({"sha256": digest, "manifest": manifest}))
     with pytest.warns(UserWarning, match=r"torch: 1\.0, now"):
         restore(tmp_path)
+
+
+def test_other_seeds_and_another_loader_are_told(make_mesh: Any, tmp_path: Path) -> None:
+    def loader(mesh: Any, **options: Any) -> Loader:
+        return Loader(torch.arange(24), **{"batch_size": 4, "mesh": mesh, "seed": 1, "shards": 4, **options})
+
+    one, other = make_mesh({"data": 1}, seed=5), make_mesh({"data": 2}, seed=6)
+    save(tmp_path, {"loader": loader(one)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        restore(tmp_path, like={"loader": loader(one)})
+        restore(tmp_path)
+    with pytest.warns(UserWarning, match=r"another fingerprint.*\(seed: 5, now 6\)"):
+        restore(tmp_path, like={"loader": loader(other)})
+    for name, value in {"batch_size": 6, "seed": 2, "shuffle": False, "drop_last": True, "shards": None}.items():
+        with pytest.warns(UserWarning, match=rf"\({name} of the Loader \['loader'\]: .*, now {value}\)"):
+            restore(tmp_path, like={"loader": loader(one, **{name: value})})
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_random_numbers_of_whole_batches_go_on(make_mesh: Any, tmp_path: Path, placed: bool) -> None:
+    """Without a Loader they are keyed by the number of the call, which is that of a run that never stopped."""
+
+    def step(w: Any, batch: Any) -> Any:
+        value, gradient = value_and_grad(lambda w, x: F.dropout(x * w, 0.5).square().mean())(w, batch)
+        return w - gradient, value
+
+    def steps(mesh: Any, w: Any, first: int, path: Path) -> list[float]:
+        values = []
+        go = spmd(data_parallel(step, shards=4), mesh=mesh)
+        for number in range(first, 5):
+            w, value = go(w, torch.ones(8, 4) + number)
+            values.append(value.item())
+            save(path, {"w": w}, step=number)
+        return [*values, *w.full().tolist(), *mesh.run(lambda: torch.rand(()).item())[:1]]
+
+    whole = steps(make_mesh({"data": 1}), torch.ones(4), 0, tmp_path / "whole")
+    for stop, ranks in ((0, 2), (2, 3), (3, 1)):
+        mesh = make_mesh({"data": ranks})
+        folder = tmp_path / "whole" / f"step-{stop:08d}"
+        state = restore(folder, mesh=mesh) if placed else restore(folder)
+        assert steps(mesh, state["w"], stop + 1, tmp_path / f"{stop}") == whole[stop + 1 :], (stop, ranks)
