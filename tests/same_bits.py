@@ -1,14 +1,17 @@
 """Training runs whose bits must not depend on the number of ranks: what `test_same_bits` and the table are made of.
 
 `python tests/same_bits.py` prints the rows of docs/same_bits.md: the whole matrix, 200 steps a run. Arguments choose
-from it: `cnn`, `cnn:8`, `cnn:8:0` are a model, one with V = 8, and that in the first mode.
+from it: `cnn`, `cnn:8`, `cnn:8:0` are a model, one with V = 8, and that in the first mode. `resume` prints the rows of
+runs that were stopped and taken up again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,6 +112,7 @@ class Run:
         opt: str = "adamw",
         dtype: str = "float32",
         shard: bool = False,
+        donate: bool = False,
         **hyper: Any,
     ):
         torch.manual_seed(0)
@@ -116,6 +120,7 @@ class Run:
         apply, params, buffers = functional_with_buffers(MODELS[model][0]().to(kind))
         cls, usual = OPTIMIZERS[opt]
         opt_ = optimizer(cls, shard="data" if shard else None, **usual, **hyper)
+        self.donate = donate
         self.mesh, self.numel = mesh, sum(leaf.numel() for leaf in trees.leaves(params))
         self.loader = Loader(data(model, kind), BATCH, seed=3, mesh=mesh, shards=shards)
 
@@ -124,7 +129,7 @@ class Run:
             right = (logits.argmax(1) == batch["y"]).float().mean()
             return F.cross_entropy(logits.float(), batch["y"]), (new, right)
 
-        @spmd(mesh=mesh)
+        @spmd(mesh=mesh, donate=("params", "buffers", "state") if donate else ())
         @data_parallel(shards=shards)
         def step(params: Any, buffers: Any, state: Any, batch: Any) -> Any:
             (loss, (buffers, right)), grads = value_and_grad(loss_of, has_aux=True)(params, buffers, batch)
@@ -143,19 +148,25 @@ class Run:
                 if done == steps:
                     return
 
-    def run(self, steps: int) -> list[str]:
-        """The digest after every step."""
-        after = []
+    def run(self, steps: int, save_to: Path | None = None) -> list[str]:
+        """The digest after every step; with a checkpoint after every step, if it is said where."""
+        after: list[tuple[Any, ...]] = []
+        found: list[str] = []
         for batch in self.batches(steps):
             *state, loss, right = self.step(*self.state, batch)
             self.state = tuple(state)
             after.append((*self.state, loss, right))
-        return self.mesh.run(digests, self.numel, after)[0]
+            if save_to is not None:
+                self.save(save_to)
+            if self.donate:  # the next step takes the memory
+                found += self.mesh.run(digests, self.numel, after)[0]
+                after.clear()
+        return found + self.mesh.run(digests, self.numel, after)[0]
 
-    def save(self, path: str) -> None:
+    def save(self, path: str | Path) -> None:
         save(path, (*self.state, self.loader))
 
-    def restore(self, path: str) -> None:
+    def restore(self, path: str | Path) -> None:
         *state, _ = restore(path, like=(*self.state, self.loader), mesh=self.mesh)
         self.state = tuple(state)
 
@@ -211,7 +222,45 @@ def row(model: str, shards: int, mode: str) -> str:
     return f"| {model} | {shards} | {mode} | `{found[1][:32]}` | {' '.join(agreed)}{others} |"
 
 
+RESUMED = ("cnn", 8, "AdamW, float32, sharded")  # running statistics, dropout, and slices cut by the number of ranks
+STOPS = 10  # two epochs
+
+
+def taken_up(mesh: Mesh, paths: dict[int, Path], stops: list[int], whole: list[str]) -> dict[tuple[int, int], bool]:
+    """(steps before it was stopped, ranks before) -> whether each run on this mesh went on with the bits of `whole`."""
+    found = {}
+    for ranks, path in paths.items():
+        run = Run(mesh, RESUMED[0], RESUMED[1], **MODES[RESUMED[2]])
+        for stop in stops:
+            run.restore(path / f"step-{stop - 1:08d}")
+            found[stop, ranks] = run.run(len(whole) - stop) == whole[stop:]
+    return found
+
+
+def resume_matrix() -> Iterator[str]:
+    """The rows of the table: stopped after so many steps, on so many ranks, and the numbers of ranks that agreed."""
+    stops = list(range(1, STOPS + 1))
+    with tempfile.TemporaryDirectory(prefix="spmd-resume-") as folder:
+        paths = {ranks: Path(folder) / str(ranks) for ranks in RANKS}
+        runs = {}
+        for ranks, path in paths.items():
+            with Mesh({"data": ranks}) as mesh:
+                runs[ranks] = Run(mesh, RESUMED[0], RESUMED[1], **MODES[RESUMED[2]]).run(STOPS + 2, path)
+        agreed: dict[tuple[int, int], list[int]] = {(stop, ranks): [] for stop in stops for ranks in RANKS}
+        for after in RANKS:
+            with Mesh({"data": after}) as mesh:
+                for stopped, same in taken_up(mesh, paths, stops, runs[1]).items():
+                    agreed[stopped] += [after] if same else []
+        for stop in stops:
+            cells = (" ".join(map(str, agreed[stop, ranks])) or "none" for ranks in RANKS)
+            yield f"| {stop} | {' | '.join(cells)} |"
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["resume"]:
+        for line in resume_matrix():
+            print(line, flush=True)
+        sys.exit()
     for name in sys.argv[1:] or list(MODELS):
         model, shards, mode = (name + "::").split(":")[:3]
         for count in [int(shards)] if shards else SHARDS:

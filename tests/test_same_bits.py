@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from same_bits import MODES, Run, chained, rank_order
+from same_bits import MODES, RESUMED, STOPS, Run, chained, rank_order, taken_up
 from scripts import run, script
+
+from spmd import SpecError
+from spmd.mesh import trees
 
 STEPS = 6  # an epoch, with its short last batch, and one step more
 
@@ -39,6 +42,21 @@ def test_fused_and_sharded(shared_mesh: Any) -> None:
     """A fused kernel rounds the tail of a vector in its own way."""
     runs = [Run(shared_mesh({"data": ranks}), "mlp", 4, shard=True, fused=True).run(STEPS) for ranks in (1, 2, 3)]
     assert runs[0] == runs[1] == runs[2]
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize(("model", "mode"), [("cnn", "AdamW, float32"), ("mlp", "SGD, bfloat16, sharded")])
+def test_donated(shared_mesh: Any, model: str, mode: str, shard: bool) -> None:
+    """Steps that take their arguments' memory compute the bits of those that leave it alone."""
+    options = {**MODES[mode], "shard": shard}
+    expected = Run(shared_mesh({"data": 1}), model, 8, **options).run(STEPS)
+    for ranks in (1, 2, 3):
+        run = Run(shared_mesh({"data": ranks}), model, 8, donate=True, **options)
+        assert run.run(STEPS) == expected, f"{ranks} ranks"
+        before = trees.leaves(run.state)
+        run.run(1)
+        with pytest.raises(SpecError, match="was donated to step"):
+            before[0].full()
 
 
 def test_any_backend(shared_mesh: Any) -> None:
@@ -77,6 +95,20 @@ def test_rank_order_would_be_noticed(make_mesh: Any) -> None:
         mesh.run(rank_order)
         found[ranks] = Run(mesh, "mlp", 8).run(STEPS)
     assert found[1][-1] != found[2][-1] and found[1][-1] != found[3][-1]
+
+
+def test_some_of_the_table_of_runs_taken_up(make_mesh: Any, tmp_path: Path) -> None:
+    """`same_bits.py resume` makes all of it."""
+    paths = {ranks: tmp_path / f"{ranks}" for ranks in (1, 3)}
+    runs = {
+        ranks: Run(make_mesh({"data": ranks}), RESUMED[0], RESUMED[1], **MODES[RESUMED[2]]).run(STOPS + 2, path)
+        for ranks, path in paths.items()
+    }
+    assert runs[1] == runs[3]
+    stops = [1, 4, 5, 9, 10]  # at the ends of epochs, and before and after them
+    for after in (2, 3):
+        found = taken_up(make_mesh({"data": after}), paths, stops, runs[1])
+        assert len(found) == len(paths) * len(stops) and all(found.values()), (after, found)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,12 @@ class _Sum:
     partials: Partials = dataclasses.field(default_factory=Partials)
     in_group: int = 0
 
+    def alone(self) -> Tensor:
+        """The root's sum and scaling, of partial sums that are let go of: leaf by leaf, or both would be held of all."""
+        total = combine(dict(self.partials.nodes))
+        self.partials.nodes.clear()
+        return total * self.scale
+
 
 class TreeSums:
     """One use: `add` every leaf, `open`, then for each shard `fill` what there is and `end_shard`, `finish`."""
@@ -109,7 +115,7 @@ class TreeSums:
             results = {scale: buckets.finish() for scale, buckets in self._buckets.items()}
             found = [results[one.scale][one.in_group] for one in self._sums]
         elif len(self._nodes) == 1:
-            found = [combine(dict(one.partials.nodes)) * one.scale for one in self._sums]
+            found = [one.alone() for one in self._sums]
         else:
             found = self._exchanged()
         found = [total.to(one.dtype) for one, total in zip(self._sums, found, strict=True)]
