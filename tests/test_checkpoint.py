@@ -452,11 +452,11 @@ files.write = lambda file, data: (written.append(len(data)), original(file, data
 save(path + "-measured", values[1], step=1)
 files.write = original
 total = sum(written)
-for left in [1, total - 1, total, *(draw.randrange(1, total + 1) for _ in range(47))]:
+for left in [1, total - 1, total, *draw.sample(range(2, total - 1), 47)]:
     child = os.fork()
     if child == 0:
         files.open = limited_open
-        save(path, values[1], step=1)
+        save(path, values[1], step=survived % 2)  # beside the older one, or in its place
         os._exit(3)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (left, total, status)

@@ -11,8 +11,9 @@ from ..mesh.region import require
 def random_key(*data: Any) -> int:
     """A number that tells this stream of random numbers from all others, to seed a generator with.
 
-    Torch's own generator is seeded alike, so that dropout needs none of this. On rank 1 of a mesh,
-    `torch.Generator().manual_seed(random_key("noise"))` draws the same noise whenever the same step is run.
+    Torch's own generator is seeded alike, so that dropout needs none of this; under `data_parallel(shards=)` NumPy's
+    and Python's global ones are too. On rank 1 of a mesh, `torch.Generator().manual_seed(random_key("noise"))` draws
+    the same noise whenever the same step is run.
 
     Args:
         data: numbers and strings to be folded in, for several keys in one place.

@@ -32,7 +32,7 @@ class _Sum:
     in_group: int = 0
 
     def alone(self) -> Tensor:
-        """The root's sum and scaling, of partial sums that are let go of: leaf by leaf, or both would be held of all."""
+        """The root's sum, scaled, of partial sums that are let go of: leaf by leaf, or both would be held of all."""
         total = combine(dict(self.partials.nodes))
         self.partials.nodes.clear()
         return total * self.scale
