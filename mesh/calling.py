@@ -51,12 +51,12 @@ def _from_driver(
     driver = mesh.driver
     driver.raise_failure()
     shipped = driver.shipped.ship_function(source, lambda _: program, holder=holder)
-    kinds, values, plain = [], [], True
+    kinds, values, needs, plain = [], [], [], True
     for leaf, donated in zip(request.leaves, request.donated, strict=True):
         if isinstance(leaf, Array):
             resident: Any = leaf._readable()
             resident.check()
-            driver.values.restore(leaf)
+            needs.append(leaf)
             kinds.append("donated" if donated else "resident")
             values.append(resident.name)
         else:
@@ -74,7 +74,7 @@ def _from_driver(
             parts = list(zip(kinds, request.specs, strict=True))
             template = tasks.Template(shipped.key, treedef.key, parts, request.batch_total, request.dealt)
             known.template = driver.shipped.ship(template)
-        task = driver.submit_again((known.template.key, values, outputs.number, key), shipped.told)
+        task = driver.submit_again((known.template.key, values, outputs.number, key), told=shipped.told, needs=needs)
     else:
         leaves = list(zip(kinds, values, request.specs, strict=True))
         task = driver.submit(
@@ -82,6 +82,7 @@ def _from_driver(
             (shipped.key, treedef.key, leaves, outputs.number, key, request.batch_total, request.dealt, verify),
             region=True,
             told=shipped.told,
+            needs=needs,
             parts=lambda: [(request.where(index), leaf) for index, (_, leaf, _) in enumerate(leaves)],
         )
     finish = _Finish(mesh, driver, program, task, compare=check != "never")

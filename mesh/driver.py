@@ -160,18 +160,71 @@ class DriverSession:
         region: bool = False,
         future: Future | None = None,
         told: dict[int, bytes] | None = None,
+        needs: Iterable[Any] = (),
         parts: Callable[[], Iterable[tuple[str, Any]]] = tuple,
     ) -> Task:
         """Send `function(worker, *arguments)` to ranks (all by default).
 
         Args:
-            told: what the ranks last said of results of the program that this calls.
             region: the other ranks pass through the region too, so that nobody waits for them in vain.
             future: takes the first rank's result, or the failure.
+            told: what the ranks last said of results of the program that this calls.
+            needs: the Arrays whose names are among the arguments.
             parts: the arguments and what to call them, asked if one of them cannot be sent.
         """
+        chosen = self._everyone if ranks is None else tuple(ranks)
+        others = tuple(rank for rank in self._everyone if rank not in chosen)
+        while True:
+            generation = self._with(needs)
+            packet = self._packed(function, arguments, parts)
+            try:
+                with self.lock:
+                    self.ready()
+                    if generation != self.ranks.generation:
+                        continue
+                    self._regions += region
+                    task = Task(next(self._numbers), chosen, self._regions if region else 0, future, told)
+                    with uninterrupted():
+                        # What nothing here refers to any more goes with the task.
+                        unused = self.values.garbage(), self.shipped.unused()
+                        self._send_task("task", task, packet, unused)
+                        if others and region:
+                            rest = Task(next(self._numbers), others, task.region)
+                            self._send_task("task", rest, self._nothing, unused)
+                        elif others and any(unused):
+                            self.tell(("free", *unused), ranks=others)
+                    return task
+            finally:
+                packet.close()
+
+    def submit_again(self, arguments: tuple, *, told: dict[int, bytes], needs: Iterable[Any]) -> Task:
+        """`submit` of a region to all ranks, quickly: `tasks.call_again` with numbers, strings and names of values."""
+        packet = wire.Packet(pickle.dumps(arguments))
+        while True:
+            generation = self._with(needs)
+            with self.lock:
+                self.ready()
+                if generation != self.ranks.generation:
+                    continue
+                self._regions += 1
+                task = Task(next(self._numbers), self._everyone, self._regions, None, told)
+                with uninterrupted():
+                    self._send_task("again", task, packet, (self.values.garbage(), self.shipped.unused()))
+                return task
+
+    def _with(self, needs: Iterable[Any]) -> int:
+        """Have values on all ranks, also on those that were replaced; the generation in which they are."""
+        self.ready()
+        generation = self.ranks.generation
+        for array in needs:
+            self.values.restore(array)
+        return generation
+
+    def _packed(
+        self, function: Callable, arguments: tuple, parts: Callable[[], Iterable[tuple[str, Any]]]
+    ) -> wire.Packet:
         try:
-            packet = self.dumps((function, arguments))
+            return self.dumps((function, arguments))
         except wire.Unsendable as error:
             found = unpicklable_among(parts(), self.whole)
             raise MeshError(
@@ -181,35 +234,6 @@ class DriverSession:
                     remedy="pass what it is made of, or make it inside the function",
                 )
             ) from None
-        chosen = self._everyone if ranks is None else tuple(ranks)
-        others = tuple(rank for rank in self._everyone if rank not in chosen)
-        try:
-            with self.lock:
-                self.ready()
-                self._regions += region
-                task = Task(next(self._numbers), chosen, self._regions if region else 0, future, told)
-                with uninterrupted():
-                    # What nothing here refers to any more goes with the task.
-                    unused = self.values.garbage(), self.shipped.unused()
-                    self._send_task("task", task, packet, unused)
-                    if others and region:
-                        self._send_task("task", Task(next(self._numbers), others, task.region), self._nothing, unused)
-                    elif others and any(unused):
-                        self.tell(("free", *unused), ranks=others)
-                return task
-        finally:
-            packet.close()
-
-    def submit_again(self, arguments: tuple, told: dict[int, bytes]) -> Task:
-        """`submit` of a region to all ranks, quickly: `tasks.call_again` with numbers, strings and names of values."""
-        packet = wire.Packet(pickle.dumps(arguments))
-        with self.lock:
-            self.ready()
-            self._regions += 1
-            task = Task(next(self._numbers), self._everyone, self._regions, None, told)
-            with uninterrupted():
-                self._send_task("again", task, packet, (self.values.garbage(), self.shipped.unused()))
-            return task
 
     def _send_task(self, kind: str, task: Task, packet: wire.Packet, unused: tuple[Any, Any]) -> None:
         self.pending.tasks[task.number] = task

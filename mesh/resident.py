@@ -168,9 +168,8 @@ class ResidentSource:
     def _fetch(self, ranks: Sequence[int]) -> list[torch.Tensor]:
         self.settle()
         session = self._session
-        session.ready()
-        session.values.restore(session.values.arrays[self.name])
-        return session.wait(session.submit(tasks.fetch_value, (self.name,), ranks=ranks)).values()
+        array = session.values.arrays[self.name]
+        return session.wait(session.submit(tasks.fetch_value, (self.name,), ranks=ranks, needs=[array])).values()
 
     def shards(self) -> list[torch.Tensor]:
         return self._fetch(range(self._session.layout.size))

@@ -140,7 +140,8 @@ class Writing:
         while not file.exists():
             if self._mesh is not None and self._mesh.closed:
                 raise MeshError(message(f"the mesh was closed before {self._path} was written"))
-            if self._processes() != self._pids or files.is_gone(*self._writers[rank]):
+            # A driver's mesh is ready for what comes next once it has replaced them.
+            if self._processes() != self._pids or (self._launched and files.is_gone(*self._writers[rank])):
                 raise MeshError(message(f"a rank was lost before {self._path} was written"))
             if not file.parent.exists():
                 raise SpmdError(message(f"{file.parent} could not be written", remedy="make room on the disk"))
