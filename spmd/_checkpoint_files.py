@@ -70,7 +70,11 @@ def begin(path: Path, step: int) -> Path:
 
 
 def _temporary(step: int) -> str:
-    return f".step-{step:08d}.tmp-{os.getpid()}-{secrets.token_hex(4)}-{socket.gethostname()}"
+    return f".step-{step:08d}{_suffix()}"
+
+
+def _suffix() -> str:
+    return f".tmp-{os.getpid()}-{secrets.token_hex(4)}-{socket.gethostname()}"
 
 
 def is_left_over(name: str) -> bool:
@@ -101,7 +105,12 @@ def is_gone(host: str, pid: int) -> bool:
 
 
 def give_up(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove a folder in which other ranks may still begin files."""
+    aside = folder.with_name(f"{folder.name.partition('.tmp-')[0]}{_suffix()}")
+    with contextlib.suppress(OSError):
+        folder.rename(aside)  # from now on they find no folder
+    for found in (folder, aside):
+        shutil.rmtree(found, ignore_errors=True)
     _writing.discard(folder)
 
 
