@@ -1,4 +1,7 @@
-"""What a driver costs with four ranks: calls that do nothing, starting, and replacing a rank."""
+"""What a driver costs with four ranks: calls that do nothing, starting, and replacing a rank.
+
+"four bare pipes" is what a call of four processes costs where nothing is said: a byte to each, and one back.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,18 @@ import pytest
 from harness import Contender, Groups, measure
 
 RANKS = 4
-IMPORT = "import torch; print('ready', flush=True); input()"
-FOUR_RANKS = f"""
-import spmd
-mesh = spmd.Mesh({{"data": {RANKS}}})
-mesh.run(int)
-print("ready", flush=True)
-input()
-"""
+READY = "{}; print('ready', flush=True); input()"
+FOUR_RANKS = f"import spmd; mesh = spmd.Mesh({{'data': {RANKS}}}); mesh.run(int)"
 WORK = {
     "no_op": (
         Contender("no-op, answered", "programs", {"answered": True}),
         Contender("no-op, in flight", "programs", {"answered": False}),
+        Contender("four bare pipes", "programs", {"bare": True}),
     ),
     "start": (
-        Contender("import torch", "programs", {"program": IMPORT}),
-        Contender("four ranks", "programs", {"program": FOUR_RANKS}),
+        Contender("import torch", "programs", {"program": READY.format("import torch")}),
+        Contender("import spmd", "programs", {"program": READY.format("import spmd")}),
+        Contender("four ranks", "programs", {"program": READY.format(FOUR_RANKS)}),
     ),
     "replacement": (Contender("replacement", "programs"),),
 }

@@ -23,6 +23,7 @@ TWO = (
     Contender("one process", "plain"),
     Contender("one process, fused", "plain", {"fused": True}),
     Contender("jax", "jax"),
+    Contender("forward and backward alone", "floor"),
 )
 CROWDED = ("ours", "ours, sharded, fused, donated", "ddp, fused")
 FOUR = tuple(c for c in TWO if c.name in CROWDED)

@@ -53,6 +53,7 @@ def start(peer: str, ranks: int) -> Group:
         "driver": ("peers:FromDriver", 1, {"environ": {"SPMD_RANKS": str(ranks)}}),
         "programs": ("peers:Programs", 1, {"environ": {"SPMD_RANKS": str(ranks)}}),
         "collectives": ("peers:Collectives", 1, {"environ": {"SPMD_RANKS": str(ranks)}}),
+        "floor": ("peers:Floor", ranks, {}),
         "gloo": ("spmd._bench.contenders:Gloo", ranks, {}),
         "plain": ("peers:Plain", 1, {}),
         "plain thread": ("peers:PlainThread", 1, {}),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import spmd
-from spmd._bench.contenders import Ours, Step, made, ours_step, plain_step
+from spmd._bench.contenders import Ours, Step, loss_of, made, ours_step, plain_step
 
 
 class OpenMpi:
@@ -62,6 +62,26 @@ class PlainThread(Plain):
     threads = 1
 
 
+class Floor(Ours):
+    """What no library can go below: the same ranks with the arithmetic alone, of which nothing is exchanged."""
+
+    def all_reduce(self, options: Mapping[str, Any], size: int) -> Step:
+        """Every rank adds one slice in place."""
+        one, other = (torch.ones(max(1, size // 4 // self.mesh.size)) for _ in range(2))
+        return lambda: one.add_(other)
+
+    def train_step(self, options: Mapping[str, Any], model: str | tuple) -> Step:
+        """Every rank goes forward and backward with its part of the batch."""
+        module, x, y = made(model)
+        x, y = (t.tensor_split(self.mesh.size)[self.rank] for t in (x, y))
+
+        def step() -> None:
+            module.zero_grad()
+            loss_of(module(x), y).backward()
+
+        return step
+
+
 class OursAndPlain(Ours):
     """A rank of ours that also takes plain steps (`plain=True`), with whatever the library does to its process."""
 
@@ -101,6 +121,8 @@ class Programs(FromDriver):
 
     def no_op(self, options: Mapping[str, Any], case: None) -> Step:
         """A call with two resident arguments. One that returns a number is answered when the call returns."""
+        if "bare" in options:
+            return self._echo()
         answered = options["answered"]
         a, b = (spmd.put(torch.ones(1000), mesh=self.mesh) for _ in range(2))
         call = spmd.spmd(lambda a, b: 0 if answered else a, mesh=self.mesh)
@@ -110,6 +132,23 @@ class Programs(FromDriver):
             result = call(carried[0], b)
             if not answered:
                 carried[0] = result
+
+        return step
+
+    def _echo(self) -> Step:
+        """A byte to each of as many processes of bare Python, and one back from each; they end with this one."""
+        command = [sys.executable, "-c", "import os\nwhile byte := os.read(0, 1): os.write(1, byte)"]
+        pipes = [os.pipe() for _ in range(2 * self.mesh.size)]
+        for (stdin, _), (_, stdout) in zip(pipes[::2], pipes[1::2], strict=True):
+            subprocess.Popen(command, stdin=stdin, stdout=stdout)
+            os.close(stdin)
+            os.close(stdout)
+
+        def step() -> None:
+            for _, write in pipes[::2]:
+                os.write(write, b".")
+            for read, _ in pipes[1::2]:
+                os.read(read, 1)
 
         return step
 
