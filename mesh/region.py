@@ -78,7 +78,11 @@ def require(what: str) -> Region:
 
 
 class inside:
-    """Make `region` the current one for the length of a `with` block."""
+    """Make `region` the current one for the length of a `with` block.
+
+    In it torch runs backward passes on this thread, which knows of the region, and not in one of its own for the GPU:
+    a layer that is computed again (torch.utils.checkpoint) may communicate.
+    """
 
     def __init__(self, region: Region):
         self._region = region
@@ -87,9 +91,11 @@ class inside:
         if not hasattr(_regions, "stack"):
             _regions.stack = []
         _regions.stack.append(self._region)
+        self._threads = torch.autograd.set_multithreading_enabled(False)
         return self._region
 
     def __exit__(self, *_: object) -> None:
+        self._threads.__exit__(None, None, None)
         _regions.stack.pop()
 
 

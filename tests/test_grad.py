@@ -1,3 +1,4 @@
+import concurrent.futures
 import doctest
 import functools
 import sys
@@ -31,6 +32,8 @@ from spmd import (
     spmd,
     value_and_grad,
 )
+from spmd.mesh.region import current
+from spmd.transforms._chain import linked, started
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -877,6 +880,65 @@ def test_rank_dependent_use_of_a_collective_does_not_hang(shared_mesh):
         return float(grad(f)(torch.tensor(2.0))), float(grad(constant)(torch.tensor(2.0)))
 
     assert shared_mesh({"data": 2}).run(body) == [(4.0, 1.5)] * 2
+
+
+def in_another_thread(run):
+    """Torch does it so with the backward passes of GPUs: in a thread that is in no region."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+def test_a_backward_pass_in_another_thread_belongs_to_the_region_that_it_serves(shared_mesh):
+    """What it communicates is part of an outer gradient on all ranks, also where the value does not depend on it."""
+
+    def body():
+        x, w = of_rank([3.0, 5.0]), torch.tensor(2.0)
+
+        def values(run):
+            seen = []
+
+            def f(w):
+                total = psum(torch.sin(w * x), "data")
+                before = started()
+                (slope,) = run(lambda: torch.autograd.grad(total, w, create_graph=True))
+                seen.append(started() - before)
+                mean = pmean(slope, "data")
+                return slope * mean if axis_index("data") == 0 else w * 0
+
+            return float(grad(f)(w)), seen
+
+        def twice(run):
+            """The transpose of the transpose, as well there."""
+
+            def f(w):
+                total = psum(torch.sin(w * x), "data")
+                (slope,) = run(lambda: torch.autograd.grad(total, w, create_graph=True))
+                (bend,) = run(lambda: torch.autograd.grad(slope, w, create_graph=True))
+                return bend if axis_index("data") else w * 0
+
+            return float(grad(f)(w))
+
+        def here(run):
+            return run()
+
+        assert in_another_thread(lambda: (current(), linked(), started())) == (None, False, 0)
+        return values(here), values(in_another_thread), twice(here), twice(in_another_thread)
+
+    for here, there, here_twice, there_twice in shared_mesh({"data": 2}).run(body):
+        assert here == there and here[1] == [1]
+        assert here_twice == there_twice != 0
+
+
+def test_a_region_keeps_backward_passes_on_its_thread(shared_mesh):
+    """So that a layer which is computed again communicates, on GPUs as well."""
+
+    def body():
+        return torch._C._is_multithreading_enabled()
+
+    mesh = shared_mesh({"data": 2})
+    assert mesh.run(body) == [False] * 2
+    outside = mesh.submit(lambda: in_another_thread(torch._C._is_multithreading_enabled)).result()
+    assert outside and torch._C._is_multithreading_enabled()
 
 
 def test_an_error_in_the_function_leaves_the_next_gradient_whole(shared_mesh):

@@ -5,6 +5,7 @@ Autograd runs the transpose of a collective on those ranks only whose value depe
 would be missing, and their peers would wait for it (think of the first stage of a pipeline, whose loss is a constant).
 So inside a function that is being differentiated every collective also takes and gives a *link*, a tensor without a
 value. The links make a chain in the order of the program, and the gradient is taken along the chain too.
+A backward pass may run in another thread; what it does there is part of the function's region and chain.
 Invariant: every rank runs the transposes of all its collectives, in reverse order, whatever its value depends on.
 """
 
@@ -19,9 +20,42 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from ..mesh.region import Region, current
+from ..mesh.region import Region, current, inside
 
-_here = threading.local()
+
+class _State:
+    """The newest link of a thread's chain (None outside of one), and how many collectives it has started."""
+
+    __slots__ = ("count", "link")
+
+    def __init__(self) -> None:
+        self.link: Tensor | None = None
+        self.count = 0
+
+
+_threads = threading.local()
+
+
+def _here() -> _State:
+    """This thread's state, or the one that it works for."""
+    state = getattr(_threads, "state", None)
+    if state is None:
+        state = _threads.state = _State()
+    return state
+
+
+@contextlib.contextmanager
+def _working_for(region: Region | None, state: _State) -> Iterator[None]:
+    """Be where a forward pass was: in a thread of torch's own, or another one that is in no region."""
+    if region is None or current() is not None:
+        yield
+        return
+    own, _threads.state = _here(), state
+    try:
+        with inside(region):
+            yield
+    finally:
+        _threads.state = own
 
 
 class Operation(Protocol):
@@ -49,29 +83,31 @@ class Chain:
 
     def stop(self) -> None:
         """The function is over; the end is what to take the gradient of, besides its value."""
-        self.end = [] if _here.link is self.first else [_here.link]
+        link = _here().link
+        self.end = [] if link is None or link is self.first else [link]
 
 
 @contextlib.contextmanager
 def chain() -> Iterator[Chain]:
     """Link the collectives of a `with` block; within another chain they stay part of that one as well."""
-    outer = getattr(_here, "link", None)
-    _here.link = torch.zeros((), requires_grad=True) if outer is None else outer
+    here = _here()
+    outer = here.link
+    first = here.link = torch.zeros((), requires_grad=True) if outer is None else outer
     try:
-        yield Chain(_here.link)
+        yield Chain(first)
     finally:
         if outer is None:
-            _here.link = None
+            here.link = None
 
 
 def linked() -> bool:
     """Whether a function is being differentiated on this thread."""
-    return getattr(_here, "link", None) is not None
+    return _here().link is not None
 
 
 def started() -> int:
     """How many collectives this thread has started."""
-    return getattr(_here, "count", 0)
+    return _here().count
 
 
 def in_torch_func() -> bool:
@@ -81,17 +117,18 @@ def in_torch_func() -> bool:
 
 def run(operation: Operation, x: Tensor) -> Tensor:
     """Do a collective, recorded for whatever differentiates it."""
-    _here.count = started() + 1
+    here = _here()
+    here.count += 1
     if in_torch_func() or unpack_dual(x).tangent is not None:
         return _Apply.apply(x, None, operation)[0]
-    link = getattr(_here, "link", None) if torch.is_grad_enabled() else None
+    link = here.link if torch.is_grad_enabled() else None
     wanted = link is not None or (x.requires_grad and torch.is_grad_enabled())
     if not wanted or not (x.dtype.is_floating_point or x.dtype.is_complex):
         # torch needs 20 us to find out that it has nothing to record.
         return operation.forward(x.detach())
     result, new_link = _Apply.apply(x, link, operation)
     if link is not None:
-        _here.link = new_link
+        here.link = new_link
     return result
 
 
@@ -113,14 +150,15 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
         x, _, ctx.operation = inputs
-        ctx.region = current()
+        ctx.region, ctx.state = current(), _here()
         if ctx.operation.saves:
             ctx.save_for_backward(x, output[0])
             ctx.save_for_forward(x, output[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:
-        return ctx.operation.pull(forget_undefined(gradient, ctx.region), *ctx.saved_tensors), None, None
+        with _working_for(ctx.region, ctx.state):
+            return ctx.operation.pull(forget_undefined(gradient, ctx.region), *ctx.saved_tensors), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
