@@ -18,6 +18,10 @@ class Streams:
         self._device = device
         self._side: dict[str, Any] = {}
 
+    def enter(self) -> None:
+        """Make the device the current one of this thread: each thread has one of its own, and begins with the first."""
+        torch.cuda.set_device(self._device)
+
     def pointer(self) -> int:
         """The current stream, as NCCL takes it."""
         return int(torch.cuda.current_stream(self._device).cuda_stream)

@@ -140,9 +140,12 @@ class NcclBase(Communicator):
         """The watchdog's look: see `nccl_watchdog`."""
         with self._lock:
             inside = self._inside
-            if self._nccl is None or self.failure is not None or not (self._pending() or inside):
+            if self._nccl is None or self.failure is not None:
                 return
             try:
+                self.streams.enter()
+                if not (self._pending() or inside):
+                    return
                 self._watch.check()
                 self._watch.check_peers()
                 self._nccl.check_async_error()

@@ -104,8 +104,7 @@ class Messages:
         self._put_so_far[direction] = self._put_so_far.get(direction, 0) + 1
 
     def _joined(self, unique: bytes, rank: int) -> Any:
-        if self._comm.device.type == "cuda":
-            torch.cuda.set_device(self._comm.device)  # each thread has a current device of its own
+        self._comm.streams.enter()
         return joined(self._comm.library, 2, unique, rank)
 
     def abort(self) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import sys
+import threading
 from typing import Any
 
 import cloudpickle
@@ -179,6 +180,8 @@ class Event:
         self._streams = streams
 
     def query(self) -> bool:
+        if self._streams.broken is not None:
+            raise self._streams.broken
         return not self._streams.stuck
 
 
@@ -187,6 +190,11 @@ class Streams:
 
     def __init__(self, log: list[Any]):
         self.log, self.now, self.stuck, self.graph = log, CURRENT, False, False
+        self.entered: set[str] = set()  # the threads that took the device
+        self.broken: BaseException | None = None
+
+    def enter(self) -> None:
+        self.entered.add(threading.current_thread().name)
 
     def pointer(self) -> int:
         return self.now

@@ -427,6 +427,23 @@ def test_errors_of_nccl_end_it(make_comm: Callable[..., NcclCommunicator]) -> No
         comm.check()
 
 
+def test_an_error_of_the_gpu_ends_it(make_comm: Callable[..., NcclCommunicator]) -> None:
+    """CUDA reports what went wrong in a kernel at any call, so at the watching thread's; that goes on."""
+    comm = stuck(make_comm())
+    comm.streams.broken = RuntimeError("CUDA error: an illegal memory access was encountered")
+    until(lambda: ("abort",) in log_of(comm))
+    with pytest.raises(PeerLost, match="illegal memory access"):
+        comm.check()
+    comm.close()
+    again = stuck(make_comm(timeout=0.1))
+    until(lambda: ("abort",) in log_of(again))
+
+
+def test_the_watching_thread_takes_the_device(make_comm: Callable[..., NcclCommunicator]) -> None:
+    comm = stuck(make_comm())
+    until(lambda: "spmd-nccl-watchdog" in comm.streams.entered)
+
+
 def test_death_of_a_peer_ends_it(make_comm: Callable[..., NcclCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
     comm = make_comm()
 
