@@ -1,11 +1,15 @@
-"""The bench for GPUs, as far as a machine without one can tell: it explains itself, and its steps compute alike."""
+"""The bench for GPUs, as far as a machine without one can tell: it explains itself, its steps compute alike, and it
+ends in time with what it has, whatever its suites and contenders do.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +18,35 @@ import torch
 
 from spmd import Mesh
 
-SCRIPT = Path(__file__).parent.parent / "bench" / "gpu.py"
+BENCH = Path(__file__).parent.parent / "bench"
+SCRIPT = BENCH / "gpu.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bench_folder() -> Iterator[None]:
+    """The benches import one another by bare names, as scripts do."""
+    sys.path.insert(0, str(BENCH))
+    yield
+    sys.path.remove(str(BENCH))
 
 
 @pytest.fixture(scope="module")
-def bench() -> Any:
+def bench(bench_folder: None) -> Any:
     spec = importlib.util.spec_from_file_location("gpu_bench", SCRIPT)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules["gpu_bench"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def suites(bench_folder: None) -> Any:
+    return importlib.import_module("gpu_suites")
+
+
+@pytest.fixture(scope="module")
+def models(bench_folder: None) -> Any:
+    return importlib.import_module("gpu_models")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -39,28 +62,165 @@ def test_says_what_it_does() -> None:
     assert done.returncode == 0 and "less than eight minutes" in done.stdout
 
 
-def test_sizes(bench: Any) -> None:
+# -- suites ------------------------------------------------------------------------------------------------------------
+
+
+def test_time_is_less_than_eight_minutes(bench: Any, suites: Any) -> None:
+    assert bench.LIMIT + 2 * len(bench.SUITES) < 480
+    assert sum(suite.seconds for suite in bench.SUITES) <= bench.LIMIT
+    assert all(callable(getattr(suites, suite.name)) for suite in bench.SUITES)
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, bench: Any, *scripts: tuple[str, float, str]) -> None:
+    """Let suites of these names, with so many seconds each, be these programs, in which `write(key, value)` works."""
+    write = """import json, os, sys, time
+out = open({!r}, 'w', buffering=1)
+def write(*pair): print(json.dumps(pair), file=out)
+"""
+    texts = {name: text for name, _, text in scripts}
+    monkeypatch.setattr(bench, "SUITES", tuple(bench.Suite(name, seconds) for name, seconds, _ in scripts))
+    monkeypatch.setattr(
+        bench,
+        "command_of",
+        lambda suite, seconds, out, quick: [sys.executable, "-c", write.format(str(out)) + texts[suite.name]],
+    )
+
+
+ROW = {"wire": "float32", "MiB": 1, "leaves": 3, "seconds": {}, "share of the copy ceiling": {"pack": 0.875}}
+
+
+def test_suites_that_fail_or_hang_cost_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, bench: Any, tmp_path: Path
+) -> None:
+    child = tmp_path / "child"
+    hangs = f"""
+import signal, subprocess
+for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)
+open({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '100']).pid))
+write('plain torch', dict(median=0.5, quartile1=0.4, quartile3=0.6))
+out.write('["cut off')
+time.sleep(100)"""
+    scripted(
+        monkeypatch,
+        bench,
+        ("environment", 5, "write('device', 'a GPU')"),
+        ("packing", 5, f"write('float32 1 MiB', {ROW!r}); raise ValueError('no more')"),
+        ("transformer", 1.5, hangs),
+        ("cnn", 5, "write('spmd', dict(error='ValueError: mine')); os.kill(os.getpid(), 11)"),
+        ("capture", 5, "write('result', 'works')"),
+    )
+    start = time.monotonic()
+    found = bench.measure(tmp_path, False)
+    assert time.monotonic() - start < 15
+    assert json.loads((tmp_path / "gpu.json").read_text()) == found
+    assert found["packing"] == {"float32 1 MiB": ROW} and found["capture"] == {"result": "works"}
+    assert found["transformer"] == {"plain torch": {"median": 0.5, "quartile1": 0.4, "quartile3": 0.6}}
+    assert {name for name, how in found["suites"].items() if "error" in how} == {"packing", "transformer", "cnn"}
+    text = (tmp_path / "gpu.txt").read_text()
+    for part in ("device: a GPU", "87.5%", "500.00 (400.00 to 600.00)", "ValueError: mine", "ValueError: no more"):
+        assert part in text
+    assert "suite transformer: killed after 2 s" in text and "exit status -11" in text and "graph: works" in text
+    left = Path(f"/proc/{child.read_text()}/stat")
+    assert not left.exists() or ") Z " in left.read_text()
+
+
+def test_what_is_measured_is_written_before_the_next_suite(
+    monkeypatch: pytest.MonkeyPatch, bench: Any, tmp_path: Path
+) -> None:
+    script = f"""
+found = json.load(open({str(tmp_path / "gpu.json")!r}))
+write('result', found['environment']['device'])"""
+    scripted(monkeypatch, bench, ("environment", 5, "write('device', 'first')"), ("capture", 5, script))
+    assert bench.measure(tmp_path, False)["capture"] == {"result": "first"}
+
+
+def test_no_suite_begins_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch, bench: Any, tmp_path: Path) -> None:
+    hangs = "write('device', 'x'); time.sleep(100)"
+    scripted(monkeypatch, bench, ("environment", 60, hangs), ("packing", 60, hangs))
+    start = time.monotonic()
+    found = bench.measure(tmp_path, False, limit=1.5)
+    assert time.monotonic() - start < 5
+    assert found["environment"] == {"device": "x"} and "killed" in found["suites"]["environment"]["error"]
+    assert found["suites"]["packing"] == {"error": "no time was left"}
+
+
+# -- contenders --------------------------------------------------------------------------------------------------------
+
+
+def test_contenders_that_raise(monkeypatch: pytest.MonkeyPatch, suites: Any) -> None:
+    """One cannot be made, one fails later; the third is measured, and all have a result."""
+    runs = []
+
+    def fails_later(*_: Any) -> Callable[[], None]:
+        def run() -> None:
+            runs.append(1)
+            if len(runs) > 8:
+                raise RuntimeError("out of memory\nmore of it")
+
+        return run
+
+    def refuses(*_: Any) -> Any:
+        raise ValueError("cannot be made")
+
+    makers = {"plain torch": suites.plain_step, "DDP on NCCL": refuses, "spmd": fails_later}
+    monkeypatch.setattr(suites, "CONTENDERS", makers)
+    found = dict(suites.steps("cnn", time.monotonic() + 60, True, "cpu"))
+    assert found["DDP on NCCL"] == {"error": "ValueError: cannot be made"}
+    assert found["spmd"] == {"error": "RuntimeError: out of memory"}
+    assert 0 < found["plain torch"]["quartile1"] <= found["plain torch"]["median"]
+
+
+def test_steps_end_in_time(monkeypatch: pytest.MonkeyPatch, suites: Any) -> None:
+    monkeypatch.setattr(suites, "make", lambda *_: ())
+    monkeypatch.setattr(suites, "CONTENDERS", {"plain torch": lambda: lambda: time.sleep(0.1)})
+    start = time.monotonic()
+    found = list(suites.steps("cnn", start + 1.5, False, "cpu"))
+    assert found and time.monotonic() - start < 4  # all rounds would take 12 s
+
+
+def test_packers_that_raise(monkeypatch: pytest.MonkeyPatch, suites: Any) -> None:
+    """Here the clock is a host's, and the copy runs; one launch fails."""
+
+    def fails() -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(suites, "packers", lambda *_: {"copy": lambda: None, "pack": fails, "unpack": lambda: None})
+    monkeypatch.setattr(suites, "on_gpu", lambda run: suites.wall(run, 5))
+    rows = dict(suites.packing(time.monotonic() + 60, True))
+    assert list(rows) == ["float32 1 MiB", "bfloat16 1 MiB"]
+    for row in rows.values():
+        assert row["seconds"]["pack"] == {"error": "RuntimeError: no such kernel"}
+        assert set(row["share of the copy ceiling"]) == {"copy", "unpack"}
+
+
+def test_time_on_the_clock_is_that_of_finished_work(monkeypatch: pytest.MonkeyPatch, suites: Any) -> None:
+    """A run that only launches counts until it has been waited for."""
+    monkeypatch.setattr(suites, "_finish", lambda: time.sleep(0.03))
+    assert min(suites.wall(lambda: None, 3, repeats=2)) > 0.01
+
+
+def test_sizes(models: Any) -> None:
     """As large as the models that they stand for: 124 and 25.6 million parameters."""
     with torch.device("meta"):
-        sizes = [sum(p.numel() for p in model.parameters()) for model in (bench.Transformer(), bench.cnn())]
+        sizes = [sum(p.numel() for p in model.parameters()) for model in (models.Transformer(), models.cnn())]
     assert 123e6 < sizes[0] < 126e6
     assert 25e6 < sizes[1] < 26e6
 
 
-def test_lengths_fill_a_bucket(bench: Any) -> None:
-    assert sum(bench.lengths_of(25 * bench.MIB, 4)) == 25 * bench.MIB // 4
-    assert len(bench.lengths_of(25 * bench.MIB, 4)) > 20
+def test_lengths_fill_a_bucket(suites: Any) -> None:
+    assert sum(suites.lengths_of(25 * suites.MIB, 4)) == 25 * suites.MIB // 4
+    assert len(suites.lengths_of(25 * suites.MIB, 4)) > 20
 
 
 @pytest.mark.parametrize("name", ["transformer", "cnn"])
-def test_steps_compute_alike(bench: Any, make_mesh: Callable[..., Mesh], name: str) -> None:
+def test_steps_compute_alike(suites: Any, models: Any, make_mesh: Callable[..., Mesh], name: str) -> None:
     """A step of plain torch and one of this library leave the same parameters, here on the CPU."""
-    model, x, y = bench.make(name, True, "cpu")
+    model, x, y = models.make(name, True, "cpu")
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    ours = bench.our_step(make_mesh({"data": 1}, device="cpu"), model, x, y)
+    ours = suites.our_step(make_mesh({"data": 1}, device="cpu"), model, x, y)
     ours()
     carry = next(cell.cell_contents for cell in ours.__closure__ if isinstance(cell.cell_contents, list))
-    bench.plain_step(model, x, y)()
+    suites.plain_step(model, x, y)()
     changed = 0
     for key, value in carry[0].items():
         assert torch.allclose(value.full(), model.state_dict()[key], atol=1e-4), key
