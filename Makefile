@@ -43,10 +43,13 @@ suite: $(VENV)/.made
 	cd tests && $(PY) -m pytest -q
 
 # Without build isolation setuptools, too, is the version that constraints.txt pins.
+# CuPy, NCCL and CUDA's compiler are tested as far as they go without a GPU; none of them asks for a torch of CUDA.
 $(VENV)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PY) -m pip install --quiet -c constraints.txt setuptools
-	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,jax]'
+	timeout 300 $(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[cuda12]' \
+		nvidia-cuda-nvrtc-cu12 || echo "CuPy and NCCL could not be installed: the tests that need them are skipped"
 	touch $@
 
 # What only the bench needs: pytest-benchmark, and the peers. Without an MPI to build it for, mpi4py is left out.
