@@ -16,6 +16,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import slurm
@@ -63,11 +64,14 @@ def prepare(folder: Path) -> dict[str, str]:
     return {**BARE, "PATH": f"{commands}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
 
-def losses(way: str, folder: Path) -> list[str]:
-    """Run a block: the losses that rank 0, and nobody else, printed."""
+def losses(way: str, folder: Path, running: dict[str, str] | None = None) -> list[str]:
+    """Run a block, in the Slurm that is `running` if one is: the losses that rank 0, and nobody else, printed."""
     environ, block = prepare(folder), WAYS[way]
     if way == "srun":
-        text = under_slurm(block, folder, environ) if slurm.missing() is None else replayed(folder, environ)
+        if running is not None:
+            text = submitted(block, folder, {**environ, **running})
+        else:
+            text = under_slurm(block, folder, environ) if slurm.missing() is None else replayed(folder, environ)
     else:
         if "--nnodes" in way:  # two agents on this host: one in the background
             lines = [line.partition("#")[0].replace("host0", "127.0.0.1") for line in block.splitlines()]
@@ -92,9 +96,17 @@ def under_slurm(block: str, folder: Path, environ: dict[str, str]) -> str:
 
 
 def submitted(job: str, folder: Path, environ: dict[str, str]) -> str:
-    (folder / "job.sh").write_text(job)
-    told(["sbatch", "--wait", "--output=job.out", "job.sh"], folder, environ)
-    return (folder / "job.out").read_text()
+    # Its end is told by a file: `sbatch --wait` asks every few seconds only.
+    (folder / "job.sh").write_text(f"{job}\necho $? > status.new; mv status.new status\n")
+    (folder / "status").unlink(missing_ok=True)
+    told(["sbatch", "--output=job.out", "job.sh"], folder, environ)
+    end = time.monotonic() + SECONDS
+    while not (folder / "status").exists():
+        assert time.monotonic() < end, "the job does not end"
+        time.sleep(0.05)
+    text = (folder / "job.out").read_text()
+    assert (folder / "status").read_text() == "0\n", text
+    return text
 
 
 def replayed(folder: Path, environ: dict[str, str]) -> str:

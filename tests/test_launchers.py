@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import launchers
@@ -23,11 +24,22 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return list(map(float, launchers.told([sys.executable, "train.py"], folder, environ).split()[1:]))
 
 
+@pytest.fixture(scope="module")
+def own_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str] | None]:
+    """A Slurm for all tests that want one; None where there can be none."""
+    if slurm.missing() is not None:
+        yield None
+        return
+    with slurm.slurm(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
 @pytest.mark.parametrize("way", launchers.WAYS)
-def test_a_block_of_the_page(way: str, tmp_path: Path, expected: list[float]) -> None:
+def test_a_block_of_the_page(way: str, tmp_path: Path, expected: list[float], request: pytest.FixtureRequest) -> None:
     if reason := launchers.reason_against(way):
         pytest.skip(reason)
-    found = list(map(float, launchers.losses(way, tmp_path)))
+    running = request.getfixturevalue("own_slurm") if way == "srun" else None
+    found = list(map(float, launchers.losses(way, tmp_path, running)))
     assert len(found) == 6
     assert found == pytest.approx(expected, abs=2e-5)
 
@@ -39,18 +51,15 @@ def test_srun_replayed(tmp_path: Path, expected: list[float]) -> None:
 
 
 @pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing()))
-def test_shells_of_slurm_are_no_ranks(tmp_path: Path) -> None:
+def test_shells_of_slurm_are_no_ranks(tmp_path: Path, own_slurm: dict[str, str]) -> None:
     """A real batch script and a real allocation: the script drives ranks of its own; in a step it is a rank."""
-    environ = {**launchers.prepare(tmp_path), "SPMD_RANKS": "1"}
+    environ = {**launchers.prepare(tmp_path), "SPMD_RANKS": "1", **own_slurm}
     (tmp_path / "who.py").write_text("import spmd; mesh = spmd.Mesh(); print('rank', mesh.rank, 'of', mesh.size)\n")
-    (tmp_path / "slurm").mkdir()
-    with slurm.slurm(tmp_path / "slurm") as own:
-        environ.update(own)
-        said = launchers.told(["salloc", "-n", "2", "python", "who.py"], tmp_path, environ)
-        assert said == "rank None of 1\n"
-        assert launchers.told(["srun", "-n", "1", "python", "who.py"], tmp_path, environ) == "rank 0 of 1\n"
-        job = "#!/bin/bash\n#SBATCH --ntasks=2\npython who.py\nsrun python who.py | sort\n"
-        assert launchers.submitted(job, tmp_path, environ) == "rank None of 1\nrank 0 of 2\nrank 1 of 2\n"
+    said = launchers.told(["salloc", "-n", "2", "python", "who.py"], tmp_path, environ)
+    assert said == "rank None of 1\n"
+    assert launchers.told(["srun", "-n", "1", "python", "who.py"], tmp_path, environ) == "rank 0 of 1\n"
+    job = "#!/bin/bash\n#SBATCH --ntasks=2\npython who.py\nsrun python who.py | sort\n"
+    assert launchers.submitted(job, tmp_path, environ) == "rank None of 1\nrank 0 of 2\nrank 1 of 2\n"
 
 
 def test_the_table_names_every_environment() -> None:
