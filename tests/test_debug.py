@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from spmd.kernels import debug
+
 PROGRAM = """
 import sys
 import torch
@@ -77,6 +79,14 @@ def test_a_line_for_each_operation(backend: str) -> None:
     assert len(lines) == 24
 
 
-@pytest.mark.parametrize("environ", [{}, {"SPMD_DEBUG": "0"}, {"SPMD_DEBUG": ""}])
-def test_silent_otherwise(environ: dict[str, str]) -> None:
-    assert printed("shm", **environ) == []
+def test_silent_otherwise() -> None:
+    assert printed("shm", SPMD_DEBUG="0") == []
+
+
+def test_what_turns_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPMD_DEBUG", raising=False)
+    found = [debug.enabled()]
+    for text in ("", "0", "1"):
+        monkeypatch.setenv("SPMD_DEBUG", text)
+        found.append(debug.enabled())
+    assert found == [False, False, False, True]
