@@ -1,12 +1,15 @@
 """Where launched ranks meet, and what each is told when they don't, within the timeout.
 
-The processes of all cases are started at once and begin together when all have imported the library.
+The processes of all cases begin together when all have imported the library.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -39,6 +42,29 @@ except MeshError as error:
     text = f"MeshError: {{error}}"
 print(f"{{time.monotonic() - began:.3f}} s: {{text}}", flush=True)
 input()
+"""
+
+
+# torch is imported once, and the processes are forked from there, before it has run anything.
+PARENT = """
+import contextlib, json, os, sys
+import torch, torch.distributed, spmd
+program, programs = sys.argv[1], json.loads(sys.argv[2])
+every = {fd for _, *fds in programs for fd in fds}
+for start, given, told in programs:
+    if os.fork() == 0:
+        os.dup2(given, 0), os.dup2(told, 1), os.dup2(told, 2)
+        for fd in every:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        sys.argv = ["-c", start]
+        exec(program, {"__name__": "__main__"})
+        sys.exit()
+for fd in every:
+    os.close(fd)
+with contextlib.suppress(ChildProcessError):
+    while True:
+        os.wait()
 """
 
 
@@ -101,35 +127,37 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[tu
     }
     with socket.create_server(("", 0)) as stranger:
         cases = cases_in(tmp_path_factory.mktemp("meet"), stranger.getsockname()[1])
-        started = {
-            name: [
-                subprocess.Popen(
-                    [sys.executable, "-c", PROGRAM, start],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    env={**bare, "OMP_NUM_THREADS": "1"},
-                )
-                for start in starts
-            ]
-            for name, starts in cases.items()
-        }
-        processes = [process for group in started.values() for process in group]
+        starts = [(name, start) for name, group in cases.items() for start in group]
+        pipes = [(os.pipe(), os.pipe()) for _ in starts]
+        theirs = [(given[0], told[1]) for given, told in pipes]
+        programs = [[start, *fds] for (_, start), fds in zip(starts, theirs, strict=True)]
+        parent = subprocess.Popen(
+            [sys.executable, "-c", PARENT, PROGRAM, json.dumps(programs)],
+            env={**bare, "OMP_NUM_THREADS": "1"},
+            pass_fds=[fd for fds in theirs for fd in fds],
+            start_new_session=True,
+        )
+        for fds in theirs:
+            for fd in fds:
+                os.close(fd)
+        ours = [(os.fdopen(given[1], "w"), os.fdopen(told[0])) for given, told in pipes]
         try:
-            for process in processes:
-                assert process.stdout is not None
-                assert process.stdout.readline() == "ready\n"
+            for _, told in ours:
+                assert told.readline() == "ready\n"
             for _ in range(2):  # begin; and end, when every process of the case has said what it has to say
-                for process in processes:
-                    assert process.stdin is not None
-                    process.stdin.write("\n")
-                    process.stdin.flush()
-            outs = {name: [process.communicate(timeout=30)[0] for process in group] for name, group in started.items()}
+                for given, _ in ours:
+                    given.write("\n")
+                    given.flush()
+            parent.wait(timeout=40)
         finally:
-            for process in processes:
-                process.kill()
-                process.communicate()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(parent.pid, signal.SIGKILL)
+            parent.wait()
+            said = [told.read() for _, told in ours]
+            for given, told in ours:
+                given.close()
+                told.close()
+        outs = {name: [out for (its, _), out in zip(starts, said, strict=True) if its == name] for name in cases}
     found = {
         name: [re.fullmatch(r"([\d.]+) s: (.*)\n", out, re.DOTALL) for out in group] for name, group in outs.items()
     }
