@@ -19,6 +19,7 @@ FLAGS: dict[str, dict] = {"": {}, ", foreach": {"foreach": True}, ", fused": {"f
 TWO = (
     *(Contender(name, "ours", options) for name, options in OURS.items()),
     Contender("ours, from a driver", "driver"),
+    Contender("ours, from a driver, sharded, fused, donated", "driver", OURS["ours, sharded, fused, donated"]),
     *(Contender(f"ddp{flags}", "gloo", options) for flags, options in FLAGS.items()),
     Contender("one process", "plain"),
     Contender("one process, fused", "plain", {"fused": True}),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd._bench.groups import Group, in_turn, quartiles
+from spmd.mesh.memory import tunables
 
 HERE = Path(__file__).parent
 
@@ -47,13 +48,14 @@ def missing(peer: str) -> str | None:
 
 def start(peer: str, ranks: int) -> Group:
     """The processes of a peer."""
+    launched = {"environ": {"GLIBC_TUNABLES": tunables(None)}}  # as `spmd run` does
     side, size, options = {
-        "ours": ("spmd._bench.contenders:Ours", ranks, {}),
-        "ours beside plain": ("peers:OursAndPlain", ranks, {}),
+        "ours": ("spmd._bench.contenders:Ours", ranks, launched),
+        "ours beside plain": ("peers:OursAndPlain", ranks, launched),
         "driver": ("peers:FromDriver", 1, {"environ": {"SPMD_RANKS": str(ranks)}}),
         "programs": ("peers:Programs", 1, {"environ": {"SPMD_RANKS": str(ranks)}}),
         "collectives": ("peers:Collectives", 1, {"environ": {"SPMD_RANKS": str(ranks)}}),
-        "floor": ("peers:Floor", ranks, {}),
+        "floor": ("peers:Floor", ranks, launched),
         "gloo": ("spmd._bench.contenders:Gloo", ranks, {}),
         "plain": ("peers:Plain", 1, {}),
         "plain thread": ("peers:PlainThread", 1, {}),

@@ -11,7 +11,6 @@ import sys
 import threading
 from typing import Any
 
-from ..kernels import copying
 from ..kernels.errors import MeshError, message
 from . import memory
 from .descriptors import receive, send
@@ -27,11 +26,11 @@ class Zygote:
     def __init__(self) -> None:
         self.driver_pid = os.getpid()
         self._control, theirs = socket.socketpair()
-        tunables = [*filter(None, [os.environ.get("GLIBC_TUNABLES")]), copying.TUNABLES, memory.TUNABLES]
+        tunables = memory.tunables(os.environ.get("GLIBC_TUNABLES"))
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), *map(str, sys.path)],
             pass_fds=[theirs.fileno()],
-            env={**os.environ, "GLIBC_TUNABLES": ":".join(tunables)},  # the ranks' own os.environ is the driver's
+            env={**os.environ, "GLIBC_TUNABLES": tunables},  # the ranks' own os.environ is the driver's
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C in a terminal is the driver's to hand on
         )

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
+from .mesh.memory import tunables
 
 USAGE = "spmd run [-n N] [options of torchrun] script.py [arguments of the script]"
 HELP = """\
@@ -69,6 +70,7 @@ def run(arguments: list[str]) -> int:
 
     # A Mesh sets its ranks' threads; unless told a number torchrun prints a page about it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["GLIBC_TUNABLES"] = tunables(os.environ.get("GLIBC_TUNABLES"))
     try:
         launch(parse(arguments))
     except ChildFailedError as error:
