@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo test bench lint types suite clean
+.PHONY: demo test bench profile lint types suite clean
 
 demo: $(VENV)/.made
 	SPMD_RANKS=4 $(PY) notebooks/digits.py
@@ -19,6 +19,12 @@ test: lint types suite
 SUITE ?= bench
 bench: $(VENV)/.bench
 	cd bench && $(PY) -m pytest -k "$(SUITE)" && $(PY) cost.py
+
+# Where the time of each model's step goes.
+profile: $(VENV)/.bench
+	for model in mlp_1k mlp_4k encoder cnn; do
+		$(VENV)/bin/spmd run -n 2 bench/profile_step.py $$model --shard data --fused --donate
+	done | tee bench/results/profiles.txt
 
 lint: $(VENV)/.made
 	$(PY) -m ruff check .
