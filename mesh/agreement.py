@@ -7,9 +7,10 @@ ranks that differ. The same in the driver and on launched ranks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -85,12 +86,12 @@ def assemble(
     results = []
     for index, leaf in enumerate(first):
         leaves = {rank: its[index] for rank, (_, its) in said.items()}
-        what = f"result {path_in(treedef, index)} of {name}"
+        what = functools.partial(_what, treedef, index, name)  # finding paths takes longer than all of this
         if any(one.spec != leaf.spec or one.dtype != leaf.dtype for one in leaves.values()):
             kinds = "; ".join(f"{ranks_text([rank])}: {_kind(one)}" for rank, one in leaves.items())
             raise SpecError(
                 message(
-                    f"{what} differs in kind between ranks",
+                    f"{what()} differs in kind between ranks",
                     got=kinds,
                     where=where,
                     remedy="return the same kind of value on every rank",
@@ -107,6 +108,10 @@ def assemble(
     return treedef, results
 
 
+def _what(treedef: Any, index: int, name: str) -> str:
+    return f"result {path_in(treedef, index)} of {name}"
+
+
 def path_in(treedef: Any, index: int) -> str:
     """Where a leaf is in a tree, as `['w'][0]`."""
     return treedef.accessors()[index].codify("") or "(the whole of it)"
@@ -119,7 +124,7 @@ def digest(tensor: torch.Tensor) -> bytes:
     return state.digest()
 
 
-def _check_replicas(layout: Layout, leaves: dict[int, Leaving], what: str, where: str) -> None:
+def _check_replicas(layout: Layout, leaves: dict[int, Leaving], what: Callable[[], str], where: str) -> None:
     """Refuse a result that should be the same on several ranks and is not."""
     variants: dict[int, list[list[int]]] = {}  # owner -> groups of ranks that agree
     for rank, leaf in leaves.items():
@@ -137,7 +142,7 @@ def _check_replicas(layout: Layout, leaves: dict[int, Leaving], what: str, where
             remedy = f'psum or pmean it over {axes[0]!r}, or give it a spec such as out_specs=P("{axes[0]}")'
             raise SpecError(
                 message(
-                    f"{what} should be the same on all ranks along {', '.join(axes)}, and is not",
+                    f"{what()} should be the same on all ranks along {', '.join(axes)}, and is not",
                     got="; ".join(f"{ranks_text(ranks)}: {_show(leaves[ranks[0]])}" for ranks in groups),
                     where=where,
                     remedy=remedy if spec is not None else f"return a tensor, and {remedy}",
@@ -177,7 +182,9 @@ def _kind(leaf: Leaving) -> str:
     return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} {leaf.spec}"
 
 
-def _check_shapes(layout: Layout, shapes: tuple[tuple[int, ...], ...], spec: P, what: str, where: str) -> None:
+def _check_shapes(
+    layout: Layout, shapes: tuple[tuple[int, ...], ...], spec: P, what: Callable[[], str], where: str
+) -> None:
     """Refuse shards that do not fit together: their sizes may differ only from block to block of a cut dimension."""
     if all(shape == shapes[0] for shape in shapes):
         return
@@ -189,7 +196,7 @@ def _check_shapes(layout: Layout, shapes: tuple[tuple[int, ...], ...], spec: P, 
     if not fits:
         raise SpecError(
             message(
-                f"the shards of {what} do not fit together",
+                f"the shards of {what()} do not fit together",
                 got="; ".join(f"rank {rank}: {list(shape)}" for rank, shape in enumerate(shapes)),
                 expected=f"shapes that differ only where {spec} cuts",
                 where=where,

@@ -69,8 +69,8 @@ class Recovery:
             if task is None:
                 return
             if kind == "told":
-                task.told[rank.rank] = value
-                kind = "ok"
+                assert isinstance(value, bytes)
+                kind, task.told[rank.rank] = "ok", value
             elif kind == "as before":
                 kind, value = "ok", task.told[rank.rank]
             task.answers[rank.rank] = (kind, value)

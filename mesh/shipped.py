@@ -24,13 +24,15 @@ class Shipped:
     Attributes:
         results: for what is known of calls of it.
         told: rank -> what it last said of such calls' results; one for all that have this key.
+        assembled: what all ranks said of the results of a call, and what that comes to.
     """
 
-    __slots__ = ("__weakref__", "key", "results", "told")
+    __slots__ = ("__weakref__", "assembled", "key", "results", "told")
 
     def __init__(self, key: str, told: dict[int, bytes]):
         self.key, self.told = key, told
         self.results: dict[Any, Any] = {}
+        self.assembled: tuple[list[bytes], Any] = [], None
 
 
 class Teller(Protocol):
