@@ -21,7 +21,7 @@ from ..kernels import copying
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _NEVER = (1 << 31) - 1
 _PAD_BYTES = 64 << 20
-_SHARE = 0.02  # of a region's time that mapping memory anew may cost
+_SHARE = 0.01  # of a region's time that mapping memory anew may cost
 _LONG_SECONDS = 0.25  # of a region whose end is worth a look
 _PROBE_BYTES = 32 << 20
 
