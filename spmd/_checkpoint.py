@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from . import _checkpoint_background as under_way
 from . import _checkpoint_tree as described
 from ._checkpoint_writing import Writing
@@ -42,7 +44,7 @@ def save(
         path: a directory, made if need be.
         tree: of tensors, Arrays, numbers, strings, None, `Loader`s (their positions) and `Sampler`s.
         step: the number that the checkpoint is named by; None is the one after the last there.
-        keep: remove all but the last so many checkpoints afterwards.
+        keep: remove all but the last so many checkpoints afterwards; what is no checkpoint stays.
         background: return at once, and write while the program goes on. What went wrong is raised by `result()` of
             what is returned, or else by the next `save` to or `restore` from this path, by the mesh when it closes, or
             printed when the program ends; all of them wait for it.
@@ -51,15 +53,17 @@ def save(
         A future of the checkpoint's folder; without `background` it is there.
 
     Raises:
-        SpecError: a leaf cannot be saved. OSError: what the file system says, of a full disk for one; the checkpoints
-            that were there before are as they were. Launched ranks all raise what one of them does.
+        SpecError: a leaf cannot be saved, or something that is no checkpoint has the checkpoint's name. OSError: what
+            the file system says, of a full disk for one. The checkpoints that were there before are as they were.
+            Launched ranks all raise what one of them does.
     """
     if current() is not None:
         raise MeshError(message("save was called inside a region", remedy="save what the step returns"))
     if keep is not None and keep < 1:
         raise SpecError(message("save got a bad keep", got=keep, expected="at least 1, or None"))
-    if step is not None and (not isinstance(step, int) or step < 0):
+    if step is not None and (not isinstance(step, int | np.integer) or isinstance(step, bool) or step < 0):
         raise SpecError(message("save got a bad step", got=repr(step), expected="a whole number from 0 on, or None"))
+    step = None if step is None else int(step)
     path = Path(path).absolute()
     under_way.settled(path)
     leaves, _ = trees.flatten(tree, is_leaf=is_array)

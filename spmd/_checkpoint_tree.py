@@ -33,6 +33,7 @@ def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
         if isinstance(leaf, np.generic):
             leaf = leaf.item()
         if isinstance(leaf, torch.Tensor | Array):
+            _check_storable(leaf, path)
             spec = leaf.spec.entries if isinstance(leaf, Array) else ()
             if isinstance(leaf, Array) and any(entry is not None for entry in spec[1:]):
                 leaf, spec = leaf.full(), ()  # files hold rows; a value cut in other dimensions is written whole
@@ -62,13 +63,39 @@ def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
     return _structure(tree), entries, tensors
 
 
+def _check_storable(leaf: Any, path: str) -> None:
+    if not isinstance(leaf, torch.Tensor):
+        return
+    if leaf.is_meta:
+        found, remedy = "a tensor without data", "give it values"
+    elif leaf.is_quantized:
+        found, remedy = "a quantized tensor", "save what dequantize() gives, and its scale"
+    elif leaf.is_nested:
+        found, remedy = "a nested tensor", "save what unbind() gives"
+    elif leaf.layout is not torch.strided:
+        found, remedy = f"a tensor of layout {leaf.layout}", "save what to_dense() gives"
+    else:
+        return
+    raise SpecError(
+        message(
+            f"save got a leaf that it cannot write, {path or 'the whole'}",
+            got=found,
+            expected="a dense tensor",
+            remedy=remedy,
+        )
+    )
+
+
 def _keys(tree: Any) -> list[str]:
     """Names as of a state dictionary: `0.layers.weight`."""
     paths, _, _ = trees.optree.tree_flatten_with_path(tree, is_array, none_is_leaf=True, namespace=trees.NAMESPACE)
     keys: list[str] = []
     for path in paths:
-        key = ".".join(map(str, path)) or "value"
-        keys.append(key if key not in keys else f"{key}#{len(keys)}")
+        key = name = ".".join(map(str, path)) or "value"
+        number = len(keys)
+        while key in keys or key == "__metadata__":  # which means something else in a file of safetensors
+            key, number = f"{name}#{number}", number + 1
+        keys.append(key)
     return keys
 
 

@@ -213,7 +213,7 @@ def _write_here(rank: int, size: int, folder: Path, tensors: dict[str, Any], hel
             value = held[key]
         elif rank != 0:
             continue
-        value = value.detach()
+        value = value.detach().resolve_conj().resolve_neg()
         pieces.append([key, offset, key])
         mine[key] = (torch.view_as_real(value) if value.is_complex() else value).contiguous().clone()
     about = files.write_tensors(folder, f"rank-{rank:05d}.safetensors", mine)
