@@ -4,7 +4,7 @@
     runs/step-00000120/rank-00000.safetensors     what each rank wrote; any reader of safetensors reads it
 
 Files are written beside their place, forced to disk and renamed, the folder last. Invariant: under its own name a
-folder is whole from the first moment on, and is never written to again.
+folder is whole from the first moment on, and is never written to again; what `save` did not write is left alone.
 """
 
 from __future__ import annotations
@@ -25,20 +25,18 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from .kernels.errors import SpmdError, message
+from .kernels.errors import SpecError, message
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d+)")
-_TEMPORARY = re.compile(r"\.step-\d+\.tmp-(?P<pid>\d+)-[0-9a-f]+-(?P<host>.*)")
+_RANK = re.compile(r"rank-\d+\.safetensors")
+# Being written or removed ("tmp"), or whole and about to be replaced ("aside").
+_TEMPORARY = re.compile(r"\.(?P<of>step-\d+)\.(?P<kind>tmp|aside)-(?P<pid>\d+)-[0-9a-f]+-(?P<host>.*)")
 _PIECE = 1 << 20
 _HERE, _RENAME_EXCHANGE = -100, 2  # Linux's AT_FDCWD and RENAME_EXCHANGE
 # Folders that this process is writing into.
 _writing: set[Path] = set()
-
-
-class Damaged(SpmdError):
-    """A checkpoint that is not what was written; the message begins with the file's name."""
 
 
 def is_name(name: str) -> bool:
@@ -47,34 +45,105 @@ def is_name(name: str) -> bool:
 
 
 def steps(path: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of the checkpoints in a directory, the latest first."""
-    found = []
+    """(step, folder) of what has a checkpoint's name in a directory, the latest first.
+
+    One that was set aside counts until another has its name.
+    """
+    found: dict[str, Path] = {}
+    aside: dict[str, Path] = {}
     with contextlib.suppress(FileNotFoundError):
         for entry in path.iterdir():
-            match = _NAME.fullmatch(entry.name)
-            if match:
-                found.append((int(match[1]), entry))
-    return sorted(found, reverse=True)
+            if is_name(entry.name):
+                found[entry.name] = entry
+            elif (temporary := _TEMPORARY.fullmatch(entry.name)) and temporary["kind"] == "aside":
+                aside[temporary["of"]] = entry
+    return sorted(((int(name.partition("-")[2]), folder) for name, folder in {**aside, **found}.items()), reverse=True)
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Whether there is anything of a checkpoint in a folder, whole or not.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    try:
+        names = os.listdir(folder)
+    except NotADirectoryError:
+        return False
+    except PermissionError:
+        return True
+    return MANIFEST in names or any(map(_RANK.fullmatch, names))
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether `save` made it, and may remove it."""
+    with contextlib.suppress(FileNotFoundError):
+        return not folder.is_symlink() and holds_checkpoint(folder)
+    return False
+
+
+def _check_replaceable(final: Path) -> None:
+    if os.path.lexists(final) and not _is_ours(final):
+        raise SpecError(
+            message(
+                f"save cannot write {final}: something that is no checkpoint has this name",
+                got="a folder" if final.is_dir() else "a file",
+                remedy="move it elsewhere, or save with another step or path",
+            )
+        )
+
+
+def set_aside(final: Path) -> Path | None:
+    """Where a checkpoint is that was about to be replaced when its writer ended; None if it has its name."""
+    if os.path.lexists(final) or not final.parent.is_dir():
+        return None
+    return next(final.parent.glob(f".{final.name}.aside-*"), None)
+
+
+def put_back(path: Path) -> None:
+    """Give checkpoints back the names that writers, which are gone, took from them to replace them."""
+    for entry in path.glob(".step-*.aside-*"):
+        found = _TEMPORARY.fullmatch(entry.name)
+        if found and entry not in _writing and is_left_over(entry.name) and not os.path.lexists(path / found["of"]):
+            with contextlib.suppress(OSError):  # where nothing may be written, it is read where it is
+                os.rename(entry, path / found["of"])
 
 
 def begin(path: Path, step: int) -> Path:
-    """A new folder to write a checkpoint into; what writers that are gone have left there is removed."""
+    """A new folder to write a checkpoint into; what writers that are gone have left there is removed.
+
+    Raises:
+        SpecError: something else has the checkpoint's name.
+    """
     path.mkdir(parents=True, exist_ok=True)
-    for entry in path.glob(".step-*.tmp-*"):
-        if entry not in _writing and is_left_over(entry.name):
-            shutil.rmtree(entry, ignore_errors=True)
+    put_back(path)
+    _check_replaceable(path / f"step-{step:08d}")
+    for entry in path.glob(".step-*"):
+        found = _TEMPORARY.fullmatch(entry.name)
+        if found is None or entry in _writing or not is_left_over(entry.name):
+            continue
+        if found["kind"] == "tmp" or os.path.lexists(path / found["of"]):
+            _remove(entry)
     folder = path / _temporary(step)
     folder.mkdir()
     _writing.add(folder)
     return folder
 
 
+def _remove(folder: Path) -> None:
+    """Remove a folder, renamed first, so that none is there in part."""
+    gone = folder.parent / _temporary(0)
+    with contextlib.suppress(OSError):
+        os.rename(folder, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
 def _temporary(step: int) -> str:
     return f".step-{step:08d}{_suffix()}"
 
 
-def _suffix() -> str:
-    return f".tmp-{os.getpid()}-{secrets.token_hex(4)}-{socket.gethostname()}"
+def _suffix(kind: str = "tmp") -> str:
+    return f".{kind}-{os.getpid()}-{secrets.token_hex(4)}-{socket.gethostname()}"
 
 
 def is_left_over(name: str) -> bool:
@@ -136,6 +205,7 @@ def commit(folder: Path, path: Path, step: int, manifest: dict[str, Any]) -> Pat
     write(folder / MANIFEST, json.dumps(sealed).encode())
     _sync(folder)
     final = path / f"step-{step:08d}"
+    _check_replaceable(final)
     if final.exists():  # a folder can't be renamed over another: they change names, and the old one is removed
         _exchange(folder, final)
         shutil.rmtree(folder, ignore_errors=True)
@@ -152,33 +222,37 @@ def _exchange(one: Path, other: Path) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0:
             return
-    between = other.parent / _temporary(0)  # not every file system can
-    os.rename(other, between)
+    # Not every file system can. Whoever looks for the old one, after a kill between the two, knows this name.
+    between = other.with_name(f".{other.name}{_suffix('aside')}")
+    _writing.add(between)
     try:
-        os.rename(one, other)
-    except BaseException:
-        os.rename(between, other)
-        raise
-    os.rename(between, one)
+        os.rename(other, between)
+        try:
+            os.rename(one, other)
+        except BaseException:
+            os.rename(between, other)
+            raise
+        os.rename(between, one)
+    finally:
+        _writing.discard(between)
 
 
 def keep_last(path: Path, count: int, written: Path) -> None:
-    """Remove all checkpoints but the `count` written last: renamed first, so that none is there in part.
+    """Remove all checkpoints but the `count` written last, and nothing that is no checkpoint.
 
     The one just `written` stays. One that can't be read doesn't count, and goes.
     """
-    others = [folder for _, folder in steps(path) if folder != written]
+    others = [folder for _, folder in steps(path) if folder != written and is_name(folder.name) and _is_ours(folder)]
     others.sort(key=_written_at, reverse=True)
     for folder in others[sum(map(_looks_whole, others[: count - 1])) :]:
-        gone = path / _temporary(0)
-        with contextlib.suppress(OSError):
-            os.rename(folder, gone)
-            shutil.rmtree(gone, ignore_errors=True)
+        _remove(folder)
 
 
 def _written_at(folder: Path) -> tuple[bool, float, str]:
-    whole = _looks_whole(folder)
-    return whole, (folder / MANIFEST).stat().st_mtime if whole else 0.0, folder.name
+    with contextlib.suppress(OSError):
+        if _looks_whole(folder):
+            return True, (folder / MANIFEST).stat().st_mtime, folder.name
+    return False, 0.0, folder.name
 
 
 def _looks_whole(folder: Path) -> bool:
@@ -197,40 +271,3 @@ def _sync(folder: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint all of whose files are as they were written.
-
-    Raises:
-        Damaged: one is not.
-    """
-    file = folder / MANIFEST
-    try:
-        sealed = json.loads(file.read_bytes())
-        manifest = sealed["manifest"]
-        whole = hashlib.sha256(json.dumps(manifest).encode()).hexdigest() == sealed["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Damaged(message(f"{file} cannot be read", got=f"{type(error).__name__}: {error}")) from None
-    if not whole:
-        raise Damaged(message(f"{file} is damaged: its checksum differs"))
-    if manifest["format"] != FORMAT:
-        raise Damaged(message(f"{file} has another format", got=manifest["format"], expected=FORMAT))
-    for about in manifest["files"]:
-        _check_file(folder / about["file"], about)
-    return manifest
-
-
-def _check_file(file: Path, about: Mapping[str, Any]) -> None:
-    state = hashlib.sha256()
-    try:
-        size = file.stat().st_size
-        if size != about["bytes"]:
-            raise Damaged(message(f"{file} is truncated", got=f"{size} bytes", expected=f"{about['bytes']} bytes"))
-        with open(file, "rb") as data:
-            while piece := data.read(_PIECE):
-                state.update(piece)
-    except OSError as error:
-        raise Damaged(message(f"{file} cannot be read", got=str(error))) from None
-    if state.hexdigest() != about["sha256"]:
-        raise Damaged(message(f"{file} is damaged: its checksum differs"))

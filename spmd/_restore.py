@@ -1,43 +1,50 @@
 """`restore`: the last checkpoint that is whole, on a mesh of any size or as plain tensors.
 
-Invariant: nothing of a checkpoint is used before all of its files were found to be what was written.
+Invariant: nothing of a checkpoint is used before all of its files were found to be what was written, and launched ranks
+take up the same one.
 """
 
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from . import _checkpoint_background as under_way
-from . import _checkpoint_files as files
+from . import _checkpoint_like as alike
 from . import _checkpoint_tree as described
-from ._checkpoint_files import Damaged
+from ._checkpoint_reading import Damaged, Gone, Opened, open_last
 from ._fingerprint import fingerprint, take_up, warn_if_other
 from ._loader import Loader
-from .kernels.errors import SpecError, SpmdError, message
+from .kernels.errors import SpecError, message
 from .mesh import trees
 from .mesh.array import Array
 from .mesh.mesh import Mesh
 from .mesh.placing import is_array, put
+from .mesh.region import current
 from .mesh.spec import P
+
+# How often launched ranks look for the same checkpoint, and how long they wait in between for their file systems.
+TRIES = 5
+PAUSE_SECONDS = 0.2
 
 
 def restore(path: str | os.PathLike, *, like: Any = None, mesh: Mesh | None = None) -> Any:
     """Read the last checkpoint that `save` wrote to a directory, or the one whose folder is given.
 
     A damaged one is named in a warning, and the one before it is read. The mesh goes on with the random numbers of the
-    run that was saved.
+    run that was saved. All launched ranks of a mesh call it; they take up what the first one finds.
 
     Args:
         path: as given to `save`, or the folder of one checkpoint.
         like: a tree such as was saved, needed where that had named tuples or other classes. `Loader`s in it are set to
-            the position that was saved, and dicts in it may have fewer entries.
+            the position that was saved, and dicts in it may have fewer entries. Its tensors must have the shapes and
+            dtypes of those that were saved; None in it stands for anything.
         mesh: place tensors on this mesh, of whatever size: sharded as they were if it cuts them in as many parts,
             else replicated. None gives plain tensors, or places them where `like` has Arrays.
 
@@ -45,42 +52,98 @@ def restore(path: str | os.PathLike, *, like: Any = None, mesh: Mesh | None = No
         The tree; without `like` of dicts, lists and tuples, with a state dictionary for a `Loader`.
 
     Raises:
-        SpecError: `like` is of another structure. SpmdError: there is no checkpoint, or none that is whole; the message
-            names the files. What went wrong with one in the background, if nobody has seen it.
+        SpecError: `like` is of another structure, or a leaf of another shape, dtype or kind. SpmdError: there is no
+            checkpoint, or none that is whole, or that all ranks see; the message names the files. What went wrong with
+            one in the background, if nobody has seen it.
     """
     path = Path(path).absolute()
     for directory in (path, path.parent):
         under_way.settled(directory)
-    if (path / files.MANIFEST).exists() or files.is_name(path.name):
-        return _read(path, files.read_manifest(path), like, mesh)
-    problems = []
-    for _, folder in files.steps(path):
-        try:
-            manifest = files.read_manifest(folder)
-        except Damaged as error:
-            problems.append(str(error))
-            continue
-        for problem in problems:
-            warnings.warn(f"{problem}; going on from {folder}", stacklevel=2)
-        return _read(folder, manifest, like, mesh)
-    if problems:
-        raise Damaged(message(f"{problems[0]}, and no checkpoint in {path} is whole", got="; ".join(problems)))
-    raise SpmdError(message(f"there is no checkpoint in {path}", remedy="look at the path given to save"))
-
-
-def _read(folder: Path, manifest: dict[str, Any], like: Any, mesh: Mesh | None) -> Any:
     placed = mesh or _mesh_of(like)
+    opened, problems = _open(path, placed)
+    with opened:
+        for problem in problems:
+            warnings.warn(f"{problem}; going on from {opened.folder}", stacklevel=2)
+        return _read(opened, like, mesh, placed)
+
+
+def _open(path: Path, mesh: Mesh | None) -> tuple[Opened, list[str]]:
+    if mesh is None or mesh.is_driver or current() is not None:
+        return open_last(path)
+    position = mesh.position
+    try:
+        return _open_together(path, mesh)
+    finally:
+        mesh.position = position  # a run draws the same, however often its ranks had to look
+
+
+def _open_together(path: Path, mesh: Mesh) -> tuple[Opened, list[str]]:
+    """On launched ranks, whose file systems may show them different things: the first one's choice, or an error."""
+    for number in range(TRIES):
+        time.sleep(PAUSE_SECONDS if number else 0)
+        mine: Opened | Exception | None = None
+        said: Any = None
+        try:
+            if mesh.rank == 0:
+                mine, said = _chosen(path)
+            said = mesh.run(_itself, said)[0]
+            if isinstance(said, Exception):
+                raise said
+            name, digest, folder, problems = said
+            if mine is None:
+                mine = _same(path / name, digest)
+            wrong = mesh.run(_itself, str(mine) if isinstance(mine, Exception) else None)
+        except BaseException:
+            if isinstance(mine, Opened):
+                mine.close()
+            raise
+        if isinstance(mine, Opened):
+            if not any(wrong):
+                return mine, problems
+            mine.close()
+    raise Damaged(
+        message(
+            "the ranks do not see the same checkpoint",
+            got="; ".join(f"on rank {rank}: {text}" for rank, text in enumerate(wrong) if text),
+            expected=f"{folder} as the first has it",
+            remedy="give all ranks the same file system, and let nobody write there meanwhile",
+        )
+    )
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def _chosen(path: Path) -> tuple[Opened | None, Any]:
+    """The first rank's choice, and what it tells the others: name, digest, folder and problems, or what failed."""
+    try:
+        opened, problems = open_last(path)
+    except Exception as error:
+        return None, error
+    return opened, (os.path.relpath(opened.folder, path), opened.digest, str(opened.folder), problems)
+
+
+def _same(folder: Path, digest: str) -> Opened | Exception:
+    try:
+        opened = Opened(Path(os.path.normpath(folder)))
+    except (Damaged, Gone) as error:
+        return error
+    if opened.digest == digest:
+        return opened
+    opened.close()
+    return Damaged(message(f"{folder} is another checkpoint", got=opened.digest[:12], expected=digest[:12]))
+
+
+def _read(opened: Opened, like: Any, mesh: Mesh | None, placed: Mesh | None) -> Any:
+    manifest, folder = opened.manifest, opened.folder
+    alike.check(manifest["leaves"], like)
     before, now = described.deals(manifest["leaves"], like)
     warn_if_other({**manifest["fingerprint"], **before}, {**fingerprint(placed), **now}, str(folder))
     take_up(placed, manifest, str(folder))
-    opened: dict[str, Any] = {}
 
     def value(key: str, entry: dict[str, Any], wanted: Any) -> Any:
-        parts = []
-        for _, file, name in sorted(manifest["pieces"][key]):
-            if file not in opened:
-                opened[file] = safe_open(folder / file, framework="pt")
-            parts.append(opened[file].get_tensor(name))
+        parts = [opened.tensor(file, name) for _, file, name in sorted(manifest["pieces"][key])]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         tensor = torch.view_as_complex(tensor) if entry["dtype"].startswith("complex") else tensor
         where = mesh or (wanted.mesh if isinstance(wanted, Array) else None)
