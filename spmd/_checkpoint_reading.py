@@ -155,7 +155,7 @@ def _open_last(path: Path) -> tuple[Opened, list[str]]:
     if _is_one(path):
         files.put_back(path.parent)
         return Opened(files.set_aside(path) or path), []
-    problems = []
+    problems: list[str] = []
     for folder in _checkpoints(path):
         try:
             return Opened(folder), problems

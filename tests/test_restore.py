@@ -238,7 +238,7 @@ def test_a_renaming_that_fails_is_undone(tmp_path: Path, monkeypatch: pytest.Mon
 # -- launched ranks ---------------------------------------------------------------------------------------------------
 
 SEEN = r"""
-import sys
+import sys, warnings
 import torch
 from spmd import Mesh, put, restore
 mesh = Mesh()
@@ -246,8 +246,10 @@ for name in sys.argv[2:]:
     # Each rank has a directory of its own, as it would with a network file system that is behind.
     position = mesh.position
     try:
-        back = restore(f"{sys.argv[1]}/{name}{mesh.rank}", mesh=mesh)
-        told = f"{back['n']} {back['w'].local.tolist()} {mesh.position == position}"
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            back = restore(f"{sys.argv[1]}/{name}{mesh.rank}", mesh=mesh)
+        told = f"{back['n']} {back['w'].local.tolist()} {mesh.position == position} {len(warned)}"
     except Exception as error:
         told = f"{type(error).__name__} {error}"
     sys.stdout.write(f"{name} {mesh.rank}: {told}\n")
@@ -271,7 +273,10 @@ def test_launched_ranks_take_up_the_same_one(tmp_path: Path) -> None:
         else:
             shutil.rmtree(tmp_path / target / "step-00000001")
     (tmp_path / "none1").mkdir()
-    arguments = (script(tmp_path, SEEN), str(tmp_path), "behind", "other", "none", "ahead")
+    directory("damaged0", 0, 1)
+    (tmp_path / "damaged0" / "step-00000001" / "checkpoint.json").write_text("")
+    (tmp_path / "damaged1").symlink_to(tmp_path / "damaged0")
+    arguments = (script(tmp_path, SEEN), str(tmp_path), "behind", "other", "none", "ahead", "damaged")
     status, out, err = run("-m", "spmd", "run", "-n", "2", *arguments)
     assert status == 0, err
     told = {line.partition(": ")[0]: line.partition(": ")[2] for line in out.splitlines() if ": " in line}
@@ -280,7 +285,8 @@ def test_launched_ranks_take_up_the_same_one(tmp_path: Path) -> None:
         assert "Damaged the ranks do not see the same checkpoint" in told[f"{name} 0"]
         assert "on rank 1: " in told[f"{name} 0"] and what in told[f"{name} 0"]
     assert told["none 0"] == told["none 1"] and "SpmdError there is no checkpoint in" in told["none 0"]
-    assert told["ahead 0"] == told["ahead 1"] == "1 [1.0, 1.0] True"
+    assert told["ahead 0"] == told["ahead 1"] == "1 [1.0, 1.0] True 0"
+    assert told["damaged 0"] == told["damaged 1"] == "0 [0.0, 0.0] True 1"  # all are warned
 
 
 # -- like -------------------------------------------------------------------------------------------------------------
