@@ -18,11 +18,17 @@ from typing import Any
 
 CAUSES = """\
 The usual causes:
+  - values that another run of the script, at whatever size, would not have either: parameters that are initialised
+    without torch.manual_seed, dates, the order of a set
+  - the script saves and takes itself up, so that each run starts where the one before ended: remove what it saved, or
+    have it write to a new directory
   - shards= is not given, or not to both Loader and data_parallel: means over ranks are added in another order
   - shards= is the number of ranks, or made from it: the bits depend on it
   - the script sets threads (torch.set_num_threads, Mesh(threads=)) by the number of ranks
   - sums over exact results outside the step, in another @spmd function, where a rank has the mesh's threads
   - random numbers of a generator made by the step, which nobody seeds alike: seed it with spmd.random_key()
+  - what the step takes of its part of the batch: batch.shape, len(batch), numbers, arrays, torch.tensor(batch)
+  - a loss that keeps something from one shard to the next, such as a counter or a list: a rank runs several
   - something that depends on mesh.size, axis_size or axis_index, or on when or in which order ranks finish"""
 
 
@@ -115,4 +121,9 @@ def _numbers(text: str) -> list[int]:
         numbers = []
     if not numbers or min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"expected numbers of ranks such as 1,2,4, got {text!r}")
+    if len(set(numbers)) < max(2, len(numbers)):
+        raise argparse.ArgumentTypeError(
+            f"expected at least two numbers of ranks, all different, such as 1,2,4, got {text!r}: bits are compared "
+            "between them"
+        )
     return numbers

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from scripts import run, script
 
-from spmd._verify import Parting, compare
+from spmd._verify import Parting, compare, verify
 
 TRAIN = """
 import torch
@@ -38,6 +38,9 @@ def test_not_exact(tmp_path: Path) -> None:
     assert status == 1
     assert "3 ranks: parts from 1 at call " in out and ", of step, in result" in out
     assert "The usual causes:" in out and "shards= is not given" in out
+    assert all(
+        cause in out for cause in ("torch.manual_seed", "takes itself up", "batch.shape", "from one shard to the next")
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,9 +51,14 @@ def test_scripts_that_show_nothing(tmp_path: Path, text: str, expected: tuple[in
     assert status == expected[0] and expected[1] in out
 
 
-def test_bad_numbers_of_ranks(tmp_path: Path) -> None:
-    status, _, err = run("-m", "spmd", "verify", "--ranks", "1,x", script(tmp_path, ""))
-    assert status == 2 and "expected numbers of ranks such as 1,2,4" in err
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [("1,x", "expected numbers of ranks such as 1,2,4"), ("1", "at least two numbers of ranks"), ("2,2", "different")],
+)
+def test_bad_numbers_of_ranks(ranks: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        verify(["--ranks", ranks, "train.py"])
+    assert text in capsys.readouterr().err
 
 
 def test_where_runs_part() -> None:
