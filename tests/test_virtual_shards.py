@@ -281,6 +281,49 @@ def test_refused(shared_mesh, name, size):
         spmd(data_parallel(step, shards=2), mesh=shared_mesh({"data": size}))(torch.tensor(1.0), torch.arange(5.0))
 
 
+READS = {
+    "float": lambda x: float(x.sum()),
+    "int": lambda x: int(x[0]),
+    "bool": lambda x: bool(x.any()),
+    "if": lambda x: 1 if x.sum() > 3 else 2,
+    "complex": lambda x: complex(x.sum()),
+    "index": lambda x: range(x.sum().long()),
+    "item": lambda x: x.max().item(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "asarray": lambda x: np.asarray(x),
+    "a sum of NumPy's": lambda x: np.array(x * 2).sum(),
+    "dlpack": lambda x: np.from_dlpack(x),
+    "in": lambda x: 1.0 in x,
+    "equal": lambda x: torch.equal(x, torch.arange(5.0)),
+    "allclose": lambda x: torch.allclose(x, x),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_numbers_taken_from_the_batch_are_refused(shared_mesh, size):
+    def step(w, batch):
+        for name, read in READS.items():
+            try:
+                read(batch["x"])
+            except SpecError as error:
+                assert "outside value_and_grad" in str(error) and "(has_aux=True)" in str(error), name
+                leaf = "batch['x']" if name in ("tolist", "numpy", "asarray", "dlpack", "in", "equal") else None
+                assert leaf is None or f"takes numbers from {leaf} outside" in str(error), str(error)
+            else:
+                raise AssertionError(f"{name} was not refused")
+        assert repr(batch["x"]).startswith("Dealt([")  # it may be looked at
+        return w, psum(torch.tensor(len(batch["x"])), "data"), value_and_grad(counted)(w, batch["x"])[0]
+
+    def counted(w, x):
+        assert float(x.sum()) == sum(x.tolist())  # within it the shard is an ordinary tensor
+        return (w * x).mean()
+
+    run = spmd(data_parallel(step, shards=2), mesh=shared_mesh({"data": size}))
+    w, count, value = run(torch.tensor(1.0), {"x": torch.arange(5.0)})
+    assert (w.item(), count.item(), value.item()) == (1.0, 5, pytest.approx(2.0))
+
+
 def test_an_inner_gradient_of_the_shard_itself(shared_mesh):
     def penalty(w, x):
         return grad(lambda w: (w * x).square().mean(), axes=())(w).square()

@@ -188,6 +188,8 @@ def _split(region: Region, tree: Any, axis: str, virtual: VirtualShards | None) 
 
     wholes = {leaf.shape[0] for leaf in trees.leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dim()}
     tree = trees.map(cut, tree)
+    if virtual is not None:
+        virtual.tree = tree
     if len(lengths) > 1 or len(wholes) > 1:
         raise SpecError(
             message("the leaves of the batch differ in dimension 0", got=sorted(wholes), remedy="make them agree")

@@ -24,6 +24,10 @@ from ..mesh import trees
 from ..mesh.region import Region, current, generators, mark, reseed, restore_generators
 from ..mesh.spec import Sharded, dealt_sizes, is_sharded, split_sizes
 
+# What makes of tensors the numbers, booleans, lists and arrays that no rule for tensors follows.
+_READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__bool__", "__complex__"}
+_READS |= {"__contains__", "__dlpack__", "__float__", "__index__", "__int__"}
+
 
 class Dealt(Tensor):
     """A rank's part of a batch, or what a step computed from it, before it is cut into virtual shards."""
@@ -41,7 +45,26 @@ class Dealt(Tensor):
                     remedy="take the batch as an argument: value_and_grad(loss)(params, batch)",
                 )
             )
+        name = getattr(func, "__name__", "")
+        if name in _READS and region is not None and region.virtual is not None:
+            _refuse_to_read(name, [*args, *(kwargs or {}).values()], region)
         return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _refuse_to_read(name: str, args: list[Any], region: Region) -> None:
+    virtual: VirtualShards = region.virtual
+    read = next(arg for arg in args if isinstance(arg, Dealt))
+    leaves = zip(trees.paths(virtual.tree), trees.leaves(virtual.tree), strict=True)
+    leaf = next((f"batch{path}" for path, leaf in leaves if leaf is read), "what was computed from the batch")
+    raise SpecError(
+        message(
+            f"a step under data_parallel(shards=) takes numbers from {leaf} outside value_and_grad, where a rank has "
+            "its own samples only, so that they would depend on the number of ranks",
+            got=f"{name} of {read.dtype} {tuple(read.shape)}",
+            where=region.session.where(),
+            remedy="return it as aux of the function that is differentiated (has_aux=True)",
+        )
+    )
 
 
 def plain(leaf: Any) -> Any:
@@ -59,6 +82,7 @@ class VirtualShards:
         owners: for each rank along the axis the shards that it runs, contiguous.
         place: which of the ranks this one is.
         batch: this rank's part of the batch, leaf by leaf.
+        tree: the same, as the step is given it.
         calls: how many functions have been differentiated over them in this step.
     """
 
@@ -67,6 +91,7 @@ class VirtualShards:
     owners: list[range]
     place: int
     batch: list[Dealt] = dataclasses.field(default_factory=list)
+    tree: Any = None
     calls: int = 0
 
     @staticmethod
