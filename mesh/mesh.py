@@ -115,15 +115,19 @@ class Mesh:
 
     def _set(self, layout: Layout, seed: int, timeout: float) -> None:
         self._layout, self.seed, self.timeout, self.device = layout, seed, timeout, "cpu"
-        self._depth = self._calls = self._runs = 0
-        # What the last data_parallel step was made with that is seen in the bits; the checkpoint that was taken up, as
-        # (where, fingerprint), until they have been compared.
-        self.settings: dict[str, Any] = {}
-        self.resumed: tuple[str, dict[str, Any]] | None = None
+        self._depth = 0
+        self._forget_run()
         self.at_close: list[Future] = []  # what to wait for before the ranks are stopped
         # On launched ranks: program -> signature of a call -> what came of it; see `calling`.
         self.known_results: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._rank_session = self._driver = None
+
+    def _forget_run(self) -> None:
+        self._calls = self._runs = 0
+        # What data_parallel steps were made with that is seen in the bits, by the functions' names; what was restored,
+        # that they are compared with.
+        self.settings: dict[str, list[dict[str, Any]]] = {}
+        self.resumed: Any = None
 
     @classmethod
     def on_rank(cls, session: RankSession, threads: int, pinned: int) -> Mesh:
@@ -358,7 +362,7 @@ class Mesh:
         self._check_driver("restart", "end the job and launch it again")
         self._finalizer.detach()
         self.driver.shut("it was restarted, and what was on it is lost")
-        self._calls = self._runs = 0
+        self._forget_run()
         self._start()
 
     def reload(self, *modules: Any) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from spmd import Mesh
+from spmd import Mesh, _fingerprint
 
 torch.set_num_threads(1)
 
@@ -43,6 +43,13 @@ def shared_mesh() -> Iterator[Callable[..., Mesh]]:
     yield get
     for mesh in made.values():
         mesh.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_taken_up() -> Iterator[None]:
+    """No test's mesh goes on from what another restored as plain tensors."""
+    yield
+    _fingerprint._unplaced.restored.clear()
 
 
 def children_of(pid: int) -> list[int]:
