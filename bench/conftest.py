@@ -106,6 +106,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if RECORDS:
         folder = config.getoption("--results")
         terminalreporter.section("targets")
-        terminalreporter.write(report.text(results.load(folder)) + "\n")
+        text = report.text(results.load(folder)) + "\n"
+        terminalreporter.write(text)
+        (folder / "table.txt").write_text(text)
         for path in report.plot(results.load(folder), folder):
             terminalreporter.write_line(f"wrote {path}")

@@ -91,7 +91,7 @@ def main() -> None:
         print(f"{given.model} {flags or ''}: {plain * 1e3:.2f} ms a step, {total * 1e3:.2f} ms under the profiler")
         for part, seconds in breakdown(stats).items():
             print(f"{part:<34}{seconds / given.steps * 1e3:9.3f} ms  {seconds / given.steps / total:6.1%}")
-        stats.sort_stats("tottime").print_stats(given.lines)
+        stats.strip_dirs().sort_stats("tottime").print_stats(given.lines)
 
 
 if __name__ == "__main__":
