@@ -288,6 +288,7 @@ def capture(end: float, quick: bool) -> Results:
         return (*opt.step(params, grads, state), loss)
 
     state = opt.init(params)
+    torch.cuda.synchronize()  # what the other stream reads has been made
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(3):
             params, state, _ = step(params, state)

@@ -132,5 +132,5 @@ def _launch(name: str, blocks: int, arguments: tuple) -> None:
     table, leaves, chunk, bucket, scale = arguments
     device = torch.cuda.current_device()
     integers = [np.uint64(table), np.int64(leaves), np.int64(chunk), np.uint64(bucket)]
-    with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream, device):
+    with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
         _kernel(name, device)((blocks,), (THREADS,), (*integers, np.float32(scale)))

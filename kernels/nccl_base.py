@@ -202,10 +202,12 @@ class NcclBase(Communicator):
         kept = dict(frame.f_locals) if async_op and frame is not None else None
         with self.streams.beside() if async_op else contextlib.nullcontext():
             value = self._through(steps)
-            if not async_op and self.streams.capturing():
+            capturing = self.streams.capturing()
+            if not async_op and capturing:
                 return value
             event = self.streams.event()
-        self.note(what, event, kept)
+        if not capturing:  # an event of a graph can be waited for in the graph, but not asked about
+            self.note(what, event, kept)
         return DeviceWork(self, event, value) if async_op else value
 
     def note(self, what: str, event: Any, kept: Any) -> None:
@@ -257,7 +259,7 @@ class NcclBase(Communicator):
         self._inside = what, time.monotonic()
         try:
             yield
-        except RuntimeError as error:
+        except Exception as error:  # CuPy raises a KeyError for results that it has no name for
             with self._lock:
                 if self.failure is None:
                     self._fail(error)

@@ -72,6 +72,8 @@ def of_launched(device: str, backend: str, launch: Launch, store: Any, host: str
         said = f"{host} {torch.cuda.get_device_properties(own).uuid}"
     except MeshError as error:
         problem = error
+    except RuntimeError as error:  # of CUDA; the other ranks wait to hear of this one
+        problem = MeshError(message("this rank's GPU cannot be used", got=str(error)))
     store.set(f"gpu/{launch.rank}", said)
     everyone = [store.get(f"gpu/{rank}").decode() for rank in range(size)]
     without = [rank for rank, its in enumerate(everyone) if its == "none"]

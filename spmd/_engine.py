@@ -69,7 +69,7 @@ class Engine:
         group.update(options, params=[], **lent)
         with torch.no_grad():
             for index in active:
-                params[index], states[index] = _own(params[index]), trees.map(_own, states[index])
+                params[index], states[index] = _own(params[index]), self._counted(trees.map(_own, states[index]))
             for index in long:
                 shape, grad = params[index].shape, leaves[index].grad
                 assert grad is not None
@@ -114,8 +114,15 @@ class Engine:
             for param in params or ():
                 copy(out[at : at + param.numel()], param)
                 at += param.numel()
-            new = self._step_blocks(instance, out, grads, trees.map(_own, state))
+            new = self._step_blocks(instance, out, grads, self._counted(trees.map(_own, state)))
         return new, self._give_back(instance, options, lent, hyper)
+
+    def _counted(self, state: State) -> State:
+        """With the count of steps where torch reads it: state that was put on a GPU has it there, too."""
+        step = state.get("step")
+        if not isinstance(step, Tensor) or step.is_cpu or self.options.get("capturable") or self.options.get("fused"):
+            return state
+        return {**state, "step": step.cpu()}
 
     def _in_blocks(self, leaf: Leaf, state: State) -> bool:
         param, grad = leaf.param, leaf.grad

@@ -122,6 +122,9 @@ __device__ __forceinline__ bool aligned(const T* address) {
   return (reinterpret_cast<unsigned long long>(address) & 15) == 0;
 }
 
+// CuPy has arithmetic flush subnormal numbers to zero; where nothing is scaled there is none.
+__device__ __forceinline__ float scaled(float value, float scale) { return scale == 1.0f ? value : value * scale; }
+
 // Copy `count` elements with all threads of the block; a null `from` gives zeros.
 template <typename From, typename To>
 __device__ __forceinline__ void copy(const From* from, To* to, Count count, float scale) {
@@ -136,7 +139,7 @@ __device__ __forceinline__ void copy(const From* from, To* to, Count count, floa
   head = head < count ? head : count;
   const Count groups = (count - head) / kGroup;
   const Count tail = head + groups * kGroup;
-  for (Count i = thread; i < head; i += threads) narrow(widen(from[i]) * scale, to[i]);
+  for (Count i = thread; i < head; i += threads) narrow(scaled(widen(from[i]), scale), to[i]);
   const bool whole = aligned(from + head);
 #pragma unroll 4
   for (Count g = thread; g < groups; g += threads) {
@@ -150,10 +153,10 @@ __device__ __forceinline__ void copy(const From* from, To* to, Count count, floa
       for (int i = 0; i < kGroup; ++i) in.lane[i] = from[at + i];
     }
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) narrow(widen(in.lane[i]) * scale, out.lane[i]);
+    for (int i = 0; i < kGroup; ++i) narrow(scaled(widen(in.lane[i]), scale), out.lane[i]);
     out.store(to + at);
   }
-  for (Count i = tail + thread; i < count; i += threads) narrow(widen(from[i]) * scale, to[i]);
+  for (Count i = tail + thread; i < count; i += threads) narrow(scaled(widen(from[i]), scale), to[i]);
 }
 
 // This block's part: where it lies in the leaf and in the bucket.
