@@ -14,16 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models import loss_of, make
 
 from spmd import Mesh, data_parallel, functional, optimizer, put, spmd, value_and_grad
+from spmd._bench.contenders import loss_of, made
 
 ROUNDS, CALLS = 10, 3
-NAMES = ("mlp-1k", "encoder")
+NAMES = ("mlp_1k", "encoder")
 
 
 def step_of(mesh: Mesh, name: str, shards: int | None, **options: Any) -> Callable[[], None]:
-    model, x, y = make(name)
+    model, x, y = made(f"models:{name}")
     apply, params = functional(model)
     opt = optimizer(torch.optim.AdamW, lr=1e-3, **options)
 
@@ -67,7 +67,7 @@ def main(ranks: int) -> None:
     print("|---|---|---|---|---|")
     with Mesh({"data": ranks}, threads=1) as mesh:
         for name in NAMES:
-            size = sum(p.numel() * p.element_size() for p in make(name)[0].parameters())
+            size = sum(p.numel() * p.element_size() for p in made(f"models:{name}")[0].parameters())
             contenders = [step_of(mesh, name, shards) for shards in (None, *counts)]
             samples: list[list[float]] = [[] for _ in contenders]
             for run in contenders:
@@ -85,4 +85,5 @@ def main(ranks: int) -> None:
             print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
-main(int(sys.argv[1]) if len(sys.argv) > 1 else 2)
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2)

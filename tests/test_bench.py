@@ -35,6 +35,11 @@ def module(name: str) -> Any:
     return importlib.import_module(name)
 
 
+@pytest.mark.parametrize("script", ["cost", "exact_mode", "gpu", "nodes", "profile_step"])
+def test_scripts_find_what_they_import(bench_folder: None, script: str) -> None:
+    assert callable(module(script).main)
+
+
 @pytest.fixture(scope="module")
 def suites(bench_folder: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """Two suites of two contenders, measured in no time, saved and loaded again."""
