@@ -111,8 +111,10 @@ def begin_step(mesh: Mesh, name: str, settings: dict[str, Any]) -> None:
     if not mesh.settings and _unplaced.restored:
         placed = [] if mesh.resumed is None else [*mesh.resumed.restored.values()]
         _compare([*placed, *_unplaced.restored.values()], _of_mesh(mesh), "")
-        for one in _unplaced.restored.values():
-            _place(mesh, one)
+        known = set() if mesh.resumed is None else set(mesh.resumed.restored)
+        for directory, one in _unplaced.restored.items():
+            if directory not in known:  # what was restored onto the mesh itself is what it goes on from
+                _place(mesh, one)
         _unplaced.restored.clear()
     if name == "<lambda>":  # a name that all of them have
         return

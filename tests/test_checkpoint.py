@@ -23,6 +23,7 @@ from scripts import run, script
 
 from spmd import (
     Loader,
+    Mesh,
     MeshError,
     P,
     Sampler,
@@ -713,3 +714,25 @@ def test_going_back_to_a_checkpoint_draws_the_same_again(make_mesh: Any, tmp_pat
     first = on(restore(tmp_path / "step-00000000", mesh=mesh)["x"])
     restore(tmp_path / "step-00000001", mesh=mesh)  # only looked at: the last one of a directory counts
     assert on(restore(tmp_path / "step-00000000", mesh=mesh)["x"]) == first
+
+
+def test_a_look_at_a_checkpoint_does_not_move_a_later_mesh(make_mesh: Any, tmp_path: Path) -> None:
+    def step(w: Any, batch: Any) -> Any:
+        loss, g = value_and_grad(lambda w, x: (F.dropout(x * w, 0.5) ** 2).mean())(w, batch)
+        return w - 0.01 * g, loss
+
+    def trained(folder: Path, look: bool) -> list[float]:
+        found, w = [], torch.ones(4)
+        for begin, end, ranks in ((0, 4, 2), (4, 6, 1)):
+            with Mesh({"data": ranks}) as mesh:
+                go = spmd(data_parallel(step, shards=4), mesh=mesh)
+                w = restore(folder, mesh=mesh)["w"] if begin else w
+                for index in range(begin, end):
+                    w, loss = go(w, torch.ones(8, 4) + index)
+                    found.append(float(loss))
+                    save(folder, {"w": w}, step=index)
+                    if look and index == 1:
+                        restore(folder)
+        return found
+
+    assert trained(tmp_path / "looked", True) == trained(tmp_path / "not", False)
