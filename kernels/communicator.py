@@ -141,6 +141,9 @@ class Communicator(abc.ABC):
     def close(self) -> None:  # noqa: B027
         """Give back what the operating system holds for this communicator."""
 
+    def reclaim(self) -> None:  # noqa: B027
+        """Free the memory that peers have read by now; called as a region ends, without waiting for anybody."""
+
     def check(self) -> None:  # noqa: B027
         """Raise what went wrong in an operation that returned before it was over, as those on GPUs do."""
 

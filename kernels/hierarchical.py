@@ -84,6 +84,10 @@ class HierarchicalCommunicator(GlooCommunicator):
             self._across.close()
         super().close()
 
+    def reclaim(self) -> None:
+        if self._host is not None:
+            self._host.reclaim()
+
     def empty(self, shape: Sequence[int] | int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         assert self._host is not None
         return self._host.empty(shape, dtype=dtype)

@@ -211,10 +211,13 @@ class ShmCommunicator(Communicator):
                 overdue=lambda: self._overdue(first()),
                 late=lambda: self._late(first()),
             )
+        self.reclaim()
+        return sequence
+
+    def reclaim(self) -> None:
         while self._retired and self._all_past(_READ, self._retired[0][0]):
             _, offset, nbytes = self._retired.popleft()
             self.arena.heap.free(offset, nbytes)
-        return sequence
 
     def post(self, sequence: int, call: Call | None, offset: int, staging: int = 0) -> None:
         slot, words = self._slot(self.rank, sequence), self.words

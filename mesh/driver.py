@@ -261,7 +261,7 @@ class DriverSession:
             while True:
                 self.check_open()
                 self.pending.raise_unseen()
-                if not self._recovery.under_way:
+                if not self._recovery.under_way and self.ranks.all_run():  # else that is about to be noticed
                     return
                 if time.monotonic() > end:
                     raise MeshError(

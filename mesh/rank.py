@@ -148,6 +148,8 @@ class RankSession:
             raise
         finally:
             self.watch.leave()
+        for comm in self._comms.values():
+            comm.reclaim()
         release_freed_memory(number, time.monotonic() - began)
 
     @contextlib.contextmanager

@@ -144,6 +144,7 @@ class Ranks:
             "environ": dict(os.environ),
         }
         self.all: list[Rank] = []
+        self._deaths = select.poll()
 
     def start(self, size: int) -> None:
         for rank in range(size):
@@ -151,8 +152,13 @@ class Ranks:
 
     def _start(self, number: int) -> Rank:
         rank = Rank(number, {**self.request, "generation": self.generation}, self._arena_fd)
+        self._deaths.register(rank.pidfd, select.POLLIN)
         self._started(rank)
         return rank
+
+    def all_run(self) -> bool:
+        """Whether no rank's process has ended, noticed or not."""
+        return not self._deaths.poll(0)
 
     def abort(self, why: str) -> None:
         """Have every rank that waits give up."""
@@ -166,6 +172,7 @@ class Ranks:
         self.arena.clear(self.generation)
         dead = [rank for rank in self.all if not rank.alive]
         for rank in dead:
+            self._deaths.unregister(rank.pidfd)
             rank.close()
             self.all[rank.rank] = self._start(rank.rank)
         return [rank.rank for rank in dead]

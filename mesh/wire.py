@@ -29,6 +29,8 @@ import torch
 from ..kernels.errors import MeshError
 
 INLINE_BYTES = 1 << 16
+_CHUNK = 1 << 18  # bytes of one read
+_SPACE = socket.CMSG_SPACE(16 * 4)  # for the descriptors that come with them
 _HEADER = struct.Struct("<QQQB")  # bytes of the head, of the pickle, of inline tensors; number of descriptors
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _DEVICES = ("cpu", "cuda")  # those of GPUs arrive on the CPU, which the other side has for sure
@@ -260,6 +262,7 @@ class Receiver:
 
     def __init__(self, connection: socket.socket):
         self._connection = connection
+        self._chunk = bytearray(_CHUNK)  # made once: memory mapped anew for every read costs more than the read
         self._buffer = bytearray()
         self._fds: list[int] = []
 
@@ -267,8 +270,9 @@ class Receiver:
         """The packets that are complete after one read; None at the end of the stream."""
         flags = 0 if block else socket.MSG_DONTWAIT
         try:
-            space = socket.CMSG_SPACE(16 * 4)
-            data, ancillary, _, _ = self._connection.recvmsg(1 << 18, space, flags | socket.MSG_CMSG_CLOEXEC)
+            nbytes, ancillary, _, _ = self._connection.recvmsg_into(
+                [self._chunk], _SPACE, flags | socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return []
         except ConnectionError:
@@ -278,9 +282,9 @@ class Receiver:
                 numbers = array.array("i")
                 numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
                 self._fds.extend(numbers)
-        if not data:
+        if not nbytes:
             return None
-        self._buffer += data
+        self._buffer += memoryview(self._chunk)[:nbytes]
         packets = []
         while len(self._buffer) >= _HEADER.size:
             *lengths, count = _HEADER.unpack_from(self._buffer)

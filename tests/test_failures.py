@@ -296,6 +296,20 @@ def test_a_rank_is_killed_between_calls(make_mesh):
     assert w.full().tolist() == [4, 4] and works(mesh)
 
 
+def test_a_rank_whose_death_nobody_has_noticed_yet(make_mesh):
+    mesh = make_mesh({"data": 2})
+    step = spmd(lambda w: w + 1, mesh=mesh)
+    w = step(put(torch.zeros(2), mesh=mesh))
+    w.full()
+    victim = mesh.driver.pids[1]
+    with mesh.driver.lock:  # without it nobody is told
+        os.kill(victim, signal.SIGKILL)
+        assert end_within(2, [victim])
+        mesh.driver.ready()
+        assert mesh.driver.pids[1] != victim
+    assert step(w).full().tolist() == [2, 2]
+
+
 def test_a_rank_is_killed_during_a_call_that_nobody_waits_for(make_mesh):
     mesh = make_mesh({"data": 2})
 

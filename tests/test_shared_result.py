@@ -68,3 +68,25 @@ def test_each_another(shared_mesh: Callable[..., Mesh], size: int, shift: int) -
     mesh = shared_mesh({"data": size})
     kinds = [KINDS[(rank + shift) % len(KINDS)] for rank in range(size)]
     assert mesh.run(reductions, mesh, kinds, torch.float32, "sum") == expected(size, kinds, torch.float32, "sum")
+
+
+def test_what_all_have_read_is_free_when_the_region_ends(shared_mesh: Callable[..., Mesh]) -> None:
+    mesh = shared_mesh({"data": 2})
+
+    def give_up() -> int:
+        comm = mesh.comm()
+        mine = comm.scratch(NUMEL, dtype=torch.float32)
+        place = comm.arena.offset_of(mine)
+        comm.all_reduced(mine.fill_(1.0))
+        token = torch.zeros(1)  # a message, which frees nothing: both have read when it has arrived
+        sending = comm.isend(token, 1 - comm.rank)
+        comm.recv(token, 1 - comm.rank)
+        sending.wait()
+        return place
+
+    def next_place() -> int:
+        comm = mesh.comm()
+        return comm.arena.offset_of(comm.arena.empty((NUMEL,), torch.float32))
+
+    places = mesh.run(give_up)
+    assert mesh.run(next_place)[1] == places[1]  # the first rank's holds the result
