@@ -49,11 +49,14 @@ class Result:
     dtype: torch.dtype | None = None
     value: Any = None
     shapes: tuple[tuple[int, ...], ...] = ()
+    hint: Any = dataclasses.field(init=False, compare=False)  # one object for all Arrays that are like it
 
-    def meta(self) -> tuple[tuple[int, ...], Any, P]:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hint", (self.shape, self.dtype, self.spec))
+
+    def meta(self) -> Any:
         """Shape, dtype and spec of a tensor."""
-        assert self.spec is not None
-        return self.shape, self.dtype, self.spec
+        return self.hint
 
 
 Said = tuple[Any, list[Leaving]]  # the results' treedef, and one for each leaf
@@ -153,7 +156,7 @@ def _check_replicas(layout: Layout, leaves: dict[int, Leaving], what: Callable[[
 def alike(mine: list[Leaving], before: list[Leaving]) -> bool:
     """Whether a rank's results are of the same kinds as before, with the same values where they are no tensors."""
     return len(mine) == len(before) and all(
-        (a.spec, a.shape, a.dtype) == (b.spec, b.shape, b.dtype) and (a.spec is not None or _same(a, b))
+        a is b or ((a.spec, a.shape, a.dtype) == (b.spec, b.shape, b.dtype) and (a.spec is not None or _same(a, b)))
         for a, b in zip(mine, before, strict=True)
     )
 

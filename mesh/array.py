@@ -157,6 +157,7 @@ class LocalSource:
 
     Args:
         shapes: of all ranks' shards; None if they are cut as `Layout.slices` does.
+        hint: shape, dtype and spec, if the caller has them together.
     """
 
     def __init__(
@@ -166,10 +167,11 @@ class LocalSource:
         spec: P,
         shape: tuple[int, ...],
         shapes: tuple[tuple[int, ...], ...] | None = None,
+        hint: tuple[tuple[int, ...], torch.dtype, P] | None = None,
     ):
         self._session, self._tensor, self._spec, self._shape, self._shapes = session, tensor, spec, shape, shapes
         self.name: Any = None  # under which a driver knows it
-        self.hint = (tuple(shape), tensor.dtype, spec)
+        self.hint = (tuple(shape), tensor.dtype, spec) if hint is None else hint
 
     def shape(self) -> tuple[int, ...]:
         return self._shape

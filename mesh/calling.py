@@ -98,7 +98,7 @@ def _from_driver(
         if result.spec is None:
             made.append(result.value)
             continue
-        made.append(outputs.array(index, task, functools.partial(finish.meta, index), hint=result.meta()))
+        made.append(outputs.array(index, task, functools.partial(finish.meta, index), hint=result.hint))
     outputs.taken()
     if hasty:
         driver.in_flight(task)
@@ -170,9 +170,10 @@ def _launched(mesh: Mesh, program: Program, request: Request, key: tuple, *, che
     entering, theirs = [], set()
     for leaf, spec, donated in zip(request.leaves, request.specs, request.donated, strict=True):
         if isinstance(leaf, Array):
-            cut_here = spec is not None and spec != leaf.spec
-            its_spec = spec if cut_here and spec is not None else leaf.spec
-            entering.append(Entering(leaf._readable().value(), its_spec, cut_here, donated))
+            source = leaf._readable()
+            its_spec = source.spec()
+            cut_here = spec is not None and spec != its_spec
+            entering.append(Entering(source.value(), spec if spec is not None else its_spec, cut_here, donated))
         elif isinstance(leaf, torch.Tensor):
             entering.append(Entering(leaf, spec or REPLICATED, whole=True))
             theirs.add(leaf.untyped_storage().data_ptr())
@@ -194,6 +195,7 @@ def _launched(mesh: Mesh, program: Program, request: Request, key: tuple, *, che
             batch_total=request.batch_total,
             dealt=request.dealt,
             verify=verify,
+            before=None if known is None else known[2],
         )
         comm = session.comm()
         news = known is None or verify or treedef != known[0] or not alike(said, known[2])
@@ -203,7 +205,7 @@ def _launched(mesh: Mesh, program: Program, request: Request, key: tuple, *, che
             return results, known
         everyone = tasks.decode_all(comm.all_gather_bytes(tasks.encode(treedef, said)))
         found = assemble(mesh.layout, everyone, name=program.name, where=mesh.describe(), compare=check != "never")
-        return results, (*found, said)
+        return results, (*found, [leaf if leaf.digest is None else leaf._replace(digest=None) for leaf in said])
 
     results, found = launched.call(session, run)
     results_of[signature] = found
@@ -212,7 +214,7 @@ def _launched(mesh: Mesh, program: Program, request: Request, key: tuple, *, che
         if result.spec is None:
             made.append(value)
             continue
-        if value.untyped_storage().data_ptr() in theirs:
+        if theirs and value.untyped_storage().data_ptr() in theirs:
             value = value.clone()  # the tensor passed is the caller's, who may change it
-        made.append(Array(mesh, LocalSource(session, value, result.spec, result.shape, result.shapes)))
+        made.append(Array(mesh, LocalSource(session, value, result.spec, result.shape, result.shapes, result.hint)))
     return trees.unflatten(found[0], made)

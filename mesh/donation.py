@@ -97,13 +97,15 @@ def settle(values: Sequence[Any], local: Sequence[Any], results: Sequence[Any], 
     if not owners and not donating:
         return
     tensors = [result for result in results if isinstance(result, torch.Tensor)]
-    shared = {_storage(result) for result in tensors}
+    storages = [_storage(result) for result in tensors]
+    shared = set(storages)
     for value in owners:
         if _storage(value) in shared:
             disown(value)
     if donating:
         elsewhere = {_storage(value) for value in kept}
-        for result in _apart([result for result in tensors if _storage(result) not in elsewhere]):
+        alone = [(result, where) for result, where in zip(tensors, storages, strict=True) if where not in elsewhere]
+        for result in _apart(alone):
             result._spmd_owner = True
 
 
@@ -111,18 +113,17 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _apart(tensors: list[Any]) -> list[Any]:
-    """Those that overlap with none of the others, and have no gaps."""
-    spans = sorted(
-        ((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), index) for index, t in enumerate(tensors))
-    )
-    good = {index: tensors[index].is_contiguous() and tensors[index].numel() > 0 for _, _, index in spans}
+def _apart(stored: list[tuple[Any, int]]) -> list[Any]:
+    """Of (tensor, storage) the tensors that overlap with none of the others, and have no gaps."""
+    spans = sorted((tensor.data_ptr(), tensor.nbytes, index) for index, (tensor, _) in enumerate(stored))
+    dense = [tensor.is_contiguous() for tensor, _ in stored]
+    good = [is_dense and tensor.numel() > 0 for (tensor, _), is_dense in zip(stored, dense, strict=True)]
     end, last = -1, -1
-    for start, stop, index in spans:
+    for start, nbytes, index in spans:
         if start < end:
             good[index] = good[last] = False
-        if stop > end:
-            end, last = stop, index
+        if start + nbytes > end:
+            end, last = start + nbytes, index
     # Of a tensor with gaps it isn't known which elements it shows: it speaks for its whole storage.
-    loose = {_storage(t) for t in tensors if not t.is_contiguous()}
-    return [t for index, t in enumerate(tensors) if good[index] and _storage(t) not in loose]
+    loose = {where for (_, where), is_dense in zip(stored, dense, strict=True) if not is_dense}
+    return [tensor for index, (tensor, where) in enumerate(stored) if good[index] and where not in loose]

@@ -7,6 +7,7 @@ here; when it fails on one rank, all ranks meet again, learn of it, and raise th
 from __future__ import annotations
 
 import datetime
+import gc
 import io
 import os
 import sys
@@ -86,6 +87,9 @@ def join(
         device=own,
     )
     session.renew(1)
+    if _meshes == 1:
+        gc.collect()
+        gc.freeze()  # what torch has made so far: looking through it for garbage takes longer than many a step
     return session, backend
 
 

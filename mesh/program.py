@@ -6,7 +6,9 @@ values that were passed, which may not be written to, but are objects of their o
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from .agreement import Leaving, digest, path_in
 from .array import Array
 from .rank import RankSession
 from .region import Region, generators, inside, mark, reseed, restore_generators
-from .spec import REPLICATED, P, Sharded, is_sharded, is_spec
+from .spec import REPLICATED, P, is_sharded, is_spec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,22 +67,15 @@ def execute(
     batch_total: int | None,
     dealt: int | None,
     verify: bool,
+    before: list[Leaving] | None = None,
 ) -> tuple[Any, list[Any], list[Leaving]]:
-    """Run a program on this rank: (the results' treedef, their local leaves, what to say of each)."""
-    local: list[Any] = []
-    times: dict[int, int] = {}
-    for leaf in entering:
-        times[id(leaf.value)] = times.get(id(leaf.value), 0) + 1
-    same: dict[Any, torch.Tensor] = {}  # a tensor that comes twice stays one tensor
-    for leaf in entering:
-        value = leaf.value
-        if isinstance(value, torch.Tensor):
-            which = (id(value), leaf.spec, leaf.whole, leaf.donated)
-            if which not in same:
-                same[which] = _local(session, leaf, alone=times[id(value)] == 1)
-            value = same[which]
-        local.append(value)
-    versions = [_version(value) for value in local]
+    """Run a program on this rank: (the results' treedef, their local leaves, what to say of each).
+
+    Args:
+        before: what was said of an earlier call's results, without digests; what is the same is not made anew.
+    """
+    local = _enter(session, entering)
+    versions = [None if not isinstance(x, torch.Tensor) or x.is_inference() else x._version for x in local]
     args, kwargs = trees.unflatten(treedef, local)
     batch_axis = program.batch_axis if batch_total is not None else None
     region = Region(session, key, mesh, batch_total=batch_total, batch_axis=batch_axis, dealt=dealt)
@@ -93,7 +88,7 @@ def execute(
         if state is not None:
             restore_generators(state)
     for index, (value, version) in enumerate(zip(local, versions, strict=True)):
-        if type(value) is not donation.Taken and _version(value) != version:
+        if version is not None and type(value) is not donation.Taken and value._version != version:
             raise SpecError(
                 message(
                     f"{program.name} changed its input {describe_path(path_in(treedef, index))} in place",
@@ -101,10 +96,32 @@ def execute(
                     remedy="a step must be pure: write x = x + y instead of x += y, or clone the input first",
                 )
             )
-    treedef, leaves, said = _leave(session, program, result, verify)
+    treedef, leaves, said = _leave(session, program, result, verify, before)
     donating = any(leaf.donated for leaf in entering)
     donation.settle([leaf.value for leaf in entering], local, leaves, donating=donating)
     return treedef, leaves, said
+
+
+def _enter(session: RankSession, entering: list[Entering]) -> list[Any]:
+    """This rank's part of every leaf; a tensor that comes twice stays one tensor."""
+    ids = [id(leaf.value) for leaf in entering if isinstance(leaf.value, torch.Tensor)]
+    if len(set(ids)) == len(ids):
+        return [
+            _local(session, leaf, alone=True) if isinstance(leaf.value, torch.Tensor) else leaf.value
+            for leaf in entering
+        ]
+    local: list[Any] = []
+    times = collections.Counter(ids)
+    same: dict[Any, torch.Tensor] = {}
+    for leaf in entering:
+        value = leaf.value
+        if isinstance(value, torch.Tensor):
+            which = (id(value), leaf.spec, leaf.whole, leaf.donated)
+            if which not in same:
+                same[which] = _local(session, leaf, alone=times[id(value)] == 1)
+            value = same[which]
+        local.append(value)
+    return local
 
 
 def _local(session: RankSession, leaf: Entering, *, alone: bool) -> torch.Tensor:
@@ -130,10 +147,6 @@ def _frozen(value: torch.Tensor) -> bool:
     return type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter) and not value.requires_grad
 
 
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
-
-
 def describe_path(path: str) -> str:
     """`argument 0['w']` from a path into (args, kwargs).
 
@@ -144,14 +157,16 @@ def describe_path(path: str) -> str:
     return f"argument {which.strip(chr(39))}{rest}" if path.startswith(("[0][", "[1][")) else path
 
 
-def _leave(session: RankSession, program: Program, result: Any, verify: bool) -> tuple[Any, list[Any], list[Leaving]]:
-    leaves, treedef = trees.flatten(result, is_leaf=is_sharded)
-    declared: list[P | None] = [None] * len(leaves)
-    if any(isinstance(leaf, Sharded | Array) for leaf in leaves):
-        result, declared = _stripped(treedef, leaves)
-        leaves, treedef = trees.flatten(result)
+def _leave(
+    session: RankSession, program: Program, result: Any, verify: bool, before: list[Leaving] | None
+) -> tuple[Any, list[Any], list[Leaving]]:
+    leaves, treedef = trees.flatten(result)
+    treedef, declared = _stripped(treedef)
+    if any(type(leaf) is Array for leaf in leaves):
+        declared = [leaf.spec if type(leaf) is Array else own for leaf, own in zip(leaves, declared, strict=True)]
+        leaves = [leaf.local if type(leaf) is Array else leaf for leaf in leaves]
     try:
-        specs = trees.broadcast_prefix(program.out_specs, result, is_leaf=is_spec)
+        specs = trees.broadcast_to(program.out_specs, treedef, is_leaf=is_spec)
     except ValueError:
         raise SpecError(
             message(
@@ -163,31 +178,36 @@ def _leave(session: RankSession, program: Program, result: Any, verify: bool) ->
         ) from None
     said: list[Leaving] = []
     axes = len(session.layout.names)
-    for index, (leaf, own) in enumerate(zip(leaves, declared, strict=True)):
-        spec = own or specs[index] or REPLICATED
+    known: list[Any] = [None] * len(leaves) if verify or before is None or len(before) != len(leaves) else before
+    for index, (leaf, own, known_one) in enumerate(zip(leaves, declared, known, strict=True)):
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
             leaf = torch.from_numpy(leaf)
-        if isinstance(leaf, torch.Tensor):
-            _check_result(session, program, treedef, index, leaf, spec)
-            leaf = leaf if _frozen(leaf) else leaf.detach()
-            compare = verify and len(spec.axes) < axes
-            said.append(Leaving(spec, tuple(leaf.shape), leaf.dtype, None, digest(leaf) if compare else None))
-        else:
+        if not isinstance(leaf, torch.Tensor):
             said.append(Leaving(None, value=leaf))
-        leaves[index] = leaf
+            continue
+        spec = own or specs[index] or REPLICATED
+        if spec.entries:
+            _check_result(session, program, treedef, index, leaf, spec)
+        leaves[index] = leaf = leaf if _frozen(leaf) else leaf.detach()
+        if known_one is not None and known_one.dtype is leaf.dtype and known_one[:2] == (spec, leaf.shape):
+            said.append(known_one)
+            continue
+        compare = verify and len(spec.axes) < axes
+        said.append(Leaving(spec, tuple(leaf.shape), leaf.dtype, None, digest(leaf) if compare else None))
     _settle(session, leaves)
     return treedef, leaves, said
 
 
-def _stripped(treedef: Any, nodes: list[Any]) -> tuple[Any, list[P | None]]:
-    """Results with local tensors for nodes that say how they are cut, and for each leaf what its node says."""
+@functools.lru_cache(maxsize=256)
+def _stripped(treedef: Any) -> tuple[Any, list[P | None]]:
+    """A result's structure without the nodes that say how its leaves are cut, and for each leaf what its node says."""
+    tree = trees.unflatten(treedef, [None] * treedef.num_leaves)
+    nodes, outer = trees.flatten(tree, is_leaf=is_sharded)
     declared: list[P | None] = []
-    local = []
     for node in nodes:
-        cut = isinstance(node, Sharded | Array)
-        local.append(node.local if cut else node)
-        declared.extend([node.spec if cut else None] * (len(trees.leaves(node.local)) if is_sharded(node) else 1))
-    return trees.unflatten(treedef, local), declared
+        declared.extend([node.spec] * len(trees.leaves(node.local)) if is_sharded(node) else [None])
+    local = [node.local if is_sharded(node) else node for node in nodes]
+    return trees.flatten(trees.unflatten(outer, local))[1], declared
 
 
 def _settle(session: RankSession, leaves: list[Any]) -> None:
@@ -197,6 +217,8 @@ def _settle(session: RankSession, leaves: list[Any]) -> None:
     it; new parameters, side by side in one block that all ranks read, are better left where they are.
     """
     blocks: dict[int, list[int]] = {}
+    if not session.leases:
+        return
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and session.is_leased(leaf):
             blocks.setdefault(leaf.untyped_storage().data_ptr(), []).append(index)
@@ -210,8 +232,6 @@ def _settle(session: RankSession, leaves: list[Any]) -> None:
 def _check_result(
     session: RankSession, program: Program, treedef: Any, index: int, leaf: torch.Tensor, spec: P
 ) -> None:
-    if not spec.entries:
-        return
     session.layout.check(spec, where=f"out_specs of {program.name}")
     if len(spec.entries) > leaf.dim():
         raise SpecError(

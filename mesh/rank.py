@@ -6,6 +6,7 @@ The same object serves a rank of a driver (`worker.py` runs it) and a launched r
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -112,9 +113,13 @@ class RankSession:
             self._comms[ranks, channel] = comm
         return comm
 
+    @functools.cached_property
+    def leases(self) -> Arena | None:
+        """What this rank's host shares, where results may lie that other ranks read."""
+        return self.watch.arena if isinstance(self.watch, HostWatch) else self.arena
+
     def is_leased(self, tensor: torch.Tensor) -> bool:
-        arena = self.watch.arena if isinstance(self.watch, HostWatch) else self.arena
-        return arena is not None and arena.is_leased(tensor)
+        return self.leases is not None and self.leases.is_leased(tensor)
 
     def placed(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on this rank's device: itself, if it is there."""

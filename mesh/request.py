@@ -50,8 +50,8 @@ class Request:
     ):
         self.mesh, self.name = mesh, name
         self._tree = (args, kwargs)
-        leaves, self.treedef = trees.flatten(self._tree, is_leaf=is_array)
-        self.leaves = [as_tensor(leaf) for leaf in leaves]
+        leaves, self.treedef = trees.flatten(self._tree)
+        self.leaves = [leaf if type(leaf) is Array else as_tensor(leaf) for leaf in leaves]
         self.specs: list[P | None] = (
             [None] * len(leaves) if specs is None else specs_for(specs, self._tree, f"in_specs of {name}")
         )
@@ -60,12 +60,13 @@ class Request:
         self.deal: Any = None
         self._uneven: frozenset[int] = frozenset()
         for leaf in self.leaves:
-            if isinstance(leaf, Array) and leaf._deal is not None:
+            if type(leaf) is Array and leaf._deal is not None:
                 self.deal = leaf._deal
         if batch is not None:
             self._split_batch(*batch)
-        for index in range(len(self.leaves)):
-            self._check(index)
+        for index, (leaf, spec) in enumerate(zip(self.leaves, self.specs, strict=True)):
+            if spec is not None or type(leaf) is Array:
+                self._check(index)
 
     def where(self, index: int) -> str:
         """Which argument a leaf is or belongs to, for messages."""
@@ -79,7 +80,7 @@ class Request:
         """For each leaf whether it is or belongs to one of these arguments."""
         args, kwargs = self._tree
         here = (tuple(index in arguments for index in range(len(args))), {name: name in arguments for name in kwargs})
-        return trees.broadcast_prefix(here, self._tree)
+        return trees.broadcast_to(here, self.treedef)
 
     def _split_batch(self, which: int | str, axis: str, shards: int | None) -> None:
         """Give the leaves of the argument `batch` the spec P(axis), and find the size of the whole batch."""
@@ -133,8 +134,7 @@ class Request:
         )
 
     def _check(self, index: int) -> None:
-        leaf, spec, layout = self.leaves[index], self.specs[index], self.mesh.layout
-        uneven = index in self._uneven
+        leaf, spec = self.leaves[index], self.specs[index]
         if isinstance(leaf, Array):
             leaf._readable()
             if leaf.mesh is not self.mesh:
@@ -147,19 +147,24 @@ class Request:
                         "process's default mesh), or move the value with put(array.full(), mesh=...)",
                     )
                 )
+            if spec is None:
+                return
             shape, _, its_spec = leaf._hint()
-            if spec is not None and spec != its_spec:
-                layout.check_shape(shape, spec, uneven=uneven, where=self.where(index))
+            if spec != its_spec:
+                self._check_shape(index, shape, spec)
                 if its_spec.entries:
                     self.leaves[index] = place(self.mesh, leaf, spec)
         elif isinstance(leaf, torch.Tensor) and spec is not None:
-            layout.check_shape(tuple(leaf.shape), spec, uneven=uneven, where=self.where(index))
+            self._check_shape(index, tuple(leaf.shape), spec)
+
+    def _check_shape(self, index: int, shape: tuple[int, ...], spec: P) -> None:
+        self.mesh.layout.check_shape(shape, spec, uneven=index in self._uneven, where=self.where(index))
 
     def signature(self) -> tuple:
         """What must be the same for a later call to be like this one: structure, shapes, dtypes, specs."""
         parts: list[Any] = [self.treedef, self.batch_total, self.dealt]
         for leaf, spec in zip(self.leaves, self.specs, strict=True):
-            if isinstance(leaf, Array):
+            if type(leaf) is Array:
                 parts.append((leaf._hint(), spec))
             elif isinstance(leaf, torch.Tensor):
                 parts.append((tuple(leaf.shape), leaf.dtype, spec))

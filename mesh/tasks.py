@@ -72,6 +72,7 @@ def run_program(
         What to say of them, for `decode_all`; `AS_BEFORE` if that is what was said at the last call.
     """
     program_, treedef = worker.shipped(program), worker.shipped(tree)
+    told = worker.told.get(program)
     entering = []
     for kind, value, spec in leaves:
         if kind in ("resident", "donated"):
@@ -101,6 +102,7 @@ def run_program(
         batch_total=batch_total,
         dealt=dealt,
         verify=verify,
+        before=None if told is None else told[1],
     )
     for index, (result, leaf) in enumerate(zip(results, said, strict=True)):
         if leaf.spec is not None:
@@ -108,7 +110,6 @@ def run_program(
     if verify:
         return encode(treedef, said)
     # Pickling this costs more than a small step, and mostly the same is said as at the call before.
-    told = worker.told.get(program)
     if told is not None and told[0] == treedef and alike(said, told[1]):
         return AS_BEFORE
     worker.told[program] = (treedef, said)

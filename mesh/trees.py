@@ -54,10 +54,15 @@ def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | No
     Raises:
         ValueError: it is no prefix of the tree.
     """
+    return broadcast_to(prefix, flatten(tree)[1], is_leaf)
+
+
+def broadcast_to(prefix: Any, treedef: optree.PyTreeSpec, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """`broadcast_prefix` for a tree that has been flattened."""
     if prefix is None or (is_leaf is not None and is_leaf(prefix)):
-        return [prefix] * flatten(tree)[1].num_leaves
+        return [prefix] * treedef.num_leaves
     entries, above = flatten(prefix, is_leaf)
-    return [entries[index] for index in _places(above, flatten(tree)[1])]
+    return [entries[index] for index in _places(above, treedef)]
 
 
 @functools.lru_cache(maxsize=1024)

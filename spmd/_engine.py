@@ -8,6 +8,7 @@ torch's own step on the whole, and between two calls an engine holds no tensor o
 
 from __future__ import annotations
 
+import functools
 import inspect
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ._sharded_optimizer import REFUSED, Leaf, State
+from .kernels.arena import Arena
 from .kernels.copying import copy
 from .kernels.errors import SpecError, SpmdError, message
 from .mesh import donation, trees
@@ -68,8 +70,10 @@ class Engine:
         group.clear()
         group.update(options, params=[], **lent)
         with torch.no_grad():
+            shared = _shared_memory()
             for index in active:
-                params[index], states[index] = _own(params[index]), self._counted(trees.map(_own, states[index]))
+                params[index] = _own(params[index], shared)
+                states[index] = self._counted(_own_all(states[index], shared))
             for index in long:
                 shape, grad = params[index].shape, leaves[index].grad
                 assert grad is not None
@@ -114,7 +118,7 @@ class Engine:
             for param in params or ():
                 copy(out[at : at + param.numel()], param)
                 at += param.numel()
-            new = self._step_blocks(instance, out, grads, self._counted(trees.map(_own, state)))
+            new = self._step_blocks(instance, out, grads, self._counted(_own_all(state, _shared_memory())))
         return new, self._give_back(instance, options, lent, hyper)
 
     def _counted(self, state: State) -> State:
@@ -146,28 +150,29 @@ class Engine:
     def _step_blocks(self, instance: Any, param: Tensor, grads: Sequence[Tensor], state: State) -> State:
         """Step a flat parameter and its state in place, block by block; the state that it has then."""
         made = {name: value for name, value in state.items() if _is_laid_out_as(value, param)}
-        single = {name: value for name, value in state.items() if name not in made}
         last: State = state
         # A GPU has no cache to keep a block in, and a launch for each.
         length = param.numel() if self.options.get("fused") or not param.is_cpu else BLOCK
-        for grad, start, stop in _blocks(grads, length):
-            block = param[start:stop]
-            own = {name: value[start:stop] for name, value in made.items()}
-            if state:
-                copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in single.items()}
-                instance.state[block] = {name: own[name] if name in own else copied[name] for name in state}
-            last = self._step_one(instance, block, grad)
-            for name, value in last.items():
-                if not isinstance(value, Tensor) or value.shape != block.shape or not value.ndim:
-                    continue
-                if name not in made:  # torch made it in this step, the first
-                    made[name] = value.new_empty(param.numel())
-                if name not in own or value.data_ptr() != own[name].data_ptr():
-                    made[name][start:stop].copy_(value)
+        for blocks in _blocks(grads, length):
+            params = [param[start:stop] for _, start, stop in blocks]
+            lent = [{name: value[start:stop] for name, value in made.items()} for _, start, stop in blocks]
+            before: list[State] = [
+                {
+                    name: own[name] if name in own else value.clone() if isinstance(value, Tensor) else value
+                    for name, value in state.items()
+                }
+                for own in lent
+            ]
+            after = self._step_whole(instance, params, [grad for grad, _, _ in blocks], before)
+            for (_, start, stop), block, own, last in zip(blocks, params, lent, after, strict=True):
+                for name, value in last.items():
+                    if not isinstance(value, Tensor) or value.shape != block.shape or not value.ndim:
+                        continue
+                    if name not in made:  # torch made it in this step, the first
+                        made[name] = value.new_empty(param.numel())
+                    if name not in own or value.data_ptr() != own[name].data_ptr():
+                        made[name][start:stop].copy_(value)
         return {name: made.get(name, value) for name, value in last.items()}
-
-    def _step_one(self, instance: Any, param: Tensor, grad: Tensor) -> State:
-        return self._step_whole(instance, [param], [grad], [instance.state.pop(param, {})])[0]
 
     def _step_whole(
         self, instance: Any, params: Sequence[Tensor], grads: Sequence[Tensor | None], states: Sequence[State]
@@ -238,31 +243,48 @@ def _light(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     return type(cls.__name__, (cls,), {**plain, "__module__": cls.__module__})
 
 
-def _blocks(grads: Sequence[Tensor], length: int) -> Iterator[tuple[Tensor, int, int]]:
-    """(gradient, start, stop) of every block, at most `length` long; no block spans two pieces."""
-    at = 0
+def _blocks(grads: Sequence[Tensor], length: int) -> Iterator[list[tuple[Tensor, int, int]]]:
+    """(gradient, start, stop) of the blocks of every piece, at most `length` long; as many together as make up one."""
+    at, size, together = 0, 0, list[tuple[Tensor, int, int]]()
     for grad in grads:
         for start in range(0, grad.numel(), length):
             part = grad[start : start + length]
-            yield part, at + start, at + start + part.numel()
+            if size + part.numel() > length:
+                yield together
+                size, together = 0, []
+            together.append((part, at + start, at + start + part.numel()))
+            size += part.numel()
         at += grad.numel()
+    if together:
+        yield together
 
 
-def _own(value: Any) -> Any:
+def _own_all(state: State, shared: Arena | None) -> State:
+    """The values of a state, as `_own` has them."""
+    return {
+        name: _own(value, shared)
+        if isinstance(value, Tensor)
+        else trees.map(functools.partial(_own, shared=shared), value)
+        for name, value in state.items()
+    }
+
+
+def _own(value: Any, shared: Arena | None) -> Any:
     """A tensor that may be written to in the place of this one."""
     if not isinstance(value, Tensor):
         return value
-    if donation.is_offered(value) and not _shared(value):
+    # What other ranks read stays as it is.
+    if donation.is_offered(value) and not (shared is not None and shared.is_leased(value)):
         return donation.take(value)
     if value.is_cpu and value.is_contiguous():
         return copy(torch.empty_like(value), value)
     return value.clone()
 
 
-def _shared(value: Tensor) -> bool:
-    """Whether other ranks read the same memory."""
+def _shared_memory() -> Arena | None:
+    """Where tensors may lie that other ranks read."""
     region = current()
-    return region is not None and region.session.is_leased(value)
+    return None if region is None else region.session.leases
 
 
 def _is_laid_out_as(value: Any, param: Tensor) -> bool:

@@ -82,13 +82,17 @@ def outermost(f: Evaluated) -> Solution:
     ends, seeds = f.ends()
     twins = [(a.twin, place) for a, place in zip(f.arguments, places, strict=True) if a.twin is not None and place]
     if ends and twins:
-        handles = [twin.register_post_accumulate_grad_hook(Hook(sums, place)) for twin, place in twins]
+        hooks = [(twin, Hook(sums, place)) for twin, place in twins]
+        handles = [twin.register_post_accumulate_grad_hook(hook) for twin, hook in hooks] if sums.shared else []
         # In the same chain or one like it, so that a layer computed again (torch.utils.checkpoint) leaves the same
         # trace; on this thread, which knows of the region.
         with chain(), torch.autograd.set_multithreading_enabled(False):
             torch.autograd.backward(ends, seeds, inputs=[*(twin for twin, _ in twins), f.collectives.first])
         for handle in handles:
             handle.remove()
+        if not sums.shared:  # nothing to begin early
+            for twin, hook in hooks:
+                hook(twin)
     found = sums.finish()
     gradients = [
         a.zeros() if place is None else f.noted(found[place], a.reduce)

@@ -49,6 +49,11 @@ class Sums:
                     wire_dtype=wire_dtype,
                 )
 
+    @property
+    def shared(self) -> bool:
+        """Whether other ranks add to any of them."""
+        return bool(self._open)
+
     def fill(self, place: Place, value: Tensor) -> None:
         group, index = place
         if group in self._open:
