@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..kernels.errors import MeshError, SpecError, message
-from . import donation, drawing, launched
+from . import donation, drawing, launched, strides
 from .region import current
 from .spec import P
 
@@ -192,7 +192,7 @@ class LocalSource:
     def full(self) -> torch.Tensor:
         if not self._spec.entries:
             # The value must not change with what the caller does to it.
-            return self._tensor.detach().cpu() if self._tensor.is_cuda else self._tensor.detach().clone()
+            return self._tensor.detach().cpu() if self._tensor.is_cuda else strides.copied(self._tensor.detach())
         return self._session.layout.join(self.shards(), self._spec)
 
     def shards(self) -> list[torch.Tensor]:
@@ -207,4 +207,7 @@ class LocalSource:
             launched.call(self._session, gather)
         else:
             gather()
-        return out
+        if strides.is_standard(self._tensor):
+            return out
+        mine = tuple(self._tensor.shape), strides.dense(self._tensor.shape, self._tensor.stride())
+        return [strides.copied(shard, strides.joined(shard.shape, *mine)) for shard in out]

@@ -15,6 +15,7 @@ import optree
 import torch
 
 from ..kernels.errors import SpecError, message
+from . import strides
 from .trees import NAMESPACE
 
 
@@ -267,9 +268,14 @@ class Layout:
         return tensor[self.slices(tuple(tensor.shape), spec, rank)] if spec.entries else tensor
 
     def take(self, tensor: torch.Tensor, spec: P, rank: int) -> torch.Tensor:
-        """`rank`'s shard as a tensor of its own, without history; that of a frozen parameter is one again."""
+        """`rank`'s shard as a tensor of its own, without history; that of a frozen parameter is one again.
+
+        Its elements lie in memory in the order of the whole.
+        """
         # A copy, so that the whole does not stay in memory for the sake of a part.
-        shard = self.cut(tensor.detach(), spec, rank).clone()
+        whole = tensor.detach()
+        part = self.cut(whole, spec, rank)
+        shard = strides.copied(part, strides.dense(part.shape, strides.dense(whole.shape, whole.stride())))
         frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
         return torch.nn.Parameter(shard, requires_grad=False) if frozen else shard
 
@@ -295,8 +301,8 @@ class Layout:
         return tuple(shape)
 
     def join(self, shards: list[torch.Tensor], spec: P) -> torch.Tensor:
-        """The global tensor, from one shard per rank (those of owners are read)."""
-        shards = list(shards)
+        """The global tensor, from one shard per rank (those of owners are read); in memory in the order of theirs."""
+        shards, first = list(shards), shards[0]
         owners = {self.owner(spec, rank) for rank in range(self.size)}
         for dim in range(len(spec.entries)):
             axes = spec.dim_axes(dim)
@@ -307,4 +313,8 @@ class Layout:
                     if group[0] not in joined:
                         joined[group[0]] = torch.cat([shards[peer] for peer in group], dim)
                     shards[rank] = joined[group[0]]
-        return shards[0]
+        whole = shards[0]
+        if whole is first or strides.is_standard(first):
+            return whole
+        layout = strides.joined(whole.shape, first.shape, strides.dense(first.shape, first.stride()))
+        return whole if whole.stride() == layout else strides.copied(whole, layout)

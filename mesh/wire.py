@@ -27,6 +27,7 @@ import cloudpickle
 import torch
 
 from ..kernels.errors import MeshError
+from . import strides
 
 INLINE_BYTES = 1 << 16
 _CHUNK = 1 << 18  # bytes of one read
@@ -91,22 +92,22 @@ class _Pickler(cloudpickle.Pickler):
             if index is None:
                 index = self._known[id(obj)] = len(self.kept)
                 self.kept.append(obj)
-                flat, permuted, order = _flatten(obj)
+                flat, layout = _flatten(obj)
                 self.tensors.append(flat)
                 trainable = obj.requires_grad and obj.is_leaf
-                return ("tensor", index, flat.dtype, permuted, order, trainable, kind is torch.nn.Parameter)
+                return ("tensor", index, flat.dtype, tuple(obj.shape), layout, trainable, kind is torch.nn.Parameter)
             return ("again", index)
         return None if self._name_of is None else self._name_of(obj)
 
 
-def _flatten(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...] | None]:
-    """A tensor's elements in memory order, with the shape and order of dimensions that restore its strides."""
+def _flatten(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+    """A tensor's elements in memory order, and its strides, unless they are the usual ones."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.is_contiguous():
-        return tensor.view(-1), tuple(tensor.shape), None
-    order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-    permuted = tensor.permute(order)
-    return permuted.contiguous().view(-1), tuple(permuted.shape), order
+    if strides.is_standard(tensor):
+        return tensor.view(-1), None
+    layout = strides.dense(tensor.shape, tensor.stride())
+    tensor = tensor if layout == tensor.stride() else strides.copied(tensor, layout)
+    return strides.flat(tensor), layout
 
 
 def dumps(obj: Any, name_of: Callable[[Any], Any] | None = None, *, head: tuple = ()) -> Packet:
@@ -162,17 +163,16 @@ class _Unpickler(pickle.Unpickler):
         if name[0] != "tensor":
             assert self._object_of is not None
             return self._object_of(name)
-        _, _, dtype, shape, order, trainable, parameter = name
+        _, _, dtype, shape, layout, trainable, parameter = name
         numel = 1
         for size in shape:
             numel *= size
         if numel:
-            tensor = torch.frombuffer(self._buffer, dtype=dtype, count=numel, offset=self._at).view(shape)
+            tensor = torch.frombuffer(self._buffer, dtype=dtype, count=numel, offset=self._at)
+            tensor = tensor.view(shape) if layout is None else tensor.as_strided(shape, layout)
         else:
-            tensor = torch.empty(shape, dtype=dtype)
+            tensor = torch.empty_strided(shape, layout or strides.standard(shape), dtype=dtype)
         self._at += -(-numel * dtype.itemsize // 64) * 64
-        if order is not None:
-            tensor = tensor.permute(sorted(range(len(order)), key=order.__getitem__))
         if parameter:
             tensor = torch.nn.Parameter(tensor, requires_grad=trainable)
         elif trainable:

@@ -1,0 +1,90 @@
+"""The order in which a tensor's elements lie in memory, kept wherever a copy of it is made.
+
+Kernels choose how they add by it: a convolution with weights in channels last may give other bits than with the same
+weights in the usual order. Torch's own `clone` forgets it for a part of a tensor, and so does concatenation.
+Invariant: a copy has neither gaps nor overlaps; of a tensor that has none it has the very strides, of dimensions of
+size 1 and of empty tensors, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Sizes = Sequence[int]
+
+
+def standard(shape: Sizes) -> tuple[int, ...]:
+    """The strides of a new tensor: the last dimension lies innermost.
+
+    >>> standard((2, 3, 4)), standard((2, 0, 4))
+    ((12, 4, 1), (4, 4, 1))
+    """
+    return ordered(shape, range(len(shape)))
+
+
+def ordered(shape: Sizes, order: Sizes) -> tuple[int, ...]:
+    """The strides of a dense tensor whose dimensions lie in memory in this order, the outermost first.
+
+    >>> ordered((2, 3, 4), (1, 2, 0))
+    (1, 8, 2)
+    """
+    strides, step = [1] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def order_of(shape: Sizes, strides: Sizes) -> list[int]:
+    """The dimensions as they lie in memory, the outermost first.
+
+    >>> order_of((2, 3, 4), (1, 8, 2)), order_of((1, 6), (1, 1))
+    ([1, 2, 0], [1, 0])
+    """
+    # Where two steps are the same one of the sizes is 1 (or 0), and it is the inner one's, or its step would be larger.
+    return sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] < 2))
+
+
+def dense(shape: Sizes, strides: Sizes) -> tuple[int, ...]:
+    """The strides of a copy without gaps: the same if there are none, the usual ones if elements overlap.
+
+    >>> dense((2, 3), (1, 2)), dense((2, 3), (1, 4)), dense((2, 3), (1, 0))
+    ((1, 2), (1, 2), (3, 1))
+    """
+    inner = [dim for dim in reversed(order_of(shape, strides)) if shape[dim] != 1]
+    if 0 in shape:
+        return tuple(strides)
+    length, gaps = 1, False
+    for dim in inner:
+        if strides[dim] < length:
+            return standard(shape)
+        gaps = gaps or strides[dim] > length
+        length = strides[dim] * shape[dim]
+    return ordered(shape, order_of(shape, strides)) if gaps else tuple(strides)
+
+
+def joined(shape: Sizes, part: Sizes, strides: Sizes) -> tuple[int, ...]:
+    """The strides of a whole of `shape`, of which a dense part of the shape `part` has these `strides`."""
+    return tuple(strides) if tuple(shape) == tuple(part) else ordered(shape, order_of(part, strides))
+
+
+def is_standard(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has the strides of a new one."""
+    if not tensor.is_contiguous():
+        return False
+    # Torch calls a tensor contiguous whatever the strides are of what has no extent.
+    return min(tensor.shape, default=2) > 1 or tensor.stride() == standard(tensor.shape)
+
+
+def copied(tensor: torch.Tensor, strides: Sizes | None = None) -> torch.Tensor:
+    """A copy in memory of its own, with these strides or those nearest to its own."""
+    strides = dense(tensor.shape, tensor.stride()) if strides is None else strides
+    out = torch.empty_strided(tensor.shape, tuple(strides), dtype=tensor.dtype, device=tensor.device)
+    return out.copy_(tensor)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order in which they lie in memory, without a copy."""
+    return tensor.as_strided((tensor.numel(),), (1,))
