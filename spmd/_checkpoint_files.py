@@ -28,7 +28,8 @@ from safetensors.torch import save
 from .kernels.errors import SpecError, message
 
 MANIFEST = "checkpoint.json"
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)  # in the first, no values were cut in other dimensions than the first
 _NAME = re.compile(r"step-(\d+)")
 _RANK = re.compile(r"rank-\d+\.safetensors")
 # Being written or removed ("tmp"), or whole and about to be replaced ("aside").

@@ -5,12 +5,14 @@ Invariant: a value never takes the place of one that the program could not use i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from ._checkpoint_pieces import parts_of
 from ._loader import Loader
 from .kernels.errors import SpecError, message
 from .mesh import trees
@@ -64,7 +66,7 @@ def _is_padded_alike(entry: Mapping[str, Any], leaf: Any) -> bool:
     one, other = entry["shape"][0], leaf.shape[0]
     if one % _ALIGNED or other % _ALIGNED:
         return False
-    padding = _ALIGNED * entry.get("parts", 1)
+    padding = _ALIGNED * math.prod(parts_of(entry))
     padding_here = _ALIGNED * (leaf.mesh.layout.parts(leaf.spec.dim_axes(0)) if cut else 1)
     return one - padding < other and other - padding_here < one  # there is a length that both are padded from
 

@@ -112,7 +112,7 @@ class Opened:
             raise Damaged(message(f"{file} cannot be read", got=f"{type(error).__name__}: {error}")) from None
         if not whole:
             raise Damaged(message(f"{file} is damaged: its checksum differs"))
-        if manifest["format"] != files.FORMAT:
+        if manifest["format"] not in files.READABLE:
             raise Damaged(message(f"{file} has another format", got=manifest["format"], expected=files.FORMAT))
         return manifest, digest
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from . import _checkpoint_pieces as pieces
+from . import _checkpoint_structure as structure
 from ._loader import Loader
 from .kernels.errors import SpecError, message
 from .mesh import trees
@@ -20,10 +22,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
-    """(structure, an entry for each leaf, its tensors by key).
-
-    The structure of anything but dicts, lists and tuples is None: it takes `like` to rebuild.
-    """
+    """(structure, an entry for each leaf, its tensors by key)."""
     leaves, _ = trees.flatten(tree, is_leaf=is_array)
     keys = _keys(tree)
     entries, tensors = [], {}
@@ -34,15 +33,8 @@ def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
             leaf = leaf.item()
         if isinstance(leaf, torch.Tensor | Array):
             _check_storable(leaf, path)
-            spec = leaf.spec.entries if isinstance(leaf, Array) else ()
-            if isinstance(leaf, Array) and any(entry is not None for entry in spec[1:]):
-                leaf, spec = leaf.full(), ()  # files hold rows; a value cut in other dimensions is written whole
-            entry |= {"tensor": True, "dtype": str(leaf.dtype).removeprefix("torch."), "spec": list(spec)}
-            entry["shape"] = list(leaf.shape)
-            if spec and isinstance(leaf, Array):
-                entry["parts"] = leaf.mesh.layout.parts(leaf.spec.dim_axes(0))
-            if isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad:
-                entry["frozen"] = True
+            entry |= {"tensor": True, "dtype": str(leaf.dtype).removeprefix("torch."), "shape": list(leaf.shape)}
+            entry |= pieces.cut(leaf) if isinstance(leaf, Array) else {"spec": []}
             tensors[key] = leaf
         elif isinstance(leaf, Loader):
             entry["loader"], entry["deals"] = leaf.state_dict(), leaf.settings
@@ -60,7 +52,7 @@ def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
                 )
             )
         entries.append(entry)
-    return _structure(tree), entries, tensors
+    return structure.of(tree), entries, tensors
 
 
 def _check_storable(leaf: Any, path: str) -> None:
@@ -99,30 +91,21 @@ def _keys(tree: Any) -> list[str]:
     return keys
 
 
-def _structure(node: Any) -> Any:
-    if type(node) is dict:
-        parts = [_structure(value) for value in node.values()]
-        plain = all(isinstance(key, str | int) and not isinstance(key, bool) for key in node)
-        return None if None in parts or not plain else {"dict": list(node), "of": parts}
-    if type(node) in (list, tuple):
-        parts = [_structure(value) for value in node]
-        return None if None in parts else {type(node).__name__: parts}
-    found = trees.leaves([node], is_leaf=is_array)
-    return "leaf" if len(found) == 1 and found[0] is node else None
+def rebuild(saved_as: Any, entries: Sequence[dict[str, Any]], like: Any, value: Callable[..., Any]) -> Any:
+    """The tree; `value(key, entry, like's leaf)` gives a tensor.
 
-
-def rebuild(structure: Any, entries: Sequence[dict[str, Any]], like: Any, value: Callable[..., Any]) -> Any:
-    """The tree; `value(key, entry, like's leaf)` gives a tensor."""
-    if like is None and structure is None:
+    Args:
+        saved_as: its structure; None in older checkpoints that had other classes than dicts, lists and tuples.
+    """
+    if like is None and (saved_as is None or structure.has_classes(saved_as)):
         raise SpecError(
             message("restore cannot make this tree alone", remedy="pass like=, a tree of the classes that were saved")
         )
     saved = {entry["path"]: entry for entry in entries}
     leaves_like, treedef = trees.flatten(like, is_leaf=is_array)
     wanted = {} if like is None else dict(zip(trees.paths(like, is_leaf=is_array), leaves_like, strict=True))
-    missing = [path for path in wanted if path not in saved]
-    # State that an optimizer has from the first step on is in the checkpoint, and not in what `init` gave.
-    extra = [path for path in saved if path not in wanted] if structure is None else []
+    missing = [path for path, leaf in wanted.items() if path not in saved and not _stands_for(path, leaf, saved)]
+    extra = [path for path in saved if path not in wanted] if saved_as is None else []
     if missing or extra:
         raise SpecError(
             message(
@@ -131,9 +114,16 @@ def rebuild(structure: Any, entries: Sequence[dict[str, Any]], like: Any, value:
                 remedy="pass a tree like the one given to save",
             )
         )
-    if structure is None:
+    if saved_as is None:
         return trees.unflatten(treedef, [_leaf(saved[path], leaf, value) for path, leaf in wanted.items()])
-    return _build(structure, iter([_leaf(entry, wanted.get(entry["path"]), value) for entry in entries]))
+    structure.check(saved_as, like)  # before a Loader is set
+    leaves = [_leaf(entry, wanted.get(entry["path"]), value) for entry in entries]
+    return structure.build(saved_as, iter(leaves), like)
+
+
+def _stands_for(path: str, leaf: Any, saved: Iterable[str]) -> bool:
+    """Whether a leaf of `like` is None in the place of a whole tree that was saved."""
+    return leaf is None and any(other.startswith((f"{path}[", f"{path}.")) for other in saved)
 
 
 def deals(entries: Sequence[dict[str, Any]], like: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -158,13 +148,3 @@ def _leaf(entry: dict[str, Any], wanted: Any, value: Callable[..., Any]) -> Any:
     if "sampler" in entry:
         return Sampler(**entry["sampler"])
     return entry["value"]
-
-
-def _build(structure: Any, leaves: Any) -> Any:
-    if structure == "leaf":
-        return next(leaves)
-    if "dict" in structure:
-        return {key: _build(part, leaves) for key, part in zip(structure["dict"], structure["of"], strict=True)}
-    if "list" in structure:
-        return [_build(part, leaves) for part in structure["list"]]
-    return tuple(_build(part, leaves) for part in structure["tuple"])

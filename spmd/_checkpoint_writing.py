@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _checkpoint_files as files
+from . import _checkpoint_pieces as pieces
 from .kernels.errors import MeshError, PeerLost, SpmdError, message
 from .kernels.hosts import out_of_reach
-from .mesh import wire
+from .mesh import strides, wire
 from .mesh.array import Array
 from .mesh.mesh import Mesh
 from .mesh.region import require
@@ -51,7 +52,7 @@ class Writing:
         self._ranks = 1 if mesh is None else mesh.size
         if background:
             # Arrays never change; what the caller has of plain tensors may.
-            self._tensors = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in tensors.items()}
+            self._tensors = {key: _kept(value) for key, value in tensors.items()}
 
     def start(self) -> None:
         """Have every rank begin to write, or do it, if nothing else goes on meanwhile."""
@@ -94,16 +95,19 @@ class Writing:
             if self._mesh is None:
                 _write_here(0, 1, folder, self._tensors, {})
             parts = [self._part(rank) for rank in range(self._ranks)]
-            pieces: dict[str, list[Any]] = {}
+            written: dict[str, list[Any]] = {}
             for part in parts:
-                for key, offset, name in part["pieces"]:
-                    pieces.setdefault(key, []).append([offset, part["file"], name])
+                for key, place, name in part["pieces"]:
+                    written.setdefault(key, []).append([place, part["file"], name])
+            said = {key: about for part in reversed(parts) for key, about in part["about"].items()}  # the first one's
+            leaves = [{**entry, **said.get(entry["key"], {})} for entry in self._manifest["leaves"]]
             manifest = {
                 "format": files.FORMAT,
                 "step": self._number,
                 "files": [{key: part[key] for key in ("file", "bytes", "sha256")} for part in parts],
-                "pieces": pieces,
+                "pieces": written,
                 **self._manifest,
+                "leaves": leaves,
             }
             for rank in range(self._ranks):
                 (folder / f"rank-{rank:05d}.json").unlink()
@@ -152,6 +156,16 @@ class Writing:
         return said
 
 
+def _kept(value: Any) -> Any:
+    """A plain tensor as it is now."""
+    if not isinstance(value, Tensor):
+        return value
+    copy = strides.copied(value.detach())
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(copy, requires_grad=value.requires_grad)
+    return copy.requires_grad_() if value.requires_grad and value.is_leaf else copy
+
+
 def _attempt(call: Callable[[], Any]) -> Any:
     """What a call returns, or the exception that it raises."""
     try:
@@ -194,17 +208,19 @@ def _write_quietly(rank: int, size: int, folder: Path, tensors: dict[str, Any], 
 
 def _write_here(rank: int, size: int, folder: Path, tensors: dict[str, Any], held: dict[str, Tensor]) -> None:
     mine: dict[str, Tensor] = {}
-    pieces = []
+    written: list[Any] = []
+    about: dict[str, Any] = {}
     shares = [0] * size  # bytes of replicated leaves that each rank writes
     for key, value in tensors.items():
-        offset = 0
+        place: int | list[int] = 0
+        shape = value.shape
         if isinstance(value, Array):
             layout, spec = value.mesh.layout, value.spec
             nbytes = held[key].numel() * held[key].element_size()
             if spec.entries:
                 if layout.owner(spec, rank) != rank:
                     continue
-                offset = layout.part(rank, spec.dim_axes(0))
+                place = pieces.place_of(layout, spec, rank)
             else:
                 writer = min(range(size), key=lambda one: shares[one])
                 shares[writer] += nbytes
@@ -213,11 +229,13 @@ def _write_here(rank: int, size: int, folder: Path, tensors: dict[str, Any], hel
             value = held[key]
         elif rank != 0:
             continue
+        if said := pieces.about(value, shape):
+            about[key] = said
+        written.append([key, place, key])
         value = value.detach().resolve_conj().resolve_neg()
-        pieces.append([key, offset, key])
         mine[key] = (torch.view_as_real(value) if value.is_complex() else value).contiguous().clone()
-    about = files.write_tensors(folder, f"rank-{rank:05d}.safetensors", mine)
-    _tell(folder, rank, {**about, "pieces": pieces})
+    file = files.write_tensors(folder, f"rank-{rank:05d}.safetensors", mine)
+    _tell(folder, rank, {**file, "pieces": written, "about": about})
 
 
 def _tell(folder: Path, rank: int, said: dict[str, Any]) -> None:

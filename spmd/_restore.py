@@ -12,22 +12,19 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from . import _checkpoint_background as under_way
 from . import _checkpoint_like as alike
+from . import _checkpoint_pieces as pieces
 from . import _checkpoint_tree as described
 from ._checkpoint_reading import Damaged, Gone, Opened, open_last
 from ._fingerprint import fingerprint, take_up, warn_if_other
 from ._loader import Loader
-from .kernels.errors import SpecError, message
+from .kernels.errors import message
 from .mesh import trees
 from .mesh.array import Array
 from .mesh.mesh import Mesh
 from .mesh.placing import is_array, put
 from .mesh.region import current
-from .mesh.spec import P
 
 # How often launched ranks look for the same checkpoint, and how long they wait in between for their file systems.
 TRIES = 5
@@ -42,14 +39,17 @@ def restore(path: str | os.PathLike, *, like: Any = None, mesh: Mesh | None = No
 
     Args:
         path: as given to `save`, or the folder of one checkpoint.
-        like: a tree such as was saved, needed where that had named tuples or other classes. `Loader`s in it are set to
-            the position that was saved, and dicts in it may have fewer entries. Its tensors must have the shapes and
-            dtypes of those that were saved; None in it stands for anything.
-        mesh: place tensors on this mesh, of whatever size: sharded as they were if it cuts them in as many parts,
-            else replicated. None gives plain tensors, or places them where `like` has Arrays.
+        like: a tree such as was saved, needed where that had named tuples or other classes, which are taken from it.
+            `Loader`s in it are set to the position that was saved, and dicts in it, within whatever classes, may have
+            fewer entries: all come back. Its tensors must have the shapes and dtypes of those that were saved; None in
+            it stands for anything, a whole tree of dicts, lists and tuples, too.
+        mesh: place tensors on this mesh, of whatever size: cut as an Array of `like` there is, or else as they were if
+            its axes have the sizes that cut them, else replicated. None gives plain tensors, or places them where
+            `like` has Arrays.
 
     Returns:
-        The tree; without `like` of dicts, lists and tuples, with a state dictionary for a `Loader`.
+        The tree; without `like` of dicts, lists and tuples, with a state dictionary for a `Loader`. Tensors have the
+        strides that they had, but for gaps and overlaps, and are parameters, and trainable, if they were.
 
     Raises:
         SpecError: `like` is of another structure, or a leaf of another shape, dtype or kind. SpmdError: there is no
@@ -143,14 +143,10 @@ def _read(opened: Opened, like: Any, mesh: Mesh | None, placed: Mesh | None) -> 
     take_up(placed, manifest, str(folder))
 
     def value(key: str, entry: dict[str, Any], wanted: Any) -> Any:
-        parts = [opened.tensor(file, name) for _, file, name in sorted(manifest["pieces"][key])]
-        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-        tensor = torch.view_as_complex(tensor) if entry["dtype"].startswith("complex") else tensor
+        found = [(place, opened.tensor(file, name)) for place, file, name in sorted(manifest["pieces"][key])]
+        tensor = pieces.marked(entry, pieces.whole(entry, found))
         where = mesh or (wanted.mesh if isinstance(wanted, Array) else None)
-        if where is None:
-            return torch.nn.Parameter(tensor, requires_grad=False) if entry.get("frozen") else tensor
-        spec = P(*[tuple(one) if isinstance(one, list) else one for one in entry["spec"]])
-        return put(tensor, spec if _fits(where, tensor, spec, entry) else P(), mesh=where)
+        return tensor if where is None else put(tensor, pieces.spec_on(where, entry, wanted), mesh=where)
 
     return described.rebuild(manifest["tree"], manifest["leaves"], like, value)
 
@@ -161,12 +157,3 @@ def _mesh_of(like: Any) -> Mesh | None:
     of_arrays = (leaf.mesh for leaf in leaves if isinstance(leaf, Array))
     of_loaders = (leaf.mesh for leaf in leaves if isinstance(leaf, Loader) and leaf.mesh is not None)
     return next(of_arrays, None) or next(of_loaders, None)
-
-
-def _fits(mesh: Mesh, tensor: Tensor, spec: P, entry: dict[str, Any]) -> bool:
-    """Whether to cut a value as it was: slices of a sharded optimizer are of no use to another number of ranks."""
-    try:
-        mesh.layout.check_shape(tuple(tensor.shape), spec)
-    except SpecError:
-        return False
-    return not spec.entries or mesh.layout.parts(spec.dim_axes(0)) == entry["parts"]

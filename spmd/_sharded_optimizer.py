@@ -219,6 +219,8 @@ class Slice:
         local = {}
         for name, value in own.items():
             value = value.local if isinstance(value, Sharded) else value
+            if isinstance(value, Tensor) and value.ndim:
+                self._check_cut(name, value)
             if isinstance(value, Tensor) and value.ndim and value.shape != (self.length,):
                 if value.ndim != 1 or value.numel() < self.numel:
                     raise SpecError(
@@ -232,6 +234,19 @@ class Slice:
                 value = torch.cat(self._pieces([value[: self.numel]]))
             local[name] = value
         return local
+
+    def _check_cut(self, name: str, value: Tensor) -> None:
+        """Refuse the whole of state of cut parameters: its parts lie in the order of the ranks that it was made on."""
+        cut = "/" in self.key and self.spec is not None
+        if cut and (value.shape != (self.length,) or getattr(value, "_spmd_spec", self.spec) != self.spec):
+            raise SpecError(
+                message(
+                    f"opt_state['state'][{self.key!r}][{name!r}] is not cut as the parameters are",
+                    got=f"shape {tuple(value.shape)}, cut by {getattr(value, '_spmd_spec', None)}",
+                    expected=f"({self.length},), cut by {self.spec}",
+                    remedy="go on with it on a mesh with the sizes of these axes that it was made on",
+                )
+            )
 
     def declare(self, own: State) -> State:
         return own if self.spec is None else declared(own, (self.length,), self.spec)

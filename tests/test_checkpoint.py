@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import hashlib
-import json
 import os
 import resource
 import signal
@@ -14,6 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import manifest
 import numpy as np
 import pytest
 import torch
@@ -534,12 +533,12 @@ def step(x: Any, batch: Any) -> Any:
 
 def rewritten(path: Path, **changed: Any) -> None:
     """The only checkpoint of a directory with another fingerprint; None leaves a part out."""
-    file = next(path.glob("*/checkpoint.json"))
-    manifest = json.loads(file.read_text())["manifest"]
-    whole = {**manifest["fingerprint"], **changed}
-    manifest["fingerprint"] = {name: value for name, value in whole.items() if value is not None}
-    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
-    file.write_text(json.dumps({"sha256": digest, "manifest": manifest}))
+
+    def change(said: dict[str, Any]) -> None:
+        whole = {**said["fingerprint"], **changed}
+        said["fingerprint"] = {name: value for name, value in whole.items() if value is not None}
+
+    manifest.edit(path, change)
 
 
 def told(run: Any) -> list[str]:
@@ -563,9 +562,9 @@ def test_another_fingerprint_is_told(make_mesh: Any, tmp_path: Path) -> None:
         back = restore(tmp_path, mesh=other)
     with pytest.warns(UserWarning, match="shards of step: 4, now 2; wire dtype of step: torch.bfloat16, now None"):
         spmd(data_parallel(step, shards=2), mesh=other)(back["x"], torch.ones(4))
-    manifest = json.loads(next(tmp_path.glob("*/checkpoint.json")).read_text())["manifest"]
-    assert {"torch", "CPU capability", "seed", "threads", "backend class", "steps"} == {*manifest["fingerprint"]}
-    assert manifest["fingerprint"]["steps"] == {"step": [{"shards": 4, "wire dtype": "torch.bfloat16"}]}
+    said = manifest.read(tmp_path)["fingerprint"]
+    assert {"torch", "CPU capability", "seed", "threads", "backend class", "steps"} == {*said}
+    assert said["steps"] == {"step": [{"shards": 4, "wire dtype": "torch.bfloat16"}]}
     rewritten(tmp_path, torch="1.0")
     with pytest.warns(UserWarning, match=r"torch: 1\.0, now"):
         restore(tmp_path)
