@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from spmd import Mesh, _fingerprint
 
 torch.set_num_threads(1)
+# A shell that starts the suite in the background has it ignore Ctrl-C, and all that it starts with it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
