@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 
 from ..kernels import arena
 from ..kernels.errors import MeshError, message
@@ -41,8 +42,14 @@ def check_arguments(backend: str, device: str, threads: int | None, timeout: flo
         raise MeshError(message("Mesh got a bad timeout", got=timeout, expected="seconds, more than 0"))
 
 
-def layout_of(axes: dict[str, int], launch: Launch | None) -> Layout:
-    """The axes with -1 filled in; refuses what does not fit the launched job."""
+def layout_of(
+    axes: dict[str, int], launch: Launch | None, gpus: Callable[[int], int | None] = lambda known: None
+) -> Layout:
+    """The axes with -1 filled in; refuses what does not fit the launched job.
+
+    Args:
+        gpus: from the product of the known sizes, how many GPUs the ranks of a driver can have; None has them on CPUs.
+    """
     _check_axes(axes)
     free = [name for name, size in axes.items() if size == -1]
     known = math.prod(size for size in axes.values() if size != -1)
@@ -53,9 +60,11 @@ def layout_of(axes: dict[str, int], launch: Launch | None) -> Layout:
             raise MeshError(message("SPMD_RANKS is not a number of ranks", got=repr(asked), expected="1 or more"))
         total, origin = int(asked), f"SPMD_RANKS is {asked}"
     else:
-        total = max(known, len(os.sched_getaffinity(0)))
+        cores = len(os.sched_getaffinity(0))
+        found = gpus(known) if free else None
+        total = max(known, cores) if found is None else found
         total -= total % known
-        origin = f"this host has {len(os.sched_getaffinity(0))} cores"
+        origin = f"this host has {cores} cores" if found is None else f"there are {found} GPUs"
     if free:
         if total % known:
             raise MeshError(

@@ -23,6 +23,21 @@ def wants_cuda(device: str, backend: str) -> bool | None:
     return backend == "nccl" or (None if backend == "auto" else False)
 
 
+def seats(device: str, backend: str, known: int) -> int | None:
+    """How many ranks a driver's mesh has where an axis is open: one for each GPU; None where they compute on CPUs.
+
+    Args:
+        known: the product of the axes' other sizes, each of which has to have a GPU, too.
+    """
+    wanted = wants_cuda(device, backend)
+    if wanted is False:
+        return None
+    count = _count()
+    if wanted is None and (count < known or not _usable()):
+        return None
+    return max(count, known)  # too few are refused by `for_driver`
+
+
 def for_driver(device: str, backend: str, size: int) -> str:
     """The device of a driver's mesh, whose ranks are all on this host.
 
@@ -32,16 +47,11 @@ def for_driver(device: str, backend: str, size: int) -> str:
     wanted = wants_cuda(device, backend)
     if wanted is False:
         return "cpu"
-    count = torch.cuda.device_count() if torch.version.cuda is not None else 0
-    if wanted is None and count < size:
+    count = _count()
+    if wanted is None and (count < size or not _usable()):
         return "cpu"
-    try:
-        nccl_library.check_driver()
-        library = nccl_library.load()
-    except MeshError:
-        if wanted is None:
-            return "cpu"
-        raise
+    nccl_library.check_driver()
+    library = nccl_library.load()
     if count < size and not nccl_library.may_share_gpu(library):
         raise MeshError(_too_few(f"{count} for {size} ranks", library))
     return "cuda"
@@ -97,6 +107,21 @@ def index_of(local_rank: int, count: int) -> int:
     (3, 0, 1)
     """
     return local_rank % max(1, count)
+
+
+def _count() -> int:
+    """The GPUs that this process sees: CUDA_VISIBLE_DEVICES says which."""
+    return torch.cuda.device_count() if torch.version.cuda is not None else 0
+
+
+def _usable() -> bool:
+    """Whether what computing on GPUs takes is installed and works."""
+    try:
+        nccl_library.check_driver()
+        nccl_library.load()
+    except MeshError:
+        return False
+    return True
 
 
 def _taken(index: int) -> torch.device:

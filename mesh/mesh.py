@@ -8,6 +8,7 @@ there as that rank's view.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -39,7 +40,8 @@ class Mesh:
 
     Args:
         axes: name -> size, the first varying slowest; one size may be -1, meaning all ranks there are: in a launched
-            job its size, else SPMD_RANKS if that is set, else this host's cores. None is {"data": -1}.
+            job its size, else SPMD_RANKS if that is set, else as many as this process sees GPUs if `device` is to be
+            "cuda", else this host's cores. None is {"data": -1}.
         backend: "auto", "shm" (one host), "hierarchical" (several), "gloo", "mpi" (under mpirun), "nccl" (GPUs), or a
             name given to `register_backend`.
         device: "cpu", "cuda" (one GPU a rank), or "auto": "cuda" if every rank can have a GPU of its own.
@@ -75,7 +77,8 @@ class Mesh:
             raise MeshError(message("a Mesh cannot be made inside a region", remedy="make it outside and use it here"))
         check_arguments(backend, device, threads, timeout)
         launch = launch_of_process() if _here is None else None
-        layout = layout_of({"data": -1} if axes is None else axes, launch)
+        seats = functools.partial(devices.seats, device, backend)
+        layout = layout_of({"data": -1} if axes is None else axes, launch, seats)
         if _here is not None:
             _here._check_same(layout)
             vars(self).update(vars(_here))

@@ -7,6 +7,7 @@ only if something fails that a mesh made here with backend="auto" needs.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -24,7 +25,7 @@ from . import __version__
 from .kernels import arena, interface
 from .kernels.errors import MeshError
 from .mesh.arguments import layout_of
-from .mesh.devices import for_driver
+from .mesh.devices import for_driver, seats
 from .mesh.environments import Launch, describe
 from .mesh.mesh import Mesh
 from .mesh.rendezvous import address, launch_of_process
@@ -48,7 +49,7 @@ def doctor() -> int:
         return _as_rank(launch)
     _print_found(None)
     refused = arena.supported()
-    ranks = layout_of({"data": -1}, None).size
+    ranks = _ranks_of_its_own()
     on_gpus = for_driver("auto", "auto", ranks) == "cuda"
     backend = "nccl" if on_gpus else "gloo" if refused else "shm"
     why = f"{ranks} ranks can have a GPU each" if on_gpus else "all ranks are on this host"
@@ -86,6 +87,11 @@ def _as_rank(launch: Launch) -> int:
     if prints and failed:
         print(f"\nfailed: {', '.join(failed)}")
     return 1 if failed else 0
+
+
+def _ranks_of_its_own() -> int:
+    """How many ranks a mesh that is made here starts."""
+    return layout_of({"data": -1}, None, functools.partial(seats, "auto", "auto")).size
 
 
 def attempt(test: Callable[[], str]) -> tuple[bool, str]:
@@ -150,8 +156,10 @@ def _print_found(launch: Launch | None) -> None:
     for name, found, reason in describe():
         _line(name, "yes" if found else "no", reason)
     if launch is None:
-        ranks = os.environ.get("SPMD_RANKS") or f"{cores}, one per core"
-        print(f"  so a Mesh made here starts its own ranks: {ranks}")
+        ranks = _ranks_of_its_own()
+        why = "GPU" if for_driver("auto", "auto", ranks) == "cuda" else "core"
+        told = "" if os.environ.get("SPMD_RANKS") else f", one per {why}"
+        print(f"  so a Mesh made here starts its own ranks: {ranks}{told}")
     else:
         print(f"  so this process is rank {launch.rank} of {launch.size}, as {launch.source} says")
     _section("network")

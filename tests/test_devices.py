@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from spmd import Mesh, MeshError
 from spmd.kernels import nccl_library
 from spmd.kernels.nccl_library import Library
 from spmd.mesh import devices
-from spmd.mesh.environments import Launch
+from spmd.mesh.environments import Launch, detect
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -73,12 +74,12 @@ def test_auto_in_a_driver(gpus: Callable[..., Any], count: int, chosen: str) -> 
     assert devices.for_driver("auto", "shm", 2) == devices.for_driver("cpu", "auto", 2) == "cpu"
 
 
+def missing() -> Library:
+    raise MeshError("no CuPy")
+
+
 def test_auto_without_cupy(gpus: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(2)
-
-    def missing() -> Library:
-        raise MeshError("no CuPy")
-
     monkeypatch.setattr(nccl_library, "load", missing)
     assert devices.for_driver("auto", "auto", 2) == "cpu"
     with pytest.raises(MeshError, match="no CuPy"):
@@ -96,6 +97,88 @@ def test_too_few(gpus: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> N
     assert devices.for_driver("cuda", "auto", 2) == "cuda"
     assert [devices.of_rank("cuda", rank) for rank in (0, 1)] == [torch.device("cuda", 0)] * 2
     assert taken == [0, 0]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mesh]:
+    """`planned(axes, ...)` is a driver's mesh whose ranks are not started."""
+    monkeypatch.delenv("SPMD_RANKS", raising=False)
+    monkeypatch.setattr(Mesh, "_start", lambda self: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    return Mesh
+
+
+CUDA, AUTO, CPU = {"device": "cuda"}, {"device": "auto"}, {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("count", "axes", "options", "found", "device"),
+    [
+        (4, None, AUTO, {"data": 4}, "cuda"),
+        (4, None, CUDA, {"data": 4}, "cuda"),
+        (8, {"data": -1}, {"backend": "nccl"}, {"data": 8}, "cuda"),  # more GPUs than cores
+        (1, None, AUTO, {"data": 1}, "cuda"),
+        (4, {"data": -1, "model": 2}, AUTO, {"data": 2, "model": 2}, "cuda"),
+        (3, {"data": -1, "model": 2}, AUTO, {"data": 1, "model": 2}, "cuda"),
+        (2, {"data": -1, "model": 3}, AUTO, {"data": 2, "model": 3}, "cpu"),  # three cannot have a GPU each
+        (0, None, AUTO, {"data": 6}, "cpu"),
+        (4, None, CPU, {"data": 6}, "cpu"),
+        (4, None, {"backend": "gloo"}, {"data": 6}, "cpu"),
+        (4, {"data": 2}, AUTO, {"data": 2}, "cuda"),
+        (4, {"data": 6}, AUTO, {"data": 6}, "cpu"),
+    ],
+)
+def test_open_axis_in_a_driver(
+    gpus: Callable[..., Any],
+    planned: Callable[..., Mesh],
+    count: int,
+    axes: Any,
+    options: dict[str, str],
+    found: dict[str, int],
+    device: str,
+) -> None:
+    """It has as many ranks as there are GPUs, where the mesh is one of GPUs."""
+    gpus(count)
+    mesh = planned(axes, **options)
+    assert (mesh.axes, mesh.device) == (found, device)
+    assert mesh.threads == max(1, 6 // mesh.size)
+    assert planned(axes, **options, threads=3).threads == 3
+
+
+def test_number_of_ranks_that_was_asked_for(
+    gpus: Callable[..., Any], planned: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(4)
+    monkeypatch.setenv("SPMD_RANKS", "2")
+    assert (planned().axes, planned().device) == ({"data": 2}, "cuda")
+    monkeypatch.setenv("SPMD_RANKS", "5")
+    assert (planned().axes, planned().device) == ({"data": 5}, "cpu")
+
+
+def test_open_axis_without_what_gpus_take(
+    gpus: Callable[..., Any], planned: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(1)
+    with pytest.raises(MeshError, match="got 1 for 2 ranks"):
+        planned({"data": -1, "model": 2}, device="cuda")
+    gpus(0)
+    with pytest.raises(MeshError, match="finds no GPU"):
+        planned(device="cuda")
+    gpus(4)
+    monkeypatch.setattr(nccl_library, "load", missing)
+    assert (planned().axes, planned().device) == ({"data": 6}, "cpu")
+    with pytest.raises(MeshError, match="no CuPy"):
+        planned(device="cuda")
+
+
+def test_visible_gpus_are_counted_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA_VISIBLE_DEVICES is torch's to read, at every call anew."""
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    seen = iter([4, 2])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: next(seen))
+    assert [devices.seats("cuda", "auto", 1) for _ in range(2)] == [4, 2]
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert devices.seats("cuda", "auto", 1) == 1  # refused later, with what is missing
 
 
 def together(device: str, local_ranks: list[int], hosts: list[str], backend: str = "auto") -> list[Any]:
@@ -126,6 +209,16 @@ def test_launched(gpus: Callable[..., Any]) -> None:
     assert together("cpu", [0, 1], ["a"] * 2) == together("auto", [0, 1], ["a"] * 2, "gloo") == [None] * 2
     for text in together("cuda", [0, 1, 2], ["a"] * 3):
         assert "share one" in text and "needs a GPU for every rank" in text
+
+
+@pytest.mark.parametrize(("local_rank", "count", "index"), [("2", 4, 2), ("2", 1, 0), ("5", 8, 5)])
+def test_local_rank_of_torchrun(gpus: Callable[..., Any], local_rank: str, count: int, index: int) -> None:
+    taken = gpus(count)
+    # Ranks may be numbered otherwise than those of a host are: rank 0 need not be the first.
+    launch = detect({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": "8"})
+    assert launch is not None
+    found = devices.of_launched("auto", "auto", launch, dist.HashStore(), "a", 1)
+    assert found == torch.device("cuda", index) and taken == [index]
 
 
 def test_one_gpu_shown_to_each(gpus: Callable[..., Any]) -> None:
