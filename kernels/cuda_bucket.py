@@ -1,8 +1,10 @@
 """Gradient buckets on a GPU: packed, reduced and unpacked beside the backward pass that fills them.
 
-A bucket whose leaves are all there is packed by one launch and reduced at once, both on a side stream; the stream of
-the backward pass goes on, and waits for the side stream's event where the sums are used. The host waits for nothing.
-Invariant: buckets are reduced in the same order on all ranks, whatever the order in which they fill.
+A bucket has leaves of one dtype. Once they are all there it is packed by one launch and reduced at once, both on a
+side stream; the stream of the backward pass goes on, and waits for the side stream's event where the sums are used.
+There the leaves are views of the sums, or, if they travelled as another dtype, unpacked by one more launch. The host
+waits for nothing. Invariant: buckets are the same on all ranks, since only shapes, dtypes and the order of use decide,
+and are reduced in the same order, whatever the order in which they fill.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .bucket import FIRST_BYTES, Leaf
-from .cuda_pack import DTYPES, Table
+from .cuda_pack import DTYPES, Table, has_kernel
+from .errors import SpecError, message
 from .nccl import NcclCommunicator
 
 _ALIGN = 512  # bytes; leaves begin where torch's own allocations would
@@ -23,22 +26,27 @@ STREAM = "buckets"
 
 
 @dataclasses.dataclass(slots=True)
-class _Members:
-    """The leaves of one dtype in a bucket, and where they lie; no table where torch copies them."""
+class _Bucket:
+    """Leaves of one dtype (complex ones count as pairs), where they lie in the bucket, and its dtype on the wire."""
 
     dtype: torch.dtype
+    wire: torch.dtype
+    size: int = 0
     leaves: list[int] = dataclasses.field(default_factory=list)
     starts: list[int] = dataclasses.field(default_factory=list)
     lengths: list[int] = dataclasses.field(default_factory=list)
-    table: Table | None = None
-    back: Table | None = None
+
+    def table(self, launch: Any) -> Table:
+        return Table(self.starts, self.lengths, self.dtype, self.wire, launch)
 
 
-@dataclasses.dataclass(slots=True)
-class _Bucket:
-    dtype: torch.dtype
-    size: int = 0
-    members: dict[torch.dtype, _Members] = dataclasses.field(default_factory=dict)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plan:
+    """The buckets in the order in which they are reduced, each with a table for the way in and one for the way back."""
+
+    buckets: list[_Bucket]
+    tables: list[tuple[Table, Table]]
+    bucket_of: list[int]  # of every leaf
 
 
 class CudaBuckets:
@@ -64,14 +72,8 @@ class CudaBuckets:
         plan = comm.plans.get(key)
         if plan is None:
             plan = comm.plans[key] = _plan(leaves, bucket_bytes, wire_dtype, comm.launch)
-        self._buckets: list[_Bucket] = plan
-        self._bucket_of = {
-            index: number
-            for number, bucket in enumerate(plan)
-            for members in bucket.members.values()
-            for index in members.leaves
-        }
-        self._left = [sum(len(members.leaves) for members in bucket.members.values()) for bucket in plan]
+        self._plan: _Plan = plan
+        self._left = [len(bucket.leaves) for bucket in plan.buckets]
         self._values: dict[int, Tensor | None] = {}
         self._started: list[tuple[Tensor, Any]] = []  # sums, and the event after which they are there
 
@@ -83,31 +85,26 @@ class CudaBuckets:
                 value
             )
         self._values[index] = value
-        self._left[self._bucket_of[index]] -= 1
+        self._left[self._plan.bucket_of[index]] -= 1
         while len(self._started) < len(self._left) and self._left[len(self._started)] == 0:
-            self._start(self._buckets[len(self._started)])
+            self._start(len(self._started))
 
-    def _start(self, bucket: _Bucket) -> None:
-        comm = self._comm
+    def _start(self, number: int) -> None:
+        comm, bucket = self._comm, self._plan.buckets[number]
         with comm.streams.beside(STREAM):
-            buffer = torch.empty(bucket.size, dtype=bucket.dtype, device=comm.device)
-            for members in bucket.members.values():
-                values = [self._values.pop(index) for index in members.leaves]
-                for value in values:
-                    if value is not None:
-                        comm.streams.hold(value)
-                if members.table is not None:
-                    members.table.pack(values, buffer)
-                    continue
-                for view, value in zip(self._views(buffer, members), values, strict=True):
-                    view.zero_() if value is None else view.copy_(value)
+            buffer = torch.empty(bucket.size, dtype=bucket.wire, device=comm.device)
+            values = [self._values.pop(index) for index in bucket.leaves]
+            for value in values:
+                if value is not None:
+                    comm.streams.hold(value)
+            self._plan.tables[number][0].pack(values, buffer)
             comm.all_reduce(buffer)
             self._started.append((buffer, comm.streams.event()))
 
-    def _views(self, buffer: Tensor, members: _Members) -> list[Tensor]:
+    def _views(self, buffer: Tensor, bucket: _Bucket) -> list[Tensor]:
         """The places of leaves in a buffer, shaped as they are."""
         views = []
-        for index, start, length in zip(members.leaves, members.starts, members.lengths, strict=True):
+        for index, start, length in zip(bucket.leaves, bucket.starts, bucket.lengths, strict=True):
             leaf, part = self._leaves[index], buffer[start : start + length]
             if leaf.dtype.is_complex:
                 part = torch.view_as_complex(part.view(-1, 2))
@@ -117,50 +114,56 @@ class CudaBuckets:
     def finish(self) -> list[Tensor]:
         """Fill what is missing with zeros, and return the sums, shaped as the leaves; the current stream waits."""
         for index in range(len(self._leaves)):
-            if index not in self._values and self._bucket_of[index] >= len(self._started):
+            if index not in self._values and self._plan.bucket_of[index] >= len(self._started):
                 self.fill(index, None)
         out: dict[int, Tensor] = {}
-        for bucket, (buffer, event) in zip(self._buckets, self._started, strict=True):
+        for bucket, (_, back), (sums, event) in zip(self._plan.buckets, self._plan.tables, self._started, strict=True):
             self._comm.streams.wait(event)
-            self._comm.streams.hold(buffer)
-            for members in bucket.members.values():
-                views = self._views(buffer, members)
-                if members.back is not None:
-                    cast = torch.empty(bucket.size, dtype=members.dtype, device=buffer.device)
-                    views = self._views(cast, members)
-                    members.back.unpack(buffer, views)
-                elif members.dtype.to_real() != bucket.dtype:
-                    views = [view.to(members.dtype) for view in views]
-                out.update(zip(members.leaves, views, strict=True))
+            self._comm.streams.hold(sums)
+            if bucket.dtype == bucket.wire:
+                views = self._views(sums, bucket)
+            else:
+                views = self._views(torch.empty(bucket.size, dtype=bucket.dtype, device=sums.device), bucket)
+                back.unpack(sums, views)
+            out.update(zip(bucket.leaves, views, strict=True))
         return [out[index] for index in range(len(self._leaves))]
 
 
-def _plan(leaves: Sequence[Leaf], bucket_bytes: int, wire_dtype: torch.dtype | None, launch: Any) -> list[_Bucket]:
-    """Where each leaf goes: in reverse order of use, by dtype on the wire, the first bucket of each small."""
+def _plan(leaves: Sequence[Leaf], bucket_bytes: int, wire_dtype: torch.dtype | None, launch: Any) -> _Plan:
+    """Where each leaf goes: in reverse order of use, by dtype, the first bucket small."""
     buckets: list[_Bucket] = []
-    last: dict[torch.dtype, _Bucket] = {}
+    last: dict[tuple[torch.dtype, torch.dtype], int] = {}
+    bucket_of = [0] * len(leaves)
     for index in reversed(range(len(leaves))):
         leaf = leaves[index]
-        dtype = leaf.dtype.to_real()
-        if wire_dtype is not None and leaf.dtype.is_floating_point and dtype.itemsize > wire_dtype.itemsize:
-            dtype = wire_dtype
+        kind = dtype, wire = _dtypes(leaf, wire_dtype)  # complex leaves keep theirs, real ones of that width may not
         length = leaf.numel * (2 if leaf.dtype.is_complex else 1)
-        bucket = last.get(dtype)
-        limit = FIRST_BYTES if bucket is not None and bucket is buckets[0] else bucket_bytes
-        if bucket is None or (bucket.size and (bucket.size + length) * dtype.itemsize > limit):
-            bucket = last[dtype] = _Bucket(dtype)
-            buckets.append(bucket)
-        members = bucket.members.setdefault(leaf.dtype, _Members(leaf.dtype))
-        members.leaves.append(index)
-        members.starts.append(bucket.size)
-        members.lengths.append(length)
-        step = _ALIGN // dtype.itemsize
+        number = last.get(kind)
+        limit = FIRST_BYTES if number == 0 else bucket_bytes
+        if number is None or (buckets[number].size and (buckets[number].size + length) * wire.itemsize > limit):
+            number = last[kind] = len(buckets)
+            buckets.append(_Bucket(dtype, wire))
+        bucket = buckets[number]
+        bucket_of[index] = number
+        bucket.leaves.append(index)
+        bucket.starts.append(bucket.size)
+        bucket.lengths.append(length)
+        step = _ALIGN // wire.itemsize
         bucket.size += -(-length // step) * step
-    for bucket in buckets:
-        for members in bucket.members.values():
-            kinds = members.dtype.to_real(), bucket.dtype
-            if kinds[0] in DTYPES and kinds[1] in DTYPES:
-                members.table = Table(members.starts, members.lengths, *kinds, launch)
-                if kinds[0] != kinds[1]:
-                    members.back = Table(members.starts, members.lengths, *kinds, launch)
-    return buckets
+    return _Plan(buckets, [(bucket.table(launch), bucket.table(launch)) for bucket in buckets], bucket_of)
+
+
+def _dtypes(leaf: Leaf, wire_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
+    """Of a leaf's elements, and of them on the wire."""
+    dtype = leaf.dtype.to_real()
+    if wire_dtype is None or not leaf.dtype.is_floating_point or dtype.itemsize <= wire_dtype.itemsize:
+        return dtype, dtype
+    if not has_kernel(dtype, wire_dtype):
+        raise SpecError(
+            message(
+                "wire_dtype got a dtype that gradients on GPUs cannot travel as",
+                got=str(wire_dtype),
+                expected="one of " + ", ".join(map(str, DTYPES)),
+            )
+        )
+    return dtype, wire_dtype

@@ -1,7 +1,8 @@
 """The launches that pack and unpack a bucket of CUDA leaves, one for all leaves; the source is `cuda/bucket.cu`.
 
-A `Table` says where the leaves lie in the bucket; that part of it goes to the device once. The leaves' addresses go
-along when they change, from pinned memory on the stream of the launch, so that nothing is waited for.
+A `Table` says where the leaves lie in the bucket. It goes to the device when the leaves' addresses change, from pinned
+memory on the stream of the launch, so that nothing is waited for. Invariant: a table that a kernel may be reading is
+never written to; another takes its place, and torch reuses its memory in the order of that stream.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,17 +22,32 @@ _STEP = 2048  # elements; chunks are multiples of it, so that every chunk of an 
 _LARGEST = 1 << 15
 _BLOCKS = 1056  # eight for each of the 132 multiprocessors of an H100
 
-# What the kernels know; other dtypes are copied by torch.
+# What the kernels cast to, and from besides float64.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def kernel_name(direction: str, leaf: torch.dtype, wire: torch.dtype) -> str:
-    """The name of a kernel in the source.
+def has_kernel(leaf: torch.dtype, wire: torch.dtype) -> bool:
+    """Whether leaves of one dtype can be packed into a bucket of another.
 
-    >>> kernel_name("pack", torch.float32, torch.bfloat16)
-    'pack_float32_bfloat16'
+    >>> has_kernel(torch.float64, torch.float16), has_kernel(torch.int32, torch.float16)
+    (True, False)
     """
+    return leaf == wire or (wire in DTYPES and leaf in (*DTYPES, torch.float64))
+
+
+def kernel_name(direction: str, leaf: torch.dtype, wire: torch.dtype) -> str:
+    """The name of a kernel in the source; leaves that nothing computes with are copied as bytes.
+
+    >>> kernel_name("pack", torch.float32, torch.bfloat16), kernel_name("unpack", torch.int64, torch.int64)
+    ('pack_float32_bfloat16', 'unpack_bytes')
+    """
+    if _as_bytes(leaf, wire):
+        return f"{direction}_bytes"
     return "_".join((direction, *(str(dtype).removeprefix("torch.") for dtype in (leaf, wire))))
+
+
+def _as_bytes(leaf: torch.dtype, wire: torch.dtype) -> bool:
+    return leaf == wire and leaf not in DTYPES
 
 
 class Table:
@@ -39,7 +55,8 @@ class Table:
 
     Args:
         starts, lengths: of every leaf in the bucket, in elements.
-        leaf_dtype, wire_dtype: of the leaves and of the bucket, from `DTYPES`.
+        leaf_dtype, wire_dtype: of the leaves and of the bucket, such as `has_kernel` knows. Two that are the same and
+            are not among `DTYPES` are copied as bytes, and not scaled.
         launch: `launch(name, blocks, arguments)` starts a kernel on the current stream; None is CuPy.
     """
 
@@ -52,6 +69,8 @@ class Table:
         launch: Callable[[str, int, tuple], None] | None = None,
     ):
         self.leaves, self._dtypes = len(starts), (leaf_dtype, wire_dtype)
+        if _as_bytes(leaf_dtype, wire_dtype):
+            starts, lengths = ([count * leaf_dtype.itemsize for count in counts] for counts in (starts, lengths))
         self.chunk = min(_LARGEST, max(1, math.ceil(sum(lengths) / _BLOCKS / _STEP)) * _STEP)
         blocks = [
             index << 32 | chunk
@@ -61,8 +80,7 @@ class Table:
         self.blocks = len(blocks)
         self._rest = torch.tensor([*starts, *lengths, *blocks], dtype=torch.int64)
         self._launch = launch or _launch
-        self._on_device: Tensor | None = None
-        self._addresses: list[int] = []
+        self._known: tuple[tuple[int, list[int]], Tensor] | None = None  # (stream, addresses), and the table there
         self._captured: list[Tensor] = []  # what a captured graph reads when it is replayed
 
     def pack(self, leaves: Sequence[Tensor | None], bucket: Tensor, scale: float = 1.0) -> None:
@@ -81,29 +99,20 @@ class Table:
         self._launch(kernel_name(direction, *self._dtypes), self.blocks, arguments)
 
     def _for(self, addresses: list[int], bucket: Tensor) -> Tensor:
-        """The table on the bucket's device, with these addresses; written in the order of the current stream."""
-        known = self._on_device
+        """The table with these addresses on the bucket's device, there before what the current stream is given next."""
+        key = _stream() if bucket.is_cuda else 0, addresses
         capturing = bucket.is_cuda and torch.cuda.is_current_stream_capturing()
-        if known is None or capturing:
-            whole = torch.cat([torch.tensor(addresses, dtype=torch.int64), self._rest])
-            known = _moved(whole, bucket.device)
-            if capturing:
-                self._captured += [known, whole]
-                return known
-            self._on_device = known
-        elif addresses != self._addresses:
-            # The pinned memory behind it is not used again before this copy is over: torch sees to that.
-            known[: self.leaves].copy_(_pinned(torch.tensor(addresses, dtype=torch.int64), known), non_blocking=True)
-        self._addresses = addresses
-        return known
-
-
-def _moved(table: Tensor, device: torch.device) -> Tensor:
-    return table.clone() if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
-
-
-def _pinned(addresses: Tensor, beside: Tensor) -> Tensor:
-    return addresses.pin_memory() if beside.is_cuda else addresses
+        if self._known is not None and self._known[0] == key and not capturing:
+            return self._known[1]
+        whole = torch.cat([torch.tensor(addresses, dtype=torch.int64), self._rest])
+        # Pinned memory is not used again before the copy from it is over: torch sees to that.
+        whole = whole.pin_memory() if bucket.is_cuda else whole
+        table = whole.to(bucket.device, non_blocking=True, copy=True)
+        if capturing:
+            self._captured += [table, whole]
+        else:
+            self._known = key, table
+        return table
 
 
 def compile_options(architecture: int | None = None) -> tuple[str, ...]:
@@ -125,6 +134,19 @@ def _kernel(name: str, device: int) -> Any:
     return _module(device).get_function(name)
 
 
+class _Stream(NamedTuple):
+    """A stream as CuPy takes those of others; torch's own say it themselves from torch 2.10 on."""
+
+    pointer: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer
+
+
+def _stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
 def _launch(name: str, blocks: int, arguments: tuple) -> None:
     import cupy
     import numpy as np
@@ -132,5 +154,5 @@ def _launch(name: str, blocks: int, arguments: tuple) -> None:
     table, leaves, chunk, bucket, scale = arguments
     device = torch.cuda.current_device()
     integers = [np.uint64(table), np.int64(leaves), np.int64(chunk), np.uint64(bucket)]
-    with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
+    with cupy.cuda.Stream.from_external(_Stream(_stream())):
         _kernel(name, device)((blocks,), (THREADS,), (*integers, np.float32(scale)))

@@ -12,8 +12,11 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import torch
+from torch import Tensor
 
 from spmd.kernels import cuda_pack
+from spmd.kernels.cuda_pack import DTYPES
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -46,3 +49,36 @@ def launcher(on_host: Any) -> Callable[[str, int, tuple], None]:
         )
 
     return start
+
+
+# All casts that there are kernels for, and a dtype of each width that is copied as bytes.
+PAIRS = [(leaf, wire) for leaf in (*DTYPES, torch.float64) for wire in DTYPES]
+COPIED = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.float64, torch.bool)
+
+
+def extremes(dtype: torch.dtype) -> Tensor:
+    """Where casts go wrong: ties and their neighbours, subnormal numbers, both ends, zeros, infinities, NaN."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
+    # Half of them lie in the middle between two 16-bit numbers, or next to it; the rest are the ends of float32.
+    found = []
+    for narrow in (torch.float16, torch.bfloat16):
+        every = torch.arange(0, 0x7F80 if narrow == torch.bfloat16 else 0x7C00, 5, dtype=torch.int16).view(narrow)
+        following = (every.view(torch.int16) + 1).view(narrow)
+        middle = ((every.double() + following.double()) / 2).float()
+        found += [every.float(), middle, *(torch.nextafter(middle, torch.tensor(end)) for end in (0.0, torch.inf))]
+    # Quiet and signalling NaN, with a payload that a cut would lose; the largest and the smallest numbers.
+    bits = [0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0x7F800000, 0x7F7FFFFF, 0x7F7F8000, 0x00800000, 0x007FFFFF, 1, 0]
+    found.append(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
+    positive = torch.cat(found).to(dtype)
+    if dtype == torch.float64:  # what float32 cannot hold, and ties that rounding to it first makes
+        more = [1e300, 1e-300, 5e-324, 3.4028236e38, 1 + 2**-40, 1 + 2**-8 + 2**-40, 1 + 2**-11 + 2**-40, 1e-42]
+        positive = torch.cat([positive, torch.tensor(more, dtype=dtype)])
+    return torch.cat([positive, -positive])
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Equal, NaN to NaN, and zeros of the same sign."""
+    number = ~a.isnan()
+    same = torch.equal(a.isnan(), b.isnan()) and torch.equal(a[number], b[number])
+    return same and (not a.is_floating_point() or torch.equal(a[number].signbit(), b[number].signbit()))

@@ -14,7 +14,7 @@ import torch
 from cuda_host import launcher, library_for_host
 from nccl_double import CURRENT, SIDE
 
-from spmd import Mesh
+from spmd import Mesh, SpecError
 from spmd.kernels import registry
 from spmd.kernels.bucket import Leaf
 from spmd.kernels.cuda_bucket import CudaBuckets
@@ -82,6 +82,49 @@ def test_sums(mesh: Mesh, library: str, wire: torch.dtype | None, bucket_bytes: 
         for one, right in zip(found, expected, strict=True):
             assert one.dtype == right.dtype and one.shape == right.shape and one.stride() == right.stride()
             assert torch.equal(one, right)  # the values are small integers, which all dtypes hold
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_one_launch_for_each_bucket(mesh: Mesh, library: str, wire: torch.dtype | None) -> None:
+    """Buckets are of one dtype: one launch packs it, one unpacks it if it was cast; the same buckets on both ranks."""
+
+    def body() -> tuple[list[tuple[str, int]], list[tuple[int, int]]]:
+        comm = prepared(mesh, library)
+        start, launches = comm.launch, []
+
+        def counted(name: str, blocks: int, arguments: tuple) -> None:
+            launches.append((name, arguments[1]))
+            start(name, blocks, arguments)
+
+        comm.launch = counted
+        values = values_of(comm.rank)
+        buckets = CudaBuckets(comm, [Leaf.of(value) for value in values], bucket_bytes=1 << 25, wire_dtype=wire)
+        order = range(len(values)) if comm.rank else reversed(range(len(values)))
+        for index in order:
+            buckets.fill(index, values[index])
+        buckets.finish()
+        return launches, [call[3:5] for call in comm.library.nccl.log if call[0] == "allReduce"]
+
+    (launches, reductions), others = mesh.run(body)
+    assert (launches, reductions) == others
+    as_they_are = [("pack_bytes", 1), ("pack_float32_float32", 1), ("pack_bfloat16_bfloat16", 1)]
+    if wire is None:  # complex leaves go with real ones of their width
+        packed = [("pack_float32_float32", 6), *as_they_are[:1] * 2, as_they_are[2], ("pack_float16_float16", 1)]
+        assert launches == packed
+        return
+    cast = [("float32_bfloat16", 5), ("float64_bfloat16", 1)]
+    expected = [*((f"pack_{name}", count) for name, count in cast), *as_they_are, ("pack_float16_float16", 1)]
+    assert sorted(launches[: len(expected)]) == sorted(expected)
+    assert launches[len(expected) :] == [(f"unpack_{name}", count) for name, count in cast]
+
+
+def test_wire_dtypes_without_a_kernel(mesh: Mesh, library: str) -> None:
+    def body() -> None:
+        comm = prepared(mesh, library)
+        CudaBuckets(comm, [Leaf.of(torch.ones(3))], bucket_bytes=64, wire_dtype=torch.float8_e5m2)
+
+    with pytest.raises(SpecError, match=r"wire_dtype got a dtype.*expected one of torch\.float32, .*got torch\.float8"):
+        mesh.run(body)
 
 
 def test_missing_leaves_are_zeros(mesh: Mesh, library: str) -> None:

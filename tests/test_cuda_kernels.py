@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from cuda_host import launcher, library_for_host, tool
+from cuda_host import COPIED, PAIRS, alike, extremes, launcher, library_for_host, tool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from spmd.kernels import cuda_pack
-from spmd.kernels.cuda_pack import DTYPES, Table, kernel_name
+from spmd.kernels.cuda_pack import Table, kernel_name
 
-PAIRS = [(leaf, wire) for leaf in DTYPES for wire in DTYPES]
 SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 65519.0, 65520.0, 6e-8, 2.98e-8, 6.1e-5, 3.4e38, 1e-40]
 
 
@@ -55,10 +58,6 @@ def leaf_of(length: int, dtype: torch.dtype, offset: int, seed: int) -> Tensor:
     offset += -whole.data_ptr() % 64 // dtype.itemsize
     leaf = whole[offset : offset + length]
     return leaf.copy_(values)
-
-
-def alike(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a[~a.isnan()], b[~b.isnan()])
 
 
 def scaled(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -104,16 +103,70 @@ def test_any_lengths_and_offsets(launch: Any, lengths: Any, offsets: Any, pair: 
     round_trip(launch, lengths, offsets, *pair, scale)
 
 
-def test_every_half(launch: Any) -> None:
-    """All 65,536 of each 16-bit dtype, there and back."""
-    for dtype in (torch.float16, torch.bfloat16):
-        every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
-        bucket = torch.empty(65536)
-        Table([0], [65536], dtype, torch.float32, launch).pack([every], bucket)
-        assert alike(bucket, every.float())
-        back = torch.empty_like(every)
-        Table([0], [65536], dtype, torch.float32, launch).unpack(bucket, [back])
-        assert alike(back, every)
+@pytest.mark.parametrize(("leaf", "wire"), PAIRS)
+def test_extremes(launch: Any, leaf: torch.dtype, wire: torch.dtype) -> None:
+    """As torch casts them, there and back, where casts go wrong; of 16-bit dtypes all 65,536 numbers."""
+    for here, there, way in ((leaf, wire, "pack"), (wire, leaf, "unpack")):
+        values = extremes(here)
+        length = len(values)
+        found = torch.empty(length, dtype=there)
+        table = Table([0], [length], leaf, wire, launch)
+        table.pack([values], found) if way == "pack" else table.unpack(values, [found])
+        assert alike(found, values.to(there)), way
+
+
+@pytest.mark.parametrize("dtype", COPIED)
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_copied_as_bytes(launch: Any, dtype: torch.dtype, offset: int) -> None:
+    """Odd lengths, empty leaves, leaves that are not aligned, one that is missing; nothing else is written to."""
+    lengths, starts = [1, 0, 15, 16, 33, 5001, 7], [0, 512, 512, 1024, 1536, 2048, 8192]
+    whole = torch.empty(8192 + 512, dtype=dtype)
+    whole.view(torch.uint8).random_(2 if dtype == torch.bool else 256)
+    leaves = [whole[offset:][start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    bucket = torch.zeros(8192 + 512, dtype=dtype)
+    expected = bucket.clone()
+    table = Table(starts, lengths, dtype, dtype, launch)
+    table.pack([*leaves[:-1], None], bucket, 0.5)  # nothing is computed with them
+    for start, leaf in zip(starts[:-1], leaves[:-1], strict=True):
+        expected[start : start + len(leaf)] = leaf
+    assert torch.equal(bucket.view(torch.uint8), expected.view(torch.uint8))
+    outs = [torch.zeros(length + offset, dtype=dtype)[offset:] for length in lengths]
+    table.unpack(bucket, outs)
+    for out, leaf in zip(outs[:-1], leaves[:-1], strict=True):
+        assert torch.equal(out.view(torch.uint8), leaf.view(torch.uint8))
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    """Every element of a leaf of 2^31 + 5 is in one block's chunk, and no block begins where there is none."""
+    started = []
+    length, small = (1 << 31) + 5, 100
+    table = Table([0, length + 507], [length, small], torch.float32, torch.bfloat16, lambda *call: started.append(call))
+    table.pack([None, None], torch.empty(0, dtype=torch.bfloat16))
+    ((name, blocks, (address, leaves, chunk, _, _)),) = started
+    assert name == "pack_float32_bfloat16" and leaves == 2 and blocks < 1 << 31
+    numbers = torch.frombuffer((ctypes.c_longlong * (3 * 2 + blocks)).from_address(address), dtype=torch.int64)
+    assert numbers[:6].tolist() == [0, 0, 0, length + 507, length, small]
+    owners, chunks = numbers[6:] >> 32, numbers[6:] & 0xFFFFFFFF
+    assert owners.bincount().tolist() == [-(-length // chunk), 1]
+    assert chunks[owners == 0].tolist() == list(range(-(-length // chunk)))
+
+
+def test_tables_that_a_kernel_may_read_are_not_written_to(launch: Any) -> None:
+    """What a launch was given keeps its contents when the leaves lie elsewhere the next time."""
+    given = []
+
+    def keep(name: str, blocks: int, arguments: tuple) -> None:
+        given.append((arguments[0], ctypes.string_at(arguments[0], 8)))
+
+    table = Table([0], [8], torch.float32, torch.float32, keep)
+    first, second, bucket = torch.ones(8), torch.ones(8), torch.empty(8)
+    tables = []
+    for leaf in (first, first, second):
+        table.pack([leaf], bucket)
+        assert table._known is not None
+        tables.append(table._known[1])  # as the stream's order keeps it
+    assert given[0] == given[1] and given[0][0] != given[2][0]
+    assert ctypes.string_at(given[0][0], 8) == given[0][1] == first.data_ptr().to_bytes(8, "little")
 
 
 def test_missing_leaf_is_zero(launch: Any) -> None:
@@ -142,6 +195,53 @@ def test_accesses(on_host: Any, launch: Any) -> None:
 # -- for GPUs ----------------------------------------------------------------------------------------------------------
 
 
+class Recorder:
+    """What `_launch` uses of CuPy, written down."""
+
+    def __init__(self) -> None:
+        self.stream: Any = None
+        self.calls: list[Any] = []
+        self.cuda = SimpleNamespace(Stream=self, Device=lambda device: contextlib.nullcontext())
+
+    @contextlib.contextmanager
+    def from_external(self, stream: Any) -> Any:
+        self.stream = stream.__cuda_stream__()
+        yield
+        self.stream = None
+
+    def RawModule(self, code: str, options: tuple[str, ...]) -> Recorder:
+        assert code == cuda_pack.SOURCE.read_text() and "--std=c++14" in options
+        return self
+
+    def get_function(self, name: str) -> Any:
+        return lambda *call: self.calls.append((name, self.stream, *call))
+
+
+def test_how_kernels_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On torch's stream, as numbers as wide as the kernel's parameters; torch before 2.10 has no stream protocol."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0x51))
+    cupy = Recorder()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    for cache in (cuda_pack._module, cuda_pack._kernel):
+        cache.cache_clear()
+    leaf, bucket = torch.ones(3000), torch.empty(3000)
+    table = Table([0], [3000], torch.float32, torch.float32)
+    table.pack([leaf], bucket, 0.5)
+    for cache in (cuda_pack._module, cuda_pack._kernel):
+        cache.cache_clear()
+    ((name, stream, grid, block, arguments),) = cupy.calls
+    assert (name, stream, grid, block) == ("pack_float32_float32", (0, 0x51), (2,), (256,))
+    assert [type(argument) for argument in arguments] == [np.uint64, np.int64, np.int64, np.uint64, np.float32]
+    assert table._known is not None
+    assert [int(number) for number in arguments[:4]] == [table._known[1].data_ptr(), 1, 2048, bucket.data_ptr()]
+
+
+def test_streams_as_cupy_takes_them() -> None:
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    assert cupy.cuda.Stream.from_external(cuda_pack._Stream(0x51)).ptr == 0x51
+
+
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_compiles(tmp_path: Path, architecture: int) -> None:
     nvcc = tool("nvcc", "/usr/local/cuda/bin/nvcc")
@@ -151,7 +251,9 @@ def test_compiles(tmp_path: Path, architecture: int) -> None:
     text = target.read_text()
     assert f".target sm_{architecture}" in text
     entries = set(re.findall(r"\.entry (\w+)\(", text))
-    assert entries == {kernel_name(way, *pair) for way in ("pack", "unpack") for pair in PAIRS}
+    assert entries == {
+        kernel_name(way, *pair) for way in ("pack", "unpack") for pair in (*PAIRS, *zip(COPIED, COPIED, strict=True))
+    }
     for name in entries:
         body = text.partition(f".entry {name}(")[2].partition(".entry")[0]
         assert "ld.global.v4.u32" in body and "st.global.v4.u32" in body, f"{name} has no 16-byte accesses"
@@ -170,7 +272,7 @@ def test_compiles_at_run_time(architecture: int) -> None:
     except (RuntimeError, OSError) as error:
         pytest.skip(f"no NVRTC: {str(error).splitlines()[0]}")
     try:
-        nvrtc.compileProgram(program, cuda_pack.compile_options(architecture))
+        nvrtc.compileProgram(program, (*cuda_pack.compile_options(architecture), "-ftz=true"))  # CuPy's own addition
     except nvrtc.NVRTCError:
         pytest.fail(nvrtc.getProgramLog(program))
     assert nvrtc.getCUBIN(program)[:4] == b"\x7fELF"

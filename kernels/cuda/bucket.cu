@@ -23,6 +23,10 @@ struct Half {
 struct Bfloat {
   unsigned short bits;
 };
+// Of a leaf whose dtype nothing computes with: what travels as it is.
+struct Byte {
+  unsigned char bits;
+};
 
 union Word {
   float number;
@@ -47,7 +51,28 @@ __device__ __forceinline__ float widen(Half x) {
 #endif
 }
 
+// Spelled out, since CuPy has conversions flush subnormal numbers to zero as well.
+__device__ __forceinline__ float widen(double x) {
+#ifdef __CUDACC__
+  float y;
+  asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x));
+  return y;
+#else
+  return (float)x;
+#endif
+}
+
 __device__ __forceinline__ void narrow(float x, float& y) { y = x; }
+
+__device__ __forceinline__ void narrow(float x, double& y) {
+#ifdef __CUDACC__
+  asm("cvt.f64.f32 %0, %1;" : "=d"(y) : "f"(x));
+#else
+  y = x;
+#endif
+}
+
+__device__ __forceinline__ void narrow(float x, Byte& y) { y.bits = (unsigned char)x; }
 
 // Round to nearest, ties to even; NaN stays NaN.
 __device__ __forceinline__ void narrow(float x, Bfloat& y) {
@@ -125,6 +150,24 @@ __device__ __forceinline__ bool aligned(const T* address) {
 // CuPy has arithmetic flush subnormal numbers to zero; where nothing is scaled there is none.
 __device__ __forceinline__ float scaled(float value, float scale) { return scale == 1.0f ? value : value * scale; }
 
+template <typename From, typename To>
+__device__ __forceinline__ void convert(const From& x, float scale, To& y) {
+  narrow(scaled(widen(x), scale), y);
+}
+
+template <typename From, typename To, int N>
+__device__ __forceinline__ void convert(const Group<From, N>& x, float scale, Group<To, N>& y) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) convert(x.lane[i], scale, y.lane[i]);
+}
+
+__device__ __forceinline__ void convert(const Byte& x, float, Byte& y) { y = x; }
+
+template <int N>
+__device__ __forceinline__ void convert(const Group<Byte, N>& x, float, Group<Byte, N>& y) {
+  y = x;
+}
+
 // Copy `count` elements with all threads of the block; a null `from` gives zeros.
 template <typename From, typename To>
 __device__ __forceinline__ void copy(const From* from, To* to, Count count, float scale) {
@@ -139,7 +182,7 @@ __device__ __forceinline__ void copy(const From* from, To* to, Count count, floa
   head = head < count ? head : count;
   const Count groups = (count - head) / kGroup;
   const Count tail = head + groups * kGroup;
-  for (Count i = thread; i < head; i += threads) narrow(scaled(widen(from[i]), scale), to[i]);
+  for (Count i = thread; i < head; i += threads) convert(from[i], scale, to[i]);
   const bool whole = aligned(from + head);
 #pragma unroll 4
   for (Count g = thread; g < groups; g += threads) {
@@ -152,11 +195,10 @@ __device__ __forceinline__ void copy(const From* from, To* to, Count count, floa
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) in.lane[i] = from[at + i];
     }
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) narrow(scaled(widen(in.lane[i]), scale), out.lane[i]);
+    convert(in, scale, out);
     out.store(to + at);
   }
-  for (Count i = tail + thread; i < count; i += threads) narrow(scaled(widen(from[i]), scale), to[i]);
+  for (Count i = tail + thread; i < count; i += threads) convert(from[i], scale, to[i]);
 }
 
 // This block's part: where it lies in the leaf and in the bucket.
@@ -196,3 +238,7 @@ KERNELS(float16_bfloat16, Half, Bfloat)
 KERNELS(bfloat16_float32, Bfloat, float)
 KERNELS(bfloat16_float16, Bfloat, Half)
 KERNELS(bfloat16_bfloat16, Bfloat, Bfloat)
+KERNELS(float64_float32, double, float)
+KERNELS(float64_float16, double, Half)
+KERNELS(float64_bfloat16, double, Bfloat)
+KERNELS(bytes, Byte, Byte)
