@@ -3,8 +3,10 @@
     python bench/gpu.py [--quick] [folder]
 
 Packing and unpacking of buckets against `torch._foreach_copy_` and against a plain copy of as many bytes; the whole
-train step on one GPU against plain torch and against DDP on NCCL; and whether a step can be captured into a CUDA graph.
-Writes `gpu.json` and `gpu.txt` into the folder (default: bench/results). Without a GPU it says so and exits with 1.
+train step on one GPU against plain torch and against DDP on NCCL; whether a step can be captured into a CUDA graph;
+and memory over 1,000 steps. Then it says of every target (`gpu_targets.py`) whether it is met, missed, or was not
+measured, and why. Writes `gpu.json` and `gpu.txt` into the folder (default: bench/results). Without a GPU it says so
+and exits with 1.
 
 Every suite (`gpu_suites.py`) runs in a process of its own: what one leaves broken on the GPU the next does not meet,
 and one that hangs inside CUDA is killed when its time is up. Invariant: the files have all that was measured so far,
@@ -25,6 +27,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gpu_targets import verdicts
+
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
@@ -35,11 +39,12 @@ class Suite:
 
 
 SUITES = (
-    Suite("environment", 60),
+    Suite("environment", 40),
     Suite("packing", 80),
     Suite("capture", 50),
-    Suite("transformer", 130),
-    Suite("cnn", 130),
+    Suite("memory", 60),
+    Suite("transformer", 110),
+    Suite("cnn", 120),
 )
 LIMIT = 460.0  # seconds; a suite that begins late gets what is left
 MARGIN = 0.15  # of a suite's time, for it to end by itself
@@ -113,7 +118,7 @@ def _results(lines: list[str]) -> dict[str, Any]:
 def measure(folder: Path, quick: bool, limit: float = LIMIT) -> dict[str, Any]:
     """Every suite in turn, each within its time and all within `limit`; the files are written after each."""
     start = time.monotonic()
-    found: dict[str, Any] = {"suites": {}}
+    found: dict[str, Any] = {"quick": quick, "suites": {}}
     for suite in SUITES:
         seconds = min(suite.seconds, limit - (time.monotonic() - start))
         if seconds <= 1:
@@ -123,6 +128,7 @@ def measure(folder: Path, quick: bool, limit: float = LIMIT) -> dict[str, Any]:
         if "missing" in found.get("environment", {}):
             break
         found["seconds"] = round(time.monotonic() - start, 1)
+        found["targets"] = [verdict._asdict() for verdict in verdicts(found)]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
         (folder / "gpu.txt").write_text(text_of(found))
@@ -132,6 +138,7 @@ def measure(folder: Path, quick: bool, limit: float = LIMIT) -> dict[str, Any]:
 def text_of(found: dict[str, Any]) -> str:
     """The results as people read them, as far as there are any."""
     lines = [f"{name}: {value}" for name, value in found.get("environment", {}).items()]
+    lines += ["", "targets", *(f"  {verdict.text()}" for verdict in verdicts(found))]
     lines += ["", "packing: share of the bandwidth of a plain copy (median); pack, unpack, _foreach_copy_ in and out"]
     for row in found.get("packing", {}).values():
         share = row.get("share of the copy ceiling", {})
@@ -151,7 +158,10 @@ def text_of(found: dict[str, Any]) -> str:
                 low, middle, high = (1e3 * its[key] for key in ("quartile1", "median", "quartile3"))
                 lines.append(f"  {model:12} {name:12} {middle:8.2f} ({low:.2f} to {high:.2f})")
     captured = found.get("capture", {}).get("result")
-    lines += ["", f"capture into a CUDA graph: {captured or 'fails, or was not tried'}"]
+    lines += ["", f"capture into a CUDA graph: {captured or 'was not tried to the end'}"]
+    lines += ["", "memory after so many steps: bytes that torch gave out, bytes of the device that nobody has"]
+    for sample in found.get("memory", {}).get("samples", ()):
+        lines.append(f"  {sample['step']:6} {sample['allocated']:16,} {sample['free']:16,}")
     for name, how in found["suites"].items():
         if "error" in how:
             lines += [f"suite {name}: {how['error']}", *(f"    {line}" for line in how.get("last lines", ()))]
@@ -173,6 +183,7 @@ def main() -> int:
     missing = found.get("environment", {}).get("missing")
     if missing is not None:
         print(f"bench/gpu.py measures on a GPU, and there is none that it can use.\n{missing}", file=sys.stderr)
+        print("\n".join(verdict.text() for verdict in verdicts(found)))
         return 1
     print(text_of(found), end="")
     return int(any("error" in how for how in found["suites"].values()))

@@ -1,7 +1,7 @@
 """What is measured on a GPU, suite by suite; each yields results as it has them, so that a later failure costs nothing.
 
 A suite is a generator of (name, result); a name that comes again replaces what it had. A contender that raises has the
-error for its result, and the others go on. Invariant: every time is of finished work, never of launching it.
+error for its result, and the others go on.
 """
 
 from __future__ import annotations
@@ -16,70 +16,12 @@ from typing import Any
 
 import torch
 from gpu_models import loss_of, make
+from gpu_targets import BUCKET_MIB, STEPS, WIRES, case_name
+from gpu_times import Run, failure, on_gpu, spread, wall
 from torch import Tensor, nn
 
 MIB = 1 << 20
 Results = Iterator[tuple[str, Any]]
-Run = Callable[[], Any]
-
-# -- measuring ---------------------------------------------------------------------------------------------------------
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return {"median": middle, "quartile1": low, "quartile3": high}
-
-
-def failure(error: Exception) -> dict[str, str]:
-    """An error as the result of the contender that raised it."""
-    return {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
-
-
-def on_gpu(run: Run, samples: int = 15, repeats: int = 20) -> list[float]:
-    """Seconds that the GPU needs for one run, several times over, without those that the host needs to launch it.
-
-    The launches of a sample are queued behind a kernel that only waits, and run back to back between two events.
-    """
-    for _ in range(5):
-        run()
-    torch.cuda.synchronize()
-    before = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    to_launch = time.perf_counter() - before
-    found = []
-    for _ in range(samples):
-        torch.cuda.synchronize()
-        torch.cuda._sleep(int(2e9 * (2 * to_launch + 1e-3)))  # cycles, of which no GPU has more than 2e9 a second
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(repeats):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(start.elapsed_time(end) / 1e3 / repeats)
-    return found
-
-
-def wall(run: Run, samples: int, repeats: int = 3) -> list[float]:
-    """Seconds on the clock for one run, several times over; each sample ends when the GPU has finished."""
-    found = []
-    for _ in range(samples):
-        _finish()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        _finish()
-        found.append((time.perf_counter() - start) / repeats)
-    return found
-
-
-def _finish() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-# -- the suites --------------------------------------------------------------------------------------------------------
 
 
 def environment(end: float, quick: bool) -> Results:
@@ -121,10 +63,11 @@ def lengths_of(nbytes: int, itemsize: int) -> list[int]:
 
 def packing(end: float, quick: bool) -> Results:
     """Pack and unpack, `torch._foreach_copy_`, and a plain copy of as many bytes."""
-    for wire, mib in itertools.product((torch.float32, torch.bfloat16), (1,) if quick else (1, 4, 25, 100)):
+    for name, mib in itertools.product(WIRES, BUCKET_MIB[:1] if quick else BUCKET_MIB):
+        wire, case = getattr(torch, name), case_name(name, mib)
         lengths = lengths_of(mib * MIB, 4)
         row: dict[str, Any] = {
-            "wire": str(wire).removeprefix("torch."),
+            "wire": name,
             "MiB": mib,
             "leaves": len(lengths),
             "bytes moved": sum(lengths) * (4 + wire.itemsize),  # read and written
@@ -132,14 +75,14 @@ def packing(end: float, quick: bool) -> Results:
         try:
             runs = packers(lengths, wire, row["bytes moved"])
         except Exception as error:
-            yield f"{row['wire']} {mib} MiB", {**row, **failure(error)}
+            yield case, {**row, **failure(error)}
             continue
         found = row["seconds"] = {}
-        for name, run in runs.items():
+        for contender, run in runs.items():
             if time.monotonic() > end:
                 return
-            found[name] = measured(run)
-            yield f"{row['wire']} {mib} MiB", with_shares(row)
+            found[contender] = measured(run)
+            yield case, with_shares(row)
 
 
 def packers(lengths: list[int], wire: torch.dtype, moved: int) -> dict[str, Run]:
@@ -275,8 +218,39 @@ def cnn(end: float, quick: bool) -> Results:
     return steps("cnn", end, quick)
 
 
+def memory(end: float, quick: bool) -> Results:
+    """Whether memory stays flat over many steps of the transformer."""
+    run = our_launched_step(*make("transformer", quick))
+    return sampled(run, in_use, end, STEPS // 10 if quick else STEPS)
+
+
+def in_use() -> dict[str, int]:
+    """Bytes that torch has given out, and bytes of the device that nobody has."""
+    torch.cuda.synchronize()
+    return {"allocated": torch.cuda.memory_allocated(), "free": torch.cuda.mem_get_info()[0]}
+
+
+def sampled(run: Run, look: Callable[[], dict[str, int]], end: float, steps: int) -> Results:
+    """What `look` sees after every tenth of the steps, the first of which warms up."""
+    samples: list[dict[str, int]] = []
+    for step in range(1, steps + 1):
+        run()
+        if step % (steps // 10) == 0:
+            samples.append({"step": step, **look()})
+            yield "samples", samples
+        if time.monotonic() > end:
+            return
+
+
 def capture(end: float, quick: bool) -> Results:
     """Whether gradients and the optimizer's step, pure as they are, can be captured into a graph and replayed."""
+    try:
+        yield "result", captured(quick)
+    except Exception as error:
+        yield "result", f"fails: {failure(error)['error']}"
+
+
+def captured(quick: bool) -> str:
     from spmd import functional, optimizer, value_and_grad
 
     model, x, y = make("transformer", quick)
@@ -301,4 +275,4 @@ def capture(end: float, quick: bool) -> Results:
     torch.cuda.synchronize()
     expected = float(step(params, state)[2])
     right = abs(float(loss) - expected) < 1e-2 * abs(expected)
-    yield "result", "works" if right else f"wrong loss: {float(loss)}, not {expected}"
+    return "works" if right else f"wrong loss: {float(loss)}, not {expected}"

@@ -45,6 +45,16 @@ def suites(bench_folder: None) -> Any:
 
 
 @pytest.fixture(scope="module")
+def times(bench_folder: None) -> Any:
+    return importlib.import_module("gpu_times")
+
+
+@pytest.fixture(scope="module")
+def targets(bench_folder: None) -> Any:
+    return importlib.import_module("gpu_targets")
+
+
+@pytest.fixture(scope="module")
 def models(bench_folder: None) -> Any:
     return importlib.import_module("gpu_models")
 
@@ -54,6 +64,7 @@ def test_without_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "there is none that it can use" in done.stderr and "Traceback" not in done.stderr
+    assert all(line.startswith("not measured  ") for line in done.stdout.splitlines())
     assert not list(tmp_path.iterdir())
 
 
@@ -67,7 +78,7 @@ def test_says_what_it_does() -> None:
 
 def test_time_is_less_than_eight_minutes(bench: Any, suites: Any) -> None:
     assert bench.LIMIT + 2 * len(bench.SUITES) < 480
-    assert sum(suite.seconds for suite in bench.SUITES) <= bench.LIMIT
+    assert sum(suite.seconds for suite in bench.SUITES) <= bench.LIMIT <= 460
     assert all(callable(getattr(suites, suite.name)) for suite in bench.SUITES)
 
 
@@ -113,6 +124,10 @@ time.sleep(100)"""
     found = bench.measure(tmp_path, False)
     assert time.monotonic() - start < 15
     assert json.loads((tmp_path / "gpu.json").read_text()) == found
+    verdicts = {target["what"]: target["figure"] for target in found["targets"]}
+    assert verdicts["memory over 1,000 steps"] == "suite memory was not run"
+    assert verdicts["whole step of the cnn over DDP on NCCL"] == "spmd: ValueError: mine"
+    assert verdicts["whole step of the transformer over plain torch"] == "suite transformer: killed after 2 s"
     assert found["packing"] == {"float32 1 MiB": ROW} and found["capture"] == {"result": "works"}
     assert found["transformer"] == {"plain torch": {"median": 0.5, "quartile1": 0.4, "quartile3": 0.6}}
     assert {name for name, how in found["suites"].items() if "error" in how} == {"packing", "transformer", "cnn"}
@@ -142,6 +157,164 @@ def test_no_suite_begins_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch, 
     assert time.monotonic() - start < 5
     assert found["environment"] == {"device": "x"} and "killed" in found["suites"]["environment"]["error"]
     assert found["suites"]["packing"] == {"error": "no time was left"}
+
+
+# -- targets -----------------------------------------------------------------------------------------------------------
+
+SHARES = [
+    "pack, share of a plain copy's bandwidth",
+    "unpack, share of a plain copy's bandwidth",
+    "pack and unpack over torch._foreach_copy_ in and out",
+]
+GRAPH, MEMORY = "capture of a step into a CUDA graph", "memory over 1,000 steps"
+STEPS = [
+    f"whole step of the {model} over {peer}"
+    for model in ("transformer", "cnn")
+    for peer in ("plain torch", "DDP on NCCL")
+]
+
+
+def whole_run(targets: Any) -> dict[str, Any]:
+    """Made-up results of a run in which every suite came to its end, and which meets every target."""
+
+    def case() -> dict[str, Any]:
+        seconds = {"copy": 0.8, "pack": 1.0, "unpack": 0.9, "foreach in": 1.0, "foreach out": 1.0}
+        return {"seconds": {name: {"median": median} for name, median in seconds.items()}}
+
+    def step() -> dict[str, Any]:
+        return {"spmd over plain torch": 1.03, "spmd over DDP on NCCL": 1.0}
+
+    suites = ("environment", "packing", "capture", "memory", "transformer", "cnn")
+    return {
+        "suites": {name: {"seconds": 1.0} for name in suites},
+        "packing": {targets.case_name(wire, mib): case() for wire in targets.WIRES for mib in targets.BUCKET_MIB},
+        "capture": {"result": "works"},
+        "memory": {"samples": [{"step": n, "allocated": 7, "free": 1 << 30} for n in range(100, 1001, 100)]},
+        "transformer": step(),
+        "cnn": step(),
+    }
+
+
+def judged(targets: Any, found: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    return {verdict.what: (verdict.verdict, verdict.figure) for verdict in targets.verdicts(found)}
+
+
+def test_targets_that_are_met(targets: Any) -> None:
+    found = judged(targets, whole_run(targets))
+    assert list(found) == [*SHARES, GRAPH, MEMORY, *STEPS]
+    assert {verdict for verdict, _ in found.values()} == {"met"}
+    assert found[SHARES[0]][1] == "80.0% for float32 1 MiB, the worst of 8"
+    assert found[SHARES[2]][1] == "0.950 for float32 1 MiB, the worst of 8"
+    assert found[MEMORY][1] == "0 bytes more and 0.0 MiB less free than after 100 steps, at most, up to 1,000"
+
+
+def test_targets_that_are_missed(targets: Any) -> None:
+    """Each by a little, of which one case is enough; text has figure and target."""
+    run = whole_run(targets)
+    run["packing"]["bfloat16 25 MiB"]["seconds"]["pack"]["median"] = 1.2
+    run["packing"]["float32 4 MiB"]["seconds"]["unpack"]["median"] = 1.01
+    run["capture"]["result"] = "fails: RuntimeError: not permitted"
+    run["memory"]["samples"][5]["allocated"] += 1  # whatever it is at the end
+    run["transformer"] = run["cnn"] = {"spmd over plain torch": 1.031, "spmd over DDP on NCCL": 1.001}
+    found = judged(targets, run)
+    assert {verdict for verdict, _ in found.values()} == {"missed"}
+    assert found[SHARES[0]][1] == "66.7% for bfloat16 25 MiB, the worst of 8"
+    assert found[SHARES[1]][1] == "79.2% for float32 4 MiB, the worst of 8"
+    assert found[SHARES[2]][1] == "1.050 for bfloat16 25 MiB, the worst of 8"
+    assert found[GRAPH][1] == "fails: RuntimeError: not permitted"
+    assert found[MEMORY][1].startswith("1 bytes more")
+    text = [verdict.text() for verdict in targets.verdicts(run)]
+    assert "missed        whole step of the cnn over plain torch: 1.031 (target: at most 1.03)" in text
+
+
+def test_device_memory_that_is_not_torch_s(targets: Any) -> None:
+    run = whole_run(targets)
+    run["memory"]["samples"][-1]["free"] -= 33 << 20
+    verdict, figure = judged(targets, run)[MEMORY]
+    assert verdict == "missed" and figure.startswith("0 bytes more and 33.0 MiB less free")
+
+
+def test_targets_that_were_not_measured(targets: Any) -> None:
+    """A suite that failed, one that never began, contenders and cases that failed, and too few steps."""
+    run = whole_run(targets)
+    run["packing"]["float32 4 MiB"]["seconds"]["unpack"] = {"error": "RuntimeError: no such kernel"}
+    del run["packing"]["float32 1 MiB"]["seconds"]["foreach in"]
+    run["packing"]["bfloat16 100 MiB"] = {"error": "OutOfMemoryError: too large"}
+    del run["capture"]
+    run["suites"]["capture"] = {"error": "exit status -11", "last lines": ["first", "Segmentation fault"]}
+    del run["memory"]["samples"][7:]
+    run["transformer"]["spmd"] = {"error": "ValueError: in a later round"}
+    del run["cnn"], run["suites"]["cnn"]
+    found = judged(targets, run)
+    assert {verdict for verdict, _ in found.values()} == {"not measured"}
+    assert found[SHARES[0]][1] == "bfloat16 100 MiB: copy: OutOfMemoryError: too large"
+    assert "float32 4 MiB: unpack: RuntimeError: no such kernel" in found[SHARES[1]][1]
+    assert "float32 1 MiB: suite packing ended without it" in found[SHARES[2]][1]
+    assert found[GRAPH][1] == "suite capture: exit status -11: Segmentation fault"
+    assert found[MEMORY][1] == "there was time for 700 steps only"
+    assert found[STEPS[0]][1] == found[STEPS[1]][1] == "spmd: ValueError: in a later round"
+    assert found[STEPS[2]][1] == "suite cnn was not run"
+
+
+def test_one_case_that_misses_is_enough(targets: Any) -> None:
+    """What is missing besides cannot make up for it."""
+    run = whole_run(targets)
+    run["packing"] = {"float32 1 MiB": run["packing"]["float32 1 MiB"]}
+    run["packing"]["float32 1 MiB"]["seconds"]["pack"]["median"] = 2.0
+    found = judged(targets, run)
+    assert found[SHARES[0]] == ("missed", "40.0% for float32 1 MiB, the worst of 1")
+    assert found[SHARES[1]][0] == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("more", "why"), [({"quick": True}, "quick run"), ({"environment": {"missing": "x"}}, "no GPU that can be used")]
+)
+def test_runs_that_judge_nothing(targets: Any, more: dict[str, Any], why: str) -> None:
+    for verdict, figure in judged(targets, {**whole_run(targets), **more}).values():
+        assert verdict == "not measured" and why in figure
+
+
+def test_results_name_what_they_were_measured_on(
+    monkeypatch: pytest.MonkeyPatch, bench: Any, suites: Any, tmp_path: Path
+) -> None:
+    """Device, driver, torch, CuPy, and the NCCL that is mapped, in both files; verdicts beside them."""
+    from spmd.kernels import nccl_library
+
+    library = nccl_library.Library(None, 22703, "/a/libnccl.so.2", "14.0.0")
+    monkeypatch.setattr(nccl_library, "check_driver", lambda: None)
+    monkeypatch.setattr(nccl_library, "load", lambda: library)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, "555.42\n"))
+    environment = dict(suites.environment(0, False))
+    monkeypatch.undo()
+    writes = f"for pair in {environment!r}.items(): write(*pair)"
+    scripted(monkeypatch, bench, ("environment", 10, writes))
+    found = bench.measure(tmp_path, True)
+    assert found["environment"] == environment and len(found["targets"]) == 9
+    text = (tmp_path / "gpu.txt").read_text()
+    names = ("device: a GPU", "driver: 555.42", f"torch: {torch.__version__}", "CuPy: 14.0.0", "NCCL: 2.27.3")
+    for part in (*names, "libnccl: /a/libnccl.so.2", "not measured  memory over 1,000 steps"):
+        assert part in text
+
+
+def test_other_benches_leave_these_results_alone(bench_folder: None, tmp_path: Path) -> None:
+    """They lie in one folder."""
+    (tmp_path / "gpu.json").write_text('{"suites": {}}')
+    (tmp_path / "layer.json").write_text('{"cases": []}')
+    assert importlib.import_module("results").load(tmp_path) == {"layer": {"cases": []}}
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_samples_of_memory(suites: Any) -> None:
+    """After every tenth of the steps, and until the time is over."""
+    done: list[int] = []
+    found = list(suites.sampled(lambda: done.append(1), lambda: {"n": len(done)}, time.monotonic() + 60, 50))
+    assert len(done) == 50 and len(found) == 10
+    assert found[-1] == ("samples", [{"step": n, "n": n} for n in range(5, 51, 5)])
+    del done[:]
+    assert list(suites.sampled(lambda: done.append(1), dict, time.monotonic(), 50)) == [] and len(done) == 1
 
 
 # -- contenders --------------------------------------------------------------------------------------------------------
@@ -178,14 +351,14 @@ def test_steps_end_in_time(monkeypatch: pytest.MonkeyPatch, suites: Any) -> None
     assert found and time.monotonic() - start < 4  # all rounds would take 12 s
 
 
-def test_packers_that_raise(monkeypatch: pytest.MonkeyPatch, suites: Any) -> None:
+def test_packers_that_raise(monkeypatch: pytest.MonkeyPatch, suites: Any, times: Any) -> None:
     """Here the clock is a host's, and the copy runs; one launch fails."""
 
     def fails() -> None:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(suites, "packers", lambda *_: {"copy": lambda: None, "pack": fails, "unpack": lambda: None})
-    monkeypatch.setattr(suites, "on_gpu", lambda run: suites.wall(run, 5))
+    monkeypatch.setattr(suites, "on_gpu", lambda run: times.wall(run, 5))
     rows = dict(suites.packing(time.monotonic() + 60, True))
     assert list(rows) == ["float32 1 MiB", "bfloat16 1 MiB"]
     for row in rows.values():
@@ -193,10 +366,10 @@ def test_packers_that_raise(monkeypatch: pytest.MonkeyPatch, suites: Any) -> Non
         assert set(row["share of the copy ceiling"]) == {"copy", "unpack"}
 
 
-def test_time_on_the_clock_is_that_of_finished_work(monkeypatch: pytest.MonkeyPatch, suites: Any) -> None:
+def test_time_on_the_clock_is_that_of_finished_work(monkeypatch: pytest.MonkeyPatch, times: Any) -> None:
     """A run that only launches counts until it has been waited for."""
-    monkeypatch.setattr(suites, "_finish", lambda: time.sleep(0.03))
-    assert min(suites.wall(lambda: None, 3, repeats=2)) > 0.01
+    monkeypatch.setattr(times, "finish", lambda: time.sleep(0.03))
+    assert min(times.wall(lambda: None, 3, repeats=2)) > 0.01
 
 
 def test_sizes(models: Any) -> None:
