@@ -34,6 +34,7 @@ from spmd import (
 )
 from spmd.mesh.region import current
 from spmd.transforms._chain import linked, started
+from spmd.transforms._sums import Sums
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -515,6 +516,19 @@ def test_leaves_of_all_kinds(shared_mesh, backend):
     for name in ("unused", "frozen", "integer", "flag"):
         assert not wanted[name].any()
     assert wanted["conjugate"].resolve_conj().tolist() == [2 + 4j]
+
+
+def test_gradients_on_another_device_than_the_mesh_s_are_refused(shared_mesh):
+    """As those on a GPU of a mesh of CPUs would be."""
+    mesh = shared_mesh({"data": 2})
+
+    def body():
+        sums = Sums(current())
+        sums.add(torch.empty(3, device="meta"), ("data",))
+        sums.open()
+
+    with pytest.raises(SpecError, match=r"on 'meta' cannot be summed over a mesh of device 'cpu'.*device='meta'"):
+        mesh.run(body)
 
 
 def test_sharded_arguments_keep_a_gradient_of_their_own(shared_mesh):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.bucket import Buckets, Leaf
+from ..kernels.errors import SpecError, message
 from ..mesh.region import Region, current
 from ._chain import forget_undefined
 
@@ -42,6 +43,7 @@ class Sums:
         for group, members in self._groups.items():
             axes, wire_dtype, device = group
             if axes and self._region is not None:
+                _check_device(device, self._region)
                 self._open[group] = _kind(device)(
                     self._region.session.comm(axes, channel="buckets"),
                     [Leaf.of(member) for member in members],
@@ -72,6 +74,18 @@ class Sums:
                 local = self._local.get((group, index))
                 found[group, index] = torch.zeros_like(member).detach() if local is None else local
         return found
+
+
+def _check_device(device: str, region: Region) -> None:
+    own = region.session.device.type
+    if device not in ("cpu", own):
+        raise SpecError(
+            message(
+                f"a gradient on {device!r} cannot be summed over a mesh of device {own!r}",
+                where=region.session.where(),
+                remedy=f"compute on {own!r}, or make the mesh with device={device!r}",
+            )
+        )
 
 
 def _kind(device: str) -> Any:

@@ -329,6 +329,21 @@ def test_buckets_without_synchronisation(bucket_mesh: tuple[Mesh, str], device: 
             assert one.dtype == right.dtype and torch.equal(one, right)
 
 
+def test_leaves_of_the_host_beside_those_of_the_gpu(mesh: Mesh, device: str) -> None:
+    """Gradients lie where their arguments do, and each kind is summed in buckets of its own; collectives likewise."""
+
+    def body() -> Any:
+        params = {"there": torch.ones(3, device=device), "here": torch.ones(2, dtype=torch.float64)}
+        scale = 1.0 + axis_index("data")
+        found = grad(lambda w: scale * (w["there"].sum() + 2 * w["here"].sum().to(device)))(params)
+        totals = [psum(torch.ones(2, device=where), "data") for where in (device, "cpu")]
+        assert [leaf.device.type for leaf in (*found.values(), *totals)] == [device, "cpu"] * 2
+        return [leaf.tolist() for leaf in (*found.values(), *totals)]
+
+    mean, size = (1.0 + mesh.size) / 2, float(mesh.size)
+    assert mesh.run(body) == [[[mean] * 3, [2 * mean] * 2, [size] * 2, [size] * 2]] * mesh.size
+
+
 def test_placed_batches(mesh: Mesh, device: str) -> None:
     """What is put on the mesh lies where its ranks compute."""
     array = put(torch.arange(6.0), P("data"), mesh=mesh)
