@@ -20,11 +20,16 @@ SUITE ?= bench
 bench: $(VENV)/.bench
 	cd bench && $(PY) -m pytest -k "$(SUITE)" && $(PY) cost.py
 
-# Where the time of each model's step goes.
+# Where the time of each model's step goes, and that of a call that does nothing.
 profile: $(VENV)/.bench
-	for model in mlp_1k mlp_4k encoder cnn; do
-		$(VENV)/bin/spmd run -n 2 bench/profile_step.py $$model --shard data --fused --donate
-	done | tee bench/results/profiles.txt
+	{
+		$(PY) bench/profile_call.py 4
+		for model in mlp_1k mlp_4k encoder cnn; do
+			$(VENV)/bin/spmd run -n 1 bench/profile_parts.py $$model --fused --donate
+			$(VENV)/bin/spmd run -n 2 bench/profile_parts.py $$model --shard data --fused --donate
+			$(VENV)/bin/spmd run -n 2 bench/profile_step.py $$model --shard data --fused --donate
+		done
+	} | tee bench/results/profiles.txt
 
 lint: $(VENV)/.made
 	$(PY) -m ruff check .

@@ -35,7 +35,9 @@ def module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-@pytest.mark.parametrize("script", ["cost", "exact_mode", "gpu", "nodes", "profile_step"])
+@pytest.mark.parametrize(
+    "script", ["cost", "exact_mode", "gpu", "nodes", "profile_call", "profile_parts", "profile_step"]
+)
 def test_scripts_find_what_they_import(bench_folder: None, script: str) -> None:
     assert callable(module(script).main)
 
@@ -175,6 +177,16 @@ def test_profile_adds_up() -> None:
     shares = [float(line.rpartition(" ")[2][:-1]) for line in done.stdout.splitlines() if line.endswith("%")]
     assert sum(shares) == pytest.approx(100, abs=1)
     assert "optimizer" in done.stdout
+
+
+def test_parts_lie_within_their_step() -> None:
+    command = [sys.executable, "-m", "spmd", "run", "-n", "1", str(BENCH / "profile_parts.py"), "small", "--steps", "3"]
+    done = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    taken = {line[:34].strip(): float(line[34:].split()[0]) for line in lines[1:]}
+    assert 0 < taken["torch's backward"] <= taken["value_and_grad"] <= taken["the region"] <= taken["the call"]
+    assert 0 < taken["opt.step"] < taken["the region"]
 
 
 @pytest.mark.parametrize("launcher", [(), ("run", "-n", "2", "-m", "spmd")], ids=["alone", "launched"])
