@@ -268,7 +268,7 @@ class Communicator(abc.ABC):
             )
         )
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
         """Open the communicator afresh if the mesh has recovered from a failure since it was last used."""
         if self._generation != self._watch.generation:
             self._forget()
@@ -293,7 +293,7 @@ class Communicator(abc.ABC):
         _active.discard(self)
 
     def _start(self, what: str, steps: Steps, async_op: bool) -> Any:
-        self._renew()
+        self.renew()
         if self._debug:
             steps = debug.traced(steps, self.ranks[self.rank], what, self.backend)
         # Where a blocking call stands is found on the stack when it is asked for.
@@ -306,7 +306,7 @@ class Communicator(abc.ABC):
         return work if async_op else work.wait()
 
     def _start_message(self, what: str, steps: Steps, peers: Sequence[int]) -> Work:
-        self._renew()
+        self.renew()
         if self._debug:
             steps = debug.traced(steps, self.ranks[self.rank], what, self.backend)
         work = Work(self, what, steps, peers)

@@ -57,8 +57,8 @@ class HierarchicalCommunicator(GlooCommunicator):
         self._waits_for = ""
         channel = f"{self.channel} of {self.ranks}"  # other groups may have the same ranks here, or the same leaders
         if self._host is not None and self._shared is not None:
-            self._host._renew()
-            self._shared._renew()
+            self._host.renew()
+            self._shared.renew()
         else:
             members = list(map(watch.arena.number, self._mine))
             self._host = ShmCommunicator(watch.arena, members, timeout=self.timeout, channel=channel)
@@ -66,7 +66,7 @@ class HierarchicalCommunicator(GlooCommunicator):
         if self.ranks[self.rank] != self._mine[0]:
             return
         if self._across is not None:
-            self._across._renew()
+            self._across.renew()
         else:
             leaders = [host[0] for host in self._hosts]
             self._across = GlooCommunicator(

@@ -75,7 +75,7 @@ class NcclCommunicator(NcclBase):
     def barrier(self, *, async_op: bool = False) -> Any:
         """Wait until every rank of the group is here, and the GPU past what it was given before."""
         self.check()
-        self._renew()
+        self.renew()
         event = self.streams.event()
         wait_until(
             event.query,

@@ -194,7 +194,7 @@ class NcclBase(Communicator):
 
     def _start(self, what: str, steps: Steps, async_op: bool) -> Any:
         self.check()
-        self._renew()
+        self.renew()
         if self._debug:
             steps = debug.traced(steps, self.ranks[self.rank], what, self.backend)
         # The operation's tensors are what its generator has enclosed; the GPU works on them after Python is done.

@@ -111,6 +111,9 @@ class RankSession:
                 channel=channel,
             )
             self._comms[ranks, channel] = comm
+        else:
+            # A rank that replaces one that died opens its groups as they are asked for; so the others do it, too.
+            comm.renew()
         return comm
 
     @functools.cached_property
@@ -173,7 +176,7 @@ class RankSession:
             self.arena.check()
 
     def renew(self, generation: int) -> None:
-        """Go on after a failure; every communicator opens afresh when it is next used."""
+        """Go on after a failure; every communicator opens afresh when it is next asked for, or used."""
         self.watch.generation = generation
 
     def close(self) -> None:

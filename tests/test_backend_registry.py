@@ -36,7 +36,7 @@ class Relay(Communicator):
         self._attendance = Attendance(watch, self.ranks, channel)
 
     def _open(self) -> None:
-        self._inner._renew()
+        self._inner.renew()
         self._attendance = Attendance(self._inner._watch, self.ranks, self._channel)
 
     def _exchange(self, call: Any, sends: list[Any], recvs: list[Any]) -> Steps:

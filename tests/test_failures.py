@@ -272,6 +272,23 @@ def test_a_rank_is_killed_while_others_wait(make_mesh, backend):
                 use()
 
 
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_groups_open_in_the_order_of_the_program_after_a_death(make_mesh, backend):
+    """A survivor knows groups from before that the new rank opens when the program asks for them."""
+    mesh = make_mesh({"data": 2, "model": 2}, backend=backend, timeout=5.0)
+
+    def step(fatal):
+        data, model, everyone = mesh.comm("data"), mesh.comm("model"), mesh.comm()
+        if fatal and mesh.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [float(comm.all_reduced(torch.ones(1))) for comm in ((data,) if fatal else (everyone, model, data))]
+
+    for _ in range(2):
+        with raises(PeerLost, "rank 3 was killed by SIGKILL"):
+            mesh.run(step, True)
+        assert mesh.run(step, False) == [[4.0, 2.0, 2.0]] * 4
+
+
 def test_shards_that_others_hold_too(make_mesh):
     mesh = make_mesh({"data": 2, "model": 2})
     value = put(torch.arange(4), P("model"), mesh=mesh)
