@@ -268,9 +268,14 @@ class Communicator(abc.ABC):
             )
         )
 
+    @property
+    def stale(self) -> bool:
+        """Whether the mesh has recovered from a failure since this was opened."""
+        return self._generation != self._watch.generation
+
     def renew(self) -> None:
         """Open the communicator afresh if the mesh has recovered from a failure since it was last used."""
-        if self._generation != self._watch.generation:
+        if self.stale:
             self._forget()
             self._open()
             self._generation = self._watch.generation

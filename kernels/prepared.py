@@ -29,7 +29,8 @@ def prepare(comm: ShmCommunicator, tensor: torch.Tensor, op: str) -> Reduction:
     check_op(op, tensor.dtype)
     call = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op)
     if tensor.numel() * tensor.element_size() <= ONE_PHASE_BYTES:
-        return _small(comm, tensor.shape, tensor.dtype, op, call)
+        with torch.inference_mode(False):  # views that are kept must serve calls outside of it, too
+            return _small(comm, tensor.shape, tensor.dtype, op, call)
     return _large(comm, tensor.shape, op, call)
 
 

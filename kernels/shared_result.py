@@ -110,9 +110,17 @@ def _operands(
     """This rank's slice of every rank's part (None: of its own tensor, wherever that is) and of the result."""
     key = (block, *places)
     found = plan.operands.get(key)
-    if found is not None:
-        return found
+    if found is None:
+        if len(plan.operands) >= _PLANS:
+            plan.operands.clear()
+        with torch.inference_mode(False):  # views that are kept must serve calls outside of it, too
+            found = plan.operands[key] = _new_operands(comm, plan, block, places)
+    return found
 
+
+def _new_operands(
+    comm: ShmCommunicator, plan: Plan, block: int, places: tuple[int, ...]
+) -> tuple[list[torch.Tensor | None], torch.Tensor]:
     def view(at: int) -> torch.Tensor:
         return _view(comm, at, plan, plan.start, plan.end)
 
@@ -127,9 +135,6 @@ def _operands(
             parts.append(target)
         else:
             parts.append(view(staged & ~_DIRECT))
-    if len(plan.operands) >= _PLANS:
-        plan.operands.clear()
-    plan.operands[key] = parts, target
     return parts, target
 
 

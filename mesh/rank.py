@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..kernels.arena import Arena
 from ..kernels.communicator import Communicator
@@ -100,8 +101,16 @@ class RankSession:
                 )
             )
         comm = self._comms.get((ranks, channel))
+        if comm is None or comm.stale:
+            # A transform of torch.func would take a communicator's memory for what is transformed.
+            with temporarily_clear_interpreter_stack():
+                comm = self._opened(ranks, channel)
+        return comm
+
+    def _opened(self, ranks: tuple[int, ...], channel: str) -> Communicator:
+        comm = self._comms.get((ranks, channel))
         if comm is None:
-            comm = make_communicator(
+            comm = self._comms[ranks, channel] = make_communicator(
                 self.backend,
                 ranks=ranks,
                 rank=self.rank,
@@ -110,10 +119,8 @@ class RankSession:
                 timeout=self.timeout,
                 channel=channel,
             )
-            self._comms[ranks, channel] = comm
-        else:
-            # A rank that replaces one that died opens its groups as they are asked for; so the others do it, too.
-            comm.renew()
+        # A rank that replaces one that died opens its groups as they are asked for; so do the others.
+        comm.renew()
         return comm
 
     @functools.cached_property

@@ -481,6 +481,51 @@ def test_torch_func_grad_jvp_and_their_batches_through_a_collective(shared_mesh)
         assert all(results.values()), results
 
 
+@on_both
+def test_the_first_collective_of_a_group_inside_a_transform_of_torch_func(shared_mesh, backend):
+    mesh = shared_mesh({"data": 2}, backend)
+    calls = {
+        "psum": lambda x: psum(x, "data"),
+        "pmean": lambda x: pmean(x, "data"),
+        "pmax": lambda x: pmax(x, "data"),
+        "pmin": lambda x: pmin(x, "data"),
+        "gather": lambda x: all_gather(x, "data"),
+        "scatter": lambda x: psum_scatter(x, "data"),
+        "exchange": lambda x: all_to_all(x, "data", 0, 1),
+        "permute": lambda x: ppermute(x, "data", [(0, 1)]),
+        "broadcast": lambda x: pbroadcast(x, "data", 1),
+        "barrier": lambda x: (barrier("data"), x)[1],
+    }
+
+    def body(f):
+        x = torch.arange(8.0).view(2, 2, 2) + axis_index("data")
+        found = [
+            torch.func.grad(lambda x: f(x).square().sum())(x[0]),
+            torch.func.grad(lambda x: torch.func.grad(lambda x: f(x * x).square().sum())(x).sum())(x[0]),
+            torch.func.vmap(f)(x),
+            torch.func.jvp(f, (x[0],), (x[1],))[1],
+        ]
+        return torch.cat([part.reshape(-1) for part in found]).tolist()
+
+    for f in calls.values():
+        with pytest.raises(ZeroDivisionError):
+            mesh.run(lambda: 1 // 0)  # after a failure groups are opened again
+        first = mesh.run(body, f)
+        assert mesh.run(body, f) == first
+
+
+def test_collectives_first_made_in_inference_mode(make_mesh):
+    def body():
+        for inference in (True, False):
+            with torch.inference_mode(inference):
+                for _ in range(3):
+                    found = [psum(torch.ones(size), "data").sum().item() for size in (3, 30000)]
+        return found
+
+    for backend in ("shm", "gloo"):
+        assert make_mesh({"data": 2}, backend=backend).run(body) == [[6.0, 60000.0]] * 2
+
+
 def test_checkpointed_layers_communicate_again_and_give_the_same_gradients(shared_mesh):
     from torch.utils.checkpoint import checkpoint
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..kernels.communicator import Communicator
 from ..kernels.errors import SpecError, message
@@ -65,7 +66,9 @@ def barrier(axis: Axis | None = None) -> None:
         SpecError: no such axis. MeshError: outside a region.
     """
     session = require("barrier").session
-    session.comm(session.layout.names if axis is None else place("barrier", axis)[1]).barrier()
+    comm = session.comm(session.layout.names if axis is None else place("barrier", axis)[1])
+    with temporarily_clear_interpreter_stack():  # torch.func has nothing to transform here
+        comm.barrier()
 
 
 def place(what: str, axis: Axis) -> tuple[RankSession, tuple[str, ...]]:
