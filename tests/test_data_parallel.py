@@ -311,6 +311,39 @@ def test_a_model_that_fails_on_no_samples_contributes_nothing(shared_mesh, backe
 
 
 @on_both
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_rank_without_samples_reduces_in_the_order_of_the_others(shared_mesh, backend, refuses):
+    """Value and aux travel as they are, gradients as another dtype: buckets of two kinds, one after another."""
+    mesh = shared_mesh({"data": 4}, backend)
+    check = Refuses() if refuses else nn.Identity()
+    params = {f"w{i}": drawn(6, 6, seed=i) / 3 for i in range(5)}
+    params.update(half=drawn(6, seed=7).bfloat16(), double=drawn(6, seed=8, dtype=torch.float64), unused=drawn(70))
+    params.update(tied=params["w0"], z=torch.complex(drawn(6, seed=9), drawn(6, seed=10)), nothing=torch.ones(0))
+
+    def loss(params, batch):
+        out = check(batch)
+        for i in (0, 1, 2, 3, 4, 1):
+            out = torch.tanh(out @ params[f"w{i}"])
+        out = out @ params["tied"] * params["half"].float() * params["double"].float() * params["z"].abs()
+        return (out**2).mean(), {"mean": out.mean(0), "double": out.double().mean(), "half": out.mean().bfloat16()}
+
+    def step(params, batch):
+        return value_and_grad(loss, has_aux=True)(params, batch)
+
+    for size in (2, 3):
+        (wanted, wanted_aux), gradients = step(params, drawn(size, 6))
+        for options in ({"wire_dtype": torch.bfloat16}, {"wire_dtype": torch.float16}, {}):
+            run = spmd(data_parallel(step, bucket_mb=1e-4, **options), mesh=mesh, check="always")
+            (value, aux), found = run(params, drawn(size, 6))
+            torch.testing.assert_close(value.full(), wanted)
+            torch.testing.assert_close(aux["mean"].full(), wanted_aux["mean"])
+            torch.testing.assert_close(aux["double"].full(), wanted_aux["double"], rtol=1e-5, atol=1e-7)
+            for name, gradient in gradients.items():
+                tolerance = 2e-2 if options or name == "half" else 1e-5
+                torch.testing.assert_close(found[name].full(), gradient, rtol=tolerance, atol=tolerance / 10)
+
+
+@on_both
 def test_a_failure_that_is_no_empty_shards_fault_is_raised(shared_mesh, backend):
     mesh = shared_mesh({"data": 4}, backend)
     refuses = Refuses()

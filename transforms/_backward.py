@@ -45,6 +45,13 @@ class Evaluated:
         """This rank's share in a mean over `axes`, and whether it has any samples."""
         return (1.0, True) if self.region is None else self.region.weight(axes)
 
+    def weighted(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        """What this rank contributes to a mean over `axes`: zeros if it has no samples, whatever it computed."""
+        share, has_samples = self.weight(axes)
+        if not has_samples:
+            return torch.zeros_like(x)
+        return x * share if axes else x
+
     def ends(self) -> tuple[list[Tensor], list[Tensor]]:
         """Where the backward pass begins, and with what."""
         seeds = [(self.value, self.weight(self.over)[0])] if self.value.requires_grad else []
@@ -72,13 +79,11 @@ def outermost(f: Evaluated) -> Solution:
     ]
     sums.open()
     f.aux.check(f.region, f.over)
-    weight, has_samples = f.weight(f.over)
-    if has_samples:
-        sums.fill(value_place, f.value.detach() * weight)
+    # On a rank without samples too: reductions begin as leaves are filled in, and so in the same order on all ranks.
+    sums.fill(value_place, f.weighted(f.value.detach(), f.over))
     for leaf, axes, place in zip(f.aux.leaves, f.aux.over, aux_places, strict=True):
-        share, has_samples = f.weight(axes or ())
-        if place is not None and has_samples:
-            sums.fill(place, leaf.detach() * share if axes else leaf.detach())
+        if place is not None:
+            sums.fill(place, f.weighted(leaf.detach(), axes or ()))
     ends, seeds = f.ends()
     twins = [(a.twin, place) for a, place in zip(f.arguments, places, strict=True) if a.twin is not None and place]
     if ends and twins:
@@ -128,8 +133,7 @@ def within_a_graph(f: Evaluated) -> Solution:
     ]
 
     def average(leaf: Any, axes: tuple[str, ...] | None) -> Any:
-        share, has_samples = f.weight(axes or ())
-        return _sum(leaf * share if has_samples else torch.zeros_like(leaf), axes) if axes else leaf
+        return _sum(f.weighted(leaf, axes), axes) if axes else leaf
 
     leaves = [average(leaf, axes) for leaf, axes in zip(f.aux.leaves, f.aux.over, strict=True)]
     return f.noted(average(f.value, f.over), f.over), gradients, f.aux.tree(leaves)
