@@ -120,7 +120,8 @@ class GlooCommunicator(NetworkedCommunicator):
         recv_sizes = [0 if piece is None else piece.numel() for piece in recvs]
         if call is not None and not (yield from self._agree(call, send_sizes, recv_sizes)):
             return
-        outgoing = torch.cat([piece for piece in sends if piece is not None and piece.numel()] or [_EMPTY])
+        outgoing = torch.empty(sum(send_sizes), dtype=torch.uint8)
+        torch.cat([piece for piece in sends if piece is not None and piece.numel()] or [_EMPTY], out=outgoing)
         incoming = torch.empty(sum(recv_sizes), dtype=torch.uint8)
         options = dist.AllToAllOptions()
         yield from self._done(self._group.alltoall_base(incoming, outgoing, recv_sizes, send_sizes, options))

@@ -17,8 +17,9 @@ from ..kernels.errors import SpecError, message
 from ..mesh import trees
 from ..mesh.region import Region, mark, marked, require
 from ..mesh.spec import split_sizes
+from ._dealt import as_dealt
 from ._reductions import psum
-from ._virtual_shards import Dealt, VirtualShards, agreed, check_count, stepping, without_batch
+from ._virtual_shards import VirtualShards, agreed, check_count, stepping, without_batch
 
 
 def data_parallel(
@@ -182,7 +183,7 @@ def _split(region: Region, tree: Any, axis: str, virtual: VirtualShards | None) 
     def dealt(leaf: torch.Tensor) -> torch.Tensor:
         if virtual is None:
             return leaf
-        part = mark(leaf.as_subclass(Dealt), marked(leaf) or frozenset())
+        part = mark(as_dealt(leaf), marked(leaf) or frozenset())
         virtual.batch.append(part)
         return part
 

@@ -24,8 +24,8 @@ from ._arguments import prepare
 from ._auxiliary import Auxiliary
 from ._backward import Evaluated, outermost, within_a_graph
 from ._chain import chain, in_torch_func, linked, started
+from ._dealt import Dealt, as_dealt
 from ._named_axes import differs_over, note, place
-from ._virtual_shards import Dealt
 
 
 def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False, axes: Any = None) -> Callable:
@@ -115,7 +115,7 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     by_shards = _shard_gradients.applies(region, over, nested, (args, kwargs), name)
     for argument in arguments:
         if isinstance(argument.twin, Dealt):
-            argument.twin = argument.leaf.as_subclass(Dealt)  # to be told from the leaf in another argument
+            argument.twin = as_dealt(argument.leaf)  # to be told from the leaf in another argument
         elif argument.twin is not None:
             leaf = argument.leaf
             argument.twin = leaf.view_as(leaf) if nested and leaf.requires_grad else leaf.detach().requires_grad_()

@@ -15,7 +15,7 @@ from ..mesh import trees
 from ..mesh.placing import as_tensor
 from ..mesh.rank import RankSession
 from ..mesh.region import mark, require
-from ._virtual_shards import Dealt
+from ._dealt import Dealt
 
 Axis = str | tuple[str, ...]
 

@@ -22,12 +22,13 @@ from ._arguments import Argument
 from ._auxiliary import Auxiliary
 from ._backward import Evaluated, Solution
 from ._chain import chain
+from ._dealt import Dealt, plain
 from ._empty_shards import blank
 from ._named_axes import differs_over
 from ._shard_results import Results
 from ._sums import Hook, Sums
 from ._tree_sums import TreeSums
-from ._virtual_shards import Dealt, VirtualShards, after_shards, plain, running
+from ._virtual_shards import VirtualShards, after_shards, running
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

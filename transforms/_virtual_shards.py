@@ -1,8 +1,8 @@
 """Virtual shards: a batch that is computed in V parts of fixed shape, one after another, on however many ranks.
 
 Which samples share a shard, the shape it runs at and its random numbers follow from the batch and V alone. Invariant:
-between the ranks' parts and the shards nothing is computed from the batch: what a step takes of it are `Dealt` tensors,
-which are of use only as arguments of `value_and_grad`.
+between the ranks' parts and the shards nothing is computed from the batch: what a step takes of it are `Dealt` tensors
+(`_dealt`), which are of use only as arguments of `value_and_grad`.
 """
 
 from __future__ import annotations
@@ -21,55 +21,9 @@ from torch import Tensor
 from ..kernels.arena import word_key
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
-from ..mesh.region import Region, current, generators, mark, reseed, restore_generators
+from ..mesh.region import Region, generators, mark, reseed, restore_generators
 from ..mesh.spec import Sharded, dealt_sizes, is_sharded, split_sizes
-
-# What makes of tensors the numbers, booleans, lists and arrays that no rule for tensors follows.
-_READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__bool__", "__complex__"}
-_READS |= {"__contains__", "__dlpack__", "__float__", "__index__", "__int__"}
-
-
-class Dealt(Tensor):
-    """A rank's part of a batch, or what a step computed from it, before it is cut into virtual shards."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        region = current()
-        if region is not None and region.shard is not None:
-            raise SpecError(
-                message(
-                    "a function that is differentiated under data_parallel(shards=) uses the batch of the step around "
-                    "it, all of which is not there while a virtual shard runs",
-                    got=f"the batch in {getattr(func, '__name__', 'an operation')}",
-                    where=region.session.where(),
-                    remedy="take the batch as an argument: value_and_grad(loss)(params, batch)",
-                )
-            )
-        name = getattr(func, "__name__", "")
-        if name in _READS and region is not None and region.virtual is not None:
-            _refuse_to_read(name, [*args, *(kwargs or {}).values()], region)
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def _refuse_to_read(name: str, args: list[Any], region: Region) -> None:
-    virtual: VirtualShards = region.virtual
-    read = next(arg for arg in args if isinstance(arg, Dealt))
-    leaves = zip(trees.paths(virtual.tree), trees.leaves(virtual.tree), strict=True)
-    leaf = next((f"batch{path}" for path, leaf in leaves if leaf is read), "what was computed from the batch")
-    raise SpecError(
-        message(
-            f"a step under data_parallel(shards=) takes numbers from {leaf} outside value_and_grad, where a rank has "
-            "its own samples only, so that they would depend on the number of ranks",
-            got=f"{name} of {read.dtype} {tuple(read.shape)}",
-            where=region.session.where(),
-            remedy="return it as aux of the function that is differentiated (has_aux=True)",
-        )
-    )
-
-
-def plain(leaf: Any) -> Any:
-    """A tensor as an ordinary one again."""
-    return leaf.as_subclass(Tensor) if isinstance(leaf, Dealt) else leaf
+from ._dealt import Dealt, plain
 
 
 @dataclasses.dataclass(slots=True)
