@@ -45,8 +45,9 @@ def works(mesh) -> bool:
     return float(total(torch.ones(2 * size))) == 2 * size and mesh.run(lambda: axis_index("data")) == list(range(size))
 
 
-def kill(pid: int, after: float = 0.0) -> None:
-    threading.Timer(after, os.kill, (pid, signal.SIGKILL)).start()
+def kill(*pids: int, after: float) -> None:
+    """Kill processes together, after some seconds."""
+    threading.Timer(after, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids]).start()
 
 
 # -- exceptions --------------------------------------------------------------------------------------------------------
@@ -256,7 +257,7 @@ def test_a_rank_is_killed_while_others_wait(make_mesh, backend):
 
     double = spmd(lambda p: p["w"] * 2, mesh=mesh)
     for _ in range(2):
-        kill(mesh.driver.pids[1], 0.3)
+        kill(mesh.driver.pids[1], after=0.3)
         words = ["rank 1 was killed by SIGKILL; ranks 0, 2 waited for it and gave up [Mesh({'data': 3}"]
         with raises(PeerLost, *words, "the mesh has replaced it and goes on", within=0.3 + SECONDS) as caught:
             step(params)
@@ -348,8 +349,7 @@ def test_a_rank_is_killed_during_a_call_that_nobody_waits_for(make_mesh):
 def test_all_ranks_are_killed(make_mesh):
     mesh = make_mesh({"data": 3})
     w = put(torch.ones(2), mesh=mesh)
-    for pid in mesh.driver.pids:
-        kill(pid, 0.2)
+    kill(*mesh.driver.pids, after=0.2)
     with raises(PeerLost, "rank 0 was killed by SIGKILL", within=0.2 + SECONDS):
         mesh.run(time.sleep, 30)
     with raises(PeerLost, "a value on this mesh was lost with rank 0"):
@@ -402,7 +402,7 @@ def test_the_process_that_ranks_are_forked_from_is_killed(make_mesh):
     w = put(torch.ones(2), mesh=meshes[0])
     zygote = meshes[0].driver.ranks.all[0]._zygote._process.pid
     before = [pid for mesh in meshes for pid in mesh.driver.pids]
-    kill(zygote, 0.2)
+    kill(zygote, after=0.2)
     with raises(PeerLost, "rank 0 died with the process that it was forked from", within=10):
         meshes[0].run(time.sleep, 30)
     assert end_within(1, before)
