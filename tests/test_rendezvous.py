@@ -148,7 +148,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[tu
                 for given, _ in ours:
                     given.write("\n")
                     given.flush()
-            parent.wait(timeout=40)
+            parent.wait(timeout=100)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(parent.pid, signal.SIGKILL)
