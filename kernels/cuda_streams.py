@@ -1,18 +1,24 @@
-"""The CUDA streams and events that communication needs, in one place; tests put something else there."""
+"""The CUDA streams and events that communication needs, in one place; tests put something else there.
+
+NCCL may deadlock when two communicators run on a GPU at once: each fills the GPU while it waits for a peer that runs
+the other first. So what they launch takes turns (`in_turn`), in the order in which the host launches it, which is the
+same on all ranks. Invariant: nothing here makes the host wait.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+# By device, of all communicators: the stream of the newest launch, and the event after it.
+_newest: dict[torch.device, tuple[int, Any]] = {}
+
 
 class Streams:
-    """The current stream of a device, and side streams that run beside it.
-
-    Invariant: nothing here makes the host wait.
-    """
+    """The current stream of a device, and side streams that run beside it."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -36,6 +42,21 @@ class Streams:
         with torch.cuda.stream(side):
             yield
 
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Let what is launched within run after all that was launched so before, on this device on whichever stream.
+
+        In a stream that is being captured there are no turns: it could not wait for what is not captured.
+        """
+        if self.capturing():
+            yield
+            return
+        stream, (of, before) = self.pointer(), _newest.get(self._device, (0, None))
+        if before is not None and of != stream:
+            self.wait(before)
+        yield
+        _newest[self._device] = stream, self.event()
+
     def event(self) -> Any:
         """An event after all that the current stream was given so far."""
         event = torch.cuda.Event()
@@ -54,3 +75,26 @@ class Streams:
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
         return torch.cuda.is_current_stream_capturing()
+
+
+class Home:
+    """The stream that is current where a backward pass begins; its hooks may run on others.
+
+    Autograd runs each node on the stream of its forward: so leaves may come from several streams, and what sums them
+    waits for one.
+    """
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.current_stream(device)
+
+    @contextlib.contextmanager
+    def taking(self, tensor: torch.Tensor) -> Iterator[None]:
+        """Make it the current stream, once it is past what the stream that is current made: a tensor."""
+        maker = torch.cuda.current_stream(tensor.device)
+        if maker == self._stream:
+            yield
+            return
+        self._stream.wait_stream(maker)
+        tensor.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield

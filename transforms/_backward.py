@@ -18,7 +18,7 @@ from ._auxiliary import Auxiliary
 from ._chain import Chain, chain, forget_undefined
 from ._named_axes import note
 from ._reductions import psum
-from ._sums import Hook, Sums
+from ._sums import Hook, Sums, home_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,7 +87,8 @@ def outermost(f: Evaluated) -> Solution:
     ends, seeds = f.ends()
     twins = [(a.twin, place) for a, place in zip(f.arguments, places, strict=True) if a.twin is not None and place]
     if ends and twins:
-        hooks = [(twin, Hook(sums, place)) for twin, place in twins]
+        home = home_of(f.value)
+        hooks = [(twin, Hook(sums, place, home)) for twin, place in twins]
         handles = [twin.register_post_accumulate_grad_hook(hook) for twin, hook in hooks] if sums.shared else []
         # In the same chain or one like it, so that a layer computed again (torch.utils.checkpoint) leaves the same
         # trace; on this thread, which knows of the region.

@@ -88,6 +88,15 @@ def _check_device(device: str, region: Region) -> None:
         )
 
 
+def home_of(tensor: Tensor) -> Any:
+    """What the hooks of a backward pass need to know of the stream that it begins on; None but on GPUs."""
+    if not tensor.is_cuda:
+        return None
+    from ..kernels.cuda_streams import Home
+
+    return Home(tensor.device)
+
+
 def _kind(device: str) -> Any:
     """The buckets for a kind of device; those of GPUs are imported where there is one."""
     if device != "cuda":
@@ -104,16 +113,27 @@ class Filled(Protocol):
 
 
 class Hook:
-    """Takes a leaf's gradient as soon as the backward pass has it."""
+    """Takes a leaf's gradient as soon as the backward pass has it.
 
-    __slots__ = ("place", "region", "sums")
+    Args:
+        home: where the backward pass began on a GPU, whose stream what sums the gradients waits for.
+    """
 
-    def __init__(self, sums: Filled, place: Any):
-        self.sums, self.place, self.region = sums, place, current()
+    __slots__ = ("home", "place", "region", "sums")
+
+    def __init__(self, sums: Filled, place: Any, home: Any = None):
+        self.sums, self.place, self.region, self.home = sums, place, current(), home
 
     def __call__(self, twin: Any) -> None:
         gradient, twin.grad = twin.grad, None
         if gradient is not None:
             # A rank without samples fills in as well, so that buckets and collectives alternate alike on all ranks.
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            self.sums.fill(self.place, forget_undefined(gradient, self.region))
+            if self.home is None:
+                self._fill(gradient)
+            else:
+                with self.home.taking(gradient):
+                    self._fill(gradient)
+
+    def _fill(self, gradient: Tensor) -> None:
+        self.sums.fill(self.place, forget_undefined(gradient, self.region))
