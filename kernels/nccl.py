@@ -30,17 +30,21 @@ class NcclCommunicator(NcclBase):
     ) -> Steps:
         if call is not None:
             self._agree(call, sends, recvs)
-        mine, target = sends[self.rank], recvs[self.rank]
-        if mine is not None and target is not None and mine.data_ptr() != target.data_ptr():
-            target.copy_(mine)
+        mine, theirs = sends[self.rank], recvs[self.rank]
+        sizes = [0 if piece is None else piece.numel() for piece in (mine, theirs)]
+        if sizes[0] != sizes[1]:  # NCCL would not say so
+            raise self.wrong_piece("exchange" if call is None else call.text, self.rank, *sizes)
+        if mine is not None and theirs is not None and mine.data_ptr() == theirs.data_ptr():
+            mine = theirs = None  # it is where it is to go
+        sends, recvs = list(sends), list(recvs)
+        sends[self.rank], recvs[self.rank] = mine, theirs
         byte = self._type(torch.uint8)
-        with self._grouped():
-            for rank in range(self.size):
-                piece, place = sends[rank], recvs[rank]
-                if rank != self.rank and piece is not None and piece.numel():
-                    self._call("send", piece.data_ptr(), piece.numel(), byte, rank)
-                if rank != self.rank and place is not None and place.numel():
-                    self._call("recv", place.data_ptr(), place.numel(), byte, rank)
+        with self._grouped() as launch:
+            for rank, (piece, place) in enumerate(zip(sends, recvs, strict=True)):
+                if piece is not None and piece.numel():
+                    launch("send", piece.data_ptr(), piece.numel(), byte, rank)
+                if place is not None and place.numel():
+                    launch("recv", place.data_ptr(), place.numel(), byte, rank)
         return
         yield  # a generator like all operations, though it waits for nothing
 
@@ -52,12 +56,15 @@ class NcclCommunicator(NcclBase):
     def _reduced(self, flat: torch.Tensor, op: str, out: torch.Tensor | None) -> torch.Tensor:
         """The reduction of a flat contiguous tensor: in `out`, if it is given and can be, else in a new tensor."""
         chosen = way(op, flat.dtype)
-        if not flat.numel() or self.size == 1:
+        if not flat.numel():
             return flat.clone() if out is None else out
         if chosen.op is None:
             return self._combined(flat, op)
         source = carried(flat, chosen)
-        target = carried(out, chosen) if out is not None and chosen.same else torch.empty_like(source)
+        if not chosen.same:
+            target = source  # NCCL may as well write where it reads
+        else:
+            target = torch.empty_like(source) if out is None else carried(out, chosen)
         number = int(getattr(self.library.nccl, chosen.op))
         self._call("allReduce", source.data_ptr(), target.data_ptr(), source.numel(), self._type(chosen.dtype), number)
         return brought_back(target, flat.dtype, chosen, self.size)
@@ -138,7 +145,7 @@ class NcclCommunicator(NcclBase):
         def steps() -> Steps:
             self._agree(call)
             flat, chosen = _contiguous(tensor).view(-1), way(op, tensor.dtype)
-            if chosen.op is None or not flat.numel() or self.size == 1:
+            if chosen.op is None or not flat.numel():
                 result = self._reduced(flat, op, None)
             else:
                 source = carried(flat, chosen)
@@ -188,7 +195,7 @@ class NcclCommunicator(NcclBase):
         def steps() -> Steps:
             self._agree(call, ins, [output] * self.size)
             chosen, count = way(op, output.dtype), output.numel()
-            even = all(piece.numel() == count for piece in ins) and count > 0 and self.size > 1
+            even = all(piece.numel() == count for piece in ins) and count > 0
             if even and chosen.op is not None:
                 source = carried(torch.cat([_contiguous(piece).view(-1) for piece in ins]), chosen)
                 target = torch.empty(source.numel() // self.size, dtype=source.dtype, device=source.device)

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,41 +21,16 @@ from . import debug, nccl_watchdog
 from .communicator import Call, Communicator, Steps
 from .errors import CollectiveMismatch, MeshError, PeerLost, SpecError, message
 from .nccl_arithmetic import nccl_type
+from .nccl_group import forget, group_of
 from .nccl_library import Library
 from .nccl_messages import Messages
-from .nccl_raw import forget, group_of
+from .nccl_raw import await_endings
+from .nccl_started import DeviceWork, UnderWay
 from .waiting import wait_until
 
 _CLOSE_SECONDS = 1.0
 _ON_DEVICE = 1 << 61  # tells the signature of a call on GPUs from that of the same call on the host
-
-
-@dataclasses.dataclass(slots=True)
-class _Started:
-    """An operation that the GPU may not have finished, and what it works on."""
-
-    what: str
-    event: Any
-    since: float
-    kept: Any
-
-
-class DeviceWork:
-    """A started operation: `wait()` lets the current stream wait for it and gives its value; the host goes on."""
-
-    def __init__(self, comm: NcclBase, event: Any, value: Any):
-        self._comm, self._event, self._value = comm, event, value
-
-    def is_completed(self) -> bool:
-        self._comm.check()
-        return bool(self._event.query())
-
-    def wait(self) -> Any:
-        self._comm.check()
-        self._comm.streams.wait(self._event)
-        if isinstance(self._value, torch.Tensor):
-            self._comm.streams.hold(self._value)
-        return self._value
+Launch = Callable[..., None]
 
 
 class NcclBase(Communicator):
@@ -94,7 +67,8 @@ class NcclBase(Communicator):
         self._nccl: Any = None
         self._messages_between: Messages | None = None
         self._inside: tuple[str, float] | None = None  # what of NCCL this thread is in, and since when
-        self._started: deque[_Started] = deque()
+        self.under_way = UnderWay()
+        self._opened_in = -1  # the generation
         self._lock = threading.RLock()
         self._open()
 
@@ -102,21 +76,26 @@ class NcclBase(Communicator):
 
     def _open(self) -> None:
         self._end()
-        raw = self._group.open(self.channel)
+        generation = self._watch.generation
+        raw = self._group.open(self)
         with self._lock:
-            self.failure, self._nccl = None, raw
+            self.failure, self._nccl, self._opened_in = None, raw, generation
         nccl_watchdog.watch(self)
 
     def _end(self) -> None:
-        """End NCCL's communicator: in peace if all it was given is over, else by force."""
+        """End NCCL's communicator: in peace if all it was given is over, else by force; after a failure at once."""
         nccl_watchdog.unwatch(self)
+        failed = self.failure is not None or self._opened_in != self._watch.generation
         deadline = time.monotonic() + _CLOSE_SECONDS
-        while self.failure is None and self._nccl is not None and self._pending() and time.monotonic() < deadline:
-            time.sleep(1e-3)
+        try:
+            while not failed and self._nccl is not None and not self.quiet() and time.monotonic() < deadline:
+                time.sleep(1e-3)
+        except RuntimeError:  # of CUDA, which then goes on saying so
+            failed = True
         with self._lock:
             raw, self._nccl = self._nccl, None
-            abort = self.failure is not None or bool(self._started) or self._generation != self._watch.generation
-            self._started.clear()
+            abort = failed or self.failure is not None or self.under_way.oldest() is not None
+            self.under_way.clear()
         if raw is not None:
             self._group.leave(self.channel, raw, abort=abort)
         if self._messages_between is not None:
@@ -128,8 +107,14 @@ class NcclBase(Communicator):
         if not self._closed:
             self._closed = True
             self._end()
+            await_endings()
             forget(self._group)
             self.host.close()
+
+    def quiet(self) -> bool:
+        """Whether all that NCCL was given here is over."""
+        with self._lock:
+            return not self.under_way.count()
 
     def check(self) -> None:
         """Raise what has gone wrong since the last operation was started, if anything has."""
@@ -144,30 +129,36 @@ class NcclBase(Communicator):
                 return
             try:
                 self.streams.enter()
-                if not (self._pending() or inside):
+                if self._opened_in != self._watch.generation:
+                    raise PeerLost(message("a region failed", where=f"group {self.ranks}", remedy="start afresh"))
+                self.under_way.count()
+                oldest = self.under_way.oldest()
+                waits = (oldest.what, oldest.since) if inside is None and oldest is not None else inside
+                if waits is None:
                     return
                 self._watch.check()
                 self._watch.check_peers()
                 self._nccl.check_async_error()
-                what, since = inside or (self._started[0].what, self._started[0].since)
-                if time.monotonic() - since > self.timeout:
-                    raise self._silence(what)
+                if time.monotonic() - waits[1] > self.timeout:
+                    raise self._silence(waits[0])
             except BaseException as error:
                 self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         """End by force, so that what waits for the GPU goes on."""
-        if isinstance(error, RuntimeError) and not isinstance(error, (PeerLost, MeshError, CollectiveMismatch)):
+        if isinstance(error, (RuntimeError, KeyError)) and not isinstance(error, (MeshError, CollectiveMismatch)):
+            oldest, inside = self.under_way.oldest(), self._inside
+            what = oldest.what if oldest is not None else "?" if inside is None else inside[0]
             error = PeerLost(
                 message(
-                    f"NCCL failed on rank {self.ranks[self.rank]} in {self._started[0].what if self._started else '?'}",
+                    f"NCCL failed on rank {self.ranks[self.rank]} in {what}",
                     got=str(error),
                     where=f"group {self.ranks}, {self.library.describe()}",
                     remedy="run with NCCL_DEBUG=INFO, and see the output of the other ranks",
                 )
             )
         self.failure = error
-        if isinstance(error, PeerLost):
+        if isinstance(error, PeerLost) and self._opened_in == self._watch.generation:  # a later one goes on
             self._watch.abort(f"rank {self.ranks[self.rank]}: {error}")
         raw, self._nccl = self._nccl, None
         if raw is not None:
@@ -183,12 +174,6 @@ class NcclBase(Communicator):
                 remedy="see what the other ranks do, or raise Mesh(timeout=)",
             )
         )
-
-    def _pending(self) -> int:
-        """How many operations may not be over; forgets the others."""
-        while self._started and self._started[0].event.query():
-            self._started.popleft()
-        return len(self._started)
 
     # -- starting ------------------------------------------------------------------------------------------------------
 
@@ -208,13 +193,12 @@ class NcclBase(Communicator):
             event = self.streams.event()
         if not capturing:  # an event of a graph can be waited for in the graph, but not asked about
             self.note(what, event, kept)
-        return DeviceWork(self, event, value) if async_op else value
+        return DeviceWork(self, what, event, value) if async_op else value
 
     def note(self, what: str, event: Any, kept: Any) -> None:
         """An operation was started that is over when `event` is, and works on `kept`."""
         with self._lock:
-            self._pending()
-            self._started.append(_Started(what, event, time.monotonic(), kept))
+            self.under_way.add(what, event, kept)
 
     def _through(self, steps: Steps) -> Any:
         """Go through steps, none of which waits for anything but the host's peers."""
@@ -246,36 +230,41 @@ class NcclBase(Communicator):
 
     def _call(self, name: str, *arguments: Any) -> None:
         """One of NCCL's functions, on the current stream."""
+        with self._launching(name) as launch:
+            launch(name, *arguments)
+
+    @contextlib.contextmanager
+    def _grouped(self) -> Iterator[Launch]:
+        """Have NCCL start what is called within all at once; an error in between leaves no group open."""
+        with self._launching("a group of sends and receives") as launch:
+            self.library.nccl.groupStart()
+            try:
+                yield launch
+            finally:
+                self.library.nccl.groupEnd()
+
+    @contextlib.contextmanager
+    def _launching(self, what: str) -> Iterator[Launch]:
+        """A function that calls NCCL on the current stream, in turn with what other communicators launch.
+
+        While this thread is inside NCCL, which may wait there for a peer, the watchdog can end that.
+        """
         with self._lock:
             raw = self._nccl
         if raw is None:
-            raise self.failure or PeerLost(message(f"{name} on a closed communicator", where=f"group {self.ranks}"))
-        with self._entered(name):
-            getattr(raw, name)(*arguments, self.streams.pointer())
-
-    @contextlib.contextmanager
-    def _entered(self, what: str) -> Any:
-        """While this thread is inside NCCL, which may wait there for a peer, the watchdog can end that."""
-        self._inside = what, time.monotonic()
-        try:
-            yield
-        except Exception as error:  # CuPy raises a KeyError for results that it has no name for
-            with self._lock:
-                if self.failure is None:
-                    self._fail(error)
-            raise self.failure from None  # type: ignore[misc]
-        finally:
-            self._inside = None
-
-    @contextlib.contextmanager
-    def _grouped(self) -> Any:
-        """Have NCCL start what is called within all at once; an error in between leaves no group open."""
-        self.library.nccl.groupStart()
-        try:
-            yield
-        finally:
-            with self._entered("a group of sends and receives"):
-                self.library.nccl.groupEnd()
+            raise self.failure or PeerLost(message(f"{what} on a closed communicator", where=f"group {self.ranks}"))
+        with self.streams.in_turn():
+            stream = self.streams.pointer()
+            self._inside = what, time.monotonic()
+            try:
+                yield lambda name, *arguments: getattr(raw, name)(*arguments, stream)
+            except Exception as error:
+                with self._lock:
+                    if self.failure is None:
+                        self._fail(error)
+                raise self.failure from None  # type: ignore[misc]
+            finally:
+                self._inside = None
 
     def _type(self, dtype: torch.dtype) -> int:
         return nccl_type(self.library.nccl, dtype)

@@ -6,8 +6,10 @@ one process would each keep state of their own. Invariant: nothing here is calle
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import os
 import re
 from typing import Any
@@ -30,16 +32,19 @@ class Library:
         version: of the mapped libnccl, as NCCL writes it (22501 is 2.25.1).
         path: the mapped file, as the kernel knows it; "" if none is.
         cupy: the version of CuPy.
+        doubt: what may be wrong with the installation; "" if nothing is known to be.
     """
 
     nccl: Any
     version: int
     path: str
     cupy: str
+    doubt: str = ""
 
     def describe(self) -> str:
         """For messages and reports: `CuPy 14.2.0, NCCL 2.27.3 (/.../libnccl.so.2)`."""
-        return f"CuPy {self.cupy}, NCCL {version_text(self.version)} ({self.path or 'linked in'})"
+        doubt = f"; {self.doubt}" if self.doubt else ""
+        return f"CuPy {self.cupy}, NCCL {version_text(self.version)} ({self.path or 'linked in'}){doubt}"
 
 
 def version_text(version: int) -> str:
@@ -69,6 +74,33 @@ def extra() -> str:
     return "cuda13" if (torch.version.cuda or "").startswith("13") else "cuda12"
 
 
+def _doubt() -> str:
+    """What is said where the NCCL wheels of two CUDA versions are installed, one of them over the other."""
+    found = []
+    for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    if len(found) < 2:
+        return ""
+    return f"{' and '.join(found)} have overwritten each other's file: uninstall both, then pip install spmd[{extra()}]"
+
+
+def _check_major(cupy: Any) -> None:
+    """Refuse a CuPy that was built for another major version of CUDA than torch: each would load its own."""
+    if torch.version.cuda is None:
+        return  # refused elsewhere
+    wanted, found = int(torch.version.cuda.partition(".")[0]), cupy.cuda.runtime.runtimeGetVersion() // 1000
+    if wanted != found:
+        raise MeshError(
+            message(
+                "CuPy and torch are built for different CUDA versions",
+                got=f"CuPy {cupy.__version__} for CUDA {found}, torch {torch.__version__} for {torch.version.cuda}",
+                expected=f"a CuPy for CUDA {wanted}",
+                remedy=f"pip uninstall cupy-cuda{found}x, then pip install cupy-cuda{wanted}x",
+            )
+        )
+
+
 @functools.cache
 def load() -> Library:
     """CuPy's NCCL, checked.
@@ -90,6 +122,7 @@ def load() -> Library:
         from cupy.cuda import nccl
     except ImportError as error:
         raise MeshError(message("device 'cuda' needs CuPy", got=str(error).strip(), remedy=install)) from None
+    _check_major(cupy)
     if not getattr(nccl, "available", False):
         raise MeshError(
             message("CuPy finds no NCCL", got=f"CuPy {cupy.__version__}", remedy=f"{install}, or nvidia-nccl by itself")
@@ -104,7 +137,7 @@ def load() -> Library:
                 remedy="keep the one that torch brings, and import torch before cupy",
             )
         )
-    found = Library(nccl, nccl.get_version(), paths[0] if paths else "", cupy.__version__)
+    found = Library(nccl, nccl.get_version(), paths[0] if paths else "", cupy.__version__, _doubt())
     if found.version < _SPLIT:
         raise MeshError(
             message("NCCL is too old", got=found.describe(), expected="2.18.1 or later", remedy=f"{install} --upgrade")

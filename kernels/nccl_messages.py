@@ -3,28 +3,25 @@
 The sender's host tells the receiver's (tag, size, number) and waits for its answer; then both put their half on a
 stream. There is one NCCL communicator for each direction of each pair: so halves are started in one order on both
 sides, that of the answers, and no send waits for another direction's. Such a communicator is made in a thread, since
-that waits for the other side, which may be waiting for a third. Invariant: a half is put on a stream only when the
-other will be.
+that waits for the other side, which may be waiting for a third. A rank's messages to itself are a send and a receive
+of one group of NCCL's calls. Invariant: a half is put on a stream only when the other will be.
 """
 
 from __future__ import annotations
 
 import struct
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .communicator import Communicator, Steps
-from .nccl_raw import end, joined
+from .nccl_raw import Making, end, joined
 
 if TYPE_CHECKING:
     from .nccl_base import NcclBase
 
 _HEAD = struct.Struct("<qq128s")  # bytes, number of the message, unique id of a new communicator
 Direction = tuple[int, int]  # source, destination
-# As many as may wait for each other.
-_JOINERS = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="spmd-nccl-join")
 
 
 class Messages:
@@ -39,7 +36,8 @@ class Messages:
         self._comm, self._post = comm, post
         self._raw: dict[Direction, Any] = {}  # NCCL's communicators
         self._offered: dict[int, bytes] = {}  # destination -> the unique id that it was told
-        self._own: dict[int, torch.Tensor] = {}  # messages of this rank to itself
+        self._makings: dict[Direction, Making] = {}
+        self._own: dict[int, tuple[torch.Tensor, Any]] = {}  # messages of this rank to itself, and the event before
         self._numbers = 0
         self._answers: dict[int, int] = {}  # source -> answers given
         self._put_so_far: dict[Direction, int] = {}
@@ -52,14 +50,16 @@ class Messages:
         self._numbers += 1
         number = self._numbers
         if dst == comm.rank:
-            self._own[number] = tensor
+            self._own[number] = tensor, before
         header = torch.frombuffer(bytearray(_HEAD.pack(tensor.numel(), number, self._offered[dst])), dtype=torch.uint8)
         answer = torch.empty(1, dtype=torch.int64)
         answered = self._post.irecv(answer, dst, 2 * number + 1)
         told = self._post.isend(header, dst, 2 * tag)
         yield lambda: told.is_completed() and answered.is_completed()
         told.wait(), answered.wait()
-        if dst != comm.rank:
+        if dst == comm.rank:
+            yield lambda: number not in self._own  # until then the tensor must not change
+        else:
             yield from self._put("send", tensor, direction, int(answer), self._offered[dst], before)
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
@@ -78,10 +78,22 @@ class Messages:
         yield answered.is_completed
         answered.wait()
         if source == comm.rank:
-            tensor.copy_(self._own.pop(number))
+            self._to_itself(*self._own[number], tensor)
+            del self._own[number]
             return source
         yield from self._put("recv", tensor, (source, comm.rank), turn, unique, before)
         return source
+
+    def _to_itself(self, source: torch.Tensor, before: Any, target: torch.Tensor) -> None:
+        comm = self._comm
+        if not source.numel():
+            return
+        comm.streams.wait(before)
+        with comm._grouped() as launch:
+            launch("send", source.data_ptr(), source.numel(), comm._type(torch.uint8), comm.rank)
+            launch("recv", target.data_ptr(), target.numel(), comm._type(torch.uint8), comm.rank)
+        comm.streams.hold(source)
+        comm.note(f"send from rank {comm.rank} to itself", comm.streams.event(), target)
 
     def _put(
         self, name: str, tensor: torch.Tensor, direction: Direction, turn: int, unique: bytes, before: Any
@@ -91,9 +103,12 @@ class Messages:
         yield lambda: self._put_so_far.get(direction, 0) == turn
         if tensor.numel():
             if direction not in self._raw:
-                joining = _JOINERS.submit(self._joined, unique, int(name == "recv"))
-                yield joining.done
-                self._raw[direction] = joining.result()
+                library, rank = comm.library, int(name == "recv")
+                making = Making(lambda: joined(library, 2, unique, rank), comm.streams.enter)
+                self._makings[direction] = making
+                yield making.done
+                self._raw[direction] = making.result()
+                self._makings.pop(direction, None)
             with comm.streams.beside(f"{direction[0]} to {direction[1]}", before):
                 start, peer = getattr(self._raw[direction], name), int(name == "send")
                 start(tensor.data_ptr(), tensor.numel(), comm._type(torch.uint8), peer, comm.streams.pointer())
@@ -103,18 +118,17 @@ class Messages:
             comm.note(f"{name} from rank {direction[0]} to rank {direction[1]}", after, tensor)
         self._put_so_far[direction] = self._put_so_far.get(direction, 0) + 1
 
-    def _joined(self, unique: bytes, rank: int) -> Any:
-        self._comm.streams.enter()
-        return joined(self._comm.library, 2, unique, rank)
-
     def abort(self) -> None:
         """End what is under way at once; from another thread, while this one may wait for it."""
-        for raw in tuple(self._raw.values()):
-            end(raw, abort=True)
-        self._raw.clear()
+        self._end(abort=True)
 
     def close(self, *, abort: bool) -> None:
         """End all directions; a second call does nothing."""
-        while self._raw:
-            end(self._raw.popitem()[1], abort=abort)
+        self._end(abort=abort)
         self._post.close()
+
+    def _end(self, *, abort: bool) -> None:
+        while self._makings:
+            self._makings.popitem()[1].give_up()
+        while self._raw:
+            end(self._raw.popitem()[1], abort=abort, enter=self._comm.streams.enter)

@@ -1,28 +1,38 @@
-"""NCCL's own communicators: how they are made, split and ended.
+"""NCCL's own communicators: how they are made and ended, each time in a thread of its own.
 
-Ranks that meet again on another channel do not meet anew: each channel beyond the first is split off the group's first
-communicator. Ending is idempotent. Invariant: ranks enter NCCL's blocking calls together, after a barrier that notices
-aborts, which those calls do not.
+Both wait inside NCCL for the peers, for ever where one is dead, and such a wait cannot be called off. So a thread of
+its own waits there, and who wants the communicator waits for the thread, where aborts, deaths and the timeout are
+noticed. Invariants: a communicator that comes when nobody waits for it any more is aborted by its thread; every thread
+makes its rank's GPU the current one, which is a thread's own affair; none of them holds up the end of the process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from .communicator import Communicator
-from .errors import MeshError, message
+from .errors import MeshError, PeerLost, message
 from .nccl_library import Library
 
+END_SECONDS = 5.0
+# What CuPy raises: a KeyError for results that it has no name for.
+ERRORS = (RuntimeError, KeyError)
 
-def joined(library: Library, size: int, unique: bytes, rank: int) -> Any:
-    """NCCL's communicator of those that have this unique id."""
+_endings: list[threading.Thread] = []
+
+
+def connected(library: Library, make: Callable[[], Any]) -> Any:
+    """What one of NCCL's calls that connect GPUs returns.
+
+    Raises:
+        MeshError: it failed.
+    """
     try:
-        return library.nccl.NcclCommunicator(size, unique, rank)
-    except RuntimeError as error:
+        return make()
+    except ERRORS as error:
         raise MeshError(
             message(
                 "NCCL could not connect the GPUs",
@@ -32,79 +42,86 @@ def joined(library: Library, size: int, unique: bytes, rank: int) -> Any:
         ) from None
 
 
-def end(raw: Any, *, abort: bool) -> None:
-    """End a communicator: in peace, or at once whatever it is doing."""
-    with contextlib.suppress(RuntimeError):  # it may be broken already
-        if abort:
-            raw.abort()
-        else:
-            raw.destroy()
+def joined(library: Library, size: int, unique: bytes, rank: int) -> Any:
+    """NCCL's communicator of those that have this unique id; waits for all of them."""
+    return connected(library, lambda: library.nccl.NcclCommunicator(size, unique, rank))
 
 
-class Group:
-    """What the channels of one group of ranks share: the first communicator, made through a unique id.
+class Making:
+    """A communicator that is being made.
 
     Args:
-        host: a communicator of the same ranks for the host, which carries the unique id.
+        make: makes it, and waits for its peers.
+        enter: makes this rank's GPU the current one of a thread.
     """
 
-    def __init__(self, host: Communicator, library: Library):
-        self.host, self.library = host, library
-        self.generation = 0
-        self._first: Any = None
-        self._users: set[str] = set()
+    def __init__(self, make: Callable[[], Any], enter: Callable[[], None]):
+        self._make, self._enter = make, enter
+        self._lock = threading.Lock()
+        self._over, self._given_up = threading.Event(), False
+        self._found: Any = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="spmd-nccl-making", daemon=True).start()
 
-    def open(self, channel: str) -> Any:
-        """NCCL's communicator for a channel, in the present generation; all ranks of the group call this."""
-        generation = self.host._watch.generation
-        if self.generation != generation:
-            self.end(abort=True)
-            self._first, self.generation = self._made(), generation
-        self._users.add(channel)
-        if channel == "main":
-            return self._first
-        self.host.barrier()
-        return self._first.commSplit(0, self.host.rank)
+    def _run(self) -> None:
+        found = None
+        try:
+            self._enter()
+            found = self._make()
+        except BaseException as error:
+            self._error = error
+        with self._lock:
+            late = self._given_up
+            self._found = None if late else found
+        if late and found is not None:
+            with contextlib.suppress(*ERRORS):
+                found.abort()
+        self._over.set()
 
-    def _made(self) -> Any:
-        host = self.host
-        unique = torch.zeros(128, dtype=torch.uint8)
-        if host.rank == 0:
-            made = self.library.nccl.get_unique_id()
-            unique[: len(made)] = torch.frombuffer(bytearray(made), dtype=torch.uint8)
-        host.broadcast(unique, src=0)
-        host.barrier()
-        return joined(self.library, host.size, unique.numpy().tobytes(), host.rank)
+    def done(self) -> bool:
+        return self._over.is_set()
 
-    def leave(self, channel: str, raw: Any, *, abort: bool) -> None:
-        """A channel is done with its communicator; the first ends with its last user, or at once if by force."""
-        self._users.discard(channel)
-        if raw is not None and raw is not self._first:
-            end(raw, abort=abort)
-        elif raw is not None and abort:
-            self.end(abort=True)
-        if not self._users:
-            self.end(abort=abort)
+    def result(self) -> Any:
+        """The communicator, once it is `done`; raises what went wrong."""
+        if self._error is not None:
+            raise self._error
+        with self._lock:
+            found, self._found = self._found, None
+        if found is None:
+            raise PeerLost(message("NCCL's communicator was given up while it was being made"))
+        return found
 
-    def end(self, *, abort: bool) -> None:
-        first, self._first = self._first, None
-        if first is not None:
-            end(first, abort=abort)
-
-
-_groups: dict[tuple[int, tuple[int, ...]], Group] = {}
+    def give_up(self) -> None:
+        """Want it no more, now or when it comes; a second call does nothing."""
+        with self._lock:
+            self._given_up = True
+            found, self._found = self._found, None
+        if found is not None:
+            end(found, abort=True, enter=self._enter)
 
 
-def group_of(make_host: Callable[[str], Communicator], watch: Any, ranks: tuple[int, ...], library: Library) -> Group:
-    """The group of these ranks in one mesh; the same for all channels."""
-    key = (id(watch), ranks)
-    found = _groups.get(key)
-    if found is None or found.host._watch is not watch:
-        found = _groups[key] = Group(make_host("nccl"), library)
-    return found
+def end(raw: Any, *, abort: bool, enter: Callable[[], None]) -> None:
+    """Begin to end a communicator: in peace, or at once whatever it is doing.
+
+    Does not wait, so that several can be ended at once: one may be stuck on the GPU behind another.
+    """
+
+    def run() -> None:
+        with contextlib.suppress(*ERRORS):  # it may be broken already
+            enter()
+            if abort:
+                raw.abort()
+            else:
+                raw.destroy()
+
+    _endings[:] = [thread for thread in tuple(_endings) if thread.is_alive()]
+    thread = threading.Thread(target=run, name="spmd-nccl-ending", daemon=True)
+    _endings.append(thread)
+    thread.start()
 
 
-def forget(group: Group) -> None:
-    """Drop a group that no channel uses any more."""
-    for key in [key for key, known in _groups.items() if known is group and not group._users]:
-        _groups.pop(key).host.close()
+def await_endings() -> None:
+    """Wait for what is being ended; for a few seconds only, as a peer may be gone without a word."""
+    deadline = time.monotonic() + END_SECONDS
+    for thread in tuple(_endings):
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -64,12 +64,21 @@ def check_op(op: str, dtype: torch.dtype) -> None:
     if op not in OPS and not op.startswith(_PAIRWISE):
         raise SpecError(message("unknown reduction op", got=repr(op), expected=f"one of {OPS}"))
     if not _has_meaning(op, dtype):
-        raise SpecError(message(f"op {op!r} is not defined for {dtype}", remedy="cast the tensor, or use another op"))
+        remedy = "cast the tensor, or use another op"
+        if _is_float8(dtype):
+            remedy = "8 bits are too few to reduce in, cast it to bfloat16 or float32; moving it works as it is"
+        raise SpecError(message(f"op {op!r} is not defined for {dtype}", remedy=remedy))
+
+
+def _is_float8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 @functools.cache
 def _has_meaning(op: str, dtype: torch.dtype) -> bool:
     """Whether the arithmetic exists; nobody keeps a list of it as well as torch, so try."""
+    if _is_float8(dtype):  # of which torch multiplies some, on some devices
+        return False
     try:
         one = torch.ones(1, dtype=dtype)
         _reduce([one, one], op, torch.empty_like(one))

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 import cloudpickle
 import torch
 
+from spmd.kernels import arena as arenas
 from spmd.kernels import communicator as communicators
+from spmd.kernels.arena import Arena
 from spmd.kernels.nccl import NcclCommunicator
 from spmd.kernels.nccl_arithmetic import NAMES
 from spmd.kernels.nccl_library import Library
@@ -54,13 +58,29 @@ def at(pointer: int, count: int, kind: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(pointer), dtype=dtype)
 
 
+class Memory:
+    """A store for one process."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        self._kept[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self._kept[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._kept for key in keys)
+
+
 class Nccl:
     """The module: `log` has all calls on it and on its communicators."""
 
     available = True
 
     def __init__(self, store: Any = None):
-        self.store, self.log, self.grouped = store, [], 0
+        self.store, self.log, self.grouped = Memory() if store is None else store, [], 0
         self.waiting: list[Any] = []
         self.async_error: BaseException | None = None
         vars(self).update(VALUES)
@@ -90,7 +110,8 @@ class Raw:
 
     def __init__(self, nccl: Nccl, size: int, name: str, rank: int):
         self.nccl, self.size, self.name, self.rank = nccl, size, name, rank
-        self.calls, self.splits, self.sent, self.ended = 0, 0, {}, ""
+        self.calls, self.splits, self.ended = 0, 0, ""
+        self.sent: dict[tuple[str, str], int] = {}
 
     def _note(self, *call: Any) -> None:
         assert not self.ended, f"{call[0]} on a communicator that was ended"
@@ -111,6 +132,10 @@ class Raw:
         self._reduce(at(source, count, kind), at(target, count, kind), op)
 
     def _reduce(self, mine: torch.Tensor, out: torch.Tensor, op: int) -> None:
+        if OPS[op] in ("max", "min") and out.is_floating_point():  # NCCL's pass over NaN
+            combine = torch.fmax if OPS[op] == "max" else torch.fmin
+            out.copy_(functools.reduce(combine, [torch.full_like(out, torch.nan), *self._everyone(mine.clone())]))
+            return
         out.copy_(reduce_in_order(self._everyone(mine.clone()), OPS[op], torch.empty_like(out)))
 
     def reduce(self, source: int, target: int, count: int, kind: int, op: int, root: int, stream: int) -> None:
@@ -134,12 +159,13 @@ class Raw:
 
     def send(self, source: int, count: int, kind: int, peer: int, stream: int) -> None:
         self._note("send", source, count, kind, peer, stream)
-        key = self._next(f"{self.rank}-{peer}")
+        assert self.nccl.grouped or peer != self.rank, "a send to itself outside of a group"
+        key = self._next("send", f"{self.rank}-{peer}")
         self.nccl.store.set(key, bytes(at(source, count, kind).view(torch.uint8).tolist()))
 
     def recv(self, target: int, count: int, kind: int, peer: int, stream: int) -> None:
         self._note("recv", target, count, kind, peer, stream)
-        key = self._next(f"{peer}-{self.rank}")
+        key = self._next("recv", f"{peer}-{self.rank}")
 
         def receive() -> None:
             # NCCL's host goes on and sends; here it has to do so in between.
@@ -153,9 +179,9 @@ class Raw:
         if not self.nccl.grouped:
             self.nccl.waiting.pop()()
 
-    def _next(self, way: str) -> str:
-        self.sent[way] = self.sent.get(way, 0) + 1
-        return f"double/{self.name}/{way}/{self.sent[way]}"
+    def _next(self, what: str, way: str) -> str:
+        self.sent[what, way] = self.sent.get((what, way), 0) + 1
+        return f"double/{self.name}/{way}/{self.sent[what, way]}"
 
     def commSplit(self, color: int, key: int) -> Raw:
         self._note("commSplit", color, key)
@@ -206,6 +232,11 @@ class Streams:
         yield
         self.now = before
 
+    @contextlib.contextmanager
+    def in_turn(self) -> Any:
+        self.log.append(("turn", self.now))
+        yield
+
     def event(self) -> Event:
         self.log.append(("event", self.now))
         return Event(self)
@@ -233,6 +264,38 @@ def communicator(
         channel=channel,
         **options,
     )
+
+
+class Alone:
+    """Makes communicators of one rank, and closes them in the end."""
+
+    def __init__(self) -> None:
+        self._fd = arenas.create(1)
+        self.arena = Arena(self._fd, 1, 0)
+        self.arena.clear(1)
+        self.arena.generation = 1
+        self._made: list[NcclCommunicator] = []
+
+    def __call__(self, timeout: float = 30.0, **options: Any) -> NcclCommunicator:
+        self._made.append(communicator(self.arena, (0,), None, timeout, **options))
+        return self._made[-1]
+
+    def close(self) -> None:
+        for comm in self._made:
+            comm.close()
+        os.close(self._fd)
+
+
+def log_of(comm: NcclCommunicator) -> list[Any]:
+    return comm.library.nccl.log
+
+
+def until(condition: Any) -> None:
+    """Wait for what another thread does."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def factory(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: float, channel: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
 import sys
 import time
@@ -13,14 +15,13 @@ import nccl_double
 import operations_table
 import pytest
 import torch
-from nccl_double import CURRENT, SIDE, VALUES
+from nccl_double import CURRENT, SIDE, VALUES, Alone, log_of, until
 from operations_table import RANKS, expected, run_all
+from oracle import DTYPES, FLOATS, OPS, meaningful, same, value
 
 from spmd import CollectiveMismatch, Mesh, MeshError, PeerLost, SpecError, all_gather, psum
 from spmd import spmd as on_mesh
-from spmd.kernels import arena as arena_module
-from spmd.kernels import nccl_library, registry
-from spmd.kernels.arena import Arena
+from spmd.kernels import nccl_base, nccl_library, nccl_watchdog, registry
 from spmd.kernels.nccl import NcclCommunicator
 from spmd.kernels.nccl_arithmetic import NAMES, way
 
@@ -78,10 +79,13 @@ def test_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeCupy:
+    """`cupy`, and `cupy.cuda`."""
+
     __version__ = "14.0.0"
 
-    def __init__(self, nccl: Any):
-        self.nccl = nccl
+    def __init__(self, nccl: Any, cuda: int = 12090):
+        self.nccl, self.cuda, self.runtime = nccl, self, self
+        self.runtimeGetVersion = lambda: cuda
 
 
 class FakeNccl:
@@ -89,6 +93,43 @@ class FakeNccl:
 
     def __init__(self, version: int):
         self.get_version = lambda: version
+
+
+def put_in_place(monkeypatch: pytest.MonkeyPatch, cupy: FakeCupy) -> None:
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.setitem(sys.modules, name, cupy)
+    monkeypatch.setattr(nccl_library, "mapped_files", lambda: ["/a/libnccl.so.2"])
+
+
+@pytest.mark.parametrize(
+    ("torchs", "cupys", "wheel"),
+    [("13.0", 12090, "cupy-cuda13x"), ("12.8", 13000, "cupy-cuda12x"), ("12.8", 12090, ""), (None, 12090, "")],
+)
+def test_cupy_of_another_cuda(monkeypatch: pytest.MonkeyPatch, torchs: str | None, cupys: int, wheel: str) -> None:
+    nccl = FakeNccl(23203)
+    put_in_place(monkeypatch, FakeCupy(nccl, cupys))
+    monkeypatch.setattr(torch.version, "cuda", torchs)
+    if not wheel:
+        assert nccl_library.load.__wrapped__().nccl is nccl
+        return
+    nccl.get_version = lambda: pytest.fail("NCCL was called")
+    with pytest.raises(MeshError, match=rf"different CUDA.*for CUDA {cupys // 1000}, torch.*then pip install {wheel}"):
+        nccl_library.load.__wrapped__()
+
+
+def test_both_wheels_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in_place(monkeypatch, FakeCupy(FakeNccl(23203)))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.32.3")
+    text = nccl_library.load.__wrapped__().describe()
+    assert "nvidia-nccl-cu12 2.32.3 and nvidia-nccl-cu13 2.32.3 have overwritten each other" in text
+
+    def only_one(name: str) -> str:
+        if name.endswith("13"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "2.32.3"
+
+    monkeypatch.setattr(importlib.metadata, "version", only_one)
+    assert nccl_library.load.__wrapped__().describe() == "CuPy 14.0.0, NCCL 2.32.3 (/a/libnccl.so.2)"
 
 
 @pytest.mark.parametrize(
@@ -104,8 +145,7 @@ def test_wrong_libraries(
 ) -> None:
     nccl = FakeNccl(version)
     nccl.available = available
-    monkeypatch.setitem(sys.modules, "cupy", FakeCupy(nccl))
-    monkeypatch.setitem(sys.modules, "cupy.cuda", FakeCupy(nccl))
+    put_in_place(monkeypatch, FakeCupy(nccl))
     monkeypatch.setattr(nccl_library, "mapped_files", lambda: paths)
     with pytest.raises(MeshError, match=text):
         nccl_library.load.__wrapped__()
@@ -178,6 +218,67 @@ def test_what_shapes_there_are(mesh: Mesh) -> None:
         return bool(comm.all_gathered(3, torch.float32, lambda out: out.fill_(rank)).sum() == 9)
 
     assert mesh.run(body) == [True] * RANKS
+
+
+def test_nan_is_the_maximum_and_the_minimum(mesh: Mesh) -> None:
+    """NCCL's own pass over NaN; and what is no NaN is in order, infinities and both zeros included."""
+    values = [
+        [float("nan"), 1.0, -1.0, float("inf"), 0.0, -2.0, 6e-8],
+        [1.0, 2.0, -2.5, 3.0, -0.0, float("-inf"), 0.0],
+        [-1.0, float("nan"), -3.0, -7.0, 0.0, 2.0, -6e-8],
+    ]
+
+    def body(op: str) -> list[list[torch.Tensor]]:
+        comm = mesh.comm()
+        found = []
+        for dtype in FLOATS:
+            mine = torch.tensor(values[comm.rank], dtype=dtype)
+            everywhere, at_one, piece = mine.clone(), mine.clone(), torch.empty(7, dtype=dtype)
+            comm.all_reduce(everywhere, op)
+            comm.reduce(at_one, 1, op)
+            comm.reduce_scatter(piece, [mine] * comm.size, op)
+            found.append([everywhere, piece, at_one if comm.rank == 1 else everywhere])
+            assert comm.rank == 1 or torch.equal(at_one.isnan(), mine.isnan())
+        return found
+
+    for op, combine in (("max", torch.maximum), ("min", torch.minimum)):
+        for found in mesh.run(body, op):
+            for dtype, results in zip(FLOATS, found, strict=True):
+                tensors = [torch.tensor(row, dtype=dtype) for row in values]
+                right = combine(combine(tensors[0], tensors[1]), tensors[2])
+                for result in results:
+                    torch.testing.assert_close(result, right, rtol=0, atol=0, equal_nan=True)
+
+
+def test_floats_of_8_bits(mesh: Mesh) -> None:
+    """They move as bytes, and are not reduced."""
+
+    def body(dtype: torch.dtype) -> Any:
+        comm: Any = mesh.comm()
+        rank, size = comm.rank, comm.size
+        tensors = [torch.tensor([1.0, -0.5, float(r)]).to(dtype) for r in range(size)]
+        outs = [torch.empty(3, dtype=dtype) for _ in range(size)]
+        comm.all_gather(outs, tensors[rank])
+        right = [all(map(same, outs, tensors))]
+        outs[0].copy_(tensors[rank])
+        comm.broadcast(outs[0], src=2)
+        right.append(same(outs[0], tensors[2]))
+        comm.all_to_all(outs, [tensors[rank]] * size)
+        right.append(all(map(same, outs, tensors)))
+        sending = comm.isend(tensors[rank], (rank + 1) % size)
+        comm.recv(outs[0], (rank - 1) % size)
+        sending.wait()
+        right.append(same(outs[0], tensors[(rank - 1) % size]))
+        calls = len(comm.library.nccl.log)
+        for op in ("sum", "avg", "max", "product", "pairwise 0x1.0p+0"):
+            for reduce in (comm.all_reduce, comm.all_reduced):
+                with pytest.raises(SpecError, match=f"not defined for {dtype}.*cast it to bfloat16 or float32; moving"):
+                    reduce(tensors[rank], op)
+        assert len(comm.library.nccl.log) == calls
+        return right
+
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        assert mesh.run(body, dtype) == [[True] * 4] * RANKS
 
 
 def test_messages(mesh: Mesh) -> None:
@@ -258,68 +359,233 @@ def test_error_of_one_rank(mesh: Mesh) -> None:
 
 
 @pytest.fixture
-def make_comm() -> Iterator[Callable[..., NcclCommunicator]]:
-    made: list[NcclCommunicator] = []
-    fd = arena_module.create(1)
-    arena = Arena(fd, 1, 0)
-    arena.clear(1)
-    arena.generation = 1
-
-    def make(timeout: float = 30.0, **options: Any) -> NcclCommunicator:
-        made.append(nccl_double.communicator(arena, (0,), None, timeout, **options))
-        return made[-1]
-
+def make_comm() -> Iterator[Alone]:
+    make = Alone()
     yield make
-    for comm in made:
-        comm.close()
-    os.close(fd)
+    make.close()
 
 
-def log_of(comm: NcclCommunicator) -> list[Any]:
-    return comm.library.nccl.log
+def test_every_operation_and_dtype_of_one_rank(make_comm: Alone) -> None:
+    """A group of one goes through NCCL as well, so that one GPU tests what several do."""
+    comm = make_comm()
+    for dtype in DTYPES:
+        x = value(dtype, (5, 3), 0)
+        for op in OPS:
+            if not meaningful(op, dtype):
+                with pytest.raises(SpecError):
+                    comm.all_reduce(x, op)
+                continue
+            for reduce in (
+                lambda out, op=op: comm.all_reduce(out, op),
+                lambda out, op=op: out.copy_(comm.all_reduced(out, op)),
+                lambda out, op=op: comm.reduce(out, 0, op),
+                lambda out, op=op: comm.reduce_scatter(out, [out.clone()], op),
+            ):
+                out = x.clone()
+                del log_of(comm)[:]
+                reduce(out)
+                assert same(out, x), f"{op} of {dtype}"
+                assert any(call[0] in REDUCTIONS for call in log_of(comm)), f"{op} of {dtype}"
+        for move in (
+            lambda out, x=x: comm.broadcast(out.copy_(x)),
+            lambda out, x=x: comm.all_gather([out], x),
+            lambda out, x=x: comm.gather(x, [out]),
+            lambda out, x=x: comm.scatter(out, [x]),
+            lambda out, x=x: comm.all_to_all([out], [x]),
+            lambda out, x=x: (comm.isend(x, 0, 3), comm.recv(out, 0, 3)),
+        ):
+            out = torch.zeros_like(x)
+            del log_of(comm)[:]
+            move(out)
+            assert same(out, x), f"{dtype}"
+            assert any(call[0] in MOVEMENTS for call in log_of(comm)), f"{dtype}"
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+REDUCTIONS, MOVEMENTS = ("allReduce", "allGather", "reduce", "reduceScatter"), ("broadcast", "allGather", "send")
+# What an operation of one rank on x, y (ones of 6 elements) and z (the same, not contiguous) calls, on what memory;
+# "?" is a tensor of its own.
+GROUP = [("groupStart",), ("send", "x", 24, "NCCL_UINT8", 0), ("recv", "y", 24, "NCCL_UINT8", 0), ("groupEnd",)]
+DISPATCH: list[tuple[torch.dtype, Callable[..., Any], list[tuple[Any, ...]]]] = [
+    (
+        torch.float32,
+        lambda comm, x, y, z: comm.all_reduce(x),
+        [("allReduce", "x", "x", 6, "NCCL_FLOAT32", "NCCL_SUM")],
+    ),
+    (
+        torch.bfloat16,
+        lambda comm, x, y, z: comm.all_reduce(z, "avg"),
+        [("allReduce", "?", "?", 6, "NCCL_BFLOAT16", "NCCL_AVG")],
+    ),
+    (
+        torch.float32,
+        lambda comm, x, y, z: comm.all_reduced(x, "product"),
+        [("allReduce", "x", "?", 6, "NCCL_FLOAT32", "NCCL_PROD")],
+    ),
+    (
+        torch.float64,
+        lambda comm, x, y, z: comm.all_reduce(x, "max"),
+        [("allReduce", "?", "?", 6, "NCCL_INT64", "NCCL_MAX")],
+    ),
+    (
+        torch.float16,
+        lambda comm, x, y, z: comm.all_reduce(x, "min"),
+        [("allReduce", "?", "?", 6, "NCCL_INT32", "NCCL_MIN")],
+    ),
+    (
+        torch.complex64,
+        lambda comm, x, y, z: comm.all_reduce(x),
+        [("allReduce", "x", "x", 12, "NCCL_FLOAT32", "NCCL_SUM")],
+    ),
+    (torch.int16, lambda comm, x, y, z: comm.all_reduce(x, "bxor"), [("allGather", "x", "?", 12, "NCCL_UINT8")]),
+    (
+        torch.int64,
+        lambda comm, x, y, z: comm.reduce(x, 0, "max"),
+        [("reduce", "x", "?", 6, "NCCL_INT64", "NCCL_MAX", 0)],
+    ),
+    (
+        torch.uint8,
+        lambda comm, x, y, z: comm.reduce_scatter(x, [y], "product"),
+        [("reduceScatter", "?", "?", 6, "NCCL_UINT8", "NCCL_PROD")],
+    ),
+    (torch.complex128, lambda comm, x, y, z: comm.broadcast(x), [("broadcast", "x", "x", 96, "NCCL_UINT8", 0)]),
+    (torch.float32, lambda comm, x, y, z: comm.broadcast(z), [("broadcast", "?", "?", 24, "NCCL_UINT8", 0)]),
+    (torch.float32, lambda comm, x, y, z: comm.all_gather([y], x), [("allGather", "x", "y", 24, "NCCL_UINT8")]),
+    (torch.float16, lambda comm, x, y, z: comm.all_gather([z], x), [("allGather", "x", "?", 12, "NCCL_UINT8")]),
+    (torch.float32, lambda comm, x, y, z: comm.gather(x, [y]), GROUP),
+    (torch.float32, lambda comm, x, y, z: comm.scatter(y, [x]), GROUP),
+    (torch.float32, lambda comm, x, y, z: comm.all_to_all([y], [x]), GROUP),
+]
 
 
-def test_call_on_the_current_stream(make_comm: Callable[..., NcclCommunicator]) -> None:
+@pytest.mark.parametrize("side", [False, True])
+@pytest.mark.parametrize(("dtype", "run", "calls"), DISPATCH)
+def test_dispatch(
+    make_comm: Alone,
+    dtype: torch.dtype,
+    run: Callable[..., Any],
+    calls: list[tuple[Any, ...]],
+    side: bool,
+) -> None:
+    """Pointers, counts, dtypes, operations, roots, groups, turns and streams."""
+    comm = make_comm()
+    tensors = {"x": torch.ones(6, dtype=dtype), "y": torch.ones(6, dtype=dtype), "z": torch.ones(6, 2, dtype=dtype)}
+    names = {tensor.data_ptr(): name for name, tensor in tensors.items()}
+    del log_of(comm)[:]
+    with comm.streams.beside() if side else contextlib.nullcontext():
+        run(comm, tensors["x"], tensors["y"], tensors["z"][:, 0])
+    stream = SIDE if side else CURRENT
+    found = []
+    for name, *arguments in log_of(comm)[side:]:
+        pointers = {"groupStart": 0, "groupEnd": 0, "send": 1, "recv": 1, "turn": 0, "event": 0}.get(name, 2)
+        found.append((name, *(names.get(one, "?") for one in arguments[:pointers]), *arguments[pointers:]))
+    right = [
+        (*(VALUES.get(one, one) for one in call), *(() if call[0].startswith("group") else (stream,))) for call in calls
+    ]
+    assert found == [("turn", stream), *right, ("event", stream)]
+
+
+def test_message_of_a_rank_to_itself(make_comm: Alone) -> None:
+    """One group, after what made the tensor; the sender is done when it is on its way."""
+    comm = make_comm()
+    x, y = torch.ones(3), torch.empty(3)
+    sending = comm.isend(x, 0, 1)
+    assert not sending.is_completed()
+    del log_of(comm)[:]
+    assert comm.recv(y, None, 1) == 0
+    assert sending.is_completed()
+    assert log_of(comm) == [
+        ("event", CURRENT),
+        ("wait", CURRENT),
+        ("turn", CURRENT),
+        ("groupStart",),
+        ("send", x.data_ptr(), 12, VALUES["NCCL_UINT8"], 0, CURRENT),
+        ("recv", y.data_ptr(), 12, VALUES["NCCL_UINT8"], 0, CURRENT),
+        ("groupEnd",),
+        ("hold", x.data_ptr(), CURRENT),
+        ("event", CURRENT),
+    ]
+
+
+def test_own_piece_that_is_in_place(make_comm: Alone) -> None:
+    comm = make_comm()
+    x = torch.ones(3)
+    del log_of(comm)[:]
+    comm.gather(x, [x])
+    assert [call[0] for call in log_of(comm)] == ["turn", "groupStart", "groupEnd", "event"]
+
+
+def test_own_piece_that_does_not_fit(make_comm: Alone) -> None:
+    """NCCL would hang, or write beyond the tensor."""
+    comm = make_comm()
+    del log_of(comm)[:]
+    with pytest.raises(CollectiveMismatch, match="rank 0 sends 12 bytes, rank 0 expects 8"):
+        comm.all_to_all([torch.empty(2)], [torch.empty(3)])
+    assert log_of(comm) == []
+
+
+def test_hosts_agree_where_that_is_cheap(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a network (`checked=False`) only for who debugs."""
+
+    def body() -> list[int]:
+        counts = []
+        for checked, debugging in ((True, ""), (False, ""), (False, "1")):
+            os.environ["SPMD_DEBUG"] = debugging
+            comm: Any = nccl_double.communicator(
+                mesh.comm()._watch,
+                (0, 1, 2),
+                mesh.comm().library.nccl.store,
+                30.0,
+                f"{checked}{debugging}",
+                checked=checked,
+            )
+            del os.environ["SPMD_DEBUG"]
+            comm._debug = False  # prints nothing
+            agreed: list[Any] = []
+            exchange = comm.host._exchange
+            comm.host._exchange = lambda *args, seen=agreed, go=exchange: (seen.append(1), go(*args))[1]
+            comm.all_reduce(torch.ones(2))
+            counts.append(len(agreed))
+            comm.close()
+        return counts
+
+    assert mesh.run(body) == [[1, 0, 1]] * RANKS
+
+
+def test_call_on_the_current_stream(make_comm: Alone) -> None:
     comm = make_comm()
     assert log_of(comm)[:2] == [("get_unique_id",), ("NcclCommunicator", 1, 0)]
     x = torch.ones(3, dtype=torch.float64)
     del log_of(comm)[:]
     comm.broadcast(x)
     assert log_of(comm) == [
+        ("turn", CURRENT),
         ("broadcast", x.data_ptr(), x.data_ptr(), 24, VALUES["NCCL_UINT8"], 0, CURRENT),
         ("event", CURRENT),
     ]
 
 
-def test_call_beside_the_current_stream(make_comm: Callable[..., NcclCommunicator]) -> None:
+def test_call_beside_the_current_stream(make_comm: Alone) -> None:
     """It starts after what the current stream was given, and what is given later waits for it only when told to."""
     comm = make_comm()
     x = torch.ones(3)
     del log_of(comm)[:]
     work = comm.broadcast(x, async_op=True)
     names = [call[0] for call in log_of(comm)]
-    assert names == ["beside", "broadcast", "event"]
-    assert log_of(comm)[1][-1] == SIDE and log_of(comm)[2] == ("event", SIDE)
-    assert comm._started[-1].kept["tensor"] is x  # it lives until the GPU is done
+    assert names == ["beside", "turn", "broadcast", "event"]
+    assert {call[-1] for call in log_of(comm)[1:]} == {SIDE}
+    assert comm.under_way.oldest().kept["tensor"] is x  # it lives until the GPU is done
     work.wait()
-    assert log_of(comm)[3:] == [("wait", CURRENT)]
+    assert log_of(comm)[4:] == [("wait", CURRENT)]
     assert work.is_completed()
 
 
-def test_result_of_a_side_stream_is_held(make_comm: Callable[..., NcclCommunicator]) -> None:
+def test_result_of_a_side_stream_is_held(make_comm: Alone) -> None:
     comm = make_comm()
     result = comm.all_reduced(torch.ones(3), async_op=True).wait()
     assert log_of(comm)[-1] == ("hold", result.data_ptr(), CURRENT)
 
 
-def test_channels_are_split_off(make_comm: Callable[..., NcclCommunicator]) -> None:
+def test_channels_are_split_off(make_comm: Alone) -> None:
     first, second = make_comm(), make_comm(channel="buckets")
     assert ("commSplit", 0, 0) in log_of(first)
     assert not any(call[0] == "NcclCommunicator" for call in log_of(second))
@@ -329,7 +595,7 @@ def test_channels_are_split_off(make_comm: Callable[..., NcclCommunicator]) -> N
     assert [call[0] for call in log_of(first)].count("destroy") == 2
 
 
-def test_closing_twice(make_comm: Callable[..., NcclCommunicator]) -> None:
+def test_closing_twice(make_comm: Alone) -> None:
     comm = make_comm()
     comm.close()
     comm.close()
@@ -347,16 +613,19 @@ def test_calls_in_a_group(mesh: Mesh) -> None:
         del comm.library.nccl.log[:]
         comm.all_to_all(places, pieces)
         own = {tensor.data_ptr(): index for index, tensor in enumerate(pieces)}
-        own.update({tensor.data_ptr(): index for index, tensor in enumerate(places)})
+        own.update({tensor.data_ptr(): 10 + index for index, tensor in enumerate(places)})
         return [
             call if call[0] not in ("send", "recv") else (call[0], own[call[1]], *call[2:])
             for call in comm.library.nccl.log
         ]
 
     for rank, log in enumerate(mesh.run(body)):
-        peers = [peer for peer in range(RANKS) if peer != rank]
-        calls = [(name, peer, 8, VALUES["NCCL_UINT8"], peer, CURRENT) for peer in peers for name in ("send", "recv")]
-        assert log == [("groupStart",), *calls, ("groupEnd",), ("event", CURRENT)]
+        calls = [
+            (name, first + peer, 8, VALUES["NCCL_UINT8"], peer, CURRENT)
+            for peer in range(RANKS)
+            for name, first in (("send", 0), ("recv", 10))
+        ]
+        assert log == [("turn", CURRENT), ("groupStart",), *calls, ("groupEnd",), ("event", CURRENT)], rank
 
 
 @pytest.mark.parametrize(
@@ -400,7 +669,7 @@ def stuck(comm: NcclCommunicator) -> NcclCommunicator:
     return comm
 
 
-def test_abort_of_the_region_ends_it(make_comm: Callable[..., NcclCommunicator]) -> None:
+def test_abort_of_the_region_ends_it(make_comm: Alone) -> None:
     comm = stuck(make_comm())
     comm._watch.abort("rank 7 gave up")
     until(lambda: ("abort",) in log_of(comm))
@@ -410,7 +679,7 @@ def test_abort_of_the_region_ends_it(make_comm: Callable[..., NcclCommunicator])
         comm.broadcast(torch.ones(1))
 
 
-def test_timeout_ends_it(make_comm: Callable[..., NcclCommunicator]) -> None:
+def test_timeout_ends_it(make_comm: Alone) -> None:
     comm = stuck(make_comm(timeout=0.1))
     until(lambda: ("abort",) in log_of(comm))
     with pytest.raises(PeerLost, match=r"broadcast float32\[1\] \(src=0\) on rank 0 was not over after 0.1 s"):
@@ -418,7 +687,7 @@ def test_timeout_ends_it(make_comm: Callable[..., NcclCommunicator]) -> None:
     assert "was not over" in "".join(comm._watch.aborted().values())  # the other ranks are told
 
 
-def test_errors_of_nccl_end_it(make_comm: Callable[..., NcclCommunicator]) -> None:
+def test_errors_of_nccl_end_it(make_comm: Alone) -> None:
     comm = make_comm()
     comm.library.nccl.async_error = RuntimeError("NCCL_ERROR_REMOTE_ERROR: a peer is gone")
     stuck(comm)
@@ -427,7 +696,7 @@ def test_errors_of_nccl_end_it(make_comm: Callable[..., NcclCommunicator]) -> No
         comm.check()
 
 
-def test_an_error_of_the_gpu_ends_it(make_comm: Callable[..., NcclCommunicator]) -> None:
+def test_an_error_of_the_gpu_ends_it(make_comm: Alone) -> None:
     """CUDA reports what went wrong in a kernel at any call, so at the watching thread's; that goes on."""
     comm = stuck(make_comm())
     comm.streams.broken = RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -435,16 +704,17 @@ def test_an_error_of_the_gpu_ends_it(make_comm: Callable[..., NcclCommunicator])
     with pytest.raises(PeerLost, match="illegal memory access"):
         comm.check()
     comm.close()
+    comm._watch.clear(1)
     again = stuck(make_comm(timeout=0.1))
     until(lambda: ("abort",) in log_of(again))
 
 
-def test_the_watching_thread_takes_the_device(make_comm: Callable[..., NcclCommunicator]) -> None:
+def test_the_watching_thread_takes_the_device(make_comm: Alone) -> None:
     comm = stuck(make_comm())
     until(lambda: "spmd-nccl-watchdog" in comm.streams.entered)
 
 
-def test_death_of_a_peer_ends_it(make_comm: Callable[..., NcclCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_death_of_a_peer_ends_it(make_comm: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     comm = make_comm()
 
     def dead() -> None:
@@ -457,7 +727,7 @@ def test_death_of_a_peer_ends_it(make_comm: Callable[..., NcclCommunicator], mon
         comm.check()
 
 
-def test_waiting_inside_nccl_is_ended(make_comm: Callable[..., NcclCommunicator], monkeypatch: Any) -> None:
+def test_waiting_inside_nccl_is_ended(make_comm: Alone, monkeypatch: Any) -> None:
     """A first collective connects the peers, and waits for them inside NCCL."""
     comm = make_comm(timeout=0.2)
 
@@ -470,7 +740,56 @@ def test_waiting_inside_nccl_is_ended(make_comm: Callable[..., NcclCommunicator]
         comm.broadcast(torch.ones(1))
 
 
-def test_idle_communicators_are_left_alone(make_comm: Callable[..., NcclCommunicator]) -> None:
+def test_after_a_recovery_it_is_ended_at_once(make_comm: Alone) -> None:
+    """On its own device; what the mesh has begun meanwhile goes on, and what was started before is void."""
+    comm = make_comm()
+    idle = make_comm(channel="buckets")
+    comm.streams.stuck = True
+    work = comm.broadcast(torch.ones(1), async_op=True)
+    comm.streams.entered.clear()
+    comm._watch.clear(2)
+    comm._watch.generation = 2
+    until(lambda: ("abort",) in log_of(comm))
+    until(lambda: log_of(comm).count(("abort",)) == 2)  # the one that was split off as well
+    assert "spmd-nccl-ending" in comm.streams.entered
+    assert comm._watch.aborted() == {}
+    with pytest.raises(PeerLost, match=r"broadcast float32\[1\] \(src=0\) was started before a region failed"):
+        work.wait()
+    comm.streams.stuck = False
+    x = torch.ones(2)
+    idle.broadcast(x)
+    comm.broadcast(x)
+    assert [call[0] for call in log_of(comm)].count("NcclCommunicator") == 2
+    for one in (comm, idle):
+        one.close()
+    assert log_of(comm).count(("abort",)) == 2 and log_of(comm).count(("destroy",)) == 2
+
+
+def test_a_use_after_a_recovery_does_not_wait(make_comm: Alone, monkeypatch: Any) -> None:
+    """Not for what nobody will answer, though the watching thread has not come by yet."""
+    monkeypatch.setattr(nccl_watchdog, "watch", lambda comm: None)
+    monkeypatch.setattr(nccl_base, "_CLOSE_SECONDS", 1e6)
+    comm = stuck(make_comm())
+    comm._watch.clear(2)
+    comm._watch.generation = 2
+    comm.broadcast(torch.ones(1))
+    assert [call[0] for call in log_of(comm) if call[0] in ("abort", "NcclCommunicator")] == [
+        "NcclCommunicator",
+        "abort",
+        "NcclCommunicator",
+    ]
+    comm._watch.generation = 3  # so that closing does not wait either
+
+
+def test_closing_with_a_broken_gpu(make_comm: Alone, monkeypatch: Any) -> None:
+    monkeypatch.setattr(nccl_watchdog, "watch", lambda comm: None)
+    comm = stuck(make_comm())
+    comm.streams.broken = RuntimeError("CUDA error: an illegal memory access was encountered")
+    comm.close()
+    assert log_of(comm)[-1] == ("abort",)
+
+
+def test_idle_communicators_are_left_alone(make_comm: Alone) -> None:
     comm = make_comm()
     comm.broadcast(torch.ones(1))
     comm._watch.abort("something later")
@@ -478,18 +797,18 @@ def test_idle_communicators_are_left_alone(make_comm: Callable[..., NcclCommunic
     assert ("abort",) not in log_of(comm)
 
 
-def test_nothing_is_noted_while_a_graph_is_captured(make_comm: Callable[..., NcclCommunicator]) -> None:
+def test_nothing_is_noted_while_a_graph_is_captured(make_comm: Alone) -> None:
     comm = make_comm()
     comm.streams.graph = True
     del log_of(comm)[:]
     comm.broadcast(torch.ones(1))
-    assert [call[0] for call in log_of(comm)] == ["broadcast"]
+    assert [call[0] for call in log_of(comm)] == ["turn", "broadcast"]
 
 
 # -- which side --------------------------------------------------------------------------------------------------------
 
 
-def test_other_tensors_stay_on_the_host(make_comm: Callable[..., NcclCommunicator]) -> None:
+def test_other_tensors_stay_on_the_host(make_comm: Alone) -> None:
     """With tensors of "meta" for those of a GPU, those of the CPU are the host's."""
     comm = make_comm()
     comm.device = torch.device("meta")

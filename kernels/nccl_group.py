@@ -1,0 +1,141 @@
+"""What the channels of one group of ranks share: the first of NCCL's communicators, and how the others come of it.
+
+Ranks that meet again on another channel do not meet anew: each channel beyond the first is split off the first
+communicator. Invariants: ranks enter NCCL together, after a barrier of the hosts; a rank that waits for peers inside
+NCCL can be called off; a communicator is split only when all that it was given is over, as NCCL asks for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from .communicator import Communicator
+from .errors import PeerLost, message
+from .nccl_library import Library
+from .nccl_raw import Making, await_endings, connected, end, joined
+from .waiting import wait_until
+
+
+class User(Protocol):
+    """A communicator that works on one channel of a group."""
+
+    channel: str
+    streams: Any
+
+    def quiet(self) -> bool:
+        """Whether all that it was given is over."""
+
+
+class Group:
+    """The communicators of one group.
+
+    Args:
+        host: a communicator of the same ranks for the host, which carries the unique id.
+    """
+
+    def __init__(self, host: Communicator, library: Library):
+        self.host, self.library = host, library
+        self._generation: int | None = None
+        self._first: Any = None
+        self._lock = threading.Lock()
+        self._enter: Callable[[], None] = lambda: None
+        self._users: dict[str, User] = {}
+
+    def open(self, user: User) -> Any:
+        """NCCL's communicator for a user's channel, in the present generation; all ranks of the group call this."""
+        host = self.host
+        host._watch.check()
+        host._watch.check_peers()
+        generation = host._watch.generation
+        if self._generation != generation or self._first is None:
+            self.end(abort=True)
+            await_endings()
+            self._enter = user.streams.enter
+            self._first, self._generation = self._made(), generation
+        self._users[user.channel] = user
+        if user.channel == "main":
+            return self._first
+        self._wait_until_quiet()
+        host.barrier()
+        first = self._first
+        return self._waited_for(lambda: connected(self.library, lambda: first.commSplit(0, host.rank)))
+
+    def _made(self) -> Any:
+        host, library = self.host, self.library
+        unique = torch.zeros(128, dtype=torch.uint8)
+        if host.rank == 0:
+            made = library.nccl.get_unique_id()
+            unique[: len(made)] = torch.frombuffer(bytearray(made), dtype=torch.uint8)
+        host.broadcast(unique, src=0)
+        host.barrier()
+        return self._waited_for(lambda: joined(library, host.size, unique.numpy().tobytes(), host.rank))
+
+    def _waited_for(self, make: Callable[[], Any]) -> Any:
+        """A communicator that all ranks of the group make together, unless one of them can't."""
+        making = Making(make, self._enter)
+        try:
+            self._wait(making.done, "connected by NCCL with")
+            return making.result()
+        except BaseException:
+            making.give_up()
+            raise
+
+    def _wait_until_quiet(self) -> None:
+        first_user = self._users.get("main")
+        if first_user is not None:
+            self._wait(first_user.quiet, "done with the collectives that it began with")
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        host = self.host
+        others = [rank for rank in host.ranks if rank != host.ranks[host.rank]]
+        whom = f"ranks {others}" if others else "itself"
+
+        def overdue() -> PeerLost:
+            return PeerLost(
+                message(
+                    f"rank {host.ranks[host.rank]} was not {what} {whom} after {host.timeout:g} s",
+                    where=f"group {host.ranks}, {self.library.describe()}",
+                    remedy="see what the other ranks do, run with NCCL_DEBUG=INFO, or raise Mesh(timeout=)",
+                )
+            )
+
+        wait_until(ready, host._watch, timeout=host.timeout, crowded=True, overdue=overdue)
+
+    def leave(self, channel: str, raw: Any, *, abort: bool) -> None:
+        """A channel is done with its communicator; the first ends with its last user, or at once if by force."""
+        self._users.pop(channel, None)
+        if channel != "main":
+            end(raw, abort=abort, enter=self._enter)
+        elif abort and raw is self._first:  # else another channel has begun anew, and ended it
+            self.end(abort=True)
+        if not self._users:
+            self.end(abort=abort)
+
+    def end(self, *, abort: bool) -> None:
+        """End the first communicator, if there is one."""
+        with self._lock:  # the watchdog may do the same
+            first, self._first = self._first, None
+        if first is not None:
+            end(first, abort=abort, enter=self._enter)
+
+
+_groups: dict[tuple[int, tuple[int, ...]], Group] = {}
+
+
+def group_of(make_host: Callable[[str], Communicator], watch: Any, ranks: tuple[int, ...], library: Library) -> Group:
+    """The group of these ranks in one mesh; the same for all channels."""
+    key = (id(watch), ranks)
+    found = _groups.get(key)
+    if found is None or found.host._watch is not watch:
+        found = _groups[key] = Group(make_host("nccl"), library)
+    return found
+
+
+def forget(group: Group) -> None:
+    """Drop a group that no channel uses any more."""
+    for key in [key for key, known in _groups.items() if known is group and not group._users]:
+        _groups.pop(key).host.close()
