@@ -506,6 +506,40 @@ def test_message_of_a_rank_to_itself(make_comm: Alone) -> None:
     ]
 
 
+def test_a_message_to_itself_is_sent_once_it_is_on_its_way(make_comm: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender may then overwrite its tensor: not before, though the answer is there already."""
+    comm = make_comm()
+    post = comm._post()._post
+    isend, answers = post.isend, []
+
+    class Slow:
+        """An answer that the receiver does not know to have arrived."""
+
+        def __init__(self, work: Any):
+            self._work, self.asked = work, 0
+
+        def is_completed(self) -> bool:
+            self.asked += 1
+            return self.asked > 3 and self._work.is_completed()
+
+        def wait(self) -> Any:
+            return self._work.wait()
+
+    def slow(tensor: torch.Tensor, dst: int, tag: int) -> Any:
+        work = isend(tensor, dst, tag)
+        if tensor.dtype is torch.uint8:
+            return work
+        answers.append(Slow(work))
+        return answers[-1]
+
+    monkeypatch.setattr(post, "isend", slow)
+    x, y = torch.ones(3), torch.empty(3)
+    sending, receiving = comm.isend(x, 0), comm.irecv(y, 0)
+    until(sending.is_completed)
+    assert receiving.done
+    assert y.eq(1).all() and answers[0].asked > 3
+
+
 def test_own_piece_that_is_in_place(make_comm: Alone) -> None:
     comm = make_comm()
     x = torch.ones(3)
@@ -772,7 +806,8 @@ def test_a_use_after_a_recovery_does_not_wait(make_comm: Alone, monkeypatch: Any
     comm = stuck(make_comm())
     comm._watch.clear(2)
     comm._watch.generation = 2
-    comm.broadcast(torch.ones(1))
+    comm.all_reduce(torch.ones(1))
+    assert comm.under_way.oldest().what.startswith("all_reduce")  # what is void is not waited for either
     assert [call[0] for call in log_of(comm) if call[0] in ("abort", "NcclCommunicator")] == [
         "NcclCommunicator",
         "abort",

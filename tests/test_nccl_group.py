@@ -12,7 +12,7 @@ import torch
 from nccl_double import Alone, log_of, until
 
 from spmd import MeshError, PeerLost
-from spmd.kernels import nccl_group, nccl_raw
+from spmd.kernels import nccl_group, nccl_raw, nccl_watchdog
 from spmd.kernels.errors import Aborted
 from spmd.kernels.nccl import NcclCommunicator
 
@@ -205,6 +205,45 @@ def test_ending_does_not_hold_up(make_comm: Alone, monkeypatch: pytest.MonkeyPat
     until(lambda: no_thread("spmd-nccl-ending"))
 
 
+def test_a_new_one_waits_for_the_end_of_the_old(make_comm: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a while; what they have of the GPU is not theirs twice."""
+    comm = make_comm()
+    peer = Peer(monkeypatch, nccl_double.Raw, "abort")
+    waited = nccl_raw.await_endings
+    over: list[bool] = []
+
+    def wait() -> None:
+        peer.comes()
+        waited()
+        over.append(no_thread("spmd-nccl-ending") and [call[0] for call in log_of(comm)].count("NcclCommunicator") == 1)
+
+    monkeypatch.setattr(nccl_group, "await_endings", wait)
+    begin_anew(make_comm)
+    comm.broadcast(torch.ones(1))
+    peer.comes()
+    assert over == [True]
+
+
+def test_a_late_end_of_the_old_leaves_the_new_alone(make_comm: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One channel has begun anew after a recovery before the watching thread looks after another."""
+    monkeypatch.setattr(nccl_watchdog, "watch", lambda comm: None)
+    first, second = make_comm(), make_comm(channel="buckets")
+    begin_anew(make_comm)
+    second.broadcast(torch.ones(1))
+    first.look_after()
+    first.broadcast(torch.ones(1))
+    second.broadcast(torch.ones(1))
+    nccl_raw.await_endings()
+    assert [call[0] for call in log_of(first)].count("NcclCommunicator") == 2
+    assert log_of(first).count(("abort",)) == 2
+
+
+def begin_anew(make_comm: Alone) -> None:
+    """As after a failure that the mesh has recovered from."""
+    make_comm.arena.clear(2)
+    make_comm.arena.generation = 2
+
+
 def test_ending_takes_the_device(make_comm: Alone) -> None:
     comm = make_comm()
     comm.close()
@@ -224,9 +263,9 @@ def test_a_direction_of_messages_is_given_up(make_comm: Alone, monkeypatch: pyte
     peer.waited_for.wait()
     assert not making.done()
     comm.close()
-    making.give_up()  # a second time
     peer.comes()
     until(making.done)
     assert log_of(comm)[-1] == ("abort",)
+    making.give_up()  # a second time
     with pytest.raises(PeerLost, match="given up"):
         making.result()
