@@ -139,7 +139,7 @@ def test_no_turns_within_a_graph(cuda: Cuda) -> None:
 class Gradient(torch.Tensor):
     """A tensor that says to be on a GPU."""
 
-    device = FIRST
+    device, is_cuda = FIRST, True
     held: Any = ()
 
     def record_stream(self, stream: Any) -> None:
@@ -167,5 +167,8 @@ def test_gradients_of_several_streams(cuda: Cuda) -> None:
             Hook(Sums(), place, home)(twin)
         assert twin.grad is None
         assert gradient.held == ((begun,) if stream is elsewhere else ())
-    assert [stream for stream, _ in filled] == [begun] * 3
+    twin.grad = torch.ones(1)  # of a leaf on the CPU
+    with cuda.stream(elsewhere):
+        Hook(Sums(), "host", home)(twin)
+    assert [stream for stream, _ in filled] == [begun] * 3 + [elsewhere]
     assert {"makes 0", "makes 1"} <= filled[1][1] and "makes 2" in filled[2][1]

@@ -129,7 +129,7 @@ class Hook:
         if gradient is not None:
             # A rank without samples fills in as well, so that buckets and collectives alternate alike on all ranks.
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            if self.home is None:
+            if self.home is None or not gradient.is_cuda:
                 self._fill(gradient)
             else:
                 with self.home.taking(gradient):
