@@ -19,7 +19,21 @@ import pytest
 import torch
 from scripts import end_within, running
 
-from spmd import MeshError, P, PeerLost, RemoteError, SpecError, axis_index, barrier, pmean, psum, put, spmd
+from spmd import (
+    MeshError,
+    P,
+    PeerLost,
+    RemoteError,
+    SpecError,
+    axis_index,
+    barrier,
+    data_parallel,
+    pmean,
+    psum,
+    put,
+    spmd,
+    value_and_grad,
+)
 
 SECONDS = 1.5  # until the error is raised
 
@@ -326,6 +340,23 @@ def test_a_rank_whose_death_nobody_has_noticed_yet(make_mesh):
         mesh.driver.ready()
         assert mesh.driver.pids[1] != victim
     assert step(w).full().tolist() == [2, 2]
+
+
+def test_a_rank_is_killed_between_steps_over_virtual_shards(make_mesh):
+    """The one in its place asks for no communicator that the others have and do not open again."""
+
+    def step(w, batch):
+        return value_and_grad(lambda w, x: (w * x).mean())(w, batch)[0]
+
+    mesh = make_mesh({"data": 2}, timeout=10.0)
+    go, w, batch = spmd(data_parallel(step, shards=2), mesh=mesh), torch.ones(()), torch.arange(4.0)
+    assert go(w, batch).item() == 1.5
+    assert mesh.run(lambda: float(psum(torch.ones(()), "data"))) == [2.0, 2.0]
+    os.kill(mesh.driver.pids[1], signal.SIGKILL)
+    end_within(2, [mesh.driver.pids[1]])
+    with contextlib.suppress(PeerLost):  # if it was sent a call before its death was known
+        go(w, batch).item()
+    assert go(w, batch).item() == 1.5
 
 
 def test_a_rank_is_killed_during_a_call_that_nobody_waits_for(make_mesh):

@@ -62,12 +62,14 @@ class Auxiliary:
         """Refuse values that differ between the ranks of the mean and can't be averaged, be it for their shapes."""
         if region is None or not over:
             return
-        comm = region.session.comm(over)
         tokens = [
             token(leaf, axes) if axes is None or axes == over else b""
             for leaf, axes in zip(self.leaves, self.over, strict=True)
         ]
-        if comm.size == 1 or not any(tokens):
+        if not any(tokens):
+            return  # and asks for no communicator: one that is new here would wait for the others to open it
+        comm = region.session.comm(over)
+        if comm.size == 1:
             return
         mine = hashlib.blake2b(repr((_text(self.treedef), tokens)).encode(), digest_size=16).digest()
         gathered = [torch.empty(16, dtype=torch.uint8) for _ in range(comm.size)]
