@@ -85,6 +85,8 @@ def _kind_saved(entry: Mapping[str, Any]) -> str:
     for kind in (Loader, Sampler):
         if kind.__name__.lower() in entry:
             return kind.__name__
+    if "hex" in entry:
+        return "number"
     return "None" if entry["value"] is None else _kind(entry["value"])
 
 

@@ -19,6 +19,7 @@ from .mesh.placing import as_tensor, is_array
 from .transforms import Sampler
 
 PLAIN = (bool, int, float, str, type(None))
+_LONG = 1024  # bits of the longest number that is written in decimal, which Python refuses to do with very long ones
 
 
 def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
@@ -41,6 +42,8 @@ def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
         elif isinstance(leaf, Sampler):
             fields = [field.name for field in dataclasses.fields(leaf) if field.name != "_"]
             entry["sampler"] = {name: getattr(leaf, name) for name in fields}
+        elif isinstance(leaf, int) and leaf.bit_length() > _LONG:
+            entry["hex"] = hex(leaf)
         elif isinstance(leaf, PLAIN):
             entry["value"] = leaf
         else:
@@ -147,4 +150,4 @@ def _leaf(entry: dict[str, Any], wanted: Any, value: Callable[..., Any]) -> Any:
         return wanted
     if "sampler" in entry:
         return Sampler(**entry["sampler"])
-    return entry["value"]
+    return int(entry["hex"], 16) if "hex" in entry else entry["value"]

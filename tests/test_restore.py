@@ -408,6 +408,13 @@ def test_tensors_that_are_not_dense(tmp_path: Path, kind: str) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_numbers_that_are_too_long_for_decimals(tmp_path: Path) -> None:
+    tree = {"one": 10**5000 + 7, "minus": -(10**5000), "short": 10**300, "flag": True}
+    save(tmp_path, tree)
+    for back in (restore(tmp_path), restore(tmp_path, like=tree)):
+        assert back == tree and type(back["flag"]) is bool
+
+
 def test_steps_of_numpy(tmp_path: Path) -> None:
     assert save(tmp_path, {"w": 1}, step=np.int64(3)).result().name == "step-00000003"  # type: ignore[arg-type]
     for step in (True, np.bool_(True), np.int64(-1)):
