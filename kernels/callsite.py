@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from types import FrameType, TracebackType
 
 _LIBRARY = ("spmd", "torch", "optree", "cloudpickle", "concurrent", "threading")
@@ -52,3 +53,11 @@ def from_user(traceback: TracebackType | None) -> TracebackType | None:
     while start is not None and is_ours(start.tb_frame):
         start = start.tb_next
     return start if start is not None else traceback
+
+
+def warn(text: str) -> None:
+    """Warn the user of something, at the line of the nearest caller outside this library."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and is_ours(frame):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)

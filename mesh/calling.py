@@ -38,6 +38,9 @@ def call(mesh: Mesh, program: Program, source: Any, request: Request, *, check: 
     position = ("call", mesh.next_call()) if request.deal is None else ("batch", *request.deal.position)
     key = (mesh.seed, *position)
     if mesh.is_driver:
+        mesh.driver.raise_failure()  # of what was called before, which it is then told of
+    mesh.begin_call(program.name)
+    if mesh.is_driver:
         return _from_driver(mesh, program, source, request, key, check=check, holder=holder)
     return _launched(mesh, program, request, key, check=check, holder=holder)
 
@@ -49,7 +52,6 @@ def _from_driver(
     mesh: Mesh, program: Program, source: Any, request: Request, key: tuple, *, check: str, holder: Any
 ) -> Any:
     driver = mesh.driver
-    driver.raise_failure()
     shipped = driver.shipped.ship_function(source, lambda _: program, holder=holder)
     kinds, values, needs, plain = [], [], [], True
     for leaf, donated in zip(request.leaves, request.donated, strict=True):
@@ -137,26 +139,33 @@ class _Finish:
 
     def __call__(self) -> tuple[Any, list[Result]]:
         if self._found is None:
-            encoded = self._driver.wait(self._task).values()
-            before, found = self._shipped.assembled
-            if encoded != before:
-                said = tasks.decode_all(encoded)
-                found = assemble(self._layout, said, name=self._name, where=self._where, compare=self._compare)
-                self._shipped.assembled = encoded, found
-            if self._expected is not None and (
-                found[0] != self._expected or any(result.spec is None for result in found[1])
-            ):
-                raise SpecError(
-                    message(
-                        f"{self._name} returned another structure than before for the same kind of arguments",
-                        got=str(found[0]),
-                        expected=str(self._expected),
-                        where=self._where,
-                        remedy="return the same tree of tensors, or a number, which makes calls synchronous",
-                    )
-                )
-            self._found = found
+            try:
+                self._found = self._find()
+            except BaseException:
+                self._driver.pending.note_failure()
+                raise
         return self._found
+
+    def _find(self) -> tuple[Any, list[Result]]:
+        encoded = self._driver.wait(self._task).values()
+        before, found = self._shipped.assembled
+        if encoded != before:
+            said = tasks.decode_all(encoded)
+            found = assemble(self._layout, said, name=self._name, where=self._where, compare=self._compare)
+            self._shipped.assembled = encoded, found
+        if self._expected is not None and (
+            found[0] != self._expected or any(result.spec is None for result in found[1])
+        ):
+            raise SpecError(
+                message(
+                    f"{self._name} returned another structure than before for the same kind of arguments",
+                    got=str(found[0]),
+                    expected=str(self._expected),
+                    where=self._where,
+                    remedy="return the same tree of tensors, or a number, which makes calls synchronous",
+                )
+            )
+        return found
 
     def meta(self, index: int) -> Any:
         return self()[1][index].meta()

@@ -319,6 +319,7 @@ class DriverSession:
     def _interrupt(self) -> None:
         """Ctrl-C: let what is about to end do so, stop the rest, and wait for that; a second Ctrl-C kills the ranks."""
         recovery = self._recovery
+        self.pending.note_failure()
         try:
             with self.lock:
                 if self.changed.wait_for(lambda: not self.pending.tasks or self.closed, INTERRUPT_SECONDS):

@@ -180,6 +180,7 @@ def call(session: RankSession, body: Callable[[], Any]) -> Any:
             return body()
     except BaseException as error:
         failed = _recover(session, error)
+    session.failed = time.monotonic()
     raise failed
 
 

@@ -20,7 +20,7 @@ import torch
 
 from ..kernels import arena
 from ..kernels.communicator import Communicator
-from ..kernels.errors import MeshError, message
+from ..kernels.errors import MeshError, PeerLost, message
 from . import devices, drawing, launched, tasks, wire
 from .arguments import check_arguments, layout_of
 from .driver import DriverSession, close_quietly
@@ -127,8 +127,10 @@ class Mesh:
 
     def _forget_run(self) -> None:
         self._calls = self._runs = 0
-        # What data_parallel steps were made with that is seen in the bits, by the functions' names; what was restored,
-        # that they are compared with.
+        self._called = ""  # the @spmd function called last, or the one that failed
+        # The names of those called, and whether they are data_parallel steps; what these were made with that is seen in
+        # the bits, by their names; what was restored, that they are compared with.
+        self.begun: dict[str, bool] = {}
         self.settings: dict[str, list[dict[str, Any]]] = {}
         self.resumed: Any = None
 
@@ -230,12 +232,24 @@ class Mesh:
             what `fn` raises on a rank, as its own type, with that rank's traceback.
         """
         try:
-            return self._run(fn, args, self._check_ranks(ranks))
+            return self._run(fn, args, self._check_ranks(ranks), self._run_key())
         except BaseException as error:
             raise shorten(error) from error.__cause__
 
-    def _run(self, fn: Callable[..., Any], args: tuple, chosen: list[int]) -> list[Any]:
-        key = self._run_key()
+    def run_uncounted(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """`run` for what draws nothing, such as saving: the random numbers of other calls do not move with it.
+
+        Unless a rank is lost in it, its failure is none of the program's steps.
+        """
+        failed = self.failed
+        try:
+            return self._run(fn, args, self._check_ranks(None), (self.seed, "run", 0))
+        except BaseException as error:
+            if not isinstance(error, PeerLost | KeyboardInterrupt):
+                self.failed = failed
+            raise shorten(error) from error.__cause__
+
+    def _run(self, fn: Callable[..., Any], args: tuple, chosen: list[int], key: tuple) -> list[Any]:
         if self._driver is not None:
             if not chosen:
                 return []
@@ -283,6 +297,20 @@ class Mesh:
                 return fn(*args)
         finally:
             restore_generators(state)
+
+    @property
+    def failed(self) -> float | None:
+        """When a call last failed (`time.monotonic`); None if the run has gone on since, or was taken up again."""
+        return (self._rank_session or self.driver.pending).failed
+
+    @failed.setter
+    def failed(self, when: float | None) -> None:
+        (self._rank_session or self.driver.pending).failed = when
+
+    def begin_call(self, name: str) -> None:
+        """An @spmd function is called: if it is the one that failed, the run goes on from where it was."""
+        if self.failed is None or name == self._called:
+            self.failed, self._called = None, name
 
     def next_call(self) -> int:
         """The number of this call of an @spmd function, from 1 on; the same on all launched ranks."""

@@ -94,11 +94,15 @@ class Pending:
     """The tasks of one mesh that some rank has not answered, and the failures that their callers have not seen.
 
     The session's lock guards it.
+
+    Attributes:
+        failed: when somebody was last told of a failure; see `Mesh.failed`.
     """
 
     def __init__(self) -> None:
         self.tasks: dict[int, Task] = {}
         self._unseen: deque[Task] = deque()
+        self.failed: float | None = None
 
     def busy(self) -> dict[int, int]:
         """The ranks that have something to do, each with the number of the task that it is at."""
@@ -138,8 +142,12 @@ class Pending:
             if not task.reported:
                 self.report(task)
 
+    def note_failure(self) -> None:
+        self.failed = time.monotonic()
+
     def report(self, task: Task) -> None:
         """Raise the failure of a task."""
+        self.note_failure()
         task.reported = True
         for other in self._unseen:
             # What failed in one generation failed for one reason.

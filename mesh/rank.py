@@ -55,6 +55,7 @@ class RankSession:
         self.device = torch.device("cpu") if device is None else device
         self.regions = 0
         self.closed = False
+        self.failed: float | None = None  # see `Mesh.failed`
         self.mesh_text = "a mesh"  # for messages
         self._alone = False
         self._comms: dict[tuple[tuple[int, ...], str], Communicator] = {}

@@ -17,7 +17,7 @@ import numpy as np
 from . import _checkpoint_background as under_way
 from . import _checkpoint_tree as described
 from ._checkpoint_writing import Writing
-from ._fingerprint import fingerprint
+from ._fingerprint import of_run
 from ._loader import Loader
 from .kernels.errors import MeshError, SpecError, message
 from .mesh import trees
@@ -70,10 +70,7 @@ def save(
     mesh = _mesh_of(leaves)
     writes = mesh is not None and (not mesh.is_driver or any(isinstance(leaf, Array) for leaf in leaves))
     structure, entries, tensors = described.describe(tree)
-    manifest = {"tree": structure, "leaves": entries, "fingerprint": fingerprint(mesh)}
-    position = None if mesh is None else mesh.position
-    if position is not None:
-        manifest["position"] = position
+    manifest = {"tree": structure, "leaves": entries, **of_run(mesh)}
     writing = Writing(path, step, keep, mesh if writes else None, manifest, tensors, background=background)
     future = under_way.Saved()
     try:
@@ -86,9 +83,6 @@ def save(
         future.set_exception(error)
         if background:
             under_way.begin(path, future)
-    finally:
-        if mesh is not None and position is not None:
-            mesh.position = position  # whether it is saved or not, a run draws the same
     if not background:
         future.result()
     elif mesh is not None:

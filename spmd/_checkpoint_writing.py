@@ -87,7 +87,7 @@ class Writing:
 
     def _on_ranks(self, call: Callable[..., Any], *args: Any) -> list[Any]:
         assert self._mesh is not None
-        return self._mesh.run(call, *args)
+        return self._mesh.run_uncounted(call, *args)
 
     def _commit(self) -> Path:
         folder, final = self._folder, self._path / f"step-{self._number:08d}"

@@ -1,33 +1,38 @@
 """What the bits of a run depend on besides its program: recorded in a checkpoint, compared when it is taken up.
 
-Of the checkpoints that a program restores before its next step, one is the run's own, and others may be a teacher's:
-nothing says which. A run that restores others when it starts does so whenever it starts, and its own has got at least
-as far: so positions only move forwards, and what the steps were made with is told where it is as in none of them.
+Of the checkpoints that a program restores, one is its run's own, and others may be a teacher's, or the best one:
+nothing says which. Invariant: random numbers move forwards only, so that a run that is stopped and taken up draws what
+it would have drawn; but after a call that failed they go back to what is restored, to run again from there. What the
+steps were made with is told where it is as in none of the checkpoints.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Mapping
-from pathlib import Path
+import json
+import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from .kernels.callsite import warn
 from .mesh.mesh import Mesh
 
 # Backends that combine in one order, in this library's own arithmetic.
 _IN_ORDER = ("shm", "gloo", "mpi")
 
+Position = tuple[int, int]  # as `Mesh.position`
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restored:
-    """A checkpoint: its folder, what its manifest tells of the run, and how far that had got."""
+    """A checkpoint: its folder, what its manifest tells of the run, how far that had got, and when it was restored."""
 
     where: str
     fingerprint: Mapping[str, Any]
-    position: tuple[int, int] | None
+    position: Position | None
+    when: float
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,26 +40,30 @@ class TakenUp:
     """What a mesh goes on from.
 
     Attributes:
-        restored: the last checkpoint of every directory, in the order of restoring.
+        restored: by fingerprint, the last restored last, each with the furthest position of its kind.
         compared: names of the steps that have run since.
     """
 
     restored: dict[str, Restored] = dataclasses.field(default_factory=dict)
     compared: set[str] = dataclasses.field(default_factory=set)
 
-    def add(self, one: Restored) -> tuple[int, int] | None:
-        """Where the run goes on, if this checkpoint has got further than those of other directories."""
-        directory = str(Path(one.where).parent)
-        self.restored.pop(directory, None)
-        others = [other.position for other in self.restored.values() if other.position is not None]
-        self.restored[directory] = one
-        if one.position is None or any(one.position <= other for other in others):
-            return None
-        return max([one.position, *others])
+    def add(self, one: Restored) -> None:
+        key = json.dumps(one.fingerprint, sort_keys=True)
+        before = self.restored.pop(key, None)
+        position = _furthest(other.position for other in (before, one) if other is not None)
+        self.restored[key] = dataclasses.replace(one, position=position)
 
 
-# What was restored as plain tensors, for the mesh that goes on with them.
+# What was restored as plain tensors since a step last ran, for the mesh that goes on with them.
 _unplaced = TakenUp()
+
+
+def _furthest(positions: Iterable[Position | None]) -> Position | None:
+    known = [position for position in positions if position is not None]
+    return (max(calls for calls, _ in known), max(runs for _, runs in known)) if known else None
+
+
+# -- recorded ---------------------------------------------------------------------------------------------------------
 
 
 def fingerprint(mesh: Mesh | None) -> dict[str, Any]:
@@ -63,10 +72,7 @@ def fingerprint(mesh: Mesh | None) -> dict[str, Any]:
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
     }
-    if mesh is not None:
-        found.update(_of_mesh(mesh))
-        found["steps"] = {name: list(seen) for name, seen in mesh.settings.items()}
-    return found
+    return found if mesh is None else {**found, **_of_mesh(mesh)}
 
 
 def _of_mesh(mesh: Mesh) -> dict[str, Any]:
@@ -74,61 +80,113 @@ def _of_mesh(mesh: Mesh) -> dict[str, Any]:
     return {"seed": mesh.seed, "threads": mesh.pinned_threads, "backend class": backend}
 
 
-def warn_if_other(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    """Say what differs of what both tell; the steps are compared when they run."""
-    other = _other({name: value for name, value in before.items() if name != "steps"}, now)
-    if other:
-        listed = "; ".join(f"{name}: {was}, now {is_}" for name, (was, is_) in other.items())
-        warnings.warn(
-            f"this run goes on from {where} under another fingerprint, so that its bits will differ from those of a "
-            f"run that never stopped ({listed})",
-            stacklevel=3,
-        )
+def of_run(mesh: Mesh | None) -> dict[str, Any]:
+    """What a manifest tells of the run that saves: its fingerprint, its steps, and how far it has got.
+
+    Of what the run has not come to since it was taken up, it is what was told then.
+    """
+    if mesh is not None:
+        _go_on_unplaced(mesh, at_first=not any(mesh.begun.values()))
+        restored = [] if mesh.resumed is None else [*mesh.resumed.restored.values()]
+        ran = {name: list(seen) for name, seen in mesh.settings.items()}
+        steps = {**_steps_of(restored, but=ran), **ran}
+        mesh.failed = None  # the run goes on from what is saved
+        return {"fingerprint": {**fingerprint(mesh), "steps": steps}, "position": mesh.position}
+    restored = [*_unplaced.restored.values()]
+    position = _furthest(one.position for one in restored)
+    if position is None:
+        return {"fingerprint": fingerprint(None)}
+    last = max(restored, key=lambda one: one.position or (-1, -1))
+    told = {name: value for name, value in last.fingerprint.items() if name in ("seed", "threads", "backend class")}
+    return {"fingerprint": {**fingerprint(None), **told, "steps": _steps_of(restored)}, "position": position}
 
 
-def _other(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {name: (was, now[name]) for name, was in before.items() if name in now and now[name] != was}
+def _steps_of(restored: Iterable[Restored], but: Mapping[str, Any] | None = None) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for one in restored:
+        for name, made_with in one.fingerprint.get("steps", {}).items():
+            if name not in (but or {}):
+                seen = found.setdefault(name, [])
+                seen += [settings for settings in made_with if settings not in seen]
+    return found
+
+
+# -- taken up ---------------------------------------------------------------------------------------------------------
 
 
 def take_up(mesh: Mesh | None, manifest: Mapping[str, Any], where: str) -> None:
     """Have a mesh go on as a run that was saved; None is the one that next runs its first step."""
     position = manifest.get("position")
-    one = Restored(where, manifest["fingerprint"], None if position is None else (position[0], position[1]))
+    position = None if position is None else (position[0], position[1])
+    one = Restored(where, manifest["fingerprint"], position, time.monotonic())
     if mesh is None:
         _unplaced.add(one)
     else:
-        _place(mesh, one)
+        _go_on(mesh, [one])
 
 
-def _place(mesh: Mesh, one: Restored) -> None:
-    if mesh.resumed is None or mesh.resumed.compared:
-        mesh.resumed = TakenUp()
-    mesh.position = mesh.resumed.add(one) or mesh.position
+def _go_on(mesh: Mesh, restored: list[Restored]) -> None:
+    """Forwards to the furthest of some checkpoints, or, after a call that failed, to where they are."""
+    failed, before = mesh.failed, mesh.position
+    since = [one for one in restored if one.position is not None and failed is not None and one.when > failed]
+    if since:
+        mesh.resumed, mesh.failed = TakenUp(), None
+        restored, start = since, None
+    else:
+        start = before
+    if mesh.resumed is None:
+        mesh.resumed = TakenUp(compared=set(mesh.settings))
+    for one in restored:
+        mesh.resumed.add(one)
+    mesh.position = _furthest([start, *(one.position for one in restored)]) or before
+    if mesh.position != before:  # its steps go on from there, also those that have run here before
+        mesh.resumed.compared.clear()
 
 
-def begin_step(mesh: Mesh, name: str, settings: dict[str, Any]) -> None:
-    """Note what a data_parallel step was made with that is seen in the bits, and compare it with the run taken up."""
-    if not mesh.settings and _unplaced.restored:
-        placed = [] if mesh.resumed is None else [*mesh.resumed.restored.values()]
-        _compare([*placed, *_unplaced.restored.values()], _of_mesh(mesh), "")
-        known = set() if mesh.resumed is None else set(mesh.resumed.restored)
-        for directory, one in _unplaced.restored.items():
-            if directory not in known:  # what was restored onto the mesh itself is what it goes on from
-                _place(mesh, one)
-        _unplaced.restored.clear()
-    if name == "<lambda>":  # a name that all of them have
+def _go_on_unplaced(mesh: Mesh, *, at_first: bool, of_steps: bool = True) -> None:
+    """Take up what was restored as plain tensors: at the first call of a function, or after a call that failed.
+
+    Args:
+        of_steps: also runs that have data_parallel steps, whose other calls are before or beside them.
+    """
+    failed = mesh.failed
+    waiting = {key: one for key, one in _unplaced.restored.items() if of_steps or one.fingerprint.get("steps") == {}}
+    if waiting and (at_first or (failed is not None and any(one.when > failed for one in waiting.values()))):
+        if mesh.resumed is None:  # else the mesh has been compared
+            _compare([*waiting.values()], _of_mesh(mesh), "")
+        _go_on(mesh, [*waiting.values()])
+    for key in waiting:
+        del _unplaced.restored[key]
+
+
+# -- compared ---------------------------------------------------------------------------------------------------------
+
+
+def begin_step(mesh: Mesh, name: str, settings: dict[str, Any] | None) -> None:
+    """Before an @spmd function is called: have the mesh go on with what was restored for it.
+
+    Args:
+        settings: what a data_parallel step was made with that is seen in the bits, which is noted, and compared with
+            that of the run taken up; None for other functions.
+    """
+    if _unplaced.restored:
+        _go_on_unplaced(mesh, at_first=name not in mesh.begun, of_steps=settings is not None)
+    mesh.begun[name] = mesh.begun.get(name, False) or settings is not None
+    if settings is None or name == "<lambda>":  # a name that all of them have
         return
-    seen = mesh.settings.setdefault(name, [])
-    if settings not in seen:
-        seen.append(settings)
     taken = mesh.resumed
     if taken is not None and name not in taken.compared:
         first = not taken.compared
         taken.compared.add(name)
         steps = [
-            Restored(one.where, was, None) for one in taken.restored.values() for was in _made_with(one, name, first)
+            dataclasses.replace(one, fingerprint=made_with)
+            for one in taken.restored.values()
+            for made_with in _made_with(one, name, first)
         ]
         _compare(steps, settings, f" of {name}")
+    seen = mesh.settings.setdefault(name, [])
+    if settings not in seen:
+        seen.append(settings)
 
 
 def _made_with(one: Restored, name: str, first: bool) -> list[dict[str, Any]]:
@@ -144,3 +202,18 @@ def _compare(restored: list[Restored], now: Mapping[str, Any], of: str) -> None:
         last = restored[-1]
         before = {f"{key}{of}": value for key, value in last.fingerprint.items()}
         warn_if_other(before, {f"{key}{of}": value for key, value in now.items()}, last.where)
+
+
+def warn_if_other(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
+    """Say what differs of what both tell; the steps are compared when they run."""
+    other = _other({name: value for name, value in before.items() if name != "steps"}, now)
+    if other:
+        listed = "; ".join(f"{name}: {was}, now {is_}" for name, (was, is_) in other.items())
+        warn(
+            f"this run goes on from {where} under another fingerprint, so that its bits will differ from those of a "
+            f"run that never stopped ({listed})"
+        )
+
+
+def _other(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {name: (was, now[name]) for name, was in before.items() if name in now and now[name] != was}

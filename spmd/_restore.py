@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from . import _checkpoint_tree as described
 from ._checkpoint_reading import Damaged, Gone, Opened, open_last
 from ._fingerprint import fingerprint, take_up, warn_if_other
 from ._loader import Loader
+from .kernels.callsite import warn
 from .kernels.errors import message
 from .mesh import trees
 from .mesh.array import Array
@@ -35,7 +35,8 @@ def restore(path: str | os.PathLike, *, like: Any = None, mesh: Mesh | None = No
     """Read the last checkpoint that `save` wrote to a directory, or the one whose folder is given.
 
     A damaged one is named in a warning, and the one before it is read. The mesh goes on with the random numbers of the
-    run that was saved. All launched ranks of a mesh call it; they take up what the first one finds.
+    run that was saved, if that has got further than the mesh; after a call that failed it goes back to them. All
+    launched ranks of a mesh call it; they take up what the first one finds.
 
     Args:
         path: as given to `save`, or the folder of one checkpoint.
@@ -63,18 +64,14 @@ def restore(path: str | os.PathLike, *, like: Any = None, mesh: Mesh | None = No
     opened, problems = _open(path, placed)
     with opened:
         for problem in problems:
-            warnings.warn(f"{problem}; going on from {opened.folder}", stacklevel=2)
+            warn(f"{problem}; going on from {opened.folder}")
         return _read(opened, like, mesh, placed)
 
 
 def _open(path: Path, mesh: Mesh | None) -> tuple[Opened, list[str]]:
     if mesh is None or mesh.is_driver or current() is not None:
         return open_last(path)
-    position = mesh.position
-    try:
-        return _open_together(path, mesh)
-    finally:
-        mesh.position = position  # a run draws the same, however often its ranks had to look
+    return _open_together(path, mesh)
 
 
 def _open_together(path: Path, mesh: Mesh) -> tuple[Opened, list[str]]:
@@ -86,13 +83,13 @@ def _open_together(path: Path, mesh: Mesh) -> tuple[Opened, list[str]]:
         try:
             if mesh.rank == 0:
                 mine, said = _chosen(path)
-            said = mesh.run(_itself, said)[0]
+            said = mesh.run_uncounted(_itself, said)[0]
             if isinstance(said, Exception):
                 raise said
             name, digest, folder, problems = said
             if mine is None:
                 mine = _same(path / name, digest)
-            wrong = mesh.run(_itself, str(mine) if isinstance(mine, Exception) else None)
+            wrong = mesh.run_uncounted(_itself, str(mine) if isinstance(mine, Exception) else None)
         except BaseException:
             if isinstance(mine, Opened):
                 mine.close()

@@ -113,8 +113,7 @@ class Spmd:
 
     def _outside(self, bound: inspect.BoundArguments) -> Any:
         mesh = resolve(self._mesh)
-        if self._settings is not None:
-            begin_step(mesh, self._name, self._settings)
+        begin_step(mesh, self._name, self._settings)
         donated = [place for name in self._donate for place in self._places(bound, name)]
         specs, batch = self._specs(bound), self._batch_of(bound)
         request = Request(mesh, self._name, bound.args, bound.kwargs, specs, batch, donated)

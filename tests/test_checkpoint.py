@@ -8,33 +8,27 @@ import resource
 import signal
 import threading
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
-import manifest
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from scripts import run, script
 
 from spmd import (
     Loader,
-    Mesh,
     MeshError,
     P,
     Sampler,
     SpecError,
     SpmdError,
-    data_parallel,
     optimizer,
     put,
     restore,
     save,
     spmd,
-    value_and_grad,
 )
 from spmd import _checkpoint_files as files
 
@@ -522,216 +516,3 @@ def test_a_rank_killed_while_it_writes(make_mesh: Any, tmp_path: Path) -> None:
         future.result(timeout=20)
     assert os.listdir(tmp_path) == ["step-00000000"]
     assert save(tmp_path, {"value": value}, step=1).result().name == "step-00000001"
-
-
-# -- fingerprints -----------------------------------------------------------------------------------------------------
-
-
-def step(x: Any, batch: Any) -> Any:
-    return x + 1
-
-
-def rewritten(path: Path, **changed: Any) -> None:
-    """The only checkpoint of a directory with another fingerprint; None leaves a part out."""
-
-    def change(said: dict[str, Any]) -> None:
-        whole = {**said["fingerprint"], **changed}
-        said["fingerprint"] = {name: value for name, value in whole.items() if value is not None}
-
-    manifest.edit(path, change)
-
-
-def told(run: Any) -> list[str]:
-    """What is said of fingerprints while something runs: the parts in brackets."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run()
-    texts = [str(one.message) for one in caught]
-    assert all("under another fingerprint" in text for text in texts), texts
-    return [text.rpartition("(")[2].rstrip(")") for text in texts]
-
-
-def test_another_fingerprint_is_told(make_mesh: Any, tmp_path: Path) -> None:
-    one, other = make_mesh({"data": 1}), make_mesh({"data": 2}, threads=2, backend="gloo")
-    x = spmd(data_parallel(step, shards=4, wire_dtype=torch.bfloat16), mesh=one)(torch.ones(2), torch.ones(4))
-    save(tmp_path, {"x": x})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        restore(tmp_path, mesh=one)
-    with pytest.warns(UserWarning, match=r"another fingerprint.*\(threads: 1, now 2\)"):
-        back = restore(tmp_path, mesh=other)
-    with pytest.warns(UserWarning, match="shards of step: 4, now 2; wire dtype of step: torch.bfloat16, now None"):
-        spmd(data_parallel(step, shards=2), mesh=other)(back["x"], torch.ones(4))
-    said = manifest.read(tmp_path)["fingerprint"]
-    assert {"torch", "CPU capability", "seed", "threads", "backend class", "steps"} == {*said}
-    assert said["steps"] == {"step": [{"shards": 4, "wire dtype": "torch.bfloat16"}]}
-    rewritten(tmp_path, torch="1.0")
-    with pytest.warns(UserWarning, match=r"torch: 1\.0, now"):
-        restore(tmp_path)
-
-
-def test_plain_values_are_compared_where_a_mesh_goes_on_with_them(make_mesh: Any, tmp_path: Path) -> None:
-    def run(mesh: Any, x: Any, shards: int) -> Any:
-        return spmd(data_parallel(step, shards=shards), mesh=mesh)(x, torch.ones(4))
-
-    save(tmp_path, {"x": run(make_mesh({"data": 1}), torch.ones(2), 4)})
-    for options, shards, expected in (
-        ({}, 4, []),
-        ({}, 2, ["shards of step: 4, now 2"]),
-        ({"threads": 2, "seed": 1}, 4, ["seed: 0, now 1; threads: 1, now 2"]),
-        ({"threads": 2}, 2, ["threads: 1, now 2", "shards of step: 4, now 2"]),
-    ):
-        mesh, x = make_mesh({"data": 2}, **options), restore(tmp_path)["x"]
-        for wanted in (expected, []):  # told once
-            assert told(lambda mesh=mesh, x=x, shards=shards: run(mesh, x, shards)) == wanted, (options, shards)
-    other = make_mesh({"data": 1}, seed=9)
-    assert told(lambda: run(other, torch.ones(2), 4)) == []  # what another mesh has taken up is its
-    other.restart()
-    x = restore(tmp_path)["x"]
-    assert told(lambda: run(other, x, 4)) == ["seed: 0, now 9"]
-
-
-def test_steps_are_compared_with_those_of_the_same_name(make_mesh: Any, tmp_path: Path) -> None:
-    def evaluate(x: Any, batch: Any) -> Any:
-        return x * 2
-
-    def report(x: Any, batch: Any) -> Any:
-        return x * 3
-
-    def call(f: Any, mesh: Any, shards: int | None) -> Any:
-        return spmd(data_parallel(f, shards=shards), mesh=mesh)(torch.ones(2), torch.ones(4))
-
-    one = make_mesh({"data": 1})
-    x = call(step, one, 4)
-    call(evaluate, one, None)
-    save(tmp_path, {"x": x})
-    for calls, expected in (
-        ([(step, 4), (evaluate, None)], []),
-        ([(evaluate, None), (step, 4)], []),
-        ([(report, 3), (evaluate, None), (step, 2), (step, 2)], ["shards of step: 4, now 2"]),
-        ([(step, 2), (evaluate, 4)], ["shards of step: 4, now 2", "shards of evaluate: None, now 4"]),
-    ):
-        mesh = make_mesh({"data": 1})
-        restore(tmp_path, mesh=mesh)
-        got = [text for f, shards in calls for text in told(lambda f=f, m=mesh, shards=shards: call(f, m, shards))]
-        assert got == expected, calls
-    # Older checkpoints tell of the last step only, of whatever name.
-    rewritten(tmp_path, **{"steps": None, "shards": 4, "wire dtype": "torch.float16"})
-    mesh = make_mesh({"data": 1})
-    assert torch.equal(restore(tmp_path, mesh=mesh)["x"].full(), x.full())
-    assert told(lambda: call(report, mesh, 4)) == ["wire dtype of report: torch.float16, now None"]
-    assert told(lambda: call(step, mesh, 2)) == []
-
-
-def test_other_seeds_and_another_loader_are_told(make_mesh: Any, tmp_path: Path) -> None:
-    def loader(mesh: Any, **options: Any) -> Loader:
-        return Loader(torch.arange(24), **{"batch_size": 4, "mesh": mesh, "seed": 1, "shards": 4, **options})
-
-    one, other = make_mesh({"data": 1}, seed=5), make_mesh({"data": 2}, seed=6)
-    save(tmp_path, {"loader": loader(one)})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        restore(tmp_path, like={"loader": loader(one)})
-        restore(tmp_path)
-    with pytest.warns(UserWarning, match=r"another fingerprint.*\(seed: 5, now 6\)"):
-        restore(tmp_path, like={"loader": loader(other)})
-    for name, value in {"batch_size": 6, "seed": 2, "shuffle": False, "drop_last": True, "shards": None}.items():
-        with pytest.warns(UserWarning, match=rf"\({name} of the Loader \['loader'\]: .*, now {value}\)"):
-            restore(tmp_path, like={"loader": loader(one, **{name: value})})
-
-
-@pytest.mark.parametrize("placed", [True, False])
-def test_random_numbers_of_whole_batches_go_on(make_mesh: Any, tmp_path: Path, placed: bool) -> None:
-    """Without a Loader they are keyed by the number of the call, which is that of a run that never stopped."""
-
-    def step(w: Any, batch: Any) -> Any:
-        value, gradient = value_and_grad(lambda w, x: F.dropout(x * w, 0.5).square().mean())(w, batch)
-        return w - gradient, value
-
-    def steps(mesh: Any, w: Any, first: int, path: Path) -> list[float]:
-        values = []
-        go = spmd(data_parallel(step, shards=4), mesh=mesh)
-        for number in range(first, 5):
-            w, value = go(w, torch.ones(8, 4) + number)
-            values.append(value.item())
-            save(path, {"w": w}, step=number)
-        return [*values, *w.full().tolist(), *mesh.run(lambda: torch.rand(()).item())[:1]]
-
-    whole = steps(make_mesh({"data": 1}), torch.ones(4), 0, tmp_path / "whole")
-    for stop, ranks in ((0, 2), (2, 3), (3, 1)):
-        mesh = make_mesh({"data": ranks})
-        folder = tmp_path / "whole" / f"step-{stop:08d}"
-        state = restore(folder, mesh=mesh) if placed else restore(folder)
-        assert steps(mesh, state["w"], stop + 1, tmp_path / f"{stop}") == whole[stop + 1 :], (stop, ranks)
-
-
-@pytest.mark.parametrize("order", ["teacher first", "teacher last"])
-@pytest.mark.parametrize("placed", [(True, True), (False, False), (True, False), (False, True)])
-def test_a_teacher_does_not_move_the_run(make_mesh: Any, tmp_path: Path, order: str, placed: tuple[bool, bool]) -> None:
-    """Restored beside the run's own state, before it or after it: the run draws as if it had never stopped."""
-
-    def noisy(w: Any, batch: Any) -> Any:
-        value, gradient = value_and_grad(lambda w, x: F.dropout(x * w, 0.5).square().mean())(w, batch)
-        return w - gradient, value
-
-    def steps(mesh: Any, w: Any, numbers: range, path: Path | None = None) -> list[float]:
-        values, go = [], spmd(data_parallel(noisy, shards=4), mesh=mesh)
-        for number in numbers:
-            w, value = go(w, torch.ones(8, 4) + number)
-            values.append(value.item())
-            if path is not None:
-                save(path, {"w": w}, step=number)
-        return values
-
-    def begun(ranks: int, resumed: bool) -> tuple[Any, Any]:
-        mesh, w = make_mesh({"data": ranks}), torch.ones(4)
-        for which in ("teacher", "run") if order == "teacher first" else ("run", "teacher"):
-            if which == "run" and resumed:
-                folder = tmp_path / "run" / "step-00000002"
-                w = restore(folder, mesh=mesh)["w"] if placed[0] else restore(folder)["w"]
-            if which == "teacher":
-                _ = restore(tmp_path / "teacher", mesh=mesh) if placed[1] else restore(tmp_path / "teacher")
-        return mesh, w
-
-    steps(make_mesh({"data": 1}), torch.ones(4), range(2), tmp_path / "teacher")
-    whole = steps(*begun(1, False), range(5), tmp_path / "run")
-    assert steps(*begun(2, True), range(3, 5)) == whole[3:]
-
-
-def test_going_back_to_a_checkpoint_draws_the_same_again(make_mesh: Any, tmp_path: Path) -> None:
-    def draw(x: Any, batch: Any) -> Any:
-        return x + torch.rand(2)
-
-    mesh = make_mesh({"data": 2})
-    go = spmd(data_parallel(draw, shards=2), mesh=mesh)
-
-    def on(x: Any) -> list[float]:
-        return go(go(x, torch.ones(4)), torch.ones(4)).full().tolist()
-
-    save(tmp_path, {"x": go(torch.zeros(2), torch.ones(4))}, step=0)
-    save(tmp_path, {"x": go(torch.zeros(2), torch.ones(4))}, step=1)
-    first = on(restore(tmp_path / "step-00000000", mesh=mesh)["x"])
-    restore(tmp_path / "step-00000001", mesh=mesh)  # only looked at: the last one of a directory counts
-    assert on(restore(tmp_path / "step-00000000", mesh=mesh)["x"]) == first
-
-
-def test_a_look_at_a_checkpoint_does_not_move_a_later_mesh(make_mesh: Any, tmp_path: Path) -> None:
-    def step(w: Any, batch: Any) -> Any:
-        loss, g = value_and_grad(lambda w, x: (F.dropout(x * w, 0.5) ** 2).mean())(w, batch)
-        return w - 0.01 * g, loss
-
-    def trained(folder: Path, look: bool) -> list[float]:
-        found, w = [], torch.ones(4)
-        for begin, end, ranks in ((0, 4, 2), (4, 6, 1)):
-            with Mesh({"data": ranks}) as mesh:
-                go = spmd(data_parallel(step, shards=4), mesh=mesh)
-                w = restore(folder, mesh=mesh)["w"] if begin else w
-                for index in range(begin, end):
-                    w, loss = go(w, torch.ones(8, 4) + index)
-                    found.append(float(loss))
-                    save(folder, {"w": w}, step=index)
-                    if look and index == 1:
-                        restore(folder)
-        return found
-
-    assert trained(tmp_path / "looked", True) == trained(tmp_path / "not", False)
