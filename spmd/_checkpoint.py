@@ -16,6 +16,7 @@ import numpy as np
 
 from . import _checkpoint_background as under_way
 from . import _checkpoint_tree as described
+from ._checkpoint_agreement import agree
 from ._checkpoint_writing import Writing
 from ._fingerprint import of_run
 from ._loader import Loader
@@ -43,7 +44,8 @@ def save(
     Args:
         path: a directory, made if need be.
         tree: of tensors, Arrays, numbers, strings, None, `Loader`s (their positions) and `Sampler`s.
-        step: the number that the checkpoint is named by; None is the one after the last there.
+        step: the number that the checkpoint is named by, where it takes the place of one that is there; None is the
+            one after the last there, and never one that another program or thread has taken meanwhile.
         keep: remove all but the last so many checkpoints afterwards; what is no checkpoint stays.
         background: return at once, and write while the program goes on. What went wrong is raised by `result()` of
             what is returned, or else by the next `save` to or `restore` from this path, by the mesh when it closes, or
@@ -54,21 +56,22 @@ def save(
 
     Raises:
         SpecError: a leaf cannot be saved, or something that is no checkpoint has the checkpoint's name. OSError: what
-            the file system says, of a full disk for one. The checkpoints that were there before are as they were.
+            the file system says, of a full disk for one, with the file's name. The checkpoints that were there before
+            are as they were. SpmdError: launched ranks do not agree on what to save; it says which differ in what.
             Launched ranks all raise what one of them does.
     """
     if current() is not None:
         raise MeshError(message("save was called inside a region", remedy="save what the step returns"))
-    if keep is not None and keep < 1:
-        raise SpecError(message("save got a bad keep", got=keep, expected="at least 1, or None"))
-    if step is not None and (not isinstance(step, int | np.integer) or isinstance(step, bool) or step < 0):
-        raise SpecError(message("save got a bad step", got=repr(step), expected="a whole number from 0 on, or None"))
-    step = None if step is None else int(step)
     path = Path(path).absolute()
-    under_way.settled(path)
     leaves, _ = trees.flatten(tree, is_leaf=is_array)
     mesh = _mesh_of(leaves)
     writes = mesh is not None and (not mesh.is_driver or any(isinstance(leaf, Array) for leaf in leaves))
+    problem = _problem(path, step, keep)
+    if mesh is not None and not mesh.is_driver:
+        agree(mesh, problem, {"step": step, "keep": keep, "background": background}, tree)
+    elif problem is not None:
+        raise problem
+    step = None if step is None else int(step)
     structure, entries, tensors = described.describe(tree)
     manifest = {"tree": structure, "leaves": entries, **of_run(mesh)}
     writing = Writing(path, step, keep, mesh if writes else None, manifest, tensors, background=background)
@@ -88,6 +91,19 @@ def save(
     elif mesh is not None:
         mesh.at_close = [*(one for one in mesh.at_close if not one.done()), future]
     return future
+
+
+def _problem(path: Path, step: Any, keep: int | None) -> Exception | None:
+    """Why nothing can be saved here: the arguments, or what went wrong in the background and nobody has seen."""
+    if keep is not None and keep < 1:
+        return SpecError(message("save got a bad keep", got=keep, expected="at least 1, or None"))
+    if step is not None and (not isinstance(step, int | np.integer) or isinstance(step, bool) or step < 0):
+        return SpecError(message("save got a bad step", got=repr(step), expected="a whole number from 0 on, or None"))
+    try:
+        under_way.settled(path)
+    except Exception as error:
+        return error
+    return None
 
 
 def _mesh_of(leaves: Sequence[Any]) -> Mesh | None:

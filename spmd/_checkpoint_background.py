@@ -32,28 +32,35 @@ class Saved(Future):
             self.set_exception(error)
 
 
-# The last one of each directory, until somebody asks.
-_last: dict[Path, Saved] = {}
+# Those of each directory, of whatever threads, until somebody asks.
+_begun: dict[Path, list[Saved]] = {}
+_lock = threading.Lock()
 
 
 def begin(path: Path, future: Saved, call: Callable[[], Any] | None = None) -> None:
     """Call in a thread, before whose end the interpreter does not end; None if the future is done already."""
-    _last[path] = future
+    with _lock:
+        _begun.setdefault(path, []).append(future)
     if call is not None:
         threading.Thread(target=future.settle, args=(call,), name="spmd-checkpoint").start()
 
 
 def settled(path: Path) -> None:
-    """Wait for the last one of a directory; raises what went wrong, if nobody has seen it."""
-    before = _last.pop(path, None)
-    if before is not None:
-        wait([before])
-        if not before.told:
-            before.result()
+    """Wait for those of a directory; raises what went wrong, if nobody has seen it."""
+    with _lock:
+        before = [*_begun.get(path, [])]
+    wait(before)
+    untold = [future for future in before if not future.told and future.exception() is not None]
+    with _lock:
+        here = [future for future in _begun.pop(path, []) if future not in before or future in untold[1:]]
+        if here:  # of other threads, and what is to be raised the next time
+            _begun[path] = here
+    if untold:
+        untold[0].result()
 
 
 @atexit.register
 def _tell() -> None:
     """The last chance: Python prints what is raised here."""
-    for path in [*_last]:
+    for path in [*_begun]:
         settled(path)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -36,8 +37,9 @@ _RANK = re.compile(r"rank-\d+\.safetensors")
 _TEMPORARY = re.compile(r"\.(?P<of>step-\d+)\.(?P<kind>tmp|aside)-(?P<pid>\d+)-[0-9a-f]+-(?P<host>.*)")
 _PIECE = 1 << 20
 _HERE, _RENAME_EXCHANGE = -100, 2  # Linux's AT_FDCWD and RENAME_EXCHANGE
-# Folders that this process is writing into.
-_writing: set[Path] = set()
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
+# The names, which no two have alike, of folders that this process is writing into.
+_writing: set[str] = set()
 
 
 def is_name(name: str) -> bool:
@@ -61,6 +63,11 @@ def steps(path: Path) -> list[tuple[int, Path]]:
     return sorted(((int(name.partition("-")[2]), folder) for name, folder in {**aside, **found}.items()), reverse=True)
 
 
+def next_step(path: Path) -> int:
+    """The number after the last one there."""
+    return next((last + 1 for last, _ in steps(path)), 0)
+
+
 def holds_checkpoint(folder: Path) -> bool:
     """Whether there is anything of a checkpoint in a folder, whole or not.
 
@@ -76,7 +83,7 @@ def holds_checkpoint(folder: Path) -> bool:
     return MANIFEST in names or any(map(_RANK.fullmatch, names))
 
 
-def _is_ours(folder: Path) -> bool:
+def is_ours(folder: Path) -> bool:
     """Whether `save` made it, and may remove it."""
     with contextlib.suppress(FileNotFoundError):
         return not folder.is_symlink() and holds_checkpoint(folder)
@@ -84,7 +91,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _check_replaceable(final: Path) -> None:
-    if os.path.lexists(final) and not _is_ours(final):
+    if os.path.lexists(final) and not is_ours(final):
         raise SpecError(
             message(
                 f"save cannot write {final}: something that is no checkpoint has this name",
@@ -105,7 +112,12 @@ def put_back(path: Path) -> None:
     """Give checkpoints back the names that writers, which are gone, took from them to replace them."""
     for entry in path.glob(".step-*.aside-*"):
         found = _TEMPORARY.fullmatch(entry.name)
-        if found and entry not in _writing and is_left_over(entry.name) and not os.path.lexists(path / found["of"]):
+        if (
+            found
+            and entry.name not in _writing
+            and is_left_over(entry.name)
+            and not os.path.lexists(path / found["of"])
+        ):
             with contextlib.suppress(OSError):  # where nothing may be written, it is read where it is
                 os.rename(entry, path / found["of"])
 
@@ -121,17 +133,21 @@ def begin(path: Path, step: int) -> Path:
     _check_replaceable(path / f"step-{step:08d}")
     for entry in path.glob(".step-*"):
         found = _TEMPORARY.fullmatch(entry.name)
-        if found is None or entry in _writing or not is_left_over(entry.name):
+        if found is None or entry.name in _writing or not is_left_over(entry.name):
             continue
         if found["kind"] == "tmp" or os.path.lexists(path / found["of"]):
-            _remove(entry)
+            remove(entry)
     folder = path / _temporary(step)
-    folder.mkdir()
-    _writing.add(folder)
+    _writing.add(folder.name)  # first, or another thread that begins would take it for left over
+    try:
+        folder.mkdir()
+    except BaseException:
+        _writing.discard(folder.name)
+        raise
     return folder
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
     """Remove a folder, renamed first, so that none is there in part."""
     gone = folder.parent / _temporary(0)
     with contextlib.suppress(OSError):
@@ -181,7 +197,7 @@ def give_up(folder: Path) -> None:
         folder.rename(aside)  # from now on they find no folder
     for found in (folder, aside):
         shutil.rmtree(found, ignore_errors=True)
-    _writing.discard(folder)
+    _writing.discard(folder.name)
 
 
 def write_tensors(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -190,80 +206,91 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) 
 
 
 def write(file: Path, data: bytes) -> dict[str, Any]:
-    """Write a file in pieces and force it to disk."""
-    with open(file, "xb", buffering=0) as out:
-        view = memoryview(data)
-        while len(view):
-            view = view[out.write(view[:_PIECE]) :]
-        os.fsync(out.fileno())
+    """Write a file in pieces and force it to disk.
+
+    Raises:
+        OSError: what the file system says, with the file's name.
+    """
+    try:
+        with open(file, "xb", buffering=0) as out:
+            view = memoryview(data)
+            while len(view):
+                view = view[out.write(view[:_PIECE]) :]
+            os.fsync(out.fileno())
+    except OSError as error:
+        error.filename = str(file)  # which system calls on what is open do not know
+        raise
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def commit(folder: Path, path: Path, step: int, manifest: dict[str, Any]) -> Path:
-    """Give a folder that is complete but for its manifest the checkpoint's name."""
-    text = json.dumps(manifest)
-    sealed = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "manifest": manifest}
-    write(folder / MANIFEST, json.dumps(sealed).encode())
-    _sync(folder)
-    final = path / f"step-{step:08d}"
-    _check_replaceable(final)
-    if final.exists():  # a folder can't be renamed over another: they change names, and the old one is removed
-        _exchange(folder, final)
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        os.rename(folder, final)
+def commit(folder: Path, path: Path, step: int, manifest: dict[str, Any], *, replace: bool) -> Path:
+    """Give a folder that is complete but for its manifest the checkpoint's name.
+
+    Args:
+        replace: take the place of a checkpoint of this step; else, where another writer was faster, the next number.
+    """
+    while True:
+        manifest = {**manifest, "step": step}
+        digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+        (folder / MANIFEST).unlink(missing_ok=True)
+        write(folder / MANIFEST, json.dumps({"sha256": digest, "manifest": manifest}).encode())
+        _sync(folder)
+        final = path / f"step-{step:08d}"
+        if replace:
+            _check_replaceable(final)
+        if _take_name(folder, final, replace=replace):
+            break
+        step = step if replace else max(next_step(path), step + 1)
     _sync(path)
-    _writing.discard(folder)
+    _writing.discard(folder.name)
     return final
 
 
-def _exchange(one: Path, other: Path) -> None:
-    """Exchange the names of two folders, in one step where the system can (Linux's renameat2)."""
+def _take_name(folder: Path, final: Path, *, replace: bool) -> bool:
+    """Rename a folder; False if another writer was faster."""
+    if not os.path.lexists(final):
+        try:
+            os.rename(folder, final)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            return False
+        return True
+    if not replace or not _exchange(folder, final):
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    return True
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders, in one step where the system can (Linux's renameat2).
+
+    A folder can't be renamed over another. False if another writer has removed or replaced the other one meanwhile.
+    """
     with contextlib.suppress(AttributeError):
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0:
-            return
+            return True
     # Not every file system can. Whoever looks for the old one, after a kill between the two, knows this name.
     between = other.with_name(f".{other.name}{_suffix('aside')}")
-    _writing.add(between)
+    _writing.add(between.name)
     try:
-        os.rename(other, between)
+        try:
+            os.rename(other, between)
+        except FileNotFoundError:
+            return False
         try:
             os.rename(one, other)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno in _TAKEN:
+                shutil.rmtree(between, ignore_errors=True)
+                return False
             os.rename(between, other)
             raise
         os.rename(between, one)
+        return True
     finally:
-        _writing.discard(between)
-
-
-def keep_last(path: Path, count: int, written: Path) -> None:
-    """Remove all checkpoints but the `count` written last, and nothing that is no checkpoint.
-
-    The one just `written` stays. One that can't be read doesn't count, and goes.
-    """
-    others = [folder for _, folder in steps(path) if folder != written and is_name(folder.name) and _is_ours(folder)]
-    others.sort(key=_written_at, reverse=True)
-    for folder in others[sum(map(_looks_whole, others[: count - 1])) :]:
-        _remove(folder)
-
-
-def _written_at(folder: Path) -> tuple[bool, float, str]:
-    with contextlib.suppress(OSError):
-        if _looks_whole(folder):
-            return True, (folder / MANIFEST).stat().st_mtime, folder.name
-    return False, 0.0, folder.name
-
-
-def _looks_whole(folder: Path) -> bool:
-    """Whether the manifest is whole and the files are as long as it says; their checksums are not computed."""
-    try:
-        sealed = json.loads((folder / MANIFEST).read_bytes())
-        whole = hashlib.sha256(json.dumps(sealed["manifest"]).encode()).hexdigest() == sealed["sha256"]
-        return whole and all((folder / f["file"]).stat().st_size == f["bytes"] for f in sealed["manifest"]["files"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        _writing.discard(between.name)
 
 
 def _sync(folder: Path) -> None:

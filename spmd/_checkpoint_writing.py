@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import _checkpoint_files as files
 from . import _checkpoint_pieces as pieces
+from ._checkpoint_keeping import keep_last
 from .kernels.errors import MeshError, PeerLost, SpmdError, message
 from .kernels.hosts import out_of_reach
 from .mesh import strides, wire
@@ -71,9 +72,7 @@ class Writing:
             raise
 
     def _begin(self) -> tuple[Path, int]:
-        step = self._step
-        if step is None:
-            step = next((last + 1 for last, _ in files.steps(self._path)), 0)
+        step = files.next_step(self._path) if self._step is None else self._step
         return files.begin(self._path, step), step
 
     def finish(self) -> Path:
@@ -90,7 +89,7 @@ class Writing:
         return self._mesh.run_uncounted(call, *args)
 
     def _commit(self) -> Path:
-        folder, final = self._folder, self._path / f"step-{self._number:08d}"
+        folder = self._folder
         try:
             if self._mesh is None:
                 _write_here(0, 1, folder, self._tensors, {})
@@ -103,7 +102,6 @@ class Writing:
             leaves = [{**entry, **said.get(entry["key"], {})} for entry in self._manifest["leaves"]]
             manifest = {
                 "format": files.FORMAT,
-                "step": self._number,
                 "files": [{key: part[key] for key in ("file", "bytes", "sha256")} for part in parts],
                 "pieces": written,
                 **self._manifest,
@@ -111,12 +109,12 @@ class Writing:
             }
             for rank in range(self._ranks):
                 (folder / f"rank-{rank:05d}.json").unlink()
-            files.commit(folder, self._path, self._number, manifest)
+            final = files.commit(folder, self._path, self._number, manifest, replace=self._step is not None)
         except BaseException:
             files.give_up(folder)
             raise
         if self._keep is not None:
-            files.keep_last(self._path, self._keep, final)
+            keep_last(self._path, self._keep, final)
         return final
 
     def _told_to_all(self, outcome: Any) -> Any:
@@ -152,7 +150,7 @@ class Writing:
             time.sleep(POLL_SECONDS)
         said = json.loads(file.read_text())
         if "error" in said:
-            raise OSError(said["errno"], said["error"]) if said["errno"] else SpmdError(said["error"])
+            raise OSError(said["errno"], said["error"], said["file"]) if said["errno"] else SpmdError(said["error"])
         return said
 
 
@@ -198,7 +196,11 @@ def _write_quietly(rank: int, size: int, folder: Path, tensors: dict[str, Any], 
     try:
         _write_here(rank, size, folder, tensors, held)
     except BaseException as error:
-        told = {"error": str(error.args[-1] if error.args else error), "errno": getattr(error, "errno", None)}
+        told = {
+            "error": str(error.args[-1] if error.args else error),
+            "errno": getattr(error, "errno", None),
+            "file": getattr(error, "filename", None),
+        }
         (folder / f"rank-{rank:05d}.safetensors").unlink(missing_ok=True)  # makes room for the message
         try:
             _tell(folder, rank, told)

@@ -30,6 +30,7 @@ from spmd import (
     save,
     spmd,
 )
+from spmd import _checkpoint_background as under_way
 from spmd import _checkpoint_files as files
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
@@ -162,6 +163,103 @@ def test_a_writer_that_is_at_work_keeps_its_folder(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [init, ".step-00000003.tmp-1-abcd-another-host", "step-00000004"]
 
 
+# -- several writers --------------------------------------------------------------------------------------------------
+
+
+def once(monkeypatch: pytest.MonkeyPatch, name: str, action: Any, *, after: bool = False) -> None:
+    """Do something the next time that a function of the files' is called, before it or after it."""
+    call = getattr(files, name)
+
+    def first(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(files, name, call)
+        if not after:
+            action()
+        result = call(*args, **options)
+        if after:
+            action()
+        return result
+
+    monkeypatch.setattr(files, name, first)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_writers_at_once_take_numbers_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: object())
+    for place in ("write_tensors", "_sync", "_take_name"):  # from its beginning until the last moment
+        path = tmp_path / place
+        names = []
+        once(monkeypatch, place, lambda path=path, names=names: names.append(save(path, {"w": 2}).result().name))
+        assert save(path, {"w": 1}).result().name == "step-00000001" and names == ["step-00000000"], place
+        assert restore(path / "step-00000000") == {"w": 2} and restore(path / "step-00000001") == {"w": 1}
+        # With a number given, the last one counts.
+        once(monkeypatch, place, lambda path=path: save(path, {"w": 3}, step=5))
+        assert save(path, {"w": 4}, step=5).result().name == "step-00000005" and restore(path) == {"w": 4}
+        assert sorted(os.listdir(path)) == ["step-00000000", "step-00000001", "step-00000005"]
+
+
+def test_another_takes_the_name_of_what_was_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, {"w": 1}, step=3)
+    monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: object())
+    rename = os.rename
+
+    def then_another(source: Any, target: Any) -> None:
+        rename(source, target)
+        if ".aside-" in str(target):
+            monkeypatch.setattr(files.os, "rename", rename)
+            save(tmp_path, {"w": 2}, step=3)
+
+    monkeypatch.setattr(files.os, "rename", then_another)
+    save(tmp_path, {"w": 3}, step=3)
+    assert restore(tmp_path) == {"w": 3} and os.listdir(tmp_path) == ["step-00000003"]
+
+
+def test_threads_leave_each_others_folders_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdir = Path.mkdir
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+
+    def then_another_begins(self: Path, *args: Any, **options: Any) -> None:
+        mkdir(self, *args, **options)
+        if ".tmp-" in self.name:
+            monkeypatch.setattr(Path, "mkdir", mkdir)
+            save(tmp_path / "link", {"w": 2})  # by another name of the directory
+
+    monkeypatch.setattr(Path, "mkdir", then_another_begins)
+    assert save(tmp_path / "runs", {"w": 1}).result().name == "step-00000001"
+    assert restore(tmp_path / "runs") == {"w": 1} and restore(tmp_path / "runs" / "step-00000000") == {"w": 2}
+
+
+def test_many_threads(tmp_path: Path) -> None:
+    def write(first: int) -> None:
+        for number in range(first, first + 5):
+            save(tmp_path, {"number": number}, background=number % 2 == 0)
+
+    threads = [threading.Thread(target=write, args=(100 * index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    restore(tmp_path)  # waits for those in the background
+    found = sorted(restore(folder)["number"] for _, folder in files.steps(tmp_path))
+    assert found == [100 * index + number for index in range(4) for number in range(5)]
+    assert sorted(os.listdir(tmp_path)) == [f"step-{step:08d}" for step in range(20)]
+
+
+def test_failures_in_the_background_are_told_one_after_another(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for _ in range(2):  # as two threads would
+        future = under_way.Saved()
+        under_way.begin(tmp_path / "file", future, lambda: os.listdir(tmp_path / "file"))
+    for _ in range(2):
+        with pytest.raises(NotADirectoryError):
+            restore(tmp_path / "file")
+    with pytest.raises(SpmdError, match="there is no checkpoint"):
+        restore(tmp_path / "file")
+
+
 @pytest.mark.parametrize("step", [-1, 1.5, "2"])
 def test_bad_steps(tmp_path: Path, step: Any) -> None:
     with pytest.raises(SpecError, match="save got a bad step"):
@@ -233,7 +331,7 @@ def test_what_went_wrong_in_the_background_is_told_once(tmp_path: Path, small_fi
 def test_what_went_wrong_in_the_background_is_told_at_the_end(
     make_mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError("No space left on device")
 
     mesh = make_mesh({"data": 2})
@@ -302,12 +400,13 @@ def attempt(where=path, state=state, step=1, background=False):
         save(where, state, step=step, background=background).result()
         told.append("saved")
     except Exception as error:
-        told.append(f"{type(error).__name__} {error.args[-1]}"[:40])
+        where = os.path.basename(getattr(error, "filename", None) or "")
+        told.append(f"{type(error).__name__} {error.args[-1]} {where if 'rank' in where else ''}".strip())
 
 commit, number = files.commit, resource.getrlimit(resource.RLIMIT_FSIZE)
 for background in (False, True):
     # The first rank can't give the folder its name, that of one that is there already.
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
     files.commit = full if mesh.rank == 0 else commit
     attempt(background=background)
@@ -334,7 +433,8 @@ def test_launched_ranks_all_hear_what_went_wrong(tmp_path: Path, backend: str, r
     arguments = (script(tmp_path, FAILS_LAUNCHED), str(tmp_path / "runs"), backend)
     status, out, err = run("-m", "spmd", "run", "-n", str(ranks), *arguments)
     assert status == 0, err
-    once = "OSError No space left on device; OSError File too large; FileExistsError File exists; saved"
+    once = "OSError No space left on device; OSError File too large"
+    once += f" rank-{ranks - 1:05d}.safetensors; FileExistsError File exists; saved"
     for rank in range(ranks):
         assert f"{rank} {once}; {once}\n" in out
     folders = ["step-00000001", "step-00000002", "step-00000003"]
@@ -347,6 +447,66 @@ def test_launched(tmp_path: Path) -> None:
     for rank in range(2):
         assert f"{rank} step-00000001 3 [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]" in out
     assert restore(tmp_path / "runs")["w"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+DISAGREE = r"""
+import sys
+import torch
+from spmd import Loader, Mesh, P, put, restore, save
+mesh = Mesh()
+path, rank, told = sys.argv[1], mesh.rank, []
+w = put(torch.arange(6.0), P("data"), mesh=mesh)
+bad = put(torch.arange(6.0).reshape(1, 6), P(None, "data"), mesh=mesh)
+last = rank == mesh.size - 1
+for tree, options in (
+    ({"w": w, "n": 3, **({"more": 1} if last else {})}, {}),
+    ({"w": w, "n": rank}, {}),
+    ({"w": bad if last else w}, {}),
+    ({"w": torch.ones(rank + 1)}, {}),
+    ({"w": w}, {"step": 1 if last else 0}),
+    ({"w": w}, {"step": -1 if last else 0}),
+    ({"w": w}, {"keep": 1 if last else None}),
+    ({"w": w}, {"background": last}),
+    ({"w": w, "seconds": rank + 0.5}, {}),
+    (dict(reversed(list({"w": w, "n": 1}.items()))) if last else {"w": w, "n": 1}, {}),
+    ({"loader": Loader(torch.arange(4), 2), "w": w}, {}),
+):
+    if last and "loader" in tree:
+        tree["loader"].load_state_dict({"epoch": 0, "step": 1})
+    try:
+        told.append(save(path, tree, **options).result().name)
+    except Exception as error:
+        told.append(f"{type(error).__name__} {str(error).partition('got ')[2].partition(') [')[0]}")
+sys.stdout.write(f"rank {rank}: {' | '.join(told)}\n")
+mesh.close()
+"""
+
+
+def test_launched_ranks_that_disagree_on_what_to_save(tmp_path: Path) -> None:
+    path = tmp_path / "runs"
+    status, out, err = run("-m", "spmd", "run", "-n", "3", script(tmp_path, DISAGREE), str(path))
+    assert status == 0, err
+    expected = [
+        "SpmdError leaf ['more']: nothing on ranks 0-1, 1 on rank 2",
+        "SpmdError leaf ['n']: 0 on rank 0, 1 on rank 1, 2 on rank 2",
+        "SpmdError leaf ['w']: float32[6], P('data') on ranks 0-1, float32[1, 6], P(None, 'data') on rank 2",
+        "SpmdError leaf ['w']: " + ", ".join(f"float32[{n + 1}], a plain tensor on rank {n}" for n in range(3)),
+        "SpmdError step: 0 on ranks 0-1, 1 on rank 2",
+        "SpecError -1, expected",
+        "SpmdError keep: None on ranks 0-1, 1 on rank 2",
+        "SpmdError background: False on ranks 0-1, True on rank 2",
+        "step-00000000",  # of seconds and such the first rank's are saved
+        "SpmdError the same leaves in another order",
+        "SpmdError leaf ['loader']: a Loader at {'epoch': 0, 'step': 0} on ranks 0-1, "
+        "a Loader at {'epoch': 0, 'step': 1} on rank 2",
+    ]
+    lines = {
+        line.partition(": ")[0]: line.partition(": ")[2].split(" | ") for line in out.splitlines() if " | " in line
+    }
+    assert lines["rank 0"] == lines["rank 1"] == lines["rank 2"]
+    for got, wanted in zip(lines["rank 0"], expected, strict=True):
+        assert got.startswith(wanted.partition(" -1")[0]) if " -1" in wanted else got == wanted
+    assert os.listdir(path) == ["step-00000000"] and restore(path)["seconds"] == 0.5
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------
@@ -473,9 +633,16 @@ def small_files() -> Any:
 def test_a_full_disk(tmp_path: Path, small_files: Any) -> None:
     save(tmp_path, {"step": 0}, step=0)
     for background in (False, True):
-        with pytest.raises(OSError, match="too large"):
+        with pytest.raises(OSError, match="too large") as raised:
             save(tmp_path, {"w": torch.ones(1 << 16)}, step=1, background=background).result()
+        assert is_of(raised.value, tmp_path, 0)
     assert restore(tmp_path) == {"step": 0} and os.listdir(tmp_path) == ["step-00000000"]
+
+
+def is_of(error: OSError, path: Path, rank: int) -> bool:
+    """Whether an error of the disk names a rank's file."""
+    file = Path(str(error.filename))
+    return file.name == f"rank-{rank:05d}.safetensors" and file.parent.parent == path and str(file) in str(error)
 
 
 def small(path: str | None) -> None:
@@ -491,8 +658,9 @@ def test_a_full_disk_on_a_rank(make_mesh: Any, tmp_path: Path) -> None:
     save(tmp_path, {"value": value}, step=0)
     mesh.run(small, "on", ranks=[0])
     for background in (False, True):
-        with pytest.raises(OSError, match="too large"):
+        with pytest.raises(OSError, match="too large") as raised:
             save(tmp_path, {"value": value}, step=1, background=background).result()
+        assert is_of(raised.value, tmp_path, 0)
         assert os.listdir(tmp_path) == ["step-00000000"] and restore(tmp_path)["value"].sum() == 1 << 16
     mesh.run(small, None)
     assert float(spmd(lambda x: x.sum(), mesh=mesh)(value)) == 1 << 16  # the run goes on
