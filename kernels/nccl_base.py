@@ -139,6 +139,8 @@ class NcclBase(Communicator):
                 self._watch.check()
                 self._watch.check_peers()
                 self._nccl.check_async_error()
+                if self._messages_between is not None:
+                    self._messages_between.check_async_error()
                 if time.monotonic() - waits[1] > self.timeout:
                     raise self._silence(waits[0])
             except BaseException as error:
@@ -245,26 +247,28 @@ class NcclBase(Communicator):
 
     @contextlib.contextmanager
     def _launching(self, what: str) -> Iterator[Launch]:
-        """A function that calls NCCL on the current stream, in turn with what other communicators launch.
-
-        While this thread is inside NCCL, which may wait there for a peer, the watchdog can end that.
-        """
+        """A function that calls NCCL on the current stream, in turn with what other communicators launch."""
         with self._lock:
             raw = self._nccl
         if raw is None:
             raise self.failure or PeerLost(message(f"{what} on a closed communicator", where=f"group {self.ranks}"))
-        with self.streams.in_turn():
+        with self.streams.in_turn(), self.inside(what):
             stream = self.streams.pointer()
-            self._inside = what, time.monotonic()
-            try:
-                yield lambda name, *arguments: getattr(raw, name)(*arguments, stream)
-            except Exception as error:
-                with self._lock:
-                    if self.failure is None:
-                        self._fail(error)
-                raise self.failure from None  # type: ignore[misc]
-            finally:
-                self._inside = None
+            yield lambda name, *arguments: getattr(raw, name)(*arguments, stream)
+
+    @contextlib.contextmanager
+    def inside(self, what: str) -> Iterator[None]:
+        """While this thread is inside NCCL, which may wait there for a peer, the watchdog can end that."""
+        self._inside = what, time.monotonic()
+        try:
+            yield
+        except Exception as error:
+            with self._lock:
+                if self.failure is None:
+                    self._fail(error)
+            raise self.failure from None  # type: ignore[misc]
+        finally:
+            self._inside = None
 
     def _type(self, dtype: torch.dtype) -> int:
         return nccl_type(self.library.nccl, dtype)

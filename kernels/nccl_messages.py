@@ -109,14 +109,21 @@ class Messages:
                 yield making.done
                 self._raw[direction] = making.result()
                 self._makings.pop(direction, None)
+            what = f"{name} from rank {direction[0]} to rank {direction[1]}"
             with comm.streams.beside(f"{direction[0]} to {direction[1]}", before):
-                start, peer = getattr(self._raw[direction], name), int(name == "send")
-                start(tensor.data_ptr(), tensor.numel(), comm._type(torch.uint8), peer, comm.streams.pointer())
+                with comm.inside(what):  # the first message of a direction connects, and waits there for its peer
+                    start, peer = getattr(self._raw[direction], name), int(name == "send")
+                    start(tensor.data_ptr(), tensor.numel(), comm._type(torch.uint8), peer, comm.streams.pointer())
                 comm.streams.hold(tensor)
                 after = comm.streams.event()
             comm.streams.wait(after)
-            comm.note(f"{name} from rank {direction[0]} to rank {direction[1]}", after, tensor)
+            comm.note(what, after, tensor)
         self._put_so_far[direction] = self._put_so_far.get(direction, 0) + 1
+
+    def check_async_error(self) -> None:
+        """Raise what NCCL has noticed of any direction."""
+        for raw in tuple(self._raw.values()):
+            raw.check_async_error()
 
     def abort(self) -> None:
         """End what is under way at once; from another thread, while this one may wait for it."""

@@ -774,6 +774,56 @@ def test_waiting_inside_nccl_is_ended(make_comm: Alone, monkeypatch: Any) -> Non
         comm.broadcast(torch.ones(1))
 
 
+@pytest.fixture
+def pair(make_comm: Alone) -> tuple[NcclCommunicator, nccl_double.Raw, Callable[[], Any]]:
+    """A communicator, that of its messages to another rank, and what sends one once the hosts have arranged it."""
+    comm = make_comm(timeout=0.2)
+    post, x = comm._post(), torch.ones(3, dtype=torch.uint8)
+    raw = post._raw[0, 1] = nccl_double.Raw(comm.library.nccl, 2, "pair", 0)
+    return comm, raw, lambda: comm._through(post._put("send", x, (0, 1), 0, b"", comm.streams.event()))
+
+
+def test_waiting_inside_nccl_for_a_message_is_ended(pair: Any, monkeypatch: Any) -> None:
+    """The first message of a direction connects the two, and waits for the other inside NCCL."""
+    _, raw, send = pair
+
+    def connect(*_: Any) -> None:
+        until(lambda: bool(raw.ended))
+        raise RuntimeError("NCCL_ERROR_INVALID_USAGE: it was aborted")
+
+    monkeypatch.setattr(raw, "send", connect)
+    with pytest.raises(PeerLost, match=r"send from rank 0 to rank 1 on rank 0 was not over after 0\.2 s"):
+        send()
+
+
+def test_error_of_a_message(pair: Any, monkeypatch: Any) -> None:
+    comm, raw, send = pair
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR: a cable")
+
+    monkeypatch.setattr(raw, "send", broken)
+    with pytest.raises(PeerLost, match=r"NCCL failed on rank 0 in send from rank 0 to rank 1.*a cable"):
+        send()
+    assert comm._watch.aborted()  # the other ranks hear of it
+    until(lambda: raw.ended == "abort")
+
+
+def test_errors_that_nccl_notices_of_a_message(pair: Any, monkeypatch: Any) -> None:
+    comm, raw, send = pair
+    comm.timeout = 30.0
+
+    def noticed() -> None:
+        raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR: a cable")
+
+    monkeypatch.setattr(raw, "check_async_error", noticed)
+    comm.streams.stuck = True
+    send()
+    until(lambda: raw.ended == "abort")
+    with pytest.raises(PeerLost, match=r"NCCL failed on rank 0 in send from rank 0 to rank 1.*a cable"):
+        comm.check()
+
+
 def test_after_a_recovery_it_is_ended_at_once(make_comm: Alone) -> None:
     """On its own device; what the mesh has begun meanwhile goes on, and what was started before is void."""
     comm = make_comm()
