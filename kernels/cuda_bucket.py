@@ -57,6 +57,7 @@ class CudaBuckets:
         leaves: what will come, in order of use.
         bucket_bytes: how large a bucket may grow.
         wire_dtype: travel as this dtype (floating-point leaves only).
+        early: start a reduction as soon as its leaves are in, and not all of them in `finish`.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class CudaBuckets:
         *,
         bucket_bytes: int,
         wire_dtype: torch.dtype | None = None,
+        early: bool = True,
     ):
-        self._comm, self._leaves = comm, leaves
+        self._comm, self._leaves, self._early = comm, leaves, early
         key = ("cuda", tuple(leaves), bucket_bytes, wire_dtype)
         plan = comm.plans.get(key)
         if plan is None:
@@ -86,6 +88,10 @@ class CudaBuckets:
             )
         self._values[index] = value
         self._left[self._plan.bucket_of[index]] -= 1
+        if self._early:
+            self._start_full()
+
+    def _start_full(self) -> None:
         while len(self._started) < len(self._left) and self._left[len(self._started)] == 0:
             self._start(len(self._started))
 
@@ -116,6 +122,7 @@ class CudaBuckets:
         for index in range(len(self._leaves)):
             if index not in self._values and self._plan.bucket_of[index] >= len(self._started):
                 self.fill(index, None)
+        self._start_full()
         out: dict[int, Tensor] = {}
         for bucket, (_, back), (sums, event) in zip(self._plan.buckets, self._plan.tables, self._started, strict=True):
             self._comm.streams.wait(event)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -18,6 +19,7 @@ from spmd import Mesh, SpecError
 from spmd.kernels import registry
 from spmd.kernels.bucket import Leaf
 from spmd.kernels.cuda_bucket import CudaBuckets
+from spmd.transforms import _sums
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -137,6 +139,49 @@ def test_missing_leaves_are_zeros(mesh: Mesh, library: str) -> None:
         return [one.tolist() for one in buckets.finish()]
 
     assert mesh.run(body) == [[[1.0] * 3, [0.0] * 2, [0.0] * 4]] * 2
+
+
+def test_other_collectives_keep_their_turn(mesh: Mesh, library: str) -> None:
+    """Buckets that start late do so after what else the ranks do, whichever leaves a rank has filled in by then."""
+
+    def body() -> list[float]:
+        comm = prepared(mesh, library)
+        buckets = CudaBuckets(comm, [Leaf.of(torch.ones(3))], bucket_bytes=64, early=False)
+        if comm.rank:
+            buckets.fill(0, torch.ones(3))
+        one = torch.ones(1)
+        comm.all_reduce(one)
+        return [*one.tolist(), *buckets.finish()[0].tolist()]
+
+    assert mesh.run(body) == [[2.0, 1.0, 1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("axes", "alone", "early"),
+    [
+        ([("data",), ("data",)], True, True),
+        ([("data",), ("data",)], False, False),
+        ([("data",), ("data", "model")], True, False),
+        ([("data",), ()], True, True),
+    ],
+)
+def test_when_buckets_start_early(
+    monkeypatch: pytest.MonkeyPatch, axes: list[tuple[str, ...]], alone: bool, early: bool
+) -> None:
+    """While the backward pass runs, if nothing else communicates then whose order with them ranks might not share."""
+    opened = []
+    monkeypatch.setattr(_sums, "_kind", lambda device: lambda *_, **options: opened.append(options["early"]))
+    monkeypatch.setattr(_sums.Leaf, "of", lambda like: like)
+    layout = SimpleNamespace(axes={"data": 2, "model": 2})
+    session = SimpleNamespace(layout=layout, device=torch.device("cuda"), comm=lambda axes, channel: None)
+    region: Any = SimpleNamespace(session=session, wire_dtype=None, bucket_mb=1.0)
+    like: Any = SimpleNamespace(device=torch.device("cuda"))
+    sums = _sums.Sums(region)
+    for each in axes:
+        sums.add(like, each)
+    sums.add(like, ("model",), exact=True)  # such as the value: filled in before the backward pass begins
+    sums.open(alone=alone)
+    assert opened == [early] * (1 + len({each for each in axes if each}))
 
 
 def test_beside_the_backward_pass(mesh: Mesh, library: str) -> None:

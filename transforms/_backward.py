@@ -77,7 +77,7 @@ def outermost(f: Evaluated) -> Solution:
         None if axes is None else sums.add(leaf.detach().contiguous(), axes, exact=True)
         for leaf, axes in zip(f.aux.leaves, f.aux.over, strict=True)
     ]
-    sums.open()
+    sums.open(alone=not f.collectives.end)
     f.aux.check(f.region, f.over)
     # On a rank without samples too: reductions begin as leaves are filled in, and so in the same order on all ranks.
     sums.fill(value_place, f.weighted(f.value.detach(), f.over))

@@ -25,13 +25,16 @@ class Sums:
         self._groups: dict[Group, list[Tensor]] = {}
         self._open: dict[Group, Any] = {}
         self._local: dict[Place, Tensor] = {}
+        self._gradual: set[Group] = set()  # those with leaves that come one by one
 
     def add(self, like: Tensor, axes: tuple[str, ...], *, exact: bool = False) -> Place:
-        """Announce a leaf; `exact` keeps it from travelling as `wire_dtype`."""
+        """Announce a leaf; `exact` keeps it from travelling as `wire_dtype`, and says that it is filled in at once."""
         wire_dtype = None if exact or self._region is None else self._region.wire_dtype
         group = self._shared(axes), wire_dtype, like.device.type
         members = self._groups.setdefault(group, [])
         members.append(like)
+        if not exact and group[0]:
+            self._gradual.add(group)
         return group, len(members) - 1
 
     def _shared(self, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -39,16 +42,20 @@ class Sums:
         sizes = {} if self._region is None else self._region.session.layout.axes
         return tuple(name for name in sizes if name in axes and sizes[name] > 1)
 
-    def open(self) -> None:
+    def open(self, *, alone: bool = True) -> None:
+        """Take values from now on; `alone` says that nothing else communicates before `finish`."""
         for group, members in self._groups.items():
             axes, wire_dtype, device = group
             if axes and self._region is not None:
                 _check_device(device, self._region)
+                # On GPUs all collectives take turns. Which comes first must not depend on the leaves that a rank uses.
+                turns = {} if device != "cuda" else {"early": alone and len(self._gradual) < 2}
                 self._open[group] = _kind(device)(
                     self._region.session.comm(axes, channel="buckets"),
                     [Leaf.of(member) for member in members],
                     bucket_bytes=int(self._region.bucket_mb * (1 << 20)),
                     wire_dtype=wire_dtype,
+                    **turns,
                 )
 
     @property
