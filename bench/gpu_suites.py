@@ -193,7 +193,8 @@ def steps(name: str, end: float, quick: bool, device: str = "cuda") -> Results:
             runs[contender], times[contender] = run, []
         except Exception as error:
             yield contender, failure(error)
-    for _ in range(2 if quick else 20):
+    for number in range(2 if quick else 20):
+        yield "rounds", number
         for contender, run in tuple(runs.items()):
             if time.monotonic() > end:
                 return

@@ -15,6 +15,7 @@ WIRES = ("float32", "bfloat16")
 BUCKET_MIB = (1, 4, 25, 100)
 LEAST_SHARE = 0.80  # of the bandwidth of a plain copy
 MOST_OVER = {"plain torch": 1.03, "DDP on NCCL": 1.00}  # times as long as theirs a step may take
+LEAST_ROUNDS = 5  # for a ratio to be believed
 STEPS = 1000
 MOST_LESS_FREE = 32 << 20  # bytes; a segment of torch's allocator has up to 20 MiB
 
@@ -162,6 +163,8 @@ def _over(its: Found, peer: str, most: float) -> tuple[bool, str]:
     errors, ratio = "; ".join(_errors(its, ("spmd", peer))), its.get(f"spmd over {peer}")
     if errors or ratio is None:  # of a contender that failed in a later round there is a ratio
         raise Unmeasured(errors)
+    if its["rounds"] < LEAST_ROUNDS:
+        raise Unmeasured(f"there was time for {its['rounds']} rounds only")
     return ratio <= most, f"{ratio:.3f}"
 
 

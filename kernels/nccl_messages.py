@@ -9,6 +9,7 @@ of one group of NCCL's calls. Invariant: a half is put on a stream only when the
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +136,10 @@ class Messages:
         self._post.close()
 
     def _end(self, *, abort: bool) -> None:
-        while self._makings:
-            self._makings.popitem()[1].give_up()
-        while self._raw:
-            end(self._raw.popitem()[1], abort=abort, enter=self._comm.streams.enter)
+        # Until there is none: the thread that watches may end them at the same time.
+        with contextlib.suppress(KeyError):
+            while True:
+                self._makings.popitem()[1].give_up()
+        with contextlib.suppress(KeyError):
+            while True:
+                end(self._raw.popitem()[1], abort=abort, enter=self._comm.streams.enter)

@@ -22,6 +22,7 @@ END_SECONDS = 5.0
 ERRORS = (RuntimeError, KeyError)
 
 _endings: list[threading.Thread] = []
+_lock = threading.Lock()
 
 
 def connected(library: Library, make: Callable[[], Any]) -> Any:
@@ -114,10 +115,10 @@ def end(raw: Any, *, abort: bool, enter: Callable[[], None]) -> None:
             else:
                 raw.destroy()
 
-    _endings[:] = [thread for thread in tuple(_endings) if thread.is_alive()]
     thread = threading.Thread(target=run, name="spmd-nccl-ending", daemon=True)
-    _endings.append(thread)
     thread.start()
+    with _lock:
+        _endings[:] = [*(one for one in _endings if one.is_alive()), thread]
 
 
 def await_endings() -> None:

@@ -182,7 +182,7 @@ def whole_run(targets: Any) -> dict[str, Any]:
         return {"seconds": {name: {"median": median} for name, median in seconds.items()}}
 
     def step() -> dict[str, Any]:
-        return {"spmd over plain torch": 1.03, "spmd over DDP on NCCL": 1.0}
+        return {"spmd over plain torch": 1.03, "spmd over DDP on NCCL": 1.0, "rounds": targets.LEAST_ROUNDS}
 
     suites = ("environment", "packing", "capture", "memory", "transformer", "cnn")
     return {
@@ -208,6 +208,15 @@ def test_targets_that_are_met(targets: Any) -> None:
     assert found[MEMORY][1] == "0 bytes more and 0.0 MiB less free than after 100 steps, at most, up to 1,000"
 
 
+def test_a_ratio_of_few_rounds_is_not_believed(targets: Any) -> None:
+    run = whole_run(targets)
+    run["cnn"]["rounds"] = 4
+    found = judged(targets, run)
+    assert [found[what] for what in STEPS if "cnn" in what.lower() or "resnet" in what.lower()] == [
+        ("not measured", "there was time for 4 rounds only")
+    ] * 2
+
+
 def test_targets_that_are_missed(targets: Any) -> None:
     """Each by a little, of which one case is enough; text has figure and target."""
     run = whole_run(targets)
@@ -215,7 +224,8 @@ def test_targets_that_are_missed(targets: Any) -> None:
     run["packing"]["float32 4 MiB"]["seconds"]["unpack"]["median"] = 1.01
     run["capture"]["result"] = "fails: RuntimeError: not permitted"
     run["memory"]["samples"][5]["allocated"] += 1  # whatever it is at the end
-    run["transformer"] = run["cnn"] = {"spmd over plain torch": 1.031, "spmd over DDP on NCCL": 1.001}
+    run["transformer"] |= {"spmd over plain torch": 1.031, "spmd over DDP on NCCL": 1.001}
+    run["cnn"] |= {"spmd over plain torch": 1.031, "spmd over DDP on NCCL": 1.001}
     found = judged(targets, run)
     assert {verdict for verdict, _ in found.values()} == {"missed"}
     assert found[SHARES[0]][1] == "66.7% for bfloat16 25 MiB, the worst of 8"
