@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +21,8 @@ from .array import Array
 from .rank import RankSession
 from .region import Region, generators, inside, mark, reseed, restore_generators
 from .spec import REPLICATED, P, is_sharded, is_spec
+
+_structures: dict[Any, tuple[Any, list[P | None]]] = {}  # what `_stripped` found of those that came back
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ def _leave(
     session: RankSession, program: Program, result: Any, verify: bool, before: list[Leaving] | None
 ) -> tuple[Any, list[Any], list[Leaving]]:
     leaves, treedef = trees.flatten(result)
-    treedef, declared = _stripped(treedef)
+    treedef, declared = _stripped(treedef, leaves)
     if any(type(leaf) is Array for leaf in leaves):
         declared = [leaf.spec if type(leaf) is Array else own for leaf, own in zip(leaves, declared, strict=True)]
         leaves = [leaf.local if type(leaf) is Array else leaf for leaf in leaves]
@@ -198,16 +199,21 @@ def _leave(
     return treedef, leaves, said
 
 
-@functools.lru_cache(maxsize=256)
-def _stripped(treedef: Any) -> tuple[Any, list[P | None]]:
+def _stripped(treedef: Any, leaves: list[Any]) -> tuple[Any, list[P | None]]:
     """A result's structure without the nodes that say how its leaves are cut, and for each leaf what its node says."""
-    tree = trees.unflatten(treedef, [None] * treedef.num_leaves)
-    nodes, outer = trees.flatten(tree, is_leaf=is_sharded)
+    found = _structures.get(treedef)
+    if found is not None:
+        return found
+    # Of the leaves themselves: classes may check what they are made of.
+    nodes, outer = trees.flatten(trees.unflatten(treedef, leaves), is_leaf=is_sharded)
     declared: list[P | None] = []
     for node in nodes:
         declared.extend([node.spec] * len(trees.leaves(node.local)) if is_sharded(node) else [None])
     local = [node.local if is_sharded(node) else node for node in nodes]
-    return trees.flatten(trees.unflatten(outer, local))[1], declared
+    if len(_structures) >= 256:
+        _structures.clear()
+    found = _structures[treedef] = trees.flatten(trees.unflatten(outer, local))[1], declared
+    return found
 
 
 def _settle(session: RankSession, leaves: list[Any]) -> None:

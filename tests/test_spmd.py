@@ -381,6 +381,27 @@ def test_results(square):
     assert isinstance(spmd(lambda: np.arange(3), mesh=square)(), Array)
 
 
+def test_results_of_a_class_that_checks_what_it_is_made_of(mesh):
+    class Checked:
+        def __init__(self, weight):
+            assert isinstance(weight, torch.Tensor | Array | Sharded), "made of something else"
+            self.weight = weight
+
+    register = {"flatten_func": lambda box: ((box.weight,), None), "unflatten_func": lambda _, parts: Checked(*parts)}
+    optree.register_pytree_node(Checked, namespace=NAMESPACE, **register)
+
+    @spmd(mesh=mesh)
+    def passed(box, cut):
+        return type(box)(Sharded(box.weight, P("data")) if cut else box.weight)
+
+    try:
+        for cut in (False, True, False, True):
+            found = passed(Checked(torch.ones(2)), cut).weight
+            assert found.spec == (P("data") if cut else P()) and found.full().tolist() == [1.0] * (4 if cut else 2)
+    finally:
+        optree.unregister_pytree_node(Checked, namespace=NAMESPACE)
+
+
 def test_uneven_results(mesh):
     uneven = spmd(
         lambda: torch.full((1 + 2 * axis_index("data"), 2), axis_index("data")), mesh=mesh, out_specs=P("data")
