@@ -119,7 +119,22 @@ class Engine:
                 copy(out[at : at + param.numel()], param)
                 at += param.numel()
             new = self._step_blocks(instance, out, grads, self._counted(_own_all(state, _shared_memory())))
+        self._check_flat(new)
         return new, self._give_back(instance, options, lent, hyper)
+
+    def _check_flat(self, state: State) -> None:
+        """Refuse state that is not known to be of a part of the parameter, and so would be that of its last piece."""
+        for name, value in state.items():
+            nested = () if isinstance(value, Tensor | numbers.Number) else trees.leaves(value)
+            if any(isinstance(leaf, Tensor) and leaf.ndim for leaf in nested):
+                raise SpecError(
+                    message(
+                        f"optimizer cannot shard {self.cls.__name__}, whose state has tensors within other values",
+                        got=f"state[{name!r}] of {trees.shown(value)}",
+                        expected="a tensor of the parameter's shape under each name",
+                        remedy="give each of these tensors a name of its own in the state, or leave shard out",
+                    )
+                )
 
     def _counted(self, state: State) -> State:
         """With the count of steps where torch reads it: state that was put on a GPU has it there, too."""

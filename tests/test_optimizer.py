@@ -703,6 +703,23 @@ def test_slices_cover_everything_at_multiples_of_64(numel, parts):
     assert max(stop - start for start, stop in bounds) <= sharded.slice_length(numel, parts)
 
 
+def test_state_within_other_values_cannot_be_sharded():
+    class Nested(optim.Optimizer):
+        def __init__(self, params, lr=0.1):
+            super().__init__(params, {"lr": lr})
+
+        def step(self):
+            for param in self.param_groups[0]["params"]:
+                moments = self.state[param].setdefault("moments", {"first": torch.zeros_like(param)})
+                param.sub_(moments["first"].add_(param.grad), alpha=self.param_groups[0]["lr"])
+
+    params = {"a": torch.ones(64), "b": torch.zeros(64)}  # of one size: each could go on with the other's
+    whole, cut = optimizer(Nested), optimizer(Nested, shard="data")
+    assert whole.step(params, params, whole.init(params))[1]["state"]
+    with pytest.raises(SpecError, match="cannot shard Nested, whose state has tensors within other values"):
+        cut.step(params, params, cut.init(params))
+
+
 def test_what_cannot_be_sharded_is_refused():
     for name in sharded.REFUSED:
         if hasattr(optim, name):
