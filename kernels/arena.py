@@ -346,7 +346,7 @@ class Arena:
 
     def check_peers(self) -> None:
         for rank, pidfd in self._peers.items():
-            if pidfd < 0 or select.select([pidfd], [], [], 0)[0]:
+            if pidfd < 0 or _ended(pidfd):
                 raise PeerLost(
                     message(
                         f"rank {rank} died or exited while rank {self.rank} waited for it", remedy="see its output"
@@ -359,6 +359,12 @@ class Arena:
             if pidfd >= 0:
                 os.close(pidfd)
         self._peers.clear()
+
+
+def _ended(pidfd: int) -> bool:
+    waiting = select.poll()  # select() takes no descriptors from 1024 on
+    waiting.register(pidfd, select.POLLIN)
+    return bool(waiting.poll(0))
 
 
 class _Results:

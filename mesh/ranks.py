@@ -88,7 +88,11 @@ class Rank:
 
     def ended(self, seconds: float) -> bool:
         """Wait for the process to end; whether it has."""
-        return not self.alive or bool(select.select([self.pidfd], [], [], seconds)[0])
+        if not self.alive:
+            return True
+        waiting = select.poll()  # select() takes no descriptors from 1024 on
+        waiting.register(self.pidfd, select.POLLIN)
+        return bool(waiting.poll(1000 * seconds))
 
     def end_text(self) -> str:
         """How the process ended."""

@@ -9,6 +9,7 @@ from scripts import run, script
 
 COMMON = """
 import time
+import typing
 import numpy as np
 import torch
 from spmd import Mesh, MeshError, P, PeerLost, Sharded, axis_index, barrier, data_parallel, pmean, psum, put, spmd
@@ -18,6 +19,10 @@ def plain(x):
     if isinstance(x, (list, tuple)):
         return [plain(one) for one in x]
     return x.tolist() if isinstance(x, torch.Tensor) else x
+
+class Pair(typing.NamedTuple):
+    first: object
+    second: object
 
 def results(mesh):
     found = {}
@@ -45,6 +50,10 @@ def results(mesh):
             found[f"shards {name}"] = plain(out["uneven"].shards())
     turn = spmd(lambda x: x, mesh=mesh, in_specs=P(None, "data"), out_specs=P("data"))
     found["resharded"] = plain(turn(whole).shards())
+
+    for _ in range(2):
+        pair = spmd(lambda x: Pair(x + 1, [x]), mesh=mesh)(whole)
+    found["a class of the script"] = [type(pair).__name__, plain(pair.first.full()), plain(pair.second[0].full())]
 
     weight = put(torch.ones(2), mesh=mesh)
 
