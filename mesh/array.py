@@ -192,7 +192,10 @@ class LocalSource:
     def full(self) -> torch.Tensor:
         if not self._spec.entries:
             # The value must not change with what the caller does to it.
-            return self._tensor.detach().cpu() if self._tensor.is_cuda else strides.copied(self._tensor.detach())
+            mine = self._tensor.detach()
+            whole = mine.cpu() if mine.is_cuda else strides.copied(mine)
+            frozen = isinstance(self._tensor, torch.nn.Parameter) and not self._tensor.requires_grad
+            return torch.nn.Parameter(whole, requires_grad=False) if frozen else whole
         return self._session.layout.join(self.shards(), self._spec)
 
     def shards(self) -> list[torch.Tensor]:
