@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import select
 import signal
@@ -21,6 +22,10 @@ from . import rank_process  # and with it torch, which is what this process is f
 from .descriptors import receive, send
 
 _PR_SET_PDEATHSIG = 1
+# What torch imports at a rank's first backward pass, in a third of a second or more: here once, when the first ranks
+# run and no more are wanted, so that later ones (of other meshes, in the place of dead ones) have it.
+LATER = ("torch.fx.experimental.symbolic_shapes",)
+IDLE_SECONDS = 2.0
 
 
 def main(control_fd: int, driver_pid: int) -> None:
@@ -33,13 +38,16 @@ def main(control_fd: int, driver_pid: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     driver = os.pidfd_open(driver_pid)
-    gc.collect()
-    gc.freeze()  # pages of long-lived objects stay shared with the ranks
+    _keep_shared()
     children: set[int] = set()
     control.sendall(b"R")
+    later = [*LATER]
     while True:
         sources: list[Any] = [control, wake_read, driver]
-        readable, _, _ = select.select(sources, [], [])
+        readable, _, _ = select.select(sources, [], [], IDLE_SECONDS if later and children else None)
+        if not readable:
+            importlib.import_module(later.pop())
+            _keep_shared()
         if driver in readable:
             break
         if wake_read in readable:
@@ -78,6 +86,12 @@ def main(control_fd: int, driver_pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     os._exit(0)
+
+
+def _keep_shared() -> None:
+    """Have pages of long-lived objects stay shared with the ranks."""
+    gc.collect()
+    gc.freeze()
 
 
 def _die_with_parent() -> None:
