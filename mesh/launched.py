@@ -6,6 +6,7 @@ here; when it fails on one rank, all ranks meet again, learn of it, and raise th
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import gc
 import io
@@ -90,6 +91,7 @@ def join(
     if _meshes == 1:
         gc.collect()
         gc.freeze()  # what torch has made so far: looking through it for garbage takes longer than many a step
+        atexit.register(gc.unfreeze)  # so that all is closed at the end, and meeting places are removed
     return session, backend
 
 

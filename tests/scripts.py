@@ -41,6 +41,11 @@ def run(*arguments: str, text: str | None = None, **options: object) -> tuple[in
         return process.returncode, out, err
 
 
+def launched(ranks: int, program: str, *arguments: str, **options: object) -> tuple[int, str, str]:
+    """Run a script on launched ranks, which are forks of one process; as `run`."""
+    return run(str(Path(__file__).with_name("forked.py")), str(ranks), program, *arguments, **options)
+
+
 def script(folder: Path, text: str) -> str:
     path = folder / "program.py"
     path.write_text(text)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from scripts import run, script
+from scripts import launched, run, script
 
 from spmd import (
     Loader,
@@ -431,7 +431,7 @@ mesh.close()
 @pytest.mark.parametrize(("backend", "ranks"), [("shm", 2), ("gloo", 3)])
 def test_launched_ranks_all_hear_what_went_wrong(tmp_path: Path, backend: str, ranks: int) -> None:
     arguments = (script(tmp_path, FAILS_LAUNCHED), str(tmp_path / "runs"), backend)
-    status, out, err = run("-m", "spmd", "run", "-n", str(ranks), *arguments)
+    status, out, err = launched(ranks, *arguments)
     assert status == 0, err
     once = "OSError No space left on device; OSError File too large"
     once += f" rank-{ranks - 1:05d}.safetensors; FileExistsError File exists; saved"
@@ -442,7 +442,7 @@ def test_launched_ranks_all_hear_what_went_wrong(tmp_path: Path, backend: str, r
 
 
 def test_launched(tmp_path: Path) -> None:
-    status, out, err = run("-m", "spmd", "run", "-n", "2", script(tmp_path, LAUNCHED), str(tmp_path / "runs"))
+    status, out, err = launched(2, script(tmp_path, LAUNCHED), str(tmp_path / "runs"))
     assert status == 0, err
     for rank in range(2):
         assert f"{rank} step-00000001 3 [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]" in out
@@ -484,7 +484,7 @@ mesh.close()
 
 def test_launched_ranks_that_disagree_on_what_to_save(tmp_path: Path) -> None:
     path = tmp_path / "runs"
-    status, out, err = run("-m", "spmd", "run", "-n", "3", script(tmp_path, DISAGREE), str(path))
+    status, out, err = launched(3, script(tmp_path, DISAGREE), str(path))
     assert status == 0, err
     expected = [
         "SpmdError leaf ['more']: nothing on ranks 0-1, 1 on rank 2",

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from scripts import run, script
+from scripts import launched, script
 from test_strides import values
 
 from spmd import P, SpecError, data_parallel, functional, optimizer, put, restore, save, spmd, value_and_grad
@@ -186,7 +186,7 @@ mesh.close()
 
 
 def test_launched(tmp_path: Path) -> None:
-    status, out, err = run("-m", "spmd", "run", "-n", "4", script(tmp_path, LAUNCHED), str(tmp_path / "runs"))
+    status, out, err = launched(4, script(tmp_path, LAUNCHED), str(tmp_path / "runs"))
     assert status == 0, err
     assert sorted(out.split("\n")) == ["", *(f"done {rank}" for rank in range(4))]
     back = restore(tmp_path / "runs")

@@ -253,3 +253,12 @@ def test_a_process_with_other_sockets_meets_as_well() -> None:
     one, other = socket.socketpair()
     with one, other:
         limit_silence(dist.TCPStore("127.0.0.1", 0, 1, True), 5.0)
+
+
+def test_the_meeting_place_is_removed(tmp_path: Path) -> None:
+    """Also if what keeps it lies in a cycle: at the end all is searched for garbage."""
+    code = "import sys; from spmd import Mesh, initialize; initialize(0, 1, init_method=sys.argv[1]); mesh = Mesh()"
+    subprocess.run(
+        [sys.executable, "-c", f"{code}; print(mesh.size)", f"file://{tmp_path}/meet"], timeout=60, check=True
+    )
+    assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scripts import run, script, started
+from scripts import launched, run, script, started
 
 from spmd import Loader, P, Sampler, SpecError, SpmdError, optimizer, put, restore, save, spmd
 from spmd import _checkpoint_files as files
@@ -277,7 +277,7 @@ def test_launched_ranks_take_up_the_same_one(tmp_path: Path) -> None:
     (tmp_path / "damaged0" / "step-00000001" / "checkpoint.json").write_text("")
     (tmp_path / "damaged1").symlink_to(tmp_path / "damaged0")
     arguments = (script(tmp_path, SEEN), str(tmp_path), "behind", "other", "none", "ahead", "damaged")
-    status, out, err = run("-m", "spmd", "run", "-n", "2", *arguments)
+    status, out, err = launched(2, *arguments)
     assert status == 0, err
     told = {line.partition(": ")[0]: line.partition(": ")[2] for line in out.splitlines() if ": " in line}
     for name, what in (("behind", "there is no checkpoint"), ("other", "is another checkpoint")):

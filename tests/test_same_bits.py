@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from same_bits import MODES, RESUMED, STOPS, Run, chained, rank_order, taken_up
-from scripts import run, script
+from scripts import launched, script
 
 from spmd import SpecError
 from spmd.mesh import trees
@@ -82,7 +82,7 @@ mesh.close()
 def test_launched(shared_mesh: Any, tmp_path: Path, ranks: int, backend: str) -> None:
     expected = chained(Run(shared_mesh({"data": 1}), "transformer", 8, shard=True).run(STEPS))
     text = LAUNCHED.format(folder=str(Path(__file__).parent), backend=backend, steps=STEPS)
-    status, out, err = run("-m", "spmd", "run", "-n", str(ranks), script(tmp_path, text))
+    status, out, err = launched(ranks, script(tmp_path, text))
     assert status == 0, err
     assert f"digest {expected}" in out
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripts import run, script
+from scripts import launched, script
 
 from spmd import P, put, spmd
 from spmd.mesh import strides
@@ -117,7 +117,7 @@ mesh.close()
 
 def test_launched(tmp_path: Path) -> None:
     program = script(tmp_path, LAUNCHED)
-    status, out, err = run("-m", "spmd", "run", "-n", "4", program, str(Path(__file__).parent))
+    status, out, err = launched(4, program, str(Path(__file__).parent))
     assert status == 0, err
     assert sorted(out.split("\n")) == ["", *(f"done {rank}" for rank in range(4))]
 
