@@ -17,12 +17,12 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch.autograd
+from profile_step import asked
 
-from spmd import Mesh, _optimizer, _spmd
+from spmd import _optimizer, _spmd
 from spmd._bench.contenders import made, ours_step, plain_step
 from spmd.mesh import calling, donation, program
 from spmd.transforms import _grad
@@ -68,17 +68,7 @@ class Garbage:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time the parts of a train step on rank 0.")
-    parser.add_argument("model", help="a function of bench/models.py")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--shard", help="axis over which the optimizer's state is cut")
-    parser.add_argument("--fused", action="store_true", help="AdamW(fused=True), on both sides")
-    parser.add_argument("--donate", action="store_true", help="donate parameters and state")
-    given = parser.parse_args()
-    flags = {name: value for name in ("shard", "fused", "donate") if (value := getattr(given, name))}
-
-    mesh = Mesh(threads=1)
-    if mesh.is_driver:
-        parser.error(f"start it on ranks: spmd run -n 1 bench/{Path(__file__).name} {given.model}")
+    given, flags, mesh = asked(parser, steps=20)
     taken: dict[str, list[float]] = defaultdict(list)
     for _, what, place, name in PARTS:
         setattr(place, name, clocked(getattr(place, name), taken[what]))

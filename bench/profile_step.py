@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from spmd import Mesh
 from spmd._bench.contenders import ours_step
@@ -58,20 +60,25 @@ def breakdown(stats: pstats.Stats) -> dict[str, float]:
     return dict(sorted(seconds.items(), key=lambda pair: -pair[1]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Profile a train step on rank 0.")
+def asked(parser: argparse.ArgumentParser, *, steps: int) -> tuple[argparse.Namespace, dict[str, Any], Mesh]:
+    """What is asked of a profile of one model's step: all arguments, those of `ours_step`, and the launched mesh."""
     parser.add_argument("model", help="a function of bench/models.py")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--lines", type=int, default=25, help="of cProfile's table")
+    parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--shard", help="axis over which the optimizer's state is cut")
     parser.add_argument("--fused", action="store_true", help="AdamW(fused=True)")
     parser.add_argument("--donate", action="store_true", help="donate parameters and state")
     given = parser.parse_args()
     flags = {name: value for name in ("shard", "fused", "donate") if (value := getattr(given, name))}
-
     mesh = Mesh(threads=1)
     if mesh.is_driver:
-        parser.error(f"start it on ranks: spmd run -n 2 bench/{Path(__file__).name} {given.model}")
+        parser.error(f"start it on ranks: spmd run -n 2 bench/{Path(sys.argv[0]).name} {given.model}")
+    return given, flags, mesh
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Profile a train step on rank 0.")
+    parser.add_argument("--lines", type=int, default=25, help="of cProfile's table")
+    given, flags, mesh = asked(parser, steps=10)
     step, barrier = ours_step(mesh, f"models:{given.model}", **flags), mesh.comm().barrier
     for _ in range(3):
         step()

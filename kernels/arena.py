@@ -346,7 +346,7 @@ class Arena:
 
     def check_peers(self) -> None:
         for rank, pidfd in self._peers.items():
-            if pidfd < 0 or _ended(pidfd):
+            if pidfd < 0 or ended(pidfd):
                 raise PeerLost(
                     message(
                         f"rank {rank} died or exited while rank {self.rank} waited for it", remedy="see its output"
@@ -361,10 +361,11 @@ class Arena:
         self._peers.clear()
 
 
-def _ended(pidfd: int) -> bool:
+def ended(pidfd: int, seconds: float = 0.0) -> bool:
+    """Wait for a process to end; whether it has."""
     waiting = select.poll()  # select() takes no descriptors from 1024 on
     waiting.register(pidfd, select.POLLIN)
-    return bool(waiting.poll(0))
+    return bool(waiting.poll(1000 * seconds))
 
 
 class _Results:

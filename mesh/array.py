@@ -13,6 +13,7 @@ import torch
 
 from ..kernels.errors import MeshError, SpecError, message
 from . import donation, drawing, launched, strides
+from .frozen import frozen_as
 from .region import current
 from .spec import P
 
@@ -193,9 +194,7 @@ class LocalSource:
         if not self._spec.entries:
             # The value must not change with what the caller does to it.
             mine = self._tensor.detach()
-            whole = mine.cpu() if mine.is_cuda else strides.copied(mine)
-            frozen = isinstance(self._tensor, torch.nn.Parameter) and not self._tensor.requires_grad
-            return torch.nn.Parameter(whole, requires_grad=False) if frozen else whole
+            return frozen_as(self._tensor, mine.cpu() if mine.is_cuda else strides.copied(mine))
         return self._session.layout.join(self.shards(), self._spec)
 
     def shards(self) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from ..kernels.errors import SpecError, message
 from . import donation, trees
 from .agreement import Leaving, digest, path_in
 from .array import Array
+from .frozen import frozen_as, is_frozen
 from .rank import RankSession
 from .region import Region, generators, inside, mark, reseed, restore_generators
 from .spec import REPLICATED, P, is_sharded, is_spec
@@ -131,21 +132,14 @@ def _local(session: RankSession, leaf: Entering, *, alone: bool) -> torch.Tensor
     if leaf.whole and leaf.spec.entries:
         value = session.placed(session.layout.take(value, leaf.spec, session.rank))
     elif leaf.whole and value.device != session.device:
-        frozen = _frozen(value)
-        value = session.placed(value.detach())
-        value = torch.nn.Parameter(value, requires_grad=False) if frozen else value
-    elif not _frozen(value):
+        value = frozen_as(value, session.placed(value.detach()))
+    elif not is_frozen(value):
         owned = alone and donation.is_owner(value)
         value = value.detach()
         if leaf.donated:
             donation.offer(value, owned=owned)
     value._spmd_spec = leaf.spec
     return mark(value, leaf.spec.axes)
-
-
-def _frozen(value: torch.Tensor) -> bool:
-    # Most are plain tensors, and asking whether one is a Parameter takes torch a while.
-    return type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter) and not value.requires_grad
 
 
 def describe_path(path: str) -> str:
@@ -189,7 +183,7 @@ def _leave(
         spec = own or specs[index] or REPLICATED
         if spec.entries:
             _check_result(session, program, treedef, index, leaf, spec)
-        leaves[index] = leaf = leaf if _frozen(leaf) else leaf.detach()
+        leaves[index] = leaf = leaf if is_frozen(leaf) else leaf.detach()
         if known_one is not None and known_one.dtype is leaf.dtype and known_one[:2] == (spec, leaf.shape):
             said.append(known_one)
             continue

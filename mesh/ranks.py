@@ -88,11 +88,7 @@ class Rank:
 
     def ended(self, seconds: float) -> bool:
         """Wait for the process to end; whether it has."""
-        if not self.alive:
-            return True
-        waiting = select.poll()  # select() takes no descriptors from 1024 on
-        waiting.register(self.pidfd, select.POLLIN)
-        return bool(waiting.poll(1000 * seconds))
+        return not self.alive or arena_module.ended(self.pidfd, seconds)
 
     def end_text(self) -> str:
         """How the process ended."""

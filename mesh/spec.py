@@ -16,6 +16,7 @@ import torch
 
 from ..kernels.errors import SpecError, message
 from . import strides
+from .frozen import frozen_as
 from .trees import NAMESPACE
 
 
@@ -276,8 +277,7 @@ class Layout:
         whole = tensor.detach()
         part = self.cut(whole, spec, rank)
         shard = strides.copied(part, strides.dense(part.shape, strides.dense(whole.shape, whole.stride())))
-        frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-        return torch.nn.Parameter(shard, requires_grad=False) if frozen else shard
+        return frozen_as(tensor, shard)
 
     def shard_shape(self, shape: tuple[int, ...], spec: P, rank: int) -> tuple[int, ...]:
         cut = [part.stop - part.start for part in self.slices(shape, spec, rank)]

@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
 from ..mesh.agreement import digest
 from ..mesh.array import Array
+from ..mesh.frozen import is_frozen
 from ..mesh.region import Region
 from ..mesh.spec import Sharded, is_sharded
 from ._named_axes import differs_over
@@ -51,8 +51,7 @@ def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tupl
             leaf = _local(leaf, region)
         argument = Argument(leaf)
         arguments.append(argument)
-        frozen = isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad
-        if not isinstance(leaf, Tensor) or frozen or not is_inexact(leaf):
+        if not isinstance(leaf, Tensor) or is_frozen(leaf) or not is_inexact(leaf):
             continue
         argument.twin = leaf
         axes = differs_over(leaf) if axes is None else axes

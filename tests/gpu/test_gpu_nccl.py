@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 
 import cloudpickle
 import oracle
@@ -24,19 +23,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use"),
     pytest.mark.timeout(300),
 ]
-
-
-@pytest.fixture(params=[1, 2])
-def mesh(request: pytest.FixtureRequest, make_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch) -> Mesh:
-    """One rank, and two: on a GPU each, or on one where NCCL 2.30 or later is at hand."""
-    if request.param > torch.cuda.device_count():
-        from spmd.kernels import nccl_library
-
-        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-        library = nccl_library.load()
-        if not nccl_library.may_share_gpu(library):
-            pytest.skip(f"one GPU, and several ranks on it need NCCL 2.30: {library.describe()}")
-    return make_mesh({"data": request.param}, device="cuda")
 
 
 def reductions(mesh: Mesh) -> list[str]:
