@@ -84,14 +84,7 @@ class Buckets:
 
     def fill(self, index: int, value: torch.Tensor) -> None:
         """Copy a leaf's value in; starts every reduction that is now complete, in order."""
-        self._filled[index] = True
-        slot = self._plan.slots[index]
-        buffer = self._buffers.get(slot.bucket)
-        if buffer is None:
-            self._comm.progress()  # what is reduced by now gives its memory back
-            size, dtype = self._plan.sizes[slot.bucket]
-            buffer = self._buffers[slot.bucket] = self._comm.scratch(size, dtype=dtype)
-        target = self._view(buffer, index)
+        target = self.room(index)
         if (
             value.dtype == target.dtype
             and value.shape == target.shape
@@ -101,7 +94,22 @@ class Buckets:
             copy(target, value)
         else:
             target.copy_(value)
-        self._left[slot.bucket] -= 1
+        self.filled(index)
+
+    def room(self, index: int) -> torch.Tensor:
+        """Where a leaf's value goes, of the leaf's shape and the dtype on the wire: write there, then say `filled`."""
+        slot = self._plan.slots[index]
+        buffer = self._buffers.get(slot.bucket)
+        if buffer is None:
+            self._comm.progress()  # what is reduced by now gives its memory back
+            size, dtype = self._plan.sizes[slot.bucket]
+            buffer = self._buffers[slot.bucket] = self._comm.scratch(size, dtype=dtype)
+        return self._view(buffer, index)
+
+    def filled(self, index: int) -> None:
+        """A leaf's value is in its room; starts every reduction that is now complete, in order."""
+        self._filled[index] = True
+        self._left[self._plan.slots[index].bucket] -= 1
         self._start()
 
     def _start(self) -> None:

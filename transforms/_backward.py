@@ -7,6 +7,7 @@ keeps its own and sums leaf by leaf with differentiable collectives.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch import Tensor
 from ..mesh.region import Region
 from ._arguments import Argument
 from ._auxiliary import Auxiliary
-from ._chain import Chain, chain, forget_undefined
+from ._chain import Chain, chain, forget_undefined, may_be_undefined
+from ._linear_weights import linear_weights
 from ._named_axes import note
 from ._reductions import psum
-from ._sums import Hook, Sums, home_of
+from ._sums import Hook, Place, Sums, home_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,8 +90,10 @@ def outermost(f: Evaluated) -> Solution:
     twins = [(a.twin, place) for a, place in zip(f.arguments, places, strict=True) if a.twin is not None and place]
     if ends and twins:
         home = home_of(f.value)
+        handles, twins = _in_place(f, sums, ends, twins)
         hooks = [(twin, Hook(sums, place, home)) for twin, place in twins]
-        handles = [twin.register_post_accumulate_grad_hook(hook) for twin, hook in hooks] if sums.shared else []
+        if sums.shared:
+            handles += [twin.register_post_accumulate_grad_hook(hook) for twin, hook in hooks]
         # In the same chain or one like it, so that a layer computed again (torch.utils.checkpoint) leaves the same
         # trace; on this thread, which knows of the region.
         with chain(), torch.autograd.set_multithreading_enabled(False):
@@ -109,6 +113,22 @@ def outermost(f: Evaluated) -> Solution:
         for leaf, place in zip(f.aux.leaves, aux_places, strict=True)
     ]
     return f.noted(found[value_place], f.over), gradients, f.aux.tree(leaves)
+
+
+Twins = list[tuple[Tensor, Place]]
+
+
+def _in_place(f: Evaluated, sums: Sums, ends: list[Tensor], twins: Twins) -> tuple[list[Any], Twins]:
+    """Hooks that write gradients of weights where they are summed, and the leaves that are left for torch."""
+    if may_be_undefined(f.region):
+        return [], twins
+    places = {id(twin): place for twin, place in twins}
+    weights = linear_weights(ends, [twin for twin, _ in twins], lambda twin: sums.has_room(places[id(twin)]))
+    handles = []
+    for weight in weights:
+        place = places.pop(id(weight.twin))
+        handles.append(weight.hook(functools.partial(sums.room, place), functools.partial(sums.filled, place)))
+    return handles, [(twin, place) for twin, place in twins if id(twin) in places]
 
 
 def within_a_graph(f: Evaluated) -> Solution:

@@ -137,9 +137,14 @@ def forget_undefined(gradient: Tensor, region: Region | None) -> Tensor:
 
     The region is asked for since torch computes gradients of a GPU in a thread of its own, which knows of none.
     """
-    if region is None or not any(local == 0 for local, _ in region.totals.values()):
+    if not may_be_undefined(region):
         return gradient
     return torch.where(gradient.isnan(), torch.zeros_like(gradient), gradient)
+
+
+def may_be_undefined(region: Region | None) -> bool:
+    """Whether this rank has no samples of a batch."""
+    return region is not None and any(local == 0 for local, _ in region.totals.values())
 
 
 class _Apply(torch.autograd.Function):

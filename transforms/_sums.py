@@ -70,6 +70,18 @@ class Sums:
         else:
             self._local[place] = value
 
+    def has_room(self, place: Place) -> bool:
+        """Whether a leaf's value may be written to its `room`: where it is that of other ranks' sum, on CPUs."""
+        _, wire_dtype, device = place[0]
+        return place[0] in self._open and wire_dtype is None and device == "cpu"
+
+    def room(self, place: Place) -> Tensor:
+        """Where the value of a leaf goes: write there, then say `filled`."""
+        return self._open[place[0]].room(place[1])
+
+    def filled(self, place: Place) -> None:
+        self._open[place[0]].filled(place[1])
+
     def finish(self) -> dict[Place, Tensor]:
         """The sums; zeros where nothing was filled in."""
         found: dict[Place, Tensor] = {}
