@@ -243,9 +243,10 @@ class DriverSession:
         """Send something that needs no answer to ranks (all by default)."""
         packet = wire.Packet(b"") if packet is None else packet
         packet.head = pickle.dumps(head)
+        parts = wire.frame(packet)
         with self.lock, uninterrupted():
             for rank in self.ranks.all if ranks is None else [self.ranks.all[rank] for rank in ranks]:
-                if not rank.send(packet):
+                if not rank.send(packet, parts):
                     self.receiving.when_writable(rank)
 
     def ready(self) -> None:

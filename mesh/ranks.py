@@ -52,13 +52,15 @@ class Rank:
             theirs.close()
             os.close(out[1])
             os.close(err[1])
+        self._printed = select.poll()
         for fd in self.pipes.values():
             os.set_blocking(fd, False)
+            self._printed.register(fd, select.POLLIN)
         self.sender, self.receiver = wire.Sender(self.connection), wire.Receiver(self.connection)
 
-    def send(self, packet: wire.Packet) -> bool:
-        """Send without waiting; whether the packet is wholly on its way (or never will be)."""
-        return self._quietly(lambda: self.sender.send(packet))
+    def send(self, packet: wire.Packet, parts: list[memoryview]) -> bool:
+        """Send a packet and its `frame` without waiting; whether it is wholly on its way (or never will be)."""
+        return self._quietly(lambda: self.sender.send(packet, parts))
 
     def flush(self) -> bool:
         return self._quietly(self.sender.flush)
@@ -70,6 +72,10 @@ class Rank:
             self.sender.close()
             return True
 
+    def has_printed(self) -> bool:
+        """Whether there is anything to `read`: asked of all streams at once, which costs less than trying each."""
+        return bool(self._printed.poll(0))
+
     def read(self, stream: str) -> bytes | None:
         """What it printed and nobody has read yet; None if it will never print again."""
         try:
@@ -78,6 +84,7 @@ class Rank:
             return b""
         if data:
             return data
+        self._printed.unregister(self.pipes[stream])
         os.close(self.pipes.pop(stream))
         return None
 

@@ -165,7 +165,7 @@ class Receiving(threading.Thread):
                 rank.signal(signal.SIGKILL)  # it can't be reached any more
             self._bury(rank)
             return
-        if packets:
+        if packets and rank.has_printed():
             self.read_output(rank)  # what it printed before it answered comes first
         for packet in packets:
             self._listener.answered(rank, packet)

@@ -199,7 +199,7 @@ def from_bytes(data: bytes, object_of: Callable[[Any], Any] | None = None) -> An
     return loads(Packet(data[8:end], data[end:]), object_of)
 
 
-def _frame(packet: Packet) -> list[memoryview]:
+def frame(packet: Packet) -> list[memoryview]:
     """A packet's bytes in the order in which they are sent; a descriptor goes with the first of them."""
     header = _HEADER.pack(len(packet.head), len(packet.data), len(packet.inline), packet.fd is not None)
     parts = (header, packet.head, packet.data, packet.inline)
@@ -214,7 +214,7 @@ def _rights(fd: int | None) -> list[tuple[int, int, array.array]]:
 
 def send(connection: socket.socket, packet: Packet) -> None:
     """Send a packet whole, however long it takes."""
-    first, *rest = _frame(packet)
+    first, *rest = frame(packet)
     connection.sendall(first[connection.sendmsg([first], _rights(packet.fd)) :])
     for part in rest:
         connection.sendall(part)
@@ -227,10 +227,14 @@ class Sender:
         self._connection = connection
         self._waiting: deque[tuple[memoryview, int | None]] = deque()
 
-    def send(self, packet: Packet) -> bool:
-        """Take a packet over, which the caller may close then; whether all of it is on its way."""
+    def send(self, packet: Packet, parts: list[memoryview] | None = None) -> bool:
+        """Take a packet over, which the caller may close then; whether all of it is on its way.
+
+        Args:
+            parts: its `frame`, from who sends it to several.
+        """
         fd = packet.fd
-        for part in _frame(packet):
+        for part in frame(packet) if parts is None else parts:
             self._waiting.append((part, None if fd is None else os.dup(fd)))
             fd = None
         return self.flush()
@@ -240,14 +244,18 @@ class Sender:
         while self._waiting:
             part, fd = self._waiting[0]
             try:
-                sent = self._connection.sendmsg([part], _rights(fd), socket.MSG_DONTWAIT)
+                if fd is None:
+                    sent = self._connection.send(part, socket.MSG_DONTWAIT)
+                else:
+                    sent = self._connection.sendmsg([part], _rights(fd), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return False
             if fd is not None:
                 os.close(fd)
-            self._waiting[0] = (part[sent:], None)
             if sent == len(part):
                 self._waiting.popleft()
+            else:
+                self._waiting[0] = (part[sent:], None)
         return True
 
     def close(self) -> None:
