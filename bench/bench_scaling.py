@@ -20,28 +20,31 @@ PARAMETERS = {
 }
 MOST_BYTES = 3 << 30  # that all ranks' buffers may take together
 MOST_STEP_BYTES = 1 << 30
+PASSES = 3
 
 
-def scaling(groups: Groups, work: str, ranks: int, rounds: int = 7, seconds: float = 0.02) -> list[dict]:
-    """A record for every size that fits the memory."""
-    records = []
+def scaling(groups: Groups, work: str, ranks: int, rounds: int = 4, seconds: float = 0.02) -> list[dict]:
+    """A record for every size that fits the memory; sizes are gone through in turn, so that a burst of noise does not
+    make up all that is known of one."""
+    limit = MOST_BYTES if work == "all_reduce" else MOST_STEP_BYTES
+    samples: dict[int, list[float]] = {size: [] for size in PARAMETERS[work] if 4 * size * ranks <= limit}
     groups.close()
-    for parameters in PARAMETERS[work]:
-        nbytes = 4 * parameters
-        if nbytes * ranks > (MOST_BYTES if work == "all_reduce" else MOST_STEP_BYTES):
-            continue
+    for parameters in list(samples) * PASSES:
         if work == "all_reduce":
             group = groups.get("collectives", ranks)
-            (samples,) = group.ask("all_reduce_seconds", nbytes, rounds, seconds)
+            (found,) = group.ask("all_reduce_seconds", 4 * parameters, rounds, seconds)
         else:
             group = groups.get("driver", ranks)
             turn = {"ours": (group, "ours", {"shard": "data", "fused": True, "donate": True})}
-            few = 3 if parameters >= 10**7 else rounds
-            samples = in_turn(turn, work, ("models:square_of", parameters), rounds=few, seconds=seconds)["ours"]
-        low, middle, high = quartiles(samples)
-        size = nbytes if work == "all_reduce" else parameters
-        records.append({"work": work, "ranks": ranks, "size": size, "median": middle, "spread": [low, high]})
+            few = 1 if parameters >= 10**7 else rounds
+            found = in_turn(turn, work, ("models:square_of", parameters), rounds=few, seconds=seconds)["ours"]
+        samples[parameters] += found
     groups.close()
+    records = []
+    for parameters, found in samples.items():
+        low, middle, high = quartiles(found)
+        size = 4 * parameters if work == "all_reduce" else parameters
+        records.append({"work": work, "ranks": ranks, "size": size, "median": middle, "spread": [low, high]})
     return records
 
 

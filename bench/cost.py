@@ -71,10 +71,10 @@ def measured(suite: dict[str, Any]) -> list[str]:
         "    time = latency(ranks) + bytes / bandwidth(ranks)",
         "",
         "A byte's speed depends on where it lies (in which cache, or in memory), so the bytes of one operation are",
-        "charged in stretches, each at its own bandwidth; caches are shared, so that a stretch ends where the bytes of",
-        "all ranks together reach a size. Small all-reduces have one phase and larger ones two, hence two tables. For",
-        "each number of ranks latency and bandwidths are the non-negative numbers with the smallest squared relative",
-        "errors; where stretches end was chosen among the sizes measured (`bench/fit.py`).",
+        "charged in stretches, each at its own bandwidth. Small all-reduces have one phase and larger ones two, hence",
+        "two tables. For each number of ranks latency and bandwidths are the non-negative numbers with the smallest",
+        "squared relative errors; where stretches end was chosen among the sizes measured, by how well points are",
+        "predicted that were left out (`bench/fit.py`).",
     ]
     for work, title, unit in (
         ("all_reduce", "All-reduce of a buffer in the arena", "bytes"),
@@ -106,11 +106,12 @@ def way_table(way: dict[str, Any], ways: list[dict[str, Any]], unit: str) -> lis
     if len(ways) > 1:
         edge = amount(max(each["above"] for each in ways), unit)
         lines = [f"{'Above' if way['above'] else 'Up to'} {edge} a rank:", ""]
-    names = [f"up to {amount(knee, unit)} of all ranks" for knee in way["knees"]]
-    names.append("beyond" if names else "bandwidth")
-    lines += [f"| ranks | latency | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
-    for ranks, (latency, *rest) in way["coefficients"].items():
-        lines.append(f"| {ranks} | {time_text(latency)} | {' | '.join(rate(each, unit) for each in rest)} |")
+    lines += ["| ranks | latency | bandwidth |", "|---|---|---|"]
+    for ranks, own in way["by_ranks"].items():
+        latency, *rest = own["coefficients"]
+        ends = [*(f" up to {amount(knee, unit)}" for knee in own["knees"]), " beyond" if own["knees"] else ""]
+        stretches = ", ".join(f"{rate(each, unit)}{end}" for each, end in zip(rest, ends, strict=True))
+        lines.append(f"| {ranks} | {time_text(latency)} | {stretches} |")
     return lines
 
 
@@ -183,7 +184,7 @@ def modelled(suite: dict[str, Any]) -> list[str]:
             lines.append(f"| {name} | {' | '.join(row)} |")
     all_reduce = suite["fits"].get("all_reduce")
     if all_reduce:
-        most = max(all_reduce["ways"][-1]["coefficients"], key=int)
+        most = max(all_reduce["ways"][-1]["by_ranks"], key=int)
         seconds = fit.predicted_for(all_reduce, int(most), 4 * 10**8)
         lines += [
             "",

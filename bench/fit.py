@@ -3,9 +3,9 @@
 What a byte costs depends on where it lies (in which cache, or in memory), so that the bytes of one operation are
 charged in stretches, each at its own bandwidth, and time is a chain of straight lines over bytes. A small all-reduce
 has one phase and a larger one two, so each kind has a latency and a chain of its own. For each number of ranks latency
-and bandwidths are those that make the squared *relative* errors smallest, none of them negative. Caches are shared, so
-the knees between stretches lie where the bytes of all ranks together reach a size: of the sizes measured those, two at
-most, that predict left-out points best.
+and bandwidths are those that make the squared *relative* errors smallest, none of them negative. The knees between
+stretches, which depend on how many ranks share a cache, are of the sizes measured those, three at most, that predict
+left-out points best.
 Invariant: an error called unseen is that of a point which the straight lines were not fitted to.
 """
 
@@ -57,15 +57,15 @@ def predicted(coefficients: np.ndarray, size: float, knees: Sequence[float]) -> 
 
 # From which size on an operation is done in another way, and so has another latency.
 WAYS: dict[str, tuple[float, ...]] = {"all_reduce": (ONE_PHASE_BYTES,), "train_step": ()}
-MOST_KNEES = 2
+MOST_KNEES = 3
 
 
 def add_fits(cases: list[Record]) -> dict[str, Any]:
     """Fit every kind of work; every case gets what the fit says of it, as "predicted".
 
     Returns:
-        By kind of work `ways`, a list of `{"above", "knees", "coefficients": {ranks: [latency, seconds per unit of size
-        in each stretch]}}`; and relative errors: of the fit, and of points left out of it, one at a time.
+        By kind of work `ways`, a list of `{"above", "by_ranks": {ranks: {"knees", "coefficients": [latency, seconds per
+        unit of size in each stretch]}}}`; and relative errors: of the fit, and of points left out of it, one at a time.
     """
     fits = {}
     for work in WORKS:
@@ -90,36 +90,43 @@ def add_fits(cases: list[Record]) -> dict[str, Any]:
 
 
 def _fit_way(points: list[Record]) -> Record:
-    """The fit of operations that are all done in one way, with the knees that serve them best."""
-    groups = [[case for case in points if case["ranks"] == n] for n in sorted({case["ranks"] for case in points})]
-    inner = sorted({case["size"] * case["ranks"] for case in points if case["ranks"] in (1, 2)})[1:-1]
-    found: list[tuple[float, list[float], tuple[float, ...]]] = []
-    for count in range(MOST_KNEES + 1):
-        for knees in itertools.combinations(inner, count):
-            unseen = [error for group in groups for error in _unseen(group, knees)]
-            found.append((statistics.fmean(e**2 for e in unseen) if unseen else 0.0, unseen, knees))
-    _, unseen, knees = min(found, key=lambda each: each[0])
-    coefficients = {}
-    for group in groups:
-        own = [knee / group[0]["ranks"] for knee in knees]
-        solution = fitted([case["size"] for case in group], [case["median"] for case in group], own)
-        coefficients[str(group[0]["ranks"])] = solution.tolist()
+    """The fit of operations that are all done in one way: for each number of ranks the knees that serve it best."""
+    found, unseen = {}, []
+    for ranks in sorted({case["ranks"] for case in points}):
+        group = [case for case in points if case["ranks"] == ranks]
+        sizes, seconds = [case["size"] for case in group], [case["median"] for case in group]
+        choices = (
+            knees for count in range(MOST_KNEES + 1) for knees in itertools.combinations(sorted(sizes)[1:-1], count)
+        )
+        errors, knees = min(
+            ((_unseen(sizes, seconds, knees), knees) for knees in choices),
+            key=lambda each: _score(each[0]),
+        )
+        unseen += errors
+        solution = fitted(sizes, seconds, knees)
+        found[str(ranks)] = {"knees": list(knees), "coefficients": solution.tolist()}
         for case in group:
-            case["predicted"] = predicted(solution, case["size"], own)
-    return {"knees": list(knees), "coefficients": coefficients, "unseen": unseen}
+            case["predicted"] = predicted(solution, case["size"], knees)
+    return {"by_ranks": found, "unseen": unseen}
 
 
-def _unseen(group: list[Record], knees: Sequence[float]) -> list[float]:
+def _score(errors: Sequence[float]) -> float:
+    """The mean square, the same for what differs by rounding: then the first, with the fewest knees, is best."""
+    return round(statistics.fmean(error**2 for error in errors), 9) if errors else 0.0
+
+
+def _unseen(sizes: Sequence[float], seconds: Sequence[float], knees: Sequence[float]) -> list[float]:
     """Relative errors of points between the smallest and the largest, each left out of the fit in turn."""
-    errors, own = [], [knee / group[0]["ranks"] for knee in knees]
-    for number in range(1, len(group) - 1):
-        others = group[:number] + group[number + 1 :]
-        solution = fitted([case["size"] for case in others], [case["median"] for case in others], own)
-        errors.append(abs(predicted(solution, group[number]["size"], own) / group[number]["median"] - 1))
+    errors = []
+    for left_out in range(1, len(sizes) - 1):
+        keep = [index for index in range(len(sizes)) if index != left_out]
+        solution = fitted([sizes[index] for index in keep], [seconds[index] for index in keep], knees)
+        errors.append(abs(predicted(solution, sizes[left_out], knees) / seconds[left_out] - 1))
     return errors
 
 
 def predicted_for(fit: Record, ranks: int, size: float) -> float:
     """Seconds, by one of the fits that `add_fits` gave."""
     way = [way for way in fit["ways"] if size > way["above"]][-1]
-    return predicted(np.array(way["coefficients"][str(ranks)]), size, [knee / ranks for knee in way["knees"]])
+    own = way["by_ranks"][str(ranks)]
+    return predicted(np.array(own["coefficients"]), size, own["knees"])

@@ -146,7 +146,7 @@ def test_fit_finds_latency_and_bandwidth() -> None:
     for work in fit.WORKS:
         assert fits[work]["largest_error"] < 1e-6
         for way in fits[work]["ways"]:
-            assert way["coefficients"]["4"] == pytest.approx([4e-5, *[4e-9] * (len(way["knees"]) + 1)])
+            assert way["by_ranks"]["4"] == {"knees": [], "coefficients": pytest.approx([4e-5, 4e-9])}
     assert fit.predicted_for(fits["all_reduce"], 4, 3e6) == pytest.approx(4e-5 + 3e6 * 4e-9)
     # None negative, even where a straight line would begin below zero.
     assert min(fit.fitted([1.0, 2.0, 3.0], [1.0, 10.0, 30.0], [])) >= 0
