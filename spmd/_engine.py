@@ -24,7 +24,7 @@ from .kernels.errors import SpecError, SpmdError, message
 from .mesh import donation, trees
 from .mesh.region import current
 
-# Elements; a block of parameter, gradient and two moments, 2 MB in float32, fits the cache of a core.
+# Elements: 1 MB of each array in float32. Smaller blocks save less traffic than their calls cost.
 BLOCK = 1 << 18
 
 
