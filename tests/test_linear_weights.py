@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -76,17 +79,6 @@ def in_bfloat16(p: dict[str, Tensor], x: Tensor) -> Tensor:
         return two_layers(p, x)
 
 
-def with_a_hook(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    p["first"].register_hook(lambda gradient: 3 * gradient)
-    return two_layers(p, x)
-
-
-def with_a_hook_on_a_layer(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    hidden = F.linear(x, p["first"], p["a"])
-    hidden.register_hook(lambda gradient: 3 * gradient)
-    return F.linear(hidden, p["second"], p["b"])
-
-
 def of_one_sum(p: dict[str, Tensor], x: Tensor) -> Tensor:
     """The gradient of the layer is one number, expanded."""
     return F.linear(x, p["first"], p["a"]).sum()
@@ -104,6 +96,45 @@ def second_unused(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return F.linear(x, p["first"], p["a"])
 
 
+def made_by_a_function(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """The node of a function holds a leaf as one that accumulates its gradient does."""
+
+    class Rounded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor) -> Tensor:
+            ctx.variable = weight
+            return (weight * 8).round() / 8
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return 3 * gradient
+
+    return F.linear(F.linear(x, p["first"], p["a"]).tanh(), Rounded.apply(p["second"]), p["b"])
+
+
+def of_a_sparse_input(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    hidden = F.linear(x.relu().to_sparse(), p["first"], p["a"])
+    return F.linear(hidden, p["second"], p["b"])
+
+
+def passed_twice(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """A function whose backward differentiates the same layer, within the backward pass."""
+    hidden = F.linear(x, p["first"], p["a"])
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            with torch.enable_grad():
+                total = hidden.square().sum()
+            return gradient * torch.autograd.grad(total, p["a"], retain_graph=True)[0].mean()
+
+    return F.linear(Scaled.apply(hidden), p["second"], p["b"])
+
+
 # function -> the leaves whose gradients are written in place
 PROGRAMS: dict[Callable[..., Tensor], set[str]] = {
     two_layers: {"first", "second"},
@@ -117,13 +148,53 @@ PROGRAMS: dict[Callable[..., Tensor], set[str]] = {
     computed_again: {"second"},
     kept_elsewhere: set(),
     in_bfloat16: set(),
-    with_a_hook: {"second"},
-    with_a_hook_on_a_layer: {"first", "second"},
     of_one_sum: {"first"},
     of_sequences: {"first", "second"},
     of_sequences_not_contiguous: {"second"},
     second_unused: {"first"},
+    made_by_a_function: {"first"},
+    of_a_sparse_input: {"second"},
+    passed_twice: {"first", "second"},
 }
+
+
+def with_a_hook(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    p["first"].register_hook(lambda gradient: 3 * gradient)
+    return two_layers(p, x)
+
+
+def with_a_hook_on_a_layer(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    hidden = F.linear(x, p["first"], p["a"])
+    hidden.register_hook(lambda gradient: 3 * gradient)
+    return F.linear(hidden, p["second"], p["b"])
+
+
+def with_a_hook_on_a_node(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    hidden = F.linear(x, p["first"], p["a"])
+    hidden.grad_fn.register_hook(lambda made, given: tuple(None if g is None else 3 * g for g in made))
+    return F.linear(hidden, p["second"], p["b"])
+
+
+def with_a_hook_below_a_node(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    hidden = F.linear(x, p["first"], p["a"])
+    accumulation = hidden.grad_fn.next_functions[-1][0].next_functions[0][0]
+    accumulation.register_prehook(lambda given: tuple(3 * g for g in given))
+    return F.linear(hidden, p["second"], p["b"])
+
+
+def with_a_hook_on_a_transpose(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    transposed = p["first"].t()
+    transposed.register_hook(lambda gradient: 3 * gradient)
+    return F.linear(torch.addmm(p["a"], x, transposed), p["second"], p["b"])
+
+
+HOOKED = [
+    with_a_hook,
+    with_a_hook_on_a_layer,
+    with_a_hook_on_a_node,
+    with_a_hook_below_a_node,
+    with_a_hook_on_a_transpose,
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -148,7 +219,7 @@ def equal(x: Any, y: Any) -> bool:
     return all(torch.equal(x[name], y[name]) for name in x)
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", [*PROGRAMS, *HOOKED], ids=lambda program: program.__name__)
 def test_same_bits_as_torch(shared_mesh: Callable[..., Mesh], program: Callable[..., Tensor]) -> None:
     mesh = shared_mesh({"data": 2})
 
@@ -157,39 +228,41 @@ def test_same_bits_as_torch(shared_mesh: Callable[..., Mesh], program: Callable[
 
     @spmd(mesh=mesh, in_specs=(P(), P("data")))
     def both(p: dict[str, Tensor], x: Tensor) -> Any:
-        wanted = torch.autograd.grad(
-            loss(mine := {name: leaf.detach().requires_grad_() for name, leaf in p.items()}, x),
-            list(mine.values()),
-            torch.tensor(0.5),
-            materialize_grads=True,
-            allow_unused=True,
-        )
-        return grad(loss)(p, x), psum(dict(zip(p, wanted, strict=True)), "data")
+        mine = {name: leaf.detach().requires_grad_() for name, leaf in p.items()}
+        loss(mine, x).backward(torch.tensor(0.5))
+        wanted = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in mine.items()}
+        return grad(loss)(p, x), psum(wanted, "data")
 
     found, wanted = both(leaves(), batch(8))
     assert equal({n: x.full() for n, x in found.items()}, {n: x.full() for n, x in wanted.items()})
 
 
+def counted(program: Callable[..., Tensor], p: dict[str, Tensor], x: Tensor) -> int:
+    """How many gradients were written in place."""
+    written = []
+    plain = _linear_weights.LinearWeight.gradient
+
+    def gradient(self: Any, *args: Tensor) -> None:
+        plain(self, *args)
+        written.append(args[1])
+
+    _linear_weights.LinearWeight.gradient = gradient  # type: ignore[method-assign]
+    try:
+        grad(lambda p, x: program(p, x).square().mean())(p, x)
+    finally:
+        _linear_weights.LinearWeight.gradient = plain  # type: ignore[method-assign]
+    return len(written)
+
+
 def test_they_are_written_in_place(shared_mesh: Callable[..., Mesh]) -> None:
     mesh = shared_mesh({"data": 2})
+    assert mesh.run(counted, two_layers, leaves(), batch()) == [2, 2]
+    assert mesh.run(data_parallel(counted, batch="x"), two_layers, leaves(), batch()) == [2, 2]
 
-    def counted(p: dict[str, Tensor], x: Tensor) -> int:
-        written = []
-        plain = _linear_weights.LinearWeight.gradient
 
-        def gradient(self: Any, *args: Tensor) -> None:
-            plain(self, *args)
-            written.append(args[1])
-
-        _linear_weights.LinearWeight.gradient = gradient  # type: ignore[method-assign]
-        try:
-            grad(lambda p, x: two_layers(p, x).square().mean())(p, x)
-        finally:
-            _linear_weights.LinearWeight.gradient = plain  # type: ignore[method-assign]
-        return len(written)
-
-    assert mesh.run(counted, leaves(), batch()) == [2, 2]
-    assert mesh.run(data_parallel(counted, batch="x"), leaves(), batch()) == [2, 2]
+@pytest.mark.parametrize("program", HOOKED, ids=lambda program: program.__name__)
+def test_not_where_the_function_made_hooks(shared_mesh: Callable[..., Mesh], program: Callable[..., Tensor]) -> None:
+    assert shared_mesh({"data": 2}).run(counted, program, leaves(), batch()) == [0, 0]
 
 
 @pytest.mark.parametrize("samples", [1, 3])
@@ -234,6 +307,31 @@ def test_an_input_that_was_overwritten_is_an_error(shared_mesh: Callable[..., Me
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         shared_mesh({"data": 2}).run(step, leaves(), batch())
+
+
+def test_a_backward_pass_that_fails_leaves_nothing(shared_mesh: Callable[..., Mesh]) -> None:
+    def step(p: dict[str, Tensor], x: Tensor) -> bool:
+        held = []
+
+        class Fails(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> Tensor:
+                raise ValueError("on purpose")
+
+        def loss(p: dict[str, Tensor]) -> Tensor:
+            held.append(weakref.ref(p["first"]))
+            return F.linear(Fails.apply(F.linear(x, p["first"], p["a"])), p["second"], p["b"]).sum()
+
+        with contextlib.suppress(ValueError):
+            grad(loss)(p)
+        gc.collect()
+        return held[0]() is None
+
+    assert shared_mesh({"data": 2}).run(step, leaves(), batch()) == [True, True]
 
 
 def test_under_a_wire_dtype_they_are_copied(shared_mesh: Callable[..., Mesh]) -> None:

@@ -34,6 +34,7 @@ class Evaluated:
         region: None outside of one.
         over: the axes of the mean.
         collectives: those that the function made.
+        hooked: whether it gave torch hooks, which may wait for any gradient.
     """
 
     value: Tensor
@@ -42,6 +43,7 @@ class Evaluated:
     region: Region | None
     over: tuple[str, ...]
     collectives: Chain
+    hooked: bool = False
 
     def weight(self, axes: tuple[str, ...]) -> tuple[float, bool]:
         """This rank's share in a mean over `axes`, and whether it has any samples."""
@@ -90,16 +92,19 @@ def outermost(f: Evaluated) -> Solution:
     twins = [(a.twin, place) for a, place in zip(f.arguments, places, strict=True) if a.twin is not None and place]
     if ends and twins:
         home = home_of(f.value)
-        handles, twins = _in_place(f, sums, ends, twins)
-        hooks = [(twin, Hook(sums, place, home)) for twin, place in twins]
-        if sums.shared:
-            handles += [twin.register_post_accumulate_grad_hook(hook) for twin, hook in hooks]
-        # In the same chain or one like it, so that a layer computed again (torch.utils.checkpoint) leaves the same
-        # trace; on this thread, which knows of the region.
-        with chain(), torch.autograd.set_multithreading_enabled(False):
-            torch.autograd.backward(ends, seeds, inputs=[*(twin for twin, _ in twins), f.collectives.first])
-        for handle in handles:
-            handle.remove()
+        handles: list[Any] = []
+        try:
+            twins = _in_place(f, sums, ends, twins, handles)
+            hooks = [(twin, Hook(sums, place, home)) for twin, place in twins]
+            if sums.shared:
+                handles += [twin.register_post_accumulate_grad_hook(hook) for twin, hook in hooks]
+            # In the same chain or one like it, so that a layer computed again (torch.utils.checkpoint) leaves the same
+            # trace; on this thread, which knows of the region.
+            with chain(), torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.backward(ends, seeds, inputs=[*(twin for twin, _ in twins), f.collectives.first])
+        finally:  # A hook on a node is held by what it holds: nothing else would ever free it and its buckets.
+            for handle in handles:
+                handle.remove()
         if not sums.shared:  # nothing to begin early
             for twin, hook in hooks:
                 hook(twin)
@@ -118,17 +123,16 @@ def outermost(f: Evaluated) -> Solution:
 Twins = list[tuple[Tensor, Place]]
 
 
-def _in_place(f: Evaluated, sums: Sums, ends: list[Tensor], twins: Twins) -> tuple[list[Any], Twins]:
-    """Hooks that write gradients of weights where they are summed, and the leaves that are left for torch."""
-    if may_be_undefined(f.region):
-        return [], twins
+def _in_place(f: Evaluated, sums: Sums, ends: list[Tensor], twins: Twins, handles: list[Any]) -> Twins:
+    """Add hooks that write gradients of weights where they are summed; the leaves that are left for torch."""
+    if f.hooked or may_be_undefined(f.region):
+        return twins
     places = {id(twin): place for twin, place in twins}
     weights = linear_weights(ends, [twin for twin, _ in twins], lambda twin: sums.has_room(places[id(twin)]))
-    handles = []
     for weight in weights:
         place = places.pop(id(weight.twin))
         handles.append(weight.hook(functools.partial(sums.room, place), functools.partial(sums.filled, place)))
-    return handles, [(twin, place) for twin, place in twins if id(twin) in places]
+    return [(twin, place) for twin, place in twins if id(twin) in places]
 
 
 def within_a_graph(f: Evaluated) -> Solution:

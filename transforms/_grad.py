@@ -25,6 +25,7 @@ from ._auxiliary import Auxiliary
 from ._backward import Evaluated, outermost, within_a_graph
 from ._chain import chain, in_torch_func, linked, started
 from ._dealt import Dealt, as_dealt
+from ._linear_weights import hooks_so_far
 from ._named_axes import differs_over, note, place
 
 
@@ -134,10 +135,12 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
         value, gradients, aux = _shard_gradients.over_shards(call, arguments, region, over)
         found = trees.unflatten(treedef, gradients)
         return value, found[0] if isinstance(argnums, int) else found, aux
+    hooks = hooks_so_far()
     with chain() as collectives:
         value, aux = _evaluate(f, full, kwargs, has_aux, name, None if nested else region, over)
         collectives.stop()
-        evaluated = Evaluated(value, Auxiliary.of(aux, over), arguments, region, over, collectives)
+        hooked = hooks_so_far() > hooks
+        evaluated = Evaluated(value, Auxiliary.of(aux, over), arguments, region, over, collectives, hooked)
         value, gradients, aux = (within_a_graph if nested else outermost)(evaluated)
     found = trees.unflatten(treedef, gradients)
     return value, found[0] if isinstance(argnums, int) else found, aux

@@ -3,7 +3,8 @@
 torch makes a weight's gradient, `gradient.t() @ x`, in memory of its own, and copying it into a bucket costs as much
 traffic as reducing it. Where the tape shows that a leaf is the weight of one linear layer and nothing else, torch is
 not asked for it: a hook on the layer's node computes the same product with `out=` the leaf's place. Invariants: the
-same bits as torch's own gradient; only nodes that run for another leaf's sake are taken, since no other hook is called.
+same bits as torch's own gradient; only nodes that run for another leaf's sake are taken, since no other hook is called;
+none where the function made hooks (see `hooks_so_far`), which may look at what torch would have computed or change it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 Node = Any  # of torch's tape
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _LARGE = 1 << 17  # bytes; below, a copy costs less than finding out
 # The nodes of `x @ weight.t()`, with and without a bias; the weight is what their last edge leads to.
 _INPUTS = {"AddmmBackward0": "mat1", "MmBackward0": "self"}
@@ -37,7 +40,9 @@ class LinearWeight:
         """Have the backward pass write the gradient to `room()` and say so; returns the handle that ends it."""
 
         def compute(gradients: tuple[Tensor | None, ...]) -> None:
-            if gradients[0] is not None:
+            # A backward of the function's own, within this one and over the same tape, has to keep it.
+            within_another = torch._C._autograd._get_current_graph_task_keep_graph()
+            if gradients[0] is not None and not within_another:
                 self.gradient(gradients[0], room())
                 filled()
 
@@ -67,27 +72,33 @@ def linear_weights(
         if type(transposed).__name__ != "TBackward0" or uses[transposed] > 1:
             continue
         leaf = transposed.next_functions[0][0]
-        twin = large.get(id(getattr(leaf, "variable", None)))
+        twin = large.get(_leaf_of(leaf))
         if twin is not None and uses[leaf] == 1 and _as_it_was(node, saved):
             found.append(LinearWeight(twin, node, saved))
     taken = {id(weight.twin) for weight in found}
     others = {id(twin) for twin in twins} - taken
+    alive: set[Node] = set()
     dead: set[Node] = set()
-    return [weight for weight in found if _leads_to(weight.node, others, dead)]
+    # From the first layer on, so that none looks further than to the one below.
+    found.sort(key=lambda weight: weight.node._sequence_nr())
+    return [weight for weight in found if _leads_to(weight.node, others, alive, dead)]
+
+
+def hooks_so_far() -> int:
+    """Counts the hooks that torch has been given in this process, of tensors, nodes and modules."""
+    return RemovableHandle.next_id
 
 
 def _eligible(twin: Tensor) -> bool:
-    """Whether it is worth it; not where the function waits for the gradient by a hook of its own."""
+    """Whether it is worth it, and can be written as it is."""
     return (
-        type(twin) in (Tensor, torch.nn.Parameter)
+        type(twin) in _PLAIN
         and twin.is_cpu
         and twin.dim() == 2
         and min(twin.shape) > 1
         and twin.dtype.is_floating_point
         and twin.is_contiguous()
         and twin.numel() * twin.element_size() >= _LARGE
-        and not twin._backward_hooks
-        and not twin._post_accumulate_grad_hooks
     )
 
 
@@ -108,22 +119,31 @@ def _uses(ends: Iterable[Node]) -> dict[Node, int]:
 
 
 def _as_it_was(node: Node, saved: str) -> bool:
-    """Whether the node multiplies by nothing else, and keeps its input itself.
+    """Whether the node multiplies by nothing else, and keeps its input itself, which is a plain matrix.
 
     What is computed again, or lies elsewhere (`torch.utils.checkpoint`, `save_on_cpu`), may be asked for only once.
     """
     kept = getattr(node, f"_raw_saved_{saved}")
-    return getattr(node, "_saved_alpha", 1) == 1 and getattr(kept, "unpack_hook", kept) is None
+    if getattr(node, "_saved_alpha", 1) != 1 or getattr(kept, "unpack_hook", kept) is not None:
+        return False
+    x: Any = getattr(kept, "data", None)
+    return type(x) in _PLAIN and x.layout == torch.strided
 
 
-def _leads_to(node: Node, leaves: set[int], dead: set[Node]) -> bool:
-    """Whether one of the leaves lies below the node; `dead` is what is known to lead to none of them."""
+def _leaf_of(node: Node) -> int:
+    """The `id` of the leaf that a node accumulates, else 0; a node of the function's own may have any attribute."""
+    return id(node.variable) if type(node).__name__ == "AccumulateGrad" else 0
+
+
+def _leads_to(node: Node, leaves: set[int], alive: set[Node], dead: set[Node]) -> bool:
+    """Whether one of the leaves lies below the node; `alive` and `dead` are what is known to lead to some or none."""
     left, seen = [node], {node}
     while left:
         for below, _ in left.pop().next_functions:
             if below is None or below in dead or below in seen:
                 continue
-            if id(getattr(below, "variable", None)) in leaves:
+            if below in alive or _leaf_of(below) in leaves:
+                alive.add(node)
                 return True
             seen.add(below)
             left.append(below)
