@@ -967,3 +967,10 @@ def test_an_error_in_the_function_leaves_the_next_gradient_whole(shared_mesh):
         return five_numbers()
 
     assert shared_mesh({"data": 2}).run(body)[0] == [4.0, 8.0, 4.0, 4.0, 3.0]
+
+
+def test_inference_mode_is_refused() -> None:
+    with torch.inference_mode(), pytest.raises(SpecError, match="inference_mode, where nothing can be differentiated"):
+        grad(lambda w: (w * w).sum())(torch.ones(2))
+    with torch.no_grad():
+        assert grad(lambda w: (w * w).sum())(torch.ones(2)).tolist() == [2, 2]

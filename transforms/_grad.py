@@ -50,8 +50,9 @@ def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = Fal
 
     Raises:
         SpecError: `f`'s value is not a scalar, an argument does not exist, an axis does not exist, aux that cannot be
-            averaged differs between ranks; under `data_parallel(shards=)` also: `f` uses the batch without taking it,
-            or communicates over the axis that the batch is split over.
+            averaged differs between ranks; it is called inside a transform of `torch.func` or under
+            `torch.inference_mode`; under `data_parallel(shards=)` also: `f` uses the batch without taking it, or
+            communicates over the axis that the batch is split over.
     """
     lift = _lift_of(f)
     if lift is not None:
@@ -105,6 +106,13 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
             message(
                 f"spmd's grad of {name} was called inside a transform of torch.func, which it cannot see through",
                 remedy="use torch.func.grad there, and psum or pmean what comes out",
+            )
+        )
+    if torch.is_inference_mode_enabled():
+        raise SpecError(
+            message(
+                f"spmd's grad of {name} was called under torch.inference_mode, where nothing can be differentiated",
+                remedy="take the gradient outside of it",
             )
         )
     chosen = _positions(argnums, len(args), name)
