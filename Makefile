@@ -49,9 +49,12 @@ types: $(VENV)/.made
 	$(PY) -m mypy --python-executable venv/bin/python --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p spmd
 
-# From tests/, so that `import spmd` finds the installed package and no folder of the checkout.
+# From tests/, so that `import spmd` finds the installed package and no folder of the checkout; hundreds of processes do,
+# so it is compiled first. Two workers keep two cores busy; each takes whole files, so that fixtures are shared, in
+# conftest.py's order.
 suite: $(VENV)/.made
-	cd tests && $(PY) -m pytest -q
+	$(PY) -m compileall -q spmd mesh kernels transforms
+	cd tests && $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 # Without build isolation setuptools, too, is the version that constraints.txt pins.
 # CuPy, NCCL and CUDA's compiler are tested as far as they go without a GPU; none of them asks for a torch of CUDA.

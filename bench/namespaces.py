@@ -91,7 +91,8 @@ def _remove_stale() -> None:
         prefix, _, rest = line.split()[0].partition("-")
         pid = rest.partition("-")[0]
         if prefix == _PREFIX and pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
-            ip("netns", "delete", line.split()[0])
+            with contextlib.suppress(RuntimeError):  # another process may be at it too
+                ip("netns", "delete", line.split()[0])
 
 
 def sent_bytes(interface: str = "eth0") -> int:

@@ -67,3 +67,23 @@ def end_within(seconds: float, pids: list[int]) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def slowness() -> float:
+    """How many times longer all takes here than where cores are free, for reasons that are not ours."""
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
+def soon(seconds: float, began: float) -> bool:
+    """Whether no more than so many seconds have passed, if cores are free."""
+    return time.monotonic() - began < seconds * slowness()
+
+
+def left_in_shm(before: set[str]) -> set[str]:
+    """The files in /dev/shm that were not there before, and stay: those of tests that run beside this one go."""
+    names = set(os.listdir("/dev/shm")) - before
+    end = time.monotonic() + SECONDS
+    while names and time.monotonic() < end:
+        time.sleep(0.1)
+        names &= set(os.listdir("/dev/shm"))
+    return names

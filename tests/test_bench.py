@@ -20,7 +20,8 @@ import pytest
 from spmd._bench.groups import Group, GroupFailed, in_turn, quartiles
 
 BENCH = Path(__file__).parent.parent / "bench"
-ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
+# Of a worker of pytest-xdist these processes are no part: pytest-benchmark would write nothing.
+ENVIRON = {name: text for name, text in os.environ.items() if name != "PYTEST_XDIST_WORKER"} | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,7 +17,7 @@ import traceback
 
 import pytest
 import torch
-from scripts import end_within, running
+from scripts import end_within, running, soon
 
 from spmd import (
     MeshError,
@@ -44,10 +44,8 @@ def raises(kind, *words, within=SECONDS):
     began = time.monotonic()
     with pytest.raises(kind) as caught:
         yield caught
-    elapsed = time.monotonic() - began
     assert type(caught.value) is kind
-    # A machine whose cores are busy elsewhere takes longer, for reasons that are not ours.
-    assert elapsed < within * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+    assert soon(within, began)
     text = "".join(traceback.format_exception(caught.value))
     for word in words:
         assert word in text, text
@@ -250,7 +248,7 @@ def test_a_rank_that_does_not_come_back(make_mesh):
         mesh.run(lambda: 1)
     began, pids = time.monotonic(), mesh.driver.pids
     mesh.close()
-    assert time.monotonic() - began < 4.0 and end_within(1.0, pids)
+    assert soon(4.0, began) and end_within(1.0, pids)
 
 
 # -- deaths ------------------------------------------------------------------------------------------------------------
@@ -447,6 +445,7 @@ def test_the_process_that_ranks_are_forked_from_is_killed(make_mesh):
 
 def test_printed_lines(make_mesh, capfd):
     mesh = make_mesh({"data": 3})
+    mesh.driver.receiving._collator._window = 20.0  # however late a rank's lines come, they are compared
 
     def say():
         rank = axis_index("data")

@@ -11,6 +11,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from scripts import soon
 
 from spmd import Mesh
 from spmd.kernels.communicator import Communicator
@@ -47,7 +48,7 @@ def refused(mesh: Mesh, body: Callable[[Communicator], Any]) -> str:
     began = time.monotonic()
     with pytest.raises(CollectiveMismatch) as caught:
         mesh.run(lambda: body(mesh.comm()))
-    assert time.monotonic() - began < SECONDS
+    assert soon(SECONDS, began)
     return str(caught.value)
 
 
@@ -259,7 +260,7 @@ def test_a_rank_that_never_uses_the_group(make_mesh: Callable[..., Mesh], backen
     began = time.monotonic()
     with pytest.raises(CollectiveMismatch) as caught:
         mesh.run(lambda: mesh.comm().all_reduced(torch.ones(2)) if mesh.rank != absent else None)
-    assert time.monotonic() - began < SECONDS
+    assert soon(SECONDS, began)
     text = str(caught.value)
     assert f"rank {absent} left the region" in text
     works(mesh)
@@ -271,7 +272,7 @@ def test_some_ranks_only(make_mesh: Callable[..., Mesh], backend: str) -> None:
     began = time.monotonic()
     with pytest.raises(CollectiveMismatch, match="rank 2 left the region"):
         mesh.run(lambda: mesh.comm().barrier(), ranks=[0, 1])
-    assert time.monotonic() - began < SECONDS
+    assert soon(SECONDS, began)
     works(mesh)
 
 
@@ -292,7 +293,7 @@ def test_abort(make_mesh: Callable[..., Mesh], backend: str) -> None:
     with pytest.raises(SpmdError, match=r"rank 1 aborted the region .*had enough") as caught:
         mesh.run(body)
     assert type(caught.value) is SpmdError
-    assert time.monotonic() - began < SECONDS
+    assert soon(SECONDS, began)
     works(mesh)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scripts import left_in_shm
 
 from spmd import Mesh, P, axis_index, pmax, psum, put, spmd
 
@@ -307,7 +308,7 @@ def test_killed_driver_leaves_nothing(tmp_path: Path) -> None:
         time.sleep(0.02)
     assert len(ranks) == 2
     assert not any(map(alive, ranks))
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert not left_in_shm(shared)
 
 
 def alive(pid: int) -> bool:

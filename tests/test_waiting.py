@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from scripts import soon
 
 from spmd.kernels.errors import Aborted, PeerLost
 from spmd.kernels.waiting import PEER_CHECK_SECONDS, SPINS, wait_until
@@ -67,7 +68,7 @@ def test_timeout(crowded: bool) -> None:
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="overdue"):
         wait_until(lambda: False, watch, timeout=0.05, crowded=crowded, overdue=overdue)
-    assert 0.05 <= time.monotonic() - began < 0.5
+    assert time.monotonic() - began >= 0.05 and soon(0.5, began)
     assert watch.peer_checks >= 2
 
 
@@ -78,7 +79,7 @@ def test_an_abort_ends_it(crowded: bool) -> None:
     began = time.monotonic()
     with pytest.raises(Aborted, match="given up"):
         wait_until(lambda: False, watch, timeout=5.0, crowded=crowded, overdue=overdue)
-    assert time.monotonic() - began < 1.0
+    assert soon(1.0, began)
     timer.join()
 
 
