@@ -3,7 +3,8 @@
     python forked.py 3 program.py argument ...
 
 For tests of what ranks do once they have been launched; each process that imports torch anew costs more than most of
-them. Ends as `spmd run` does, with the status of the rank that failed first.
+them. Ends as `spmd run` does, with the status of the rank that failed first. They are the whole job, unless SPMD_SIZE
+and SPMD_INIT_METHOD say of which they are a part; then SPMD_RANK is the first of them.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ GRACE_SECONDS = 10.0  # for the others, once a rank has failed
 
 
 def be_rank(rank: int, count: int, folder: str, program: str, arguments: list[str]) -> None:
-    size = str(count)
-    os.environ.update(SPMD_RANK=str(rank), SPMD_LOCAL_RANK=str(rank), SPMD_SIZE=size, SPMD_LOCAL_SIZE=size)
-    os.environ["SPMD_INIT_METHOD"] = f"file://{folder}/meet"
+    os.environ.setdefault("SPMD_SIZE", str(count))
+    os.environ.setdefault("SPMD_INIT_METHOD", f"file://{folder}/meet")
+    first = int(os.environ.get("SPMD_RANK", 0))
+    os.environ.update(SPMD_RANK=str(first + rank), SPMD_LOCAL_RANK=str(rank), SPMD_LOCAL_SIZE=str(count))
     sys.argv = [program, *arguments]
     sys.path[0] = os.path.dirname(os.path.abspath(program))
     runpy.run_path(program, run_name="__main__")

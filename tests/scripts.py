@@ -61,7 +61,7 @@ def running(pid: int) -> bool:
 
 
 def end_within(seconds: float, pids: list[int]) -> bool:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + seconds * slowness()
     while any(map(running, pids)):
         if time.monotonic() > end:
             return False

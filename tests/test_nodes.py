@@ -5,6 +5,7 @@ Skipped, with the reason, where namespaces can't be made (they need root and ipr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
-from scripts import slowness
+from scripts import script, slowness
 from test_launch import BARE, SCRIPT, sequential
 
 from spmd.mesh.launched import RECOVERY_SECONDS
@@ -82,9 +83,10 @@ def test_bytes_on_the_wire() -> None:
     assert wide["losses"][-1] < 0.6 * wide["losses"][0]
 
 
-# Each step needs all ranks; a rank that can't take one says when, after how many, and why.
-GOING = f"""
-import time, torch
+# Each step needs all ranks; a rank that can't take one says when, after how many, and why: at once, so that it stays
+# whole in the pipe that it shares with the other rank of its node.
+GOING = rf"""
+import os, time, torch
 from spmd import Mesh, psum, spmd
 mesh = Mesh(timeout={TIMEOUT})
 step = spmd(lambda x: psum(x, "data") / mesh.size, mesh=mesh)
@@ -95,12 +97,28 @@ try:
         float(x.full()[0])
         steps += 1
         if steps == 20:
-            print(mesh.backend, flush=True)
+            os.write(1, f"{{mesh.backend}}\n".encode())
         time.sleep(0.005)
 except BaseException as error:
-    print(time.time(), steps, type(error).__name__, error, flush=True)
+    os.write(1, f"{{time.time()}} {{steps}} {{type(error).__name__}} {{error}}\n".encode())
     raise SystemExit(3)
 """
+
+
+def pairs(places: list[namespaces.Node], program: str) -> list[subprocess.Popen]:
+    """Two ranks on each node, forks of one process there, whose group they are."""
+    job = {"SPMD_SIZE": str(2 * len(places)), "SPMD_INIT_METHOD": f"tcp://{places[0].address}:29511"}
+    return [
+        node.start(
+            [sys.executable, str(Path(__file__).with_name("forked.py")), "2", program],
+            env={**BARE, **job, "SPMD_RANK": str(2 * number), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for number, node in enumerate(places)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -115,37 +133,41 @@ except BaseException as error:
         ("stopped", 2, 1),
     ],
 )
-def test_a_node_that_is_lost(how: str, count: int, which: int) -> None:
+def test_a_node_that_is_lost(how: str, count: int, which: int, tmp_path: Path) -> None:
     """Every rank that still runs ends, in time and with a clear error; no half of the job goes on."""
     with namespaces.nodes(count) as places:
-        started = namespaces.on_nodes(places, 2, ["-c", GOING])
+        started = pairs(places, script(tmp_path, GOING))
+        lost = started[which]
         try:
             for process in started:
-                assert process.stdout.readline() == "hierarchical\n"
+                assert [process.stdout.readline() for _ in range(2)] == ["hierarchical\n"] * 2
             began = time.time()
-            lost = started[2 * which : 2 * which + 2]
             if how == "cut":
                 places[which].cut()
-            for process in lost if how != "cut" else ():
-                process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-            others = [process for process in started if how != "stopped" or process not in lost]
+            else:
+                os.killpg(lost.pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+            others = [process for process in started if how != "stopped" or process is not lost]
             told = [process.communicate(timeout=60)[0] for process in others]
         finally:
             for process in started:
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()  # closes its pipes
     steps = set()
     for process, text in zip(others, told, strict=True):
-        if how == "killed" and process in lost:
+        if how == "killed" and process is lost:
             assert process.returncode == -9
             continue
         assert process.returncode == 3, text
-        at, count_of_steps, kind, why = text.split(" ", 3)
-        assert kind == "PeerLost"
-        limit = RECOVERY_SECONDS if how == "killed" else TIMEOUT + RECOVERY_SECONDS
-        assert float(at) - began < (limit + 2.0) * slowness(), text
-        assert re.search(r"ranks? [\d, -]+ did not answer|lost contact with the meeting place", why), why
-        steps.add(int(count_of_steps))
+        said = re.split(r"^(?=\d+\.\d+ \d+ )", text, flags=re.MULTILINE)[1:]
+        assert len(said) == 2, text
+        for one in said:
+            at, count_of_steps, kind, why = one.split(" ", 3)
+            assert kind == "PeerLost"
+            limit = RECOVERY_SECONDS if how == "killed" else TIMEOUT + RECOVERY_SECONDS
+            assert float(at) - began < (limit + 2.0) * slowness(), one
+            assert re.search(r"ranks? [\d, -]+ did not answer|lost contact with the meeting place", why), why
+            steps.add(int(count_of_steps))
     # A rank may have finished the step that another one still waited in; nobody begins one more.
     assert max(steps) - min(steps) <= 1, steps
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from frontend import Kernel, kernel
-from scripts import end_within, running
+from scripts import end_within, running, slowness
 
 MESH = "Mesh({'data': 2}, backend='shm', device='cpu')"
 IMPORTS = """
@@ -178,7 +178,8 @@ def test_the_stop_button(book: Kernel) -> None:
     book.ok("kept = put(torch.ones(2), mesh=mesh)")
     for call in ("time.sleep(30)", "barrier() if axis_index('data') else time.sleep(30)", "[0 for _ in iter(int, 1)]"):
         cell = book(f"mesh.run(lambda: {call})", interrupt_after=0.5)
-        assert cell.error.rstrip().endswith("KeyboardInterrupt:") and cell.seconds < 2.5, (cell.error, cell.seconds)
+        assert cell.error.rstrip().endswith("KeyboardInterrupt:"), cell.error
+        assert cell.seconds < 2.5 * slowness()
         assert book.ok("float(kept.full().sum()), mesh.run(lambda: 1)").result == "(2.0, [1, 1])"
     cell = book("from spmd import Loader\nfor _ in range(10**9):\n    total = double(total)", interrupt_after=0.5)
     assert "KeyboardInterrupt" in cell.error
