@@ -54,7 +54,7 @@ types: $(VENV)/.made
 # conftest.py's order.
 suite: $(VENV)/.made
 	$(PY) -m compileall -q spmd mesh kernels transforms
-	cd tests && $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	cd tests && $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # Without build isolation setuptools, too, is the version that constraints.txt pins.
 # CuPy, NCCL and CUDA's compiler are tested as far as they go without a GPU; none of them asks for a torch of CUDA.

@@ -79,9 +79,16 @@ class Kernel:
                 cell.comms.append(content["data"])
             elif kind == "error":
                 cell.error = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(content["traceback"]))
-        cell.status = self.client.get_shell_msg(timeout=SECONDS)["content"]["status"]
+        cell.status = self.reply(request)["status"]
         cell.seconds = time.monotonic() - began
         return cell
+
+    def reply(self, request: str) -> dict[str, Any]:
+        """The answer to a request; a kernel that starts slowly has been asked several times whether it is ready."""
+        while True:
+            message = self.client.get_shell_msg(timeout=SECONDS)
+            if message["parent_header"].get("msg_id") == request:
+                return message["content"]
 
     def ok(self, code: str) -> Cell:
         """Run a cell that must not fail."""
