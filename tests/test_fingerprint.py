@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import signal
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -359,13 +360,13 @@ def fail(one: Program, how: str) -> None:
     """Have a call of the training step fail."""
     bad, batch = torch.full((4,), float("nan")), torch.ones(8, 4)
     if how == "killed":
-        with (
-            one.mesh.driver.lock
-        ):  # where it hears of the death before the call, it replaces the rank, and nothing fails
-            os.kill(one.mesh.driver.pids[-1], signal.SIGKILL)
-            value = one.train(one.w, batch)[1]
+        # Stopped, it can't end the call; a rank that is dead before the call is replaced, and nothing fails.
+        os.kill(one.mesh.driver.pids[-1], signal.SIGSTOP)
+        timer = threading.Timer(0.5, os.kill, (one.mesh.driver.pids[-1], signal.SIGKILL))
+        timer.start()
         with pytest.raises(PeerLost):
-            value.item()
+            one.train(one.w, batch)[1].item()
+        timer.join()
     elif how == "at the fetch":
         value = one.train(bad, batch)[1]
         with pytest.raises(ValueError, match="not a number"):

@@ -27,10 +27,10 @@ def faults():
     torch.ones(16 << 20)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 keep_freed_memory()
-# Something small may come to lie where the large block was, and the heap has to rise once more.
-first, again = faults(), [faults() for _ in range(3)]
+# Something small may come to lie where the large block was, and the heap has to rise again, perhaps more than once.
+first, again = faults(), [faults() for _ in range(8)]
 release_freed_memory(3, 0.3)  # mapping it anew would cost too much of that
-later = [faults() for _ in range(3)]
+later = [faults() for _ in range(8)]
 release_freed_memory(4, 0.001)
 rarely = faults()
 faults()
