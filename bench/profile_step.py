@@ -24,6 +24,7 @@ from spmd._bench.contenders import ours_step
 # The first entry whose text a file's path contains says which part of the step it belongs to.
 PARTS = (
     ("transforms/_backward", "forward and backward"),
+    ("transforms/_linear_weights", "forward and backward"),
     ("_bench/contenders", "forward and backward"),
     ("torch/nn", "forward and backward"),
     ("torch/autograd", "forward and backward"),
