@@ -1,5 +1,5 @@
 # `make demo` shows what the library does, `make test` is all that must pass, `make bench` measures it beside its peers
-# (all suites take about ten minutes; `make bench SUITE=all_reduce` is one). All begin by making .venv.
+# (all suites take about a quarter of an hour; `make bench SUITE=all_reduce` is one). All begin by making .venv.
 
 PYTHON ?= python3
 VENV := $(CURDIR)/.venv
@@ -15,10 +15,11 @@ demo: $(VENV)/.made
 
 test: lint types suite
 
-# Any -k expression of pytest, such as "train_step and cnn"; every suite's file is bench/bench_*.py.
-SUITE ?= bench
+# A suite, whose file is bench/bench_$(SUITE).py, or a part of one, such as "train_step and cnn". Without "bench_" a name
+# would also choose what other suites call so, and their results would be that part alone.
+SUITE ?=
 bench: $(VENV)/.bench
-	cd bench && $(PY) -m pytest -k "$(SUITE)" && $(PY) cost.py
+	cd bench && $(PY) -m pytest -k "bench_$(SUITE)" && $(PY) cost.py
 
 # Where the time of each model's step goes, and that of a call that does nothing.
 profile: $(VENV)/.bench
