@@ -31,6 +31,22 @@ def batch(samples: int = 4, *more: int) -> Tensor:
     return torch.randn(samples, *more, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
+def copied(x: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """A copy, by a function with this backward."""
+    given = backward
+
+    class Copied(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return given(gradient)
+
+    return Copied.apply(x)
+
+
 def two_layers(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return F.linear(F.linear(x, p["first"], p["a"]).tanh(), p["second"], p["b"])
 
@@ -121,18 +137,12 @@ def passed_twice(p: dict[str, Tensor], x: Tensor) -> Tensor:
     """A function whose backward differentiates the same layer, within the backward pass."""
     hidden = F.linear(x, p["first"], p["a"])
 
-    class Scaled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
+    def backward(gradient: Tensor) -> Tensor:
+        with torch.enable_grad():
+            total = hidden.square().sum()
+        return gradient * torch.autograd.grad(total, p["a"], retain_graph=True)[0].mean()
 
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            with torch.enable_grad():
-                total = hidden.square().sum()
-            return gradient * torch.autograd.grad(total, p["a"], retain_graph=True)[0].mean()
-
-    return F.linear(Scaled.apply(hidden), p["second"], p["b"])
+    return F.linear(copied(hidden, backward), p["second"], p["b"])
 
 
 # function -> the leaves whose gradients are written in place
@@ -313,18 +323,12 @@ def test_a_backward_pass_that_fails_leaves_nothing(shared_mesh: Callable[..., Me
     def step(p: dict[str, Tensor], x: Tensor) -> bool:
         held = []
 
-        class Fails(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: Any, gradient: Tensor) -> Tensor:
-                raise ValueError("on purpose")
+        def fail(gradient: Tensor) -> Tensor:
+            raise ValueError("on purpose")
 
         def loss(p: dict[str, Tensor]) -> Tensor:
             held.append(weakref.ref(p["first"]))
-            return F.linear(Fails.apply(F.linear(x, p["first"], p["a"])), p["second"], p["b"]).sum()
+            return F.linear(copied(F.linear(x, p["first"], p["a"]), fail), p["second"], p["b"]).sum()
 
         with contextlib.suppress(ValueError):
             grad(loss)(p)
