@@ -1,5 +1,6 @@
 # `make demo` shows what the library does, `make test` is all that must pass, `make bench` measures it beside its peers
-# (all suites take about a quarter of an hour; `make bench SUITE=all_reduce` is one). All begin by making .venv.
+# (all suites take about a quarter of an hour; `make bench SUITE=all_reduce` is one). All begin by making .venv, each with
+# what it needs.
 
 PYTHON ?= python3
 VENV := $(CURDIR)/.venv
@@ -8,12 +9,18 @@ PY := $(VENV)/bin/python
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo test bench profile lint types suite clean
+.PHONY: demo test test-fast test-real bench profile lint types suite clean gpu
 
-demo: $(VENV)/.made
-	SPMD_RANKS=4 $(PY) notebooks/digits.py
+demo: $(VENV)/.demo
+	$(PY) notebooks/digits.py
 
 test: lint types suite
+
+# The essential in a minute on two cores, while one works: names, layout, regions, collectives, gradients, failures.
+FAST := library/test_layout.py library/test_spmd.py library/test_optimizer_mesh.py mesh/test_mesh.py mesh/test_array.py \
+	transforms/test_data_parallel.py transforms/test_sampler.py kernels/test_messages.py kernels/test_reduction.py
+test-fast: lint
+	cd tests && $(PY) -m pytest -q -x -n 2 --dist loadfile $(FAST)
 
 # A suite, whose file is bench/bench_$(SUITE).py, or a part of one, such as "train_step and cnn". Without "bench_" a name
 # would also choose what other suites call so, and their results would be that part alone.
@@ -31,6 +38,16 @@ profile: $(VENV)/.bench
 			$(VENV)/bin/spmd run -n 2 bench/profile_step.py $$model --shard data --fused --donate
 		done
 	} | tee bench/results/profiles.txt
+
+# What only GPUs can show, on one page to send back (bench/results/gpu.md). In an environment of its own, which sees
+# the torch that is there; the extra is that of torch's CUDA. Without a GPU nothing is installed.
+gpu:
+	@$(PYTHON) bench/gpu_page.py --is-there
+	$(PYTHON) -m venv --system-site-packages .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet -e '.[dev]'
+	extra=$$(.venv-gpu/bin/python bench/gpu_page.py --extra) || { echo "$$extra"; exit 1; }
+	.venv-gpu/bin/python -m pip install --quiet -e ".[$$extra]"
+	.venv-gpu/bin/python bench/gpu_page.py
 
 lint: $(VENV)/.made
 	$(PY) -m ruff check .
@@ -57,11 +74,24 @@ suite: $(VENV)/.made
 	$(PY) -m compileall -q spmd mesh kernels transforms
 	cd tests && $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
+# Real models beside plain torch; what they come from is installed for them alone.
+test-real: $(VENV)/.real
+	cd tests && $(PY) -m pytest -q -n 2 --dist loadfile real
+
+$(VENV)/.real: $(VENV)/.made
+	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[real]'
+	touch $@
+
+# What the demo needs, with pip's own progress.
+$(VENV)/.demo: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet -c constraints.txt setuptools
+	$(PY) -m pip install -c constraints.txt --no-build-isolation -e '.[demo]'
+	touch $@
+
 # Without build isolation setuptools, too, is the version that constraints.txt pins.
 # CuPy, NCCL and CUDA's compiler are tested as far as they go without a GPU; none of them asks for a torch of CUDA.
-$(VENV)/.made: pyproject.toml constraints.txt
-	$(PYTHON) -m venv --clear $(VENV)
-	$(PY) -m pip install --quiet -c constraints.txt setuptools
+$(VENV)/.made: $(VENV)/.demo
 	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,jax]'
 	timeout 300 $(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[cuda12]' \
 		nvidia-cuda-nvrtc-cu12 || echo "CuPy and NCCL could not be installed: the tests that need them are skipped"
@@ -73,6 +103,6 @@ $(VENV)/.bench: $(VENV)/.made
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/.hypothesis
+	rm -rf $(VENV) .venv-gpu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/.hypothesis
 	rm -f notebooks/*.png
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,7 +11,7 @@ import fit
 import pytest
 from harness import Groups
 
-from spmd._bench.groups import in_turn, quartiles
+from spmd.cli.bench.groups import in_turn, quartiles
 
 RANKS = (1, 2, 4, 8, 16)
 PARAMETERS = {

@@ -26,8 +26,8 @@ TWO = (
     Contender("jax", "jax"),
     Contender("forward and backward alone", "floor"),
 )
-CROWDED = ("ours", "ours, sharded, fused, donated", "ddp, fused")
-FOUR = tuple(c for c in TWO if c.name in CROWDED)
+OVERSUBSCRIBED = ("ours", "ours, sharded, fused, donated", "ddp, fused")
+FOUR = tuple(c for c in TWO if c.name in OVERSUBSCRIBED)
 
 
 def train_step(groups: Groups, ranks: int, model: str, rounds: int = 7, seconds: float = 0.12) -> dict:
@@ -39,6 +39,6 @@ def train_step(groups: Groups, ranks: int, model: str, rounds: int = 7, seconds:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def bench_train_step(ranks: int, model: str, contender: str, measured: Callable, replay: Callable) -> None:
-    if ranks == 4 and contender not in CROWDED:
+    if ranks == 4 and contender not in OVERSUBSCRIBED:
         pytest.skip("measured with two ranks")
     replay(measured("train_step", train_step, ranks, model), contender)

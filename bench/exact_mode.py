@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from spmd import Mesh, data_parallel, functional, optimizer, put, spmd, value_and_grad
-from spmd._bench.contenders import loss_of, made
+from spmd.cli.bench.contenders import loss_of, made
 
 ROUNDS, CALLS = 10, 3
 NAMES = ("mlp_1k", "encoder")

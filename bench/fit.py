@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.kernels.communicator import ONE_PHASE_BYTES
+from spmd.kernels.collectives import ONE_PHASE_BYTES
 
 WORKS = ("all_reduce", "train_step")
 Record = dict[str, Any]

@@ -26,8 +26,8 @@ Results = Iterator[tuple[str, Any]]
 
 def environment(end: float, quick: bool) -> Results:
     """The machine; says what is missing where there is no GPU that can be used."""
+    from spmd.kernels.cuda.nccl_library import check_driver, load, version_text
     from spmd.kernels.errors import MeshError
-    from spmd.kernels.nccl_library import check_driver, load, version_text
 
     try:
         check_driver()
@@ -81,12 +81,12 @@ def packing(end: float, quick: bool) -> Results:
         for contender, run in runs.items():
             if time.monotonic() > end:
                 return
-            found[contender] = measured(run)
+            found[contender] = measured(run, len(lengths) if contender.startswith("foreach") else 1)
             yield case, with_shares(row)
 
 
 def packers(lengths: list[int], wire: torch.dtype, moved: int) -> dict[str, Run]:
-    from spmd.kernels.cuda_pack import Table
+    from spmd.kernels.cuda.pack import Table
 
     starts, at = [], 0
     for length in lengths:
@@ -107,10 +107,10 @@ def packers(lengths: list[int], wire: torch.dtype, moved: int) -> dict[str, Run]
     }
 
 
-def measured(run: Run) -> dict[str, Any]:
+def measured(run: Run, launches: int) -> dict[str, Any]:
     """On the GPU alone, and on the clock with the host's share; or the error."""
     try:
-        return {**spread(on_gpu(run)), "wall": statistics.median(wall(run, 5, 20))}
+        return {**spread(on_gpu(run, launches)), "wall": statistics.median(wall(run, 5, 20))}
     except Exception as error:
         return failure(error)
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 Run = Callable[[], Any]
+# CUDA takes about a thousand launches that are not over; at the next the host waits, and its time would be measured.
+QUEUE = 512
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -22,11 +24,15 @@ def failure(error: Exception) -> dict[str, str]:
     return {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
 
 
-def on_gpu(run: Run, samples: int = 15, repeats: int = 20) -> list[float]:
+def on_gpu(run: Run, launches: int = 1, samples: int = 15) -> list[float]:
     """Seconds that the GPU needs for one run, several times over, without those that the host needs to launch it.
 
     The launches of a sample are queued behind a kernel that only waits, and run back to back between two events.
+
+    Args:
+        launches: that one run makes, at most; of many, a sample has fewer runs, so that they fit CUDA's queue.
     """
+    repeats = max(1, min(20, QUEUE // launches))
     for _ in range(5):
         run()
     torch.cuda.synchronize()

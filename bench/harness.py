@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd._bench.groups import Group, in_turn, quartiles
-from spmd.mesh.memory import tunables
+from spmd.cli.bench.groups import Group, in_turn, quartiles
+from spmd.mesh.rank.memory import tunables
 
 HERE = Path(__file__).parent
 
@@ -50,13 +50,13 @@ def start(peer: str, ranks: int) -> Group:
     """The processes of a peer."""
     launched = {"environ": {"GLIBC_TUNABLES": tunables(None)}}  # as `spmd run` does
     side, size, options = {
-        "ours": ("spmd._bench.contenders:Ours", ranks, launched),
+        "ours": ("spmd.cli.bench.contenders:Ours", ranks, launched),
         "ours beside plain": ("peers:OursAndPlain", ranks, launched),
         "driver": ("peers:FromDriver", 1, {"environ": {"SPMD_RANKS": str(ranks)}}),
         "programs": ("peers:Programs", 1, {"environ": {"SPMD_RANKS": str(ranks)}}),
         "collectives": ("peers:Collectives", 1, {"environ": {"SPMD_RANKS": str(ranks)}}),
         "floor": ("peers:Floor", ranks, launched),
-        "gloo": ("spmd._bench.contenders:Gloo", ranks, {}),
+        "gloo": ("spmd.cli.bench.contenders:Gloo", ranks, {}),
         "plain": ("peers:Plain", 1, {}),
         "plain thread": ("peers:PlainThread", 1, {}),
         "open mpi": (

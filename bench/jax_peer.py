@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd._bench.contenders import Step, made
+from spmd.cli.bench.contenders import Step, made
 
 Params = dict[str, jax.Array]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from spmd._bench.contenders import Model, mlp
-from spmd._bench.contenders import mlp_1k as mlp_1k
+from spmd.cli.bench.contenders import Model, mlp
+from spmd.cli.bench.contenders import mlp_1k as mlp_1k
 
 CLASSES = 10
 

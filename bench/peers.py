@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import spmd
-from spmd._bench.contenders import Ours, Step, loss_of, made, ours_step, plain_step
+from spmd.cli.bench.contenders import Ours, Step, loss_of, made, ours_step, plain_step
 
 
 class OpenMpi:

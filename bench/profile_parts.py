@@ -22,22 +22,23 @@ from typing import Any
 import torch.autograd
 from profile_step import asked
 
-from spmd import _optimizer, _spmd
-from spmd._bench.contenders import made, ours_step, plain_step
-from spmd.mesh import calling, donation, program
-from spmd.transforms import _grad
+from spmd import _spmd
+from spmd.cli.bench.contenders import made, ours_step, plain_step
+from spmd.mesh import donation, program
+from spmd.optim import optimizer as _optimizer
+from spmd.transforms import _backward, _grad
 
 # (depth, what it is, where it is looked up, its name there)
 PARTS: tuple[tuple[int, str, Any, str], ...] = (
     (0, "the call", _spmd, "call"),
-    (1, "the region", calling, "execute"),
-    (2, "arguments enter", program, "_enter"),
+    (1, "the region", program.CompiledCall, "__call__"),
+    (2, "arguments enter", program.CompiledCall, "_enter"),
     (2, "value_and_grad", _grad, "_differentiate"),
-    (3, "forward", _grad, "_evaluate"),
-    (3, "backward and sums", _grad, "outermost"),
+    (3, "forward", _backward.Plain, "evaluate"),
+    (3, "backward and sums", _backward, "outermost"),
     (4, "torch's backward", torch.autograd, "backward"),
     (2, "opt.step", _optimizer, "_step"),
-    (2, "results leave", program, "_leave"),
+    (2, "results leave", program.CompiledCall, "_leave"),
     (2, "who owns what", donation, "settle"),
 )
 

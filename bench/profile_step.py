@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd import Mesh
-from spmd._bench.contenders import ours_step
+from spmd.cli.bench.contenders import ours_step
 
 # The first entry whose text a file's path contains says which part of the step it belongs to.
 PARTS = (

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 
 import torch
 
-from .communicator import Communicator, Work
+from .communicator import Communicator
 from .copying import copy
+from .operations import Work
+from .reduction import Op
 
 FIRST_BYTES = 1 << 20
 _ALIGN = 64  # bytes; leaves start at cache lines
@@ -72,19 +74,19 @@ class Buckets:
         *,
         bucket_bytes: int,
         wire_dtype: torch.dtype | None = None,
-        op: str = "sum",
+        op: Op = "sum",
     ):
         self._op = op
         self._comm, self._leaves = comm, leaves
         self._plan = _plan(comm, tuple(leaves), bucket_bytes, wire_dtype)
         self._buffers: dict[int, torch.Tensor] = {}  # of the buckets that are being filled
         self._left = list(self._plan.counts)
-        self._filled = [False] * len(leaves)
+        self._ready = [False] * len(leaves)
         self._works: list[Work] = []
 
     def fill(self, index: int, value: torch.Tensor) -> None:
         """Copy a leaf's value in; starts every reduction that is now complete, in order."""
-        target = self.room(index)
+        target = self.grad_view(index)
         if (
             value.dtype == target.dtype
             and value.shape == target.shape
@@ -94,10 +96,10 @@ class Buckets:
             copy(target, value)
         else:
             target.copy_(value)
-        self.filled(index)
+        self.mark_ready(index)
 
-    def room(self, index: int) -> torch.Tensor:
-        """Where a leaf's value goes, of the leaf's shape and the dtype on the wire: write there, then say `filled`."""
+    def grad_view(self, index: int) -> torch.Tensor:
+        """Where a leaf's value goes, of the leaf's shape and the dtype on the wire: write there, then `mark_ready`."""
         slot = self._plan.slots[index]
         buffer = self._buffers.get(slot.bucket)
         if buffer is None:
@@ -106,9 +108,9 @@ class Buckets:
             buffer = self._buffers[slot.bucket] = self._comm.scratch(size, dtype=dtype)
         return self._view(buffer, index)
 
-    def filled(self, index: int) -> None:
-        """A leaf's value is in its room; starts every reduction that is now complete, in order."""
-        self._filled[index] = True
+    def mark_ready(self, index: int) -> None:
+        """A leaf's value is in its gradient view; starts every reduction that is now complete, in order."""
+        self._ready[index] = True
         self._left[self._plan.slots[index].bucket] -= 1
         self._start()
 
@@ -127,8 +129,8 @@ class Buckets:
 
     def finish(self) -> list[torch.Tensor]:
         """Fill what is missing with zeros, wait, and return the sums, shaped as the leaves."""
-        for index, filled in enumerate(self._filled):
-            if not filled:
+        for index, ready in enumerate(self._ready):
+            if not ready:
                 self.fill(index, torch.zeros((), dtype=self._leaves[index].dtype))
         results = [work.wait() for work in self._works]
         out = []

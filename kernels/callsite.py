@@ -61,3 +61,11 @@ def warn(text: str) -> None:
     while frame.f_back is not None and is_ours(frame):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
+
+
+def user_line() -> str:
+    """`train.py:12`: file and line of the nearest caller outside this library; its folder is left out."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and is_ours(frame):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

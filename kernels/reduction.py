@@ -4,12 +4,13 @@ Floating-point sums depend on their order. Whatever the transport, contributions
 ((r0 + r1) + r2) + ..., never in order of arrival, so every rank and every run gets the same bits.
 Sixteen-bit floats are accumulated in float32 and rounded once.
 
-The exception is the op that `pairwise` makes, for sums that must not depend on how many contributions there are: it
+The exception is the op `Pairwise`, for sums that must not depend on how many contributions there are: it
 adds neighbours, then neighbours of these, and rounds at every addition.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -46,28 +47,32 @@ _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 _BLOCK = 1 << 16
 
 
-_PAIRWISE = "pairwise "
-
-
-def pairwise(scale: float) -> str:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pairwise:
     """The op that sums in a binary tree over the contributions and multiplies the root by `scale`.
 
-    >>> op = pairwise(0.5)
-    >>> reduce_in_order([torch.ones(2), torch.ones(2), torch.ones(2)], op, torch.empty(2))
+    >>> reduce_in_order([torch.ones(2), torch.ones(2), torch.ones(2)], Pairwise(0.5), torch.empty(2))
     tensor([1.5000, 1.5000])
     """
-    return f"{_PAIRWISE}{scale.hex()}"
+
+    scale: float
+
+    def __str__(self) -> str:
+        return f"pairwise sum times {self.scale.hex()}"
 
 
-def check_op(op: str, dtype: torch.dtype) -> None:
+Op = str | Pairwise  # one of `OPS`, or a sum in tree order
+
+
+def check_op(op: Op, dtype: torch.dtype) -> None:
     """Refuse an operation that is unknown, or that has no meaning for `dtype`."""
-    if op not in OPS and not op.startswith(_PAIRWISE):
+    if not isinstance(op, Pairwise) and op not in OPS:
         raise SpecError(message("unknown reduction op", got=repr(op), expected=f"one of {OPS}"))
     if not _has_meaning(op, dtype):
         remedy = "cast the tensor, or use another op"
         if _is_float8(dtype):
             remedy = "8 bits are too few to reduce in, cast it to bfloat16 or float32; moving it works as it is"
-        raise SpecError(message(f"op {op!r} is not defined for {dtype}", remedy=remedy))
+        raise SpecError(message(f"op {str(op)!r} is not defined for {dtype}", remedy=remedy))
 
 
 def _is_float8(dtype: torch.dtype) -> bool:
@@ -75,7 +80,7 @@ def _is_float8(dtype: torch.dtype) -> bool:
 
 
 @functools.cache
-def _has_meaning(op: str, dtype: torch.dtype) -> bool:
+def _has_meaning(op: Op, dtype: torch.dtype) -> bool:
     """Whether the arithmetic exists; nobody keeps a list of it as well as torch, so try."""
     if _is_float8(dtype):  # of which torch multiplies some, on some devices
         return False
@@ -87,7 +92,7 @@ def _has_meaning(op: str, dtype: torch.dtype) -> bool:
     return True
 
 
-def reduce_in_order(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> torch.Tensor:
+def reduce_in_order(parts: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> torch.Tensor:
     """Combine `parts` (flat, of one shape and dtype, in rank order) into `out`.
 
     >>> reduce_in_order([torch.tensor([1, 2]), torch.tensor([3, 5])], "sum", torch.empty(2, dtype=torch.int64))
@@ -102,9 +107,9 @@ def reduce_in_order(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -
     return out
 
 
-def _reduce(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
-    if op.startswith(_PAIRWISE):
-        _reduce_pairwise(parts, float.fromhex(op.removeprefix(_PAIRWISE)), out)
+def _reduce(parts: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
+    if isinstance(op, Pairwise):
+        _reduce_pairwise(parts, op.scale, out)
         return
     combine = _BINARY[op]
     if len(parts) == 1:

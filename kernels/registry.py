@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from . import hierarchical
-from .arena import Arena
 from .communicator import Communicator
 from .errors import MeshError, message
-from .gloo import GlooCommunicator
-from .hosts import HostWatch
-from .shm import ShmCommunicator
+from .network import hierarchical
+from .network.gloo import GlooCommunicator
+from .network.hosts import HostWatch
+from .shm.arena import Arena
+from .shm.communicator import ShmCommunicator
 
 Factory = Callable[..., Communicator]
 
@@ -44,15 +44,15 @@ def _hierarchical(
 
 
 def _mpi(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: float, channel: str) -> Communicator:
-    from .mpi import MpiCommunicator
+    from .network.mpi import MpiCommunicator
 
     return MpiCommunicator(store(), watch, ranks, rank, timeout=timeout, channel=channel)
 
 
 def _nccl(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: float, channel: str) -> Communicator:
-    from .cuda_streams import Streams
-    from .nccl import NcclCommunicator
-    from .nccl_library import check_driver, load
+    from .cuda.nccl import NcclCommunicator
+    from .cuda.nccl_library import check_driver, load
+    from .cuda.streams import Streams
 
     check_driver()
     on_host = _shm if isinstance(watch, Arena) else _gloo

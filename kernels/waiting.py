@@ -1,7 +1,8 @@
 """Waiting for a condition that another process makes true: cheap when it is soon, gentle when it is late.
 
-First spin (only where each rank has a core of its own), then give the core away, then sleep a little longer
-each time. Every round looks at the abort flag; every few milliseconds at the peers; the timeout ends it all.
+First spin (only where each rank has a core of its own), then give the core away; where others take it, or nothing
+comes, sleep: until woken, if who is waited for can do that, else a little longer each time. Every round looks at the
+abort flag; every few milliseconds at the peers; the timeout ends it all.
 """
 
 from __future__ import annotations
@@ -14,6 +15,26 @@ from typing import Protocol
 SPINS = 200
 YIELD_SECONDS = 2e-3
 PEER_CHECK_SECONDS = 5e-3
+TAKEN_SECONDS = 2e-4  # a core given away for longer was wanted by another process
+WANTED_SECONDS = 1.0  # how long that is taken to stay so
+
+
+class _Cores:
+    """Whether other processes want the cores: known from how long giving one away took."""
+
+    def __init__(self) -> None:
+        self._wanted_until = 0.0
+
+    def wanted(self, now: float) -> bool:
+        return now < self._wanted_until
+
+    def give_away(self, now: float) -> None:
+        os.sched_yield()
+        if time.monotonic() - now > TAKEN_SECONDS:
+            self._wanted_until = now + WANTED_SECONDS
+
+
+_cores = _Cores()
 
 
 class Watch(Protocol):
@@ -34,41 +55,51 @@ class Watch(Protocol):
     def check_peers(self) -> None:
         """Raise if a peer died; called every few milliseconds."""
 
+    def in_debugger(self) -> bool:
+        """Whether a peer is at the prompt of a debugger: its silence then means nothing."""
+
 
 def wait_until(
     ready: Callable[[], bool],
     watch: Watch,
     *,
     timeout: float,
-    crowded: bool,
-    overdue: Callable[[], BaseException],
-    late: Callable[[], None] | None = None,
+    oversubscribed: bool,
+    on_timeout: Callable[[], BaseException],
+    on_stall: Callable[[], None] | None = None,
+    sleep: Callable[[Callable[[], bool]], None] | None = None,
 ) -> None:
-    """Return once `ready()`; raise what `watch` finds, or `overdue()` after `timeout` seconds.
+    """Return once `ready()`; raise what `watch` finds, or `on_timeout()` after `timeout` seconds.
 
     Args:
-        crowded: more ranks than cores, so that spinning would take the core from the rank waited for.
-        late: called now and then while nothing comes, to look for the reason (and to raise it).
+        oversubscribed: more ranks than cores, so that spinning would take the core from the rank waited for.
+        sleep: sleeps for a moment, and not much longer than until `ready()`, which the waited for rank sees to.
+        on_stall: called now and then while nothing comes, to look for the reason (and to raise it).
     """
-    if not crowded:
+    if not oversubscribed:
         for _ in range(SPINS):
             if ready():
                 return
-    start = time.monotonic()
+    start = silent_since = time.monotonic()
     pause = 2e-5
     next_look = start + PEER_CHECK_SECONDS
     while not ready():
         watch.check()
         now = time.monotonic()
-        if now - start < YIELD_SECONDS:
-            os.sched_yield()
+        if now - start < YIELD_SECONDS and not (sleep is not None and _cores.wanted(now)):
+            _cores.give_away(now)
             continue
         if now >= next_look:
             watch.check_peers()
-            if late is not None:
-                late()
+            if on_stall is not None:
+                on_stall()
             next_look = now + PEER_CHECK_SECONDS
-        if now - start > timeout:
-            raise overdue()
+            if watch.in_debugger():
+                silent_since = now
+        if now - silent_since > timeout:
+            raise on_timeout()
+        if sleep is not None:
+            sleep(ready)
+            continue
         time.sleep(pause)
         pause = min(pause * 1.5, 1e-3)

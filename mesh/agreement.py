@@ -1,82 +1,101 @@
 """Results as the ranks tell of them, put together: do they agree, and what global values do they form?
 
-Each rank says of every leaf a `Leaving`; `assemble` finds the global shapes, or the error that names the leaf and the
-ranks that differ. The same in the driver and on launched ranks.
+Each rank gives an `OutputMeta` for every leaf; `assemble` finds the global shapes, or the error that names the leaf and
+the ranks that differ. The same in the driver and on launched ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import pickle
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import cloudpickle
 import torch
 
-from ..kernels.communicator import as_bytes
 from ..kernels.errors import SpecError, message
+from . import trees
+from .array import Meta, meta
 from .failure import ranks_text
-from .spec import Layout, P
+from .replication import values
+from .replication.values import Check
+from .spec import Layout, P, ragged_shape
 
 
-class Leaving(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class OutputMeta:
     """A leaf of the results: what the other side must know of it.
 
     Attributes:
         spec: None for a value that is not a tensor.
         shape: of this rank's part.
         value: of what is no tensor.
-        digest: of the bytes, where replicas are to be compared.
         whole: the global shape, where the rank knows it.
+        varying: axes along which replicas may differ, whatever their values, and why; None if there are none.
     """
 
     spec: P | None
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     value: Any = None
-    digest: bytes | None = None
     whole: tuple[int, ...] | None = None
+    varying: tuple[tuple[str, ...], str] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """A leaf of the results as a whole: a value that is not a tensor (`spec` is None), or what an Array shows."""
+    """A leaf of the results as a whole: a value that is not a tensor (`meta` is None), or what an Array shows."""
 
-    spec: P | None
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
+    meta: Meta | None
     value: Any = None
     shapes: tuple[tuple[int, ...], ...] = ()
-    hint: Any = dataclasses.field(init=False, compare=False)  # one object for all Arrays that are like it
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "hint", (self.shape, self.dtype, self.spec))
-
-    def meta(self) -> Any:
-        """Shape, dtype and spec of a tensor."""
-        return self.hint
 
 
-Said = tuple[Any, list[Leaving]]  # the results' treedef, and one for each leaf
+Outputs = tuple[Any, list[OutputMeta]]  # the results' treedef, and one for each leaf
+
+
+def encode(treedef: Any, metas: list[OutputMeta]) -> bytes:
+    """What a rank tells of its results; mostly equal bytes on all ranks, so that they are decoded once."""
+    return cloudpickle.dumps((trees.pack(treedef), metas))
+
+
+def decode_all(encoded: Sequence[bytes]) -> dict[int, Outputs]:
+    """What each rank tells of its results."""
+    decoded: dict[bytes, Outputs] = {}
+    for data in encoded:
+        if data not in decoded:
+            packed, metas = pickle.loads(data)
+            decoded[data] = packed.unpack(), metas
+    return {rank: decoded[data] for rank, data in enumerate(encoded)}
 
 
 def assemble(
-    layout: Layout, said: Mapping[int, Said], *, name: str, where: str, compare: bool = True
+    layout: Layout,
+    outputs: Mapping[int, Outputs],
+    *,
+    name: str,
+    where: str,
+    compare: bool = True,
+    prints: Sequence[bytes] = (),
+    check: Check = Check.NOTHING,
+    ragged: bool = False,
 ) -> tuple[Any, list[Result]]:
     """The results' treedef, and what each leaf is as a whole.
 
     Args:
-        said: by rank.
+        outputs: by rank.
         name, where: the program and the mesh, for messages.
         compare: refuse values that should agree and do not.
+        prints, check: what each rank told of its tensors, and in which kind of call.
+        ragged: shards may differ in dimensions that are not cut, whose sizes then are `RAGGED`.
 
     Raises:
         SpecError: the ranks disagree.
     """
-    treedef, first = said[0]
-    for rank, (other, _) in said.items():
+    treedef, first = outputs[0]
+    for rank, (other, _) in outputs.items():
         if other != treedef:
             raise SpecError(
                 message(
@@ -86,9 +105,10 @@ def assemble(
                     remedy="return the same structure on every rank",
                 )
             )
+    told = [values.split(mine, outputs[rank][1], check, len(layout.names)) for rank, mine in enumerate(prints)]
     results = []
     for index, leaf in enumerate(first):
-        leaves = {rank: its[index] for rank, (_, its) in said.items()}
+        leaves = {rank: its[index] for rank, (_, its) in outputs.items()}
         what = functools.partial(_what, treedef, index, name)  # finding paths takes longer than all of this
         if any(one.spec != leaf.spec or one.dtype != leaf.dtype for one in leaves.values()):
             kinds = "; ".join(f"{ranks_text([rank])}: {_kind(one)}" for rank, one in leaves.items())
@@ -101,13 +121,17 @@ def assemble(
                 )
             )
         if compare:
-            _check_replicas(layout, leaves, what, where)
+            _check_replicas(layout, leaves, [its[index] for its in told], what, where)
         if leaf.spec is None:
             results.append(Result(None, value=leaf.value))
             continue
         shapes = tuple(leaves[rank].shape for rank in range(layout.size))
-        _check_shapes(layout, shapes, leaf.spec, what, where)
-        results.append(Result(leaf.spec, layout.global_shape(shapes, leaf.spec), leaf.dtype, shapes=shapes))
+        _check_shapes(layout, shapes, leaf.spec, what, where, ragged=ragged)
+        assert leaf.dtype is not None
+        shape = layout.global_shape(shapes, leaf.spec)
+        if ragged:
+            shape = ragged_shape(shape, shapes, leaf.spec)
+        results.append(Result(meta(shape, leaf.dtype, leaf.spec), shapes=shapes))
     return treedef, results
 
 
@@ -120,50 +144,54 @@ def path_in(treedef: Any, index: int) -> str:
     return treedef.accessors()[index].codify("") or "(the whole of it)"
 
 
-def digest(tensor: torch.Tensor) -> bytes:
-    """A short hash of a tensor's bytes, shape and dtype."""
-    state = hashlib.blake2b(repr((tuple(tensor.shape), tensor.dtype)).encode(), digest_size=16)
-    state.update(as_bytes(tensor).cpu().numpy().data)
-    return state.digest()
-
-
-def _check_replicas(layout: Layout, leaves: dict[int, Leaving], what: Callable[[], str], where: str) -> None:
+def _check_replicas(
+    layout: Layout, leaves: dict[int, OutputMeta], told: list[bytes | None], what: Callable[[], str], where: str
+) -> None:
     """Refuse a result that should be the same on several ranks and is not."""
     variants: dict[int, list[list[int]]] = {}  # owner -> groups of ranks that agree
     for rank, leaf in leaves.items():
         groups = variants.setdefault(0 if leaf.spec is None else layout.owner(leaf.spec, rank), [])
         for group in groups:
-            if _same(leaves[group[0]], leaf):
+            if same(leaves[group[0]], leaf) and (not told or values.same_bytes(told[group[0]], told[rank], leaf.shape)):
                 group.append(rank)
                 break
         else:
             groups.append([rank])
-    for groups in variants.values():
-        if len(groups) > 1:
-            spec = leaves[0].spec
-            axes = [axis for axis in layout.names if spec is None or axis not in spec.axes]
-            remedy = f'psum or pmean it over {axes[0]!r}, or give it a spec such as out_specs=P("{axes[0]}")'
-            raise SpecError(
-                message(
-                    f"{what()} should be the same on all ranks along {', '.join(axes)}, and is not",
-                    got="; ".join(f"{ranks_text(ranks)}: {_show(leaves[ranks[0]])}" for ranks in groups),
-                    where=where,
-                    remedy=remedy if spec is not None else f"return a tensor, and {remedy}",
-                )
-            )
+    spec = leaves[0].spec
+    varying = next((leaf.varying for leaf in leaves.values() if leaf.varying is not None), None)
+    apart = next((groups for groups in variants.values() if len(groups) > 1), None)
+    if apart is not None:
+        axes = tuple(axis for axis in layout.names if spec is None or axis not in spec.axes)
+        got = "; ".join(f"{ranks_text(ranks)}: {_show(leaves[ranks[0]], told, ranks[0])}" for ranks in apart)
+        problem = f"{what()} should be the same on all ranks along {', '.join(axes)}, and is not"
+        problem += f"; it {varying[1]}" if varying is not None else ""
+    elif varying is not None:
+        axes, got = varying[0], None
+        problem = f"{what()} may differ between ranks along {', '.join(axes)}, though it does not this time"
+        problem += f"; it {varying[1]}"
+    else:
+        return
+    raise _differing(problem, axes, got, where, is_tensor=spec is not None)
 
 
-def alike(mine: list[Leaving], before: list[Leaving]) -> bool:
-    """Whether a rank's results are of the same kinds as before, with the same values where they are no tensors."""
-    return len(mine) == len(before) and all(
-        a is b or ((a.spec, a.shape, a.dtype) == (b.spec, b.shape, b.dtype) and (a.spec is not None or _same(a, b)))
-        for a, b in zip(mine, before, strict=True)
-    )
+def refuse_varying(layout: Layout, leaf: OutputMeta, what: str, where: str) -> None:
+    """Refuse a result that may differ between ranks, whose values nobody knows."""
+    if leaf.varying is not None:
+        axes, why = leaf.varying
+        problem = f"{what} may differ between ranks along {', '.join(axes)}; it {why}"
+        raise _differing(problem, axes, None, where, is_tensor=True)
 
 
-def _same(a: Leaving, b: Leaving) -> bool:
+def _differing(problem: str, axes: tuple[str, ...], got: str | None, where: str, *, is_tensor: bool) -> SpecError:
+    remedy = f'psum or pmean it over {axes[0]!r}, or give it a spec such as out_specs=P("{axes[0]}")'
+    remedy = remedy if is_tensor else f"return a tensor, and {remedy}"
+    return SpecError(message(problem, got=got, where=where, remedy=remedy))
+
+
+def same(a: OutputMeta, b: OutputMeta) -> bool:
+    """Whether two ranks, or calls, have the same result, but for the bytes of a tensor."""
     if a.spec is not None:
-        return a.digest == b.digest
+        return a.shape == b.shape
     if type(a.value) is not type(b.value):
         return False
     try:
@@ -172,30 +200,44 @@ def _same(a: Leaving, b: Leaving) -> bool:
         return pickle.dumps(a.value) == pickle.dumps(b.value)
 
 
-def _show(leaf: Leaving) -> str:
+def _show(leaf: OutputMeta, told: list[bytes | None], rank: int) -> str:
     if leaf.spec is None:
         return repr(leaf.value)[:60]
-    kind = _kind(leaf).partition(" ")[0]
-    return f"{kind} with other bytes" if leaf.shape else "another number"
+    mine = told[rank] if told else None
+    if mine is None or leaf.dtype is None:
+        return _kind(leaf).partition(" ")[0]
+    return values.shown(mine, leaf.shape, leaf.dtype)
 
 
-def _kind(leaf: Leaving) -> str:
+def _kind(leaf: OutputMeta) -> str:
     if leaf.spec is None:
         return type(leaf.value).__name__
     return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} {leaf.spec}"
 
 
 def _check_shapes(
-    layout: Layout, shapes: tuple[tuple[int, ...], ...], spec: P, what: Callable[[], str], where: str
+    layout: Layout,
+    shapes: tuple[tuple[int, ...], ...],
+    spec: P,
+    what: Callable[[], str],
+    where: str,
+    *,
+    ragged: bool = False,
 ) -> None:
-    """Refuse shards that do not fit together: their sizes may differ only from block to block of a cut dimension."""
+    """Refuse shards that do not fit together: their sizes may differ only from block to block of a cut dimension.
+
+    Args:
+        ragged: those of other dimensions may differ from shard to shard.
+    """
     if all(shape == shapes[0] for shape in shapes):
         return
     fits = all(len(shape) == len(shapes[0]) for shape in shapes)
     for dim in range(len(shapes[0]) if fits else 0):
         sizes: dict[int, int] = {}
         for rank, shape in enumerate(shapes):
-            fits = fits and sizes.setdefault(layout.part(rank, spec.dim_axes(dim)), shape[dim]) == shape[dim]
+            cut = spec.dim_axes(dim)
+            block = layout.owner(spec, rank) if ragged and not cut else layout.part(rank, cut)
+            fits = fits and sizes.setdefault(block, shape[dim]) == shape[dim]
     if not fits:
         raise SpecError(
             message(

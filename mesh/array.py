@@ -1,33 +1,78 @@
 """`Array`: a value on a mesh. The data stays on the ranks; what is here is its shape, its spec and how to get at it.
 
-The same type in the driver and in a launched rank. Where the data is differs, and is a *source*'s business:
-`LocalSource` has this rank's shard in hand, the driver's source (in `driver.py`) has a name for it.
+The same type in the driver and in a launched rank. Where the data is differs, and is a *source*'s business: one for
+all results of a call. `rank.local_values` has this rank's shards in hand, `driver.values` has names for them.
+Invariant: a value goes with the last `Array` of it, whatever else the same call has made.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import importlib
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ..kernels.errors import MeshError, SpecError, message
-from . import donation, drawing, launched, strides
-from .frozen import frozen_as
-from .region import current
-from .spec import P
+from .display import drawing
+from .spec import RAGGED, P
+
+MOST_SHOWN = 16  # elements of a value that is shown with its values
+
+
+def refuse_ragged(shape: Sequence[int]) -> None:
+    """Refuse to make one tensor of shards that differ in a dimension that is not cut."""
+    if RAGGED in shape:
+        raise SpecError(
+            message(
+                "the ranks' parts of this batch cannot be joined to one tensor",
+                got=f"other sizes of dimension {list(shape).index(RAGGED)} on other ranks",
+                remedy="have collate_fn pad to one length, or use .shards()",
+            )
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Meta:
+    """What an Array shows: its global shape, dtype and spec. Made by `meta`, so that equal ones are one object."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spec: P
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def meta(shape: tuple[int, ...], dtype: torch.dtype, spec: P) -> Meta:
+    return Meta(shape, dtype, spec)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Deal:
+    """How a `Loader` dealt a batch: where it stands in the run, and over how many virtual shards."""
+
+    position: tuple[int, int]
+    shards: int | None = None
 
 
 class Source(Protocol):
-    """Where an Array's data is."""
+    """Where the values of a call are, each by its index.
 
-    def shape(self) -> tuple[int, ...]: ...
-    def dtype(self) -> torch.dtype: ...
-    def spec(self) -> P: ...
-    def shards(self) -> list[torch.Tensor]: ...
-    def full(self) -> torch.Tensor: ...
-    def local(self) -> torch.Tensor: ...
-    def value(self) -> torch.Tensor: ...
+    Attributes:
+        hints: shape, dtype and spec of each without waiting: what the same call made before, if this is not over yet.
+        deal: how a `Loader` dealt them.
+    """
+
+    hints: Sequence[Meta]
+    deal: Deal | None
+
+    def meta(self, index: int) -> Meta: ...
+    def shards(self, index: int) -> list[torch.Tensor]: ...
+    def full(self, index: int) -> torch.Tensor: ...
+    def local(self, index: int) -> torch.Tensor: ...
+    def release(self, index: int) -> None: ...
 
 
 class Array:
@@ -35,7 +80,8 @@ class Array:
 
     Attributes:
         mesh: the mesh that holds it.
-        shape: the global shape.
+        shape: the global shape; -1 stands for what differs between ranks in a padded batch of a `Loader` (a launched
+            rank, which has not heard of the others', gives its own sizes from dimension 1 on).
         dtype: as in torch.
         spec: how it is cut.
         local: this rank's shard (only on a rank).
@@ -44,18 +90,17 @@ class Array:
     raises what went wrong in it.
     """
 
-    __slots__ = ("__weakref__", "_deal", "_donated", "_source", "mesh")
+    __slots__ = ("__weakref__", "_donated", "_index", "_source", "mesh")
 
-    def __init__(self, mesh: Any, source: Source, deal: Any = None):
-        self.mesh, self._source, self._deal = mesh, source, deal
-        self._donated: str | None = None
+    def __init__(self, mesh: Any, source: Source, index: int):
+        self.mesh, self._source, self._index = mesh, source, index
+        self._donated: str | None = None  # the function that it was donated to
 
-    def _hint(self) -> tuple[tuple[int, ...], torch.dtype, P]:
-        """Shape, dtype and spec without waiting: what the same call made before, if this one is not over yet."""
-        hint = getattr(self._source, "hint", None)
-        return hint if hint is not None else (tuple(self.shape), self.dtype, self.spec)
+    def __del__(self) -> None:
+        self._source.release(self._index)
 
-    def _readable(self) -> Source:
+    def check_readable(self) -> None:
+        """Refuse a value that was donated."""
         if self._donated is not None:
             raise SpecError(
                 message(
@@ -63,35 +108,67 @@ class Array:
                     remedy="use the value that the call returned, or leave the argument out of donate=",
                 )
             )
-        return self._source
+
+    def donate(self, name: str) -> None:
+        """Note that a function has been given its memory."""
+        self._donated = name
+
+    def hint(self) -> Meta:
+        """Shape, dtype and spec without waiting: as the same call gave them before, if this one is not over yet."""
+        return self._source.hints[self._index]
+
+    @property
+    def deal(self) -> Deal | None:
+        """How a `Loader` dealt it, if it is part of a batch."""
+        return self._source.deal
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size(self._source.shape())
+        return torch.Size(self._source.meta(self._index).shape)
 
     @property
     def ndim(self) -> int:
         return len(self.shape)
 
+    def dim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.shape.numel()
+
+    def size(self, dim: int | None = None) -> Any:
+        """The global shape, or one dimension of it."""
+        return self.shape if dim is None else self.shape[dim]
+
+    @property
+    def T(self) -> Any:
+        """With its dimensions the other way round."""
+        return self.permute(*reversed(range(self.ndim)))
+
     @property
     def dtype(self) -> torch.dtype:
-        return self._source.dtype()
+        return self._source.meta(self._index).dtype
 
     @property
     def spec(self) -> P:
-        return self._source.spec()
+        return self._source.meta(self._index).spec
 
     @property
     def local(self) -> torch.Tensor:
-        return self._readable().local()
+        self.check_readable()
+        return self._source.local(self._index)
 
     def shards(self) -> list[torch.Tensor]:
         """Each rank's local tensor, in rank order (on launched ranks a collective call)."""
-        return self._readable().shards()
+        self.check_readable()
+        return self._source.shards(self._index)
 
     def full(self) -> torch.Tensor:
         """The global value as one torch tensor (on launched ranks a collective call, if it is sharded)."""
-        return self._readable().full()
+        self.check_readable()
+        return self._source.full(self._index)
 
     def item(self) -> float | int | bool | complex:
         """The only element, as a Python number."""
@@ -120,8 +197,42 @@ class Array:
             value = value.float()  # numpy has no bfloat16
         return np.asarray(value.numpy(), dtype=dtype)
 
+    def tolist(self) -> Any:
+        """The values as numbers, in nested lists."""
+        return self.full().tolist()
+
+    def numpy(self) -> np.ndarray:
+        """The global value as a NumPy array."""
+        return np.asarray(self)
+
     def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if spec else repr(self)
+        return format(self.item(), spec) if spec else str(self)
+
+    # -- torch's functions, which run on the ranks ---------------------------------------------------------------------
+
+    def __array_function__(self, func: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """NumPy's functions, which run here on the whole values."""
+        return func(*map(_as_numpy, args), **{name: _as_numpy(value) for name, value in kwargs.items()})
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        # By name: what calls the ranks stands above this file.
+        operators = importlib.import_module(f"{__package__}.driver.operators")
+        return operators.operate(func, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        method = None if name.startswith("_") else getattr(torch.Tensor, name, None)
+        if method is None or not callable(method):
+            raise AttributeError(f"an Array has no attribute {name!r}; .full() is the whole value as a tensor")
+        return functools.partial(_operated, method, self)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _operated(torch.Tensor.__getitem__, self, index)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    __hash__ = object.__hash__
 
     def __copy__(self) -> Array:
         return self  # its value never changes
@@ -138,9 +249,17 @@ class Array:
         return drawing.html([self.grid()], self.mesh.size)
 
     def __str__(self) -> str:
-        if self._donated is not None or self.mesh.size > drawing.MOST_DRAWN:
-            return repr(self)
-        return drawing.text(self.grid())
+        # On launched ranks the whole of a value that is cut is to be had only together.
+        small = self._donated is None and 0 <= self.shape.numel() <= MOST_SHOWN
+        shown = small and (self.mesh.is_driver or not self.spec.entries)
+        title = f"Array({self.tolist()!r}, {self._kind()}, {self.spec})" if shown else repr(self)
+        if self._donated is not None or not self.shape or self.mesh.size > drawing.MOST_DRAWN:
+            return title
+        return "\n".join([title, *drawing.text(self.grid()).splitlines()[1:]])
+
+    def _kind(self) -> str:
+        sizes = ", ".join("?" if size == RAGGED else str(size) for size in self.shape)
+        return f"{str(self.dtype).removeprefix('torch.')}[{sizes}]"
 
     def grid(self, name: str = "") -> drawing.Grid:
         """A picture of which rank holds what."""
@@ -149,67 +268,32 @@ class Array:
     def __repr__(self) -> str:
         if self._donated is not None:
             return f"Array(donated to {self._donated})"
-        kind = str(self.dtype).removeprefix("torch.")
-        return f"Array({kind}{list(self.shape)}, {self.spec}, {self.mesh.describe()})"
+        return f"Array({self._kind()}, {self.spec}, {self.mesh.describe()})"
 
 
-class LocalSource:
-    """This rank's shard in hand.
+def _as_numpy(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_as_numpy, value))
+    return np.asarray(value) if isinstance(value, Array) else value
 
-    Args:
-        shapes: of all ranks' shards; None if they are cut as `Layout.slices` does.
-        hint: shape, dtype and spec, if the caller has them together.
-    """
 
-    def __init__(
-        self,
-        session: Any,
-        tensor: torch.Tensor,
-        spec: P,
-        shape: tuple[int, ...],
-        shapes: tuple[tuple[int, ...], ...] | None = None,
-        hint: tuple[tuple[int, ...], torch.dtype, P] | None = None,
-    ):
-        self._session, self._tensor, self._spec, self._shape, self._shapes = session, tensor, spec, shape, shapes
-        self.name: Any = None  # under which a driver knows it
-        self.hint = (tuple(shape), tensor.dtype, spec) if hint is None else hint
+def _operated(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return Array.__torch_function__(func, (Array,), args, kwargs)
 
-    def shape(self) -> tuple[int, ...]:
-        return self._shape
 
-    def dtype(self) -> torch.dtype:
-        return self._tensor.dtype
+def _define(name: str) -> None:
+    func = getattr(torch.Tensor, name)
 
-    def spec(self) -> P:
-        return self._spec
+    def operator(self: Array, *others: Any) -> Any:
+        return _operated(func, self, *others)
 
-    def local(self) -> torch.Tensor:
-        return donation.disown(self._tensor)
+    operator.__name__ = name
+    setattr(Array, name, operator)
 
-    def value(self) -> torch.Tensor:
-        """What `local` gives, for a reader that does not hand it on."""
-        return self._tensor
 
-    def full(self) -> torch.Tensor:
-        if not self._spec.entries:
-            # The value must not change with what the caller does to it.
-            mine = self._tensor.detach()
-            return frozen_as(self._tensor, mine.cpu() if mine.is_cuda else strides.copied(mine))
-        return self._session.layout.join(self.shards(), self._spec)
-
-    def shards(self) -> list[torch.Tensor]:
-        layout = self._session.layout
-        shapes = self._shapes or [layout.shard_shape(self._shape, self._spec, rank) for rank in range(layout.size)]
-        out = [torch.empty(shape, dtype=self._tensor.dtype) for shape in shapes]
-
-        def gather() -> None:
-            self._session.comm().all_gather(out, self._tensor.detach().cpu())
-
-        if self._session.launched and current() is None:
-            launched.call(self._session, gather)
-        else:
-            gather()
-        if strides.is_standard(self._tensor):
-            return out
-        mine = tuple(self._tensor.shape), strides.dense(self._tensor.shape, self._tensor.stride())
-        return [strides.copied(shard, strides.joined(shard.shape, *mine)) for shard in out]
+for _name in (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
+    *("pow", "rpow", "matmul", "rmatmul", "and", "or", "xor", "neg", "pos", "abs", "invert"),
+    *("eq", "ne", "lt", "le", "gt", "ge"),
+):
+    _define(f"__{_name}__")

@@ -16,7 +16,7 @@ import torch
 from ..kernels.errors import SpecError, message
 
 
-class Taken(torch.Tensor):
+class DonatedTensor(torch.Tensor):
     """What a tensor becomes when its memory is taken: nobody may read it any more."""
 
     @classmethod
@@ -29,19 +29,20 @@ class Taken(torch.Tensor):
         )
 
 
-def offer(tensor: torch.Tensor, *, owned: bool = True) -> torch.Tensor:
+def mark_donated(tensor: torch.Tensor, *, owned: bool = True) -> torch.Tensor:
     """Note that a tensor is donated: a step may take its memory, if it owns that on this rank."""
-    tensor._spmd_offered = owned  # type: ignore[attr-defined]
+    tensor._spmd_donated = owned  # type: ignore[attr-defined]
     return tensor
 
 
 def is_donated(tensor: Any) -> bool:
     """Whether the caller has given it up, which is the same on all ranks; owning the memory may not be."""
-    return hasattr(tensor, "_spmd_offered")
+    return hasattr(tensor, "_spmd_donated")
 
 
-def is_offered(tensor: Any) -> bool:
-    return getattr(tensor, "_spmd_offered", False)
+def may_take(tensor: Any) -> bool:
+    """Whether it is donated, and owns its memory on this rank."""
+    return getattr(tensor, "_spmd_donated", False)
 
 
 def take(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,7 +54,7 @@ def take(tensor: torch.Tensor) -> torch.Tensor:
 def close(tensors: Iterable[Any]) -> None:
     """Make those whose memory was taken unusable.
 
-    >>> old = offer(torch.zeros(2))
+    >>> old = mark_donated(torch.zeros(2))
     >>> take(old).add_(1)
     tensor([1., 1.])
     >>> close([old])
@@ -64,7 +65,7 @@ opt.step, or leave its argument out of donate=
     """
     for tensor in tensors:
         if getattr(tensor, "_spmd_taken", False):
-            tensor.__class__ = Taken
+            tensor.__class__ = DonatedTensor
 
 
 def is_owner(tensor: Any) -> bool:
@@ -91,7 +92,7 @@ def settle(values: Sequence[Any], local: Sequence[Any], results: Sequence[Any], 
     kept = [
         value
         for value, seen in zip(values, local, strict=True)
-        if isinstance(value, torch.Tensor) and type(seen) is not Taken
+        if isinstance(value, torch.Tensor) and type(seen) is not DonatedTensor
     ]
     owners = [value for value in kept if is_owner(value)]
     if not owners and not donating:

@@ -17,7 +17,7 @@ import cloudpickle
 
 from ..kernels.callsite import from_user, is_our_file
 from ..kernels.errors import Aborted, CollectiveMismatch, MeshError, PeerLost, RemoteError, SpmdError, message
-from .notebook import name_cells, shorten
+from .display.notebook import name_cells, shorten
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,18 +16,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-import torch
-
-from ..kernels import arena
 from ..kernels.communicator import Communicator
-from ..kernels.errors import MeshError, PeerLost, message
-from . import devices, drawing, launched, tasks, wire
-from .arguments import check_arguments, layout_of
-from .driver import DriverSession, close_quietly
-from .notebook import shorten
-from .rank import RankSession
-from .region import Region, current, generators, inside, reseed, restore_generators
-from .rendezvous import launch_of_process
+from ..kernels.errors import MeshError, message
+from ..kernels.shm import arena
+from . import running
+from .display import drawing
+from .display.notebook import shorten
+from .driver.open_sessions import close_quietly
+from .driver.session import DriverSession
+from .launch import launched
+from .launch.arguments import check_arguments, layout_of
+from .launch.rendezvous import launch_of_process
+from .rank import devices
+from .rank.session import RankSession
+from .region import current
+from .replication.messages import followed
+from .run_state import RunState
 from .spec import Layout
 
 
@@ -62,6 +66,8 @@ class Mesh:
     # One of the two, in a driver this and on a rank that.
     _driver: DriverSession | None
     _rank_session: RankSession | None
+    threads: int
+    pinned_threads: int
 
     def __init__(
         self,
@@ -77,11 +83,12 @@ class Mesh:
             raise MeshError(message("a Mesh cannot be made inside a region", remedy="make it outside and use it here"))
         check_arguments(backend, device, threads, timeout)
         launch = launch_of_process() if _here is None else None
-        seats = functools.partial(devices.seats, device, backend)
-        layout = layout_of({"data": -1} if axes is None else axes, launch, seats)
+        axes = {"data": -1} if axes is None else axes
+        layout = layout_of(axes, launch, functools.partial(devices.seats, device, backend))
         if _here is not None:
             _here._check_same(layout)
-            vars(self).update(vars(_here))
+            assert _here._rank_session is not None
+            self._be_view(_here._rank_session, _here.threads, _here.pinned_threads)
             return
         self._set(layout, seed, timeout)
         global _newest
@@ -119,32 +126,22 @@ class Mesh:
     def _set(self, layout: Layout, seed: int, timeout: float) -> None:
         self._layout, self.seed, self.timeout, self.device = layout, seed, timeout, "cpu"
         self._depth = 0
-        self._forget_run()
         self.at_close: list[Future] = []  # what to wait for before the ranks are stopped
-        # On launched ranks: program -> signature of a call -> what came of it; see `calling`.
-        self.known_results: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._rank_session = self._driver = None
-
-    def _forget_run(self) -> None:
-        self._calls = self._runs = 0
-        self._called = ""  # the @spmd function called last, or the one that failed
-        # The names of those called, and whether they are data_parallel steps; what these were made with that is seen in
-        # the bits, by their names; what was restored, that they are compared with.
-        self.begun: dict[str, bool] = {}
-        self.settings: dict[str, list[dict[str, Any]]] = {}
-        self.resumed: Any = None
 
     @classmethod
     def on_rank(cls, session: RankSession, threads: int, pinned: int) -> Mesh:
         """A driver's mesh as its rank sees it; for the rest of this process there is no other."""
         global _here
         mesh = cls.__new__(cls)
-        mesh._set(session.layout, session.seed, session.timeout)
-        mesh._rank_session, mesh.backend = session, session.backend
-        mesh.threads, mesh.pinned_threads = threads, pinned
-        mesh.device = session.device.type
+        mesh._be_view(session, threads, pinned)
         _here = mesh
         return mesh
+
+    def _be_view(self, session: RankSession, threads: int, pinned: int) -> None:
+        self._set(session.layout, session.seed, session.timeout)
+        self._rank_session, self.backend, self.device = session, session.backend, session.device.type
+        self.threads, self.pinned_threads = threads, pinned
 
     def _check_same(self, layout: Layout) -> None:
         """A rank that imports a module which makes a mesh: it means the one that this process is a rank of."""
@@ -204,23 +201,31 @@ class Mesh:
     def _repr_html_(self) -> str:
         return drawing.html(drawing.mesh_grids(self._layout, self.describe()), self.size)
 
-    # -- using it -----------------------------------------------------------------------------------------------------
+    @property
+    def run_state(self) -> RunState:
+        """How far the program has got on these ranks."""
+        return (self._rank_session or self.driver).run_state
 
     def same_as(self, other: Mesh) -> bool:
         """Whether two objects stand for one mesh."""
         return self is other or (self._rank_session is not None and self._rank_session is other._rank_session)
 
-    def comm(self, axis: str | tuple[str, ...] | None = None) -> Communicator:
-        """The message-passing interface among the ranks along `axis` (None: all), inside a rank.
+    def comm(self, axis: str | tuple[str, ...] | None = None, *, ranks: Sequence[int] | None = None) -> Communicator:
+        """The message-passing interface among the ranks along `axis` (None: all), or among `ranks`, inside a rank.
+
+        Args:
+            ranks: any ranks of the mesh, this one with them; all of them must make the call, with the same list, whose
+                order is that of the group.
 
         Raises:
-            MeshError: called in the driver, which is no rank.
+            MeshError: called in the driver, which is no rank; or ranks that can't be a group.
         """
         if self._rank_session is None:
             raise MeshError(
                 message("mesh.comm was called in the driver, which is not a rank", remedy="call it inside mesh.run")
             )
-        return self._rank_session.comm(axis)
+        comm = self._rank_session.comm(axis) if ranks is None else self._rank_session.comm_among(ranks, axis)
+        return followed(comm, self.layout)
 
     def run(self, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
         """Call `fn(*args)` on every rank, or on some; collectives work in it.
@@ -232,121 +237,13 @@ class Mesh:
             what `fn` raises on a rank, as its own type, with that rank's traceback.
         """
         try:
-            return self._run(fn, args, self._check_ranks(ranks), self._run_key())
+            return running.run(self, fn, args, ranks)
         except BaseException as error:
             raise shorten(error) from error.__cause__
-
-    def run_uncounted(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """`run` for what draws nothing, such as saving: the random numbers of other calls do not move with it.
-
-        Unless a rank is lost in it, its failure is none of the program's steps.
-        """
-        failed = self.failed
-        try:
-            return self._run(fn, args, self._check_ranks(None), (self.seed, "run", 0))
-        except BaseException as error:
-            if not isinstance(error, PeerLost | KeyboardInterrupt):
-                self.failed = failed
-            raise shorten(error) from error.__cause__
-
-    def _run(self, fn: Callable[..., Any], args: tuple, chosen: list[int], key: tuple) -> list[Any]:
-        if self._driver is not None:
-            if not chosen:
-                return []
-            shipped = self._driver.shipped.ship_function(fn)
-            task = self._driver.submit(
-                tasks.call_function,
-                (shipped.key, args, key),
-                ranks=chosen,
-                region=True,
-                parts=lambda: _named(args),
-            )
-            return self._driver.wait(task).values()
-        rank = self.session.rank
-
-        def here() -> tuple[Any, list[bytes]]:
-            result = self._call_here(fn, args, key) if rank in chosen else None
-            mine = wire.to_bytes(result, lambda obj: ("mesh",) if isinstance(obj, Mesh) else None)
-            return result, self.session.comm().all_gather_bytes(mine)
-
-        result, everyone = launched.call(self.session, here)
-        return [result if peer == rank else wire.from_bytes(everyone[peer], lambda name: self) for peer in chosen]
 
     def submit(self, fn: Callable[..., Any], *args: Any, rank: int = 0) -> Future:
         """Start `fn(*args)` on one rank and return a future of its result; collectives do not work in it."""
-        (chosen,) = self._check_ranks([rank])
-        future: Future = Future()
-        future.set_running_or_notify_cancel()
-        if self._driver is not None:
-            shipped = self._driver.shipped.ship_function(fn)
-            call = (shipped.key, args, self._run_key())
-            self._driver.submit(tasks.call_function, call, ranks=[chosen], future=future, parts=lambda: _named(args))
-            return future
-        try:
-            future.set_result(self.run(fn, *args, ranks=[chosen])[0])
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def _call_here(self, fn: Callable[..., Any], args: tuple, key: tuple) -> Any:
-        state = generators()
-        region = Region(self.session, key, self)
-        reseed(region, self.session.rank)
-        try:
-            with inside(region), torch.enable_grad():
-                return fn(*args)
-        finally:
-            restore_generators(state)
-
-    @property
-    def failed(self) -> float | None:
-        """When a call last failed (`time.monotonic`); None if the run has gone on since, or was taken up again."""
-        return (self._rank_session or self.driver.pending).failed
-
-    @failed.setter
-    def failed(self, when: float | None) -> None:
-        (self._rank_session or self.driver.pending).failed = when
-
-    def begin_call(self, name: str) -> None:
-        """An @spmd function is called: if it is the one that failed, the run goes on from where it was."""
-        if self.failed is None or name == self._called:
-            self.failed, self._called = None, name
-
-    def next_call(self) -> int:
-        """The number of this call of an @spmd function, from 1 on; the same on all launched ranks."""
-        self._calls += 1
-        return self._calls
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """How many calls of @spmd functions and of `run` there have been: what random numbers are keyed by.
-
-        Set, it has a run go on with the keys of the one that it takes up.
-        """
-        return self._calls, self._runs
-
-    @position.setter
-    def position(self, position: tuple[int, int]) -> None:
-        self._calls, self._runs = position
-
-    def _run_key(self) -> tuple:
-        self._runs += 1
-        return (self.seed, "run", self._runs)
-
-    def _check_ranks(self, ranks: Sequence[int] | None) -> list[int]:
-        if current() is not None:
-            raise MeshError(
-                message(
-                    "mesh.run and mesh.submit were called inside a region", remedy="call the function directly there"
-                )
-            )
-        chosen = list(range(self.size)) if ranks is None else [int(rank) for rank in ranks]
-        for rank in chosen:
-            if not 0 <= rank < self.size:
-                raise MeshError(message("there is no such rank", got=rank, expected=f"0 to {self.size - 1}"))
-        if len(set(chosen)) < len(chosen):
-            raise MeshError(message("a rank is named twice", got=chosen, remedy="name each rank once"))
-        return chosen
+        return running.submit(self, fn, args, rank)
 
     @property
     def session(self) -> RankSession:
@@ -365,22 +262,22 @@ class Mesh:
 
     @property
     def closed(self) -> bool:
-        session = self._driver or self._rank_session
-        return session is None or bool(session.closed)
+        return bool(getattr(self._driver or self._rank_session, "closed", True))
 
     def close(self) -> None:
         """Stop the ranks and free what they hold; values on the mesh are gone. Raises an error not yet seen."""
-        if _default_mesh() is self:
+        if _default is self:
             _set_default(None)
+        if getattr(self._driver or self._rank_session, "foreign", False):  # in a fork: it goes on in the parent
+            return
         wait(self.at_close)
         if self._driver is not None:
             self._driver.close()
         elif self._rank_session is not None and self._rank_session.launched:
             self._rank_session.close()
         at_close, self.at_close = self.at_close, []
-        for future in at_close:
-            if not getattr(future, "told", True):
-                future.result()  # raises what went wrong and nobody has seen
+        for future in (one for one in at_close if not getattr(one, "reported", True)):
+            future.result()  # raises what went wrong and nobody has seen
 
     def restart(self) -> None:
         """Kill the ranks, whatever they do, and start new ones in their place: the mesh is as if it had just been made.
@@ -393,7 +290,6 @@ class Mesh:
         self._check_driver("restart", "end the job and launch it again")
         self._finalizer.detach()
         self.driver.shut("it was restarted, and what was on it is lost")
-        self._forget_run()
         self._start()
 
     def reload(self, *modules: Any) -> list[str]:
@@ -443,11 +339,6 @@ class Mesh:
                     self.close()
 
 
-def _named(args: tuple) -> list[tuple[str, Any]]:
-    """A plain function's arguments, and what to call them in a message."""
-    return [(f"argument {index}", arg) for index, arg in enumerate(args)]
-
-
 # -- which mesh is meant ----------------------------------------------------------------------------------------------
 
 _state = threading.local()
@@ -460,10 +351,6 @@ def _entered() -> list[Mesh]:
     if not hasattr(_state, "meshes"):
         _state.meshes = []
     return _state.meshes
-
-
-def _default_mesh() -> Mesh | None:
-    return _default
 
 
 def _set_default(mesh: Mesh | None) -> None:

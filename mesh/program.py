@@ -1,29 +1,37 @@
-"""A program on one rank: cut what came whole, run the body as a region, and give each result its spec.
+"""A program on one rank, compiled for one signature: cut what came whole, run the body, give each result its spec.
 
-`execute` does the same in a driver's rank and in a launched one. Invariant: the body's tensors share memory with the
-values that were passed, which may not be written to, but are objects of their own: nothing set on them lasts.
+`CompiledCall` does the same in a driver's rank and in a launched one. It is made at the first call of a signature,
+and what that settles is only looked up afterwards. Invariant: the body's tensors share memory with the values that were
+passed, which may not be written to, but are objects of their own: nothing set on them lasts.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..kernels.errors import SpecError, message
+from ..kernels.shm.blocks import copied_out
+from ..kernels.torch_private import version, versions
 from . import donation, trees
-from .agreement import Leaving, digest, path_in
+from .agreement import OutputMeta, path_in, same
+from .ambient import Ambient, under
 from .array import Array
+from .batch import BatchSplit
 from .frozen import frozen_as, is_frozen
-from .rank import RankSession
-from .region import Region, generators, inside, mark, reseed, restore_generators
+from .rank.captured import Captured
+from .rank.session import RankSession
+from .region import Region, generators, inside, reseed, restore_generators
+from .replication.following import follow
+from .replication.net import Net, Varying, mark, marked
+from .replication.numbers import plain_number
+from .replication.values import Check, prints_of_all, prints_of_scalars, scalars_among
 from .spec import REPLICATED, P, is_sharded, is_spec
-
-_structures: dict[Any, tuple[Any, list[P | None]]] = {}  # what `_stripped` found of those that came back
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,112 +42,302 @@ class Program:
         body: called with the arguments' local parts.
         out_specs: prefix tree of P for the results.
         name: for messages.
-        batch_axis: the axis over which the argument `batch` is split (data_parallel), or None.
     """
 
     body: Callable[..., Any]
     out_specs: Any
     name: str
-    batch_axis: str | None = None
 
 
-class Entering(NamedTuple):
-    """A leaf of the arguments on its way in.
+@dataclasses.dataclass(frozen=True, slots=True)
+class InputLeaf:
+    """A leaf of the arguments.
 
     Attributes:
-        spec: how a tensor is cut.
-        whole: it still has to be (else it is this rank's shard already).
+        kind: "array" (a value on the mesh), "tensor" (one that comes whole) or "value".
+        spec: how the body wants it cut; None leaves it as it is.
         donated: the caller gives its memory up.
     """
 
-    value: Any
-    spec: P = REPLICATED
-    whole: bool = False
+    kind: str
+    spec: P | None = None
     donated: bool = False
 
 
-def execute(
-    session: RankSession,
-    mesh: Any,
-    program: Program,
-    treedef: Any,
-    entering: list[Entering],
-    *,
-    key: tuple,
-    batch_total: int | None,
-    dealt: int | None,
-    verify: bool,
-    before: list[Leaving] | None = None,
-) -> tuple[Any, list[Any], list[Leaving]]:
-    """Run a program on this rank: (the results' treedef, their local leaves, what to say of each).
+@dataclasses.dataclass(frozen=True, slots=True)
+class InputPlan:
+    """What calls of one program have in common whose arguments are of the same kinds.
+
+    Attributes:
+        leaves: of (args, kwargs).
+        batch: how their batch was split.
+        ambient: what torch was told around them.
+    """
+
+    leaves: tuple[InputLeaf, ...]
+    batch: BatchSplit
+    ambient: Ambient | None
+
+    @property
+    def donating(self) -> bool:
+        return any(leaf.donated for leaf in self.leaves)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedCall:
+    """What is shipped for `CallProgram`, once for each signature.
+
+    Attributes:
+        program, tree: keys of the shipped program and of its arguments' structure.
+    """
+
+    program: str
+    tree: str
+    plan: InputPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call gave on this rank.
+
+    Attributes:
+        treedef, leaves: the results, as they are kept.
+        metas: of each leaf.
+        unchanged: structure, kinds and values that are no tensors are those of the call before.
+        prints: what is to be compared of the tensors (see `replication.values`).
+    """
+
+    treedef: Any
+    leaves: list[Any]
+    metas: list[OutputMeta]
+    unchanged: bool
+    prints: bytes
+
+
+class CompiledCall:
+    """A program and arguments of one kind on this rank; call it with the leaves.
 
     Args:
-        before: what was said of an earlier call's results, without digests; what is the same is not made anew.
+        treedef: of (args, kwargs).
     """
-    local = _enter(session, entering)
-    versions = [None if not isinstance(x, torch.Tensor) or x.is_inference() else x._version for x in local]
-    args, kwargs = trees.unflatten(treedef, local)
-    batch_axis = program.batch_axis if batch_total is not None else None
-    region = Region(session, key, mesh, batch_total=batch_total, batch_axis=batch_axis, dealt=dealt)
-    state = generators() if session.launched else None
-    reseed(region, session.rank)
-    try:
-        with inside(region), torch.enable_grad():
-            result = program.body(*args, **kwargs)
-    finally:
-        if state is not None:
-            restore_generators(state)
-    for index, (value, version) in enumerate(zip(local, versions, strict=True)):
-        if version is not None and type(value) is not donation.Taken and value._version != version:
+
+    def __init__(self, session: RankSession, mesh: Any, program: Program, treedef: Any, plan: InputPlan):
+        self._session, self._mesh, self._program, self._treedef, self._plan = session, mesh, program, treedef, plan
+        self._donating = plan.donating
+        self._array_specs: list[P] | None = None  # of the arguments on the mesh, as they were last
+        self._inputs: list[tuple[P, bool, bool] | None] = []  # of each tensor: its spec, is it to be cut, is it donated
+        self._raw: Any = None  # the last results' structure, with its Sharded nodes
+        self._outputs: tuple[Any, list[P]] = (None, [])  # that without them, and the spec of each leaf
+        self._before: tuple[Any, list[OutputMeta]] | None = None  # of the last call
+        self._captured: Captured  # what the body refers to, as it was before the first call
+        self._scalars: list[int] = []  # which of them are numbers that all ranks should have the same
+
+    def forget(self) -> None:
+        """Tell everything of the next results."""
+        self._before = None
+
+    def together(self, tensors: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """The leaves, from those on the mesh and the others, each in order."""
+        if not others:
+            return list(tensors)
+        on_mesh, beside = iter(tensors), iter(others)
+        return [next(on_mesh if leaf.kind == "array" else beside) for leaf in self._plan.leaves]
+
+    def __call__(self, values: list[Any], specs: list[P], key: tuple, *, check: Check) -> Outcome:
+        """Run the program on this rank.
+
+        Args:
+            values: the leaves, those on the mesh as this rank's shards.
+            specs: of the leaves on the mesh.
+            key: what its random numbers are made from.
+            check: what should be the same on several ranks is looked at so far.
+        """
+        session = self._session
+        if specs != self._array_specs:
+            self._inputs, self._array_specs = self._inputs_of(specs), specs
+        local = self._enter(values)
+        net = _net_over(session, self._treedef, local) if check is Check.TYPES else None
+        tensors = [x for x in local if isinstance(x, torch.Tensor)]
+        entered = versions(tensors)
+        args, kwargs = trees.unflatten(self._treedef, local)
+        first = self._raw is None
+        if first:
+            self._captured = Captured(self._program.body, (type(self._mesh), Array))
+        region = Region(session, key, self._mesh, self._plan.batch, captured=self._captured.trainable)
+        state = generators() if session.launched else None
+        reseed(region, session.rank)
+        try:
+            with inside(region), under(self._plan.ambient), follow(net):
+                result = self._program.body(*args, **kwargs)
+        finally:
+            if state is not None:
+                restore_generators(state)
+        # A donated one whose memory was taken is no plain tensor any more, and may have been written to.
+        if donation.DonatedTensor in map(type, tensors) or versions(tensors) != entered:
+            self._check_unwritten(local, tensors, entered)
+        if first:
+            self._captured.check(self._program.name, session.where())
+        outcome = self._leave(result, net, check)
+        donation.settle(values, local, outcome.leaves, donating=self._donating)
+        return outcome
+
+    def _inputs_of(self, specs: list[P]) -> list[tuple[P, bool, bool] | None]:
+        found: list[tuple[P, bool, bool] | None] = []
+        own = iter(specs)
+        for leaf in self._plan.leaves:
+            if leaf.kind == "value":
+                found.append(None)
+            elif leaf.kind == "tensor":
+                found.append((leaf.spec or REPLICATED, True, False))
+            else:
+                its_spec = next(own)
+                cut = leaf.spec is not None and leaf.spec != its_spec
+                if cut and its_spec.entries:
+                    raise SpecError(
+                        message(
+                            f"an argument of {self._program.name} came back with another spec than before",
+                            got=str(its_spec),
+                            expected=str(leaf.spec),
+                            remedy="declare the same specs at every call",
+                        )
+                    )
+                found.append((its_spec if leaf.spec is None else leaf.spec, cut, leaf.donated))
+        return found
+
+    def _enter(self, values: list[Any]) -> list[Any]:
+        """This rank's part of every leaf; a tensor that comes twice stays one tensor."""
+        ids = [id(value) for value, leaf in zip(values, self._inputs, strict=True) if leaf is not None]
+        if len(set(ids)) == len(ids):
+            return [
+                value if leaf is None else self._local(value, *leaf, alone=True)
+                for value, leaf in zip(values, self._inputs, strict=True)
+            ]
+        local: list[Any] = []
+        times = collections.Counter(ids)
+        found: dict[Any, torch.Tensor] = {}
+        for value, leaf in zip(values, self._inputs, strict=True):
+            if leaf is not None:
+                which = (id(value), leaf)
+                if which not in found:
+                    found[which] = self._local(value, *leaf, alone=times[id(value)] == 1)
+                value = found[which]
+            local.append(value)
+        return local
+
+    def _local(self, value: torch.Tensor, spec: P, whole: bool, donated: bool, *, alone: bool) -> torch.Tensor:
+        """This rank's part of a leaf, with what is known of it noted on it."""
+        session = self._session
+        if whole and spec.entries:
+            value = session.placed(session.layout.take(value, spec, session.rank))
+        elif whole and value.device != session.device:
+            value = frozen_as(value, session.placed(value.detach()))
+        elif not is_frozen(value):
+            whose = value
+            value = value.detach()
+            if donated:
+                donation.mark_donated(value, owned=alone and donation.is_owner(whose))
+        value._spmd_spec = spec  # type: ignore[attr-defined]
+        return mark(value, spec.axes)
+
+    def _check_unwritten(self, local: list[Any], tensors: list[torch.Tensor], entered: list[int]) -> None:
+        """Refuse a body that has written to its arguments, but for donated ones."""
+        for tensor, before in zip(tensors, entered, strict=True):
+            if type(tensor) is not donation.DonatedTensor and version(tensor) != before:
+                index = next(index for index, leaf in enumerate(local) if leaf is tensor)
+                where = describe_path(path_in(self._treedef, index))
+                raise SpecError(
+                    message(
+                        f"{self._program.name} changed its input {where} in place",
+                        where=self._session.where(),
+                        remedy="a step must be pure: write x = x + y instead of x += y, or clone the input first",
+                    )
+                )
+
+    def _leave(self, result: Any, net: Net | None, check: Check) -> Outcome:
+        """Results as they are kept, and what the other side must know of them."""
+        session, before = self._session, self._before
+        leaves, raw = trees.flatten(result)
+        if self._raw is None or raw != self._raw:
+            self._outputs, self._raw = self._outputs_of(result, raw, leaves), raw
+        treedef, specs = self._outputs
+        if any(type(leaf) is Array for leaf in leaves):
+            specs = [leaf.spec if type(leaf) is Array else spec for leaf, spec in zip(leaves, specs, strict=True)]
+            leaves = [leaf.local if type(leaf) is Array else leaf for leaf in leaves]
+        unchanged = net is None and before is not None and before[0] == treedef
+        known: Sequence[Any] = before[1] if unchanged and before is not None else [None] * len(leaves)
+        metas: list[OutputMeta] = []
+        for index, (leaf, spec, last) in enumerate(zip(leaves, specs, known, strict=True)):
+            if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+                leaf = torch.from_numpy(leaf)
+            if not isinstance(leaf, torch.Tensor):
+                leaves[index] = leaf = plain_number(leaf)
+                about = OutputMeta(None, value=leaf)
+                if last is not None and last.spec is None and same(about, last):
+                    about = last
+            else:
+                varying = None if net is None else net.uncovered(leaf, spec.axes)
+                leaves[index] = leaf = leaf if is_frozen(leaf) else leaf.detach()
+                if last is not None and last.dtype is leaf.dtype and last.shape == leaf.shape and last.spec == spec:
+                    metas.append(last)
+                    continue
+                if spec.entries:
+                    self._check_result(treedef, index, leaf, spec)
+                about = OutputMeta(spec, tuple(leaf.shape), leaf.dtype, varying=varying)
+            unchanged = unchanged and about is last
+            metas.append(about)
+        if session.leases is not None:
+            copied_out(leaves, session.is_leased)
+        if not unchanged:
+            self._before, self._scalars = (treedef, metas), scalars_among(metas)
+        if check >= Check.VALUES:
+            prints = prints_of_all(leaves, metas, len(session.layout.names))
+        else:
+            prints = prints_of_scalars(leaves, self._scalars) if check else b""
+        return Outcome(treedef, leaves, metas, unchanged, prints)
+
+    def _outputs_of(self, result: Any, raw: Any, leaves: list[Any]) -> tuple[Any, list[P]]:
+        """The results' structure without the nodes that say how leaves are cut, and the spec of each leaf."""
+        # Of the leaves themselves: classes may check what they are made of.
+        nodes, outer = trees.flatten(trees.unflatten(raw, leaves), is_leaf=is_sharded)
+        declared: list[P | None] = []
+        for node in nodes:
+            declared.extend([node.spec] * len(trees.leaves(node.local)) if is_sharded(node) else [None])
+        local = [node.local if is_sharded(node) else node for node in nodes]
+        treedef = trees.flatten(trees.unflatten(outer, local))[1]
+        try:
+            specs = trees.broadcast_to(self._program.out_specs, treedef, is_leaf=is_spec)
+        except ValueError:
             raise SpecError(
                 message(
-                    f"{program.name} changed its input {describe_path(path_in(treedef, index))} in place",
-                    where=session.where(),
-                    remedy="a step must be pure: write x = x + y instead of x += y, or clone the input first",
+                    f"out_specs of {self._program.name} do not fit what it returned",
+                    got=f"{self._program.out_specs!r} for {trees.shown(result)}",
+                    expected="a prefix of the result's tree",
+                    remedy="give one P for all results, or one per result",
+                )
+            ) from None
+        return treedef, [own or spec or REPLICATED for own, spec in zip(declared, specs, strict=True)]
+
+    def _check_result(self, treedef: Any, index: int, leaf: torch.Tensor, spec: P) -> None:
+        self._session.layout.check(spec, where=f"out_specs of {self._program.name}")
+        if len(spec.entries) > leaf.dim():
+            raise SpecError(
+                message(
+                    f"result {path_in(treedef, index)} of {self._program.name} has fewer dimensions than its spec",
+                    got=f"shape {tuple(leaf.shape)} with {spec}",
+                    where=self._session.where(),
+                    remedy="reshape it, or give it a shorter spec",
                 )
             )
-    treedef, leaves, said = _leave(session, program, result, verify, before)
-    donating = any(leaf.donated for leaf in entering)
-    donation.settle([leaf.value for leaf in entering], local, leaves, donating=donating)
-    return treedef, leaves, said
 
 
-def _enter(session: RankSession, entering: list[Entering]) -> list[Any]:
-    """This rank's part of every leaf; a tensor that comes twice stays one tensor."""
-    ids = [id(leaf.value) for leaf in entering if isinstance(leaf.value, torch.Tensor)]
-    if len(set(ids)) == len(ids):
-        return [
-            _local(session, leaf, alone=True) if isinstance(leaf.value, torch.Tensor) else leaf.value
-            for leaf in entering
-        ]
-    local: list[Any] = []
-    times = collections.Counter(ids)
-    same: dict[Any, torch.Tensor] = {}
-    for leaf in entering:
-        value = leaf.value
-        if isinstance(value, torch.Tensor):
-            which = (id(value), leaf.spec, leaf.whole, leaf.donated)
-            if which not in same:
-                same[which] = _local(session, leaf, alone=times[id(value)] == 1)
-            value = same[which]
-        local.append(value)
-    return local
-
-
-def _local(session: RankSession, leaf: Entering, *, alone: bool) -> torch.Tensor:
-    """This rank's part of a leaf, with what is known of it noted on it."""
-    value = leaf.value
-    if leaf.whole and leaf.spec.entries:
-        value = session.placed(session.layout.take(value, leaf.spec, session.rank))
-    elif leaf.whole and value.device != session.device:
-        value = frozen_as(value, session.placed(value.detach()))
-    elif not is_frozen(value):
-        owned = alone and donation.is_owner(value)
-        value = value.detach()
-        if leaf.donated:
-            donation.offer(value, owned=owned)
-    value._spmd_spec = leaf.spec
-    return mark(value, leaf.spec.axes)
+def _net_over(session: RankSession, treedef: Any, local: list[Any]) -> Net:
+    """A net that knows of the arguments along which axes they are cut."""
+    net = Net(session.layout.axes)
+    for index, value in enumerate(local):
+        axes = net.axes & (marked(value) or frozenset()) if isinstance(value, torch.Tensor) else None
+        if axes:
+            net.note(value, Varying(dict.fromkeys(axes, describe_path(path_in(treedef, index)))))
+    return net
 
 
 def describe_path(path: str) -> str:
@@ -150,95 +348,3 @@ def describe_path(path: str) -> str:
     """
     which, _, rest = path[4:].partition("]")
     return f"argument {which.strip(chr(39))}{rest}" if path.startswith(("[0][", "[1][")) else path
-
-
-def _leave(
-    session: RankSession, program: Program, result: Any, verify: bool, before: list[Leaving] | None
-) -> tuple[Any, list[Any], list[Leaving]]:
-    leaves, treedef = trees.flatten(result)
-    treedef, declared = _stripped(treedef, leaves)
-    if any(type(leaf) is Array for leaf in leaves):
-        declared = [leaf.spec if type(leaf) is Array else own for leaf, own in zip(leaves, declared, strict=True)]
-        leaves = [leaf.local if type(leaf) is Array else leaf for leaf in leaves]
-    try:
-        specs = trees.broadcast_to(program.out_specs, treedef, is_leaf=is_spec)
-    except ValueError:
-        raise SpecError(
-            message(
-                f"out_specs of {program.name} do not fit what it returned",
-                got=f"{program.out_specs!r} for {trees.shown(result)}",
-                expected="a prefix of the result's tree",
-                remedy="give one P for all results, or one per result",
-            )
-        ) from None
-    said: list[Leaving] = []
-    axes = len(session.layout.names)
-    known: list[Any] = [None] * len(leaves) if verify or before is None or len(before) != len(leaves) else before
-    for index, (leaf, own, known_one) in enumerate(zip(leaves, declared, known, strict=True)):
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
-            leaf = torch.from_numpy(leaf)
-        if not isinstance(leaf, torch.Tensor):
-            said.append(Leaving(None, value=leaf))
-            continue
-        spec = own or specs[index] or REPLICATED
-        if spec.entries:
-            _check_result(session, program, treedef, index, leaf, spec)
-        leaves[index] = leaf = leaf if is_frozen(leaf) else leaf.detach()
-        if known_one is not None and known_one.dtype is leaf.dtype and known_one[:2] == (spec, leaf.shape):
-            said.append(known_one)
-            continue
-        compare = verify and len(spec.axes) < axes
-        said.append(Leaving(spec, tuple(leaf.shape), leaf.dtype, None, digest(leaf) if compare else None))
-    _settle(session, leaves)
-    return treedef, leaves, said
-
-
-def _stripped(treedef: Any, leaves: list[Any]) -> tuple[Any, list[P | None]]:
-    """A result's structure without the nodes that say how its leaves are cut, and for each leaf what its node says."""
-    found = _structures.get(treedef)
-    if found is not None:
-        return found
-    # Of the leaves themselves: classes may check what they are made of.
-    nodes, outer = trees.flatten(trees.unflatten(treedef, leaves), is_leaf=is_sharded)
-    declared: list[P | None] = []
-    for node in nodes:
-        declared.extend([node.spec] * len(trees.leaves(node.local)) if is_sharded(node) else [None])
-    local = [node.local if is_sharded(node) else node for node in nodes]
-    if len(_structures) >= 256:
-        _structures.clear()
-    found = _structures[treedef] = trees.flatten(trees.unflatten(outer, local))[1], declared
-    return found
-
-
-def _settle(session: RankSession, leaves: list[Any]) -> None:
-    """Copy results out of shared memory, unless they make up most of a block: then they keep it as theirs.
-
-    A block goes back when nothing refers to it. A small view (a loss beside a bucket of gradients) would hold all of
-    it; new parameters, side by side in one block that all ranks read, are better left where they are.
-    """
-    blocks: dict[int, list[int]] = {}
-    if not session.leases:
-        return
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and session.is_leased(leaf):
-            blocks.setdefault(leaf.untyped_storage().data_ptr(), []).append(index)
-    for members in blocks.values():
-        used = sum(leaves[index].numel() * leaves[index].element_size() for index in members)
-        if 2 * used < leaves[members[0]].untyped_storage().nbytes():
-            for index in members:
-                leaves[index] = leaves[index].clone()
-
-
-def _check_result(
-    session: RankSession, program: Program, treedef: Any, index: int, leaf: torch.Tensor, spec: P
-) -> None:
-    session.layout.check(spec, where=f"out_specs of {program.name}")
-    if len(spec.entries) > leaf.dim():
-        raise SpecError(
-            message(
-                f"result {path_in(treedef, index)} of {program.name} has fewer dimensions than its spec",
-                got=f"shape {tuple(leaf.shape)} with {spec}",
-                where=session.where(),
-                remedy="reshape it, or give it a shorter spec",
-            )
-        )

@@ -1,6 +1,6 @@
 """A region: one call of a function on every rank, each on its own shards.
 
-What the library calls of its body need to know is in `current()`: which mesh, how much this rank's samples weigh.
+What the library calls of its body need to know is in `current()`: which mesh, and the plan of the step.
 Invariant: a thread is in one region at a time, from `inside` on until its block ends.
 """
 
@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from ..kernels.arena import word_key
 from ..kernels.errors import MeshError, message
-from .rank import RankSession
+from ..kernels.word_key import word_key
+from .batch import BatchSplit
+from .rank.session import RankSession
 
 
 @dataclasses.dataclass(slots=True)
@@ -23,36 +24,22 @@ class Region:
 
     Attributes:
         session: the mesh as this rank knows it.
-        totals: axis -> (samples on this rank, samples in the whole batch), where a batch was split over the axis.
-        batch_total: dim 0 of the whole batch, if it was split on the way in.
         key: what this region's random numbers are made from.
-        dealt: over how many virtual shards the batch that came in was dealt.
-        virtual: the virtual shards of the step that is running, `transforms._virtual_shards.VirtualShards`.
-        shard: the one of them that is running.
+        batch: how the batch that came in was split.
+        plan: of the `data_parallel` step that is running, `transforms._plan.Plan`.
         random: what the generators were last seeded with.
+        alike: the axes along which all ranks were seeded the same.
+        captured: ids of the tensors that the function refers to besides its arguments and that require gradients.
     """
 
     session: RankSession
     key: tuple
     mesh: Any = None
-    batch_total: int | None = None
-    batch_axis: str | None = None
-    totals: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    wire_dtype: torch.dtype | None = None
-    bucket_mb: float = 25.0
-    dealt: int | None = None
-    virtual: Any = None
-    shard: int | None = None
+    batch: BatchSplit = dataclasses.field(default_factory=BatchSplit)
+    plan: object = None
     random: tuple = ()
-
-    def weight(self, axes: tuple[str, ...]) -> tuple[float, bool]:
-        """This rank's share in a mean over `axes`, and whether it has any samples at all."""
-        weight, any_samples = 1.0, True
-        for name in axes:
-            local, total = self.totals.get(name, (1, self.session.layout.axes[name]))
-            weight *= local / total if total else 0.0
-            any_samples = any_samples and local > 0
-        return weight, any_samples
+    alike: frozenset[str] = frozenset()
+    captured: frozenset[int] = frozenset()
 
 
 _regions = threading.local()
@@ -108,9 +95,9 @@ def seed_generators(key: tuple) -> None:
         torch.cuda.manual_seed_all(number)
 
 
-def reseed(region: Region, *more: Any) -> None:
+def reseed(region: Region, *more: Any, alike: frozenset[str] = frozenset()) -> None:
     """Seed torch's generator from a region's key and what tells this stream of random numbers from others."""
-    region.random = (*region.key, *more)
+    region.random, region.alike = (*region.key, *more), alike
     seed_generators(region.random)
 
 
@@ -123,23 +110,6 @@ def restore_generators(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])
-
-
-# -- which axes a tensor differs over ------------------------------------------------------------------------------
-
-
-def mark(tensor: Any, axes: frozenset[str]) -> Any:
-    """Note that a tensor holds different values along `axes`, and the same along all others."""
-    tensor._spmd_axes = axes
-    return tensor
-
-
-def marked(tensor: Any) -> frozenset[str] | None:
-    """The axes a tensor is known to differ over, its own or its base's; None if nothing is known."""
-    axes = getattr(tensor, "_spmd_axes", None)
-    if axes is None and tensor._is_view() and tensor._base is not None:
-        axes = getattr(tensor._base, "_spmd_axes", None)
-    return axes
 
 
 # -- values that are carried from one virtual shard to the next -----------------------------------------------------

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ..kernels.errors import SpecError, message
 from . import trees
+from .ambient import Ambient
 from .array import Array
+from .batch import BatchArgument, BatchSplit, common_length
 from .mesh import Mesh
-from .placing import as_tensor, is_array, place, specs_for
-from .program import describe_path
-from .spec import P
+from .program import InputLeaf, InputPlan, describe_path
+from .put import as_tensor, is_array, place, specs_for
+from .spec import RAGGED, P
 
 
 class Request:
@@ -22,16 +24,13 @@ class Request:
     Args:
         name: the program's, for messages.
         specs: prefix tree of P for (args, kwargs); None leaves every leaf as it is.
-        batch: which argument is the batch to split (position or name), over which axis, and over how many virtual
-            shards (None: as many parts as ranks).
+        batch: which argument is the batch to split, if one is.
         donated: the arguments (positions or names) whose memory the results may take.
 
     Attributes:
         leaves, treedef: of (args, kwargs); NumPy arrays are tensors by now.
         specs: for each leaf how to cut it; None leaves it as it is.
-        batch_total: dimension 0 of the whole batch, None if there is none.
-        deal: how a `Loader` dealt the batch, None if it did not.
-        dealt: over how many virtual shards it did.
+        batch: how it is split.
         donated: for each leaf whether the caller gives its memory up.
 
     Raises:
@@ -45,7 +44,7 @@ class Request:
         args: tuple,
         kwargs: dict[str, Any],
         specs: Any,
-        batch: tuple | None,
+        batch: BatchArgument | None,
         donated: Sequence[int | str] = (),
     ):
         self.mesh, self.name = mesh, name
@@ -56,14 +55,11 @@ class Request:
             [None] * len(leaves) if specs is None else specs_for(specs, self._tree, f"in_specs of {name}")
         )
         self.donated = self._belonging_to(donated) if donated else [False] * len(leaves)
-        self.batch_total: int | None = None
-        self.deal: Any = None
         self._uneven: frozenset[int] = frozenset()
-        for leaf in self.leaves:
-            if type(leaf) is Array and leaf._deal is not None:
-                self.deal = leaf._deal
+        deals = [deal for leaf in self.leaves if type(leaf) is Array and (deal := leaf.deal) is not None]
+        self.batch = BatchSplit(shards=deals[-1].shards if deals else None)
         if batch is not None:
-            self._split_batch(*batch)
+            self._split_batch(batch)
         for index, (leaf, spec) in enumerate(zip(self.leaves, self.specs, strict=True)):
             if spec is not None or type(leaf) is Array:
                 self._check(index)
@@ -72,23 +68,20 @@ class Request:
         """Which argument a leaf is or belongs to, for messages."""
         return f"{describe_path(trees.paths(self._tree, is_leaf=is_array)[index])} of {self.name}"
 
-    @property
-    def dealt(self) -> int | None:
-        return None if self.deal is None else self.deal.shards
-
     def _belonging_to(self, arguments: Sequence[int | str]) -> list[bool]:
         """For each leaf whether it is or belongs to one of these arguments."""
         args, kwargs = self._tree
         here = (tuple(index in arguments for index in range(len(args))), {name: name in arguments for name in kwargs})
         return trees.broadcast_to(here, self.treedef)
 
-    def _split_batch(self, which: int | str, axis: str, shards: int | None) -> None:
-        """Give the leaves of the argument `batch` the spec P(axis), and find the size of the whole batch."""
-        sizes = {}
-        for index, (leaf, is_batch) in enumerate(zip(self.leaves, self._belonging_to([which]), strict=True)):
+    def _split_batch(self, argument: BatchArgument) -> None:
+        """Give the leaves of the batch the spec of its axis, and find the size of the whole batch."""
+        lengths: dict[int, int] = {}
+        place = argument.place(len(self._tree[0]))
+        for index, (leaf, is_batch) in enumerate(zip(self.leaves, self._belonging_to([place]), strict=True)):
             if not is_batch or not isinstance(leaf, torch.Tensor | Array):
                 continue
-            shape = leaf._hint()[0] if isinstance(leaf, Array) else leaf.shape
+            shape = leaf.hint().shape if isinstance(leaf, Array) else leaf.shape
             if not shape:
                 raise SpecError(
                     message(
@@ -96,34 +89,59 @@ class Request:
                         remedy="pass scalars in another argument",
                     )
                 )
-            sizes[index] = shape[0]
-            cut = isinstance(leaf, Array) and axis in leaf._hint()[2].axes
-            if shards is not None or cut:
-                self._check_dealt(index, shards, cut)
-                if shards is not None:
-                    continue  # what comes whole is dealt on the ranks
-            if self.specs[index] is None and not cut:
-                self.specs[index] = P(axis)
-        if len(set(sizes.values())) > 1:
+            lengths[index] = shape[0]
+            cut = isinstance(leaf, Array) and argument.axis in leaf.hint().spec.axes
+            if argument.shards is not None:
+                self._check_dealt(index, argument.shards, cut)  # what comes whole is dealt on the ranks
+                continue
+            if cut:
+                self._check_dealt(index, None, cut)
+            elif self.specs[index] is None:
+                self.specs[index] = P(argument.axis)
+        if not lengths:
             raise SpecError(
                 message(
-                    f"the leaves of the batch of {self.name} differ in dimension 0",
-                    got=", ".join(f"{self.where(index)}: {size}" for index, size in sizes.items()),
-                    remedy="make them agree",
+                    f"the batch of {self.name} has no tensor to split",
+                    got=trees.shown(self._tree[1][place] if isinstance(place, str) else self._tree[0][place]),
+                    expected="tensors or arrays in dicts, lists, tuples, dataclasses, mappings, or in classes known to "
+                    "torch.utils._pytree",
+                    remedy="pass its tensors in a dict",
                 )
             )
-        self._uneven = frozenset(sizes)
-        self.batch_total = next(iter(sizes.values()), None)
+        self._uneven = frozenset(lengths)
+        self._check_order(argument.axis, lengths)
+        total = next(iter(lengths.values()), None)
+        if len(set(lengths.values())) > 1:
+            common_length({self.where(index): length for index, length in lengths.items()}, self.name)
+        if total is not None:
+            self.batch = BatchSplit(argument.axis, total, self.batch.shards)
+
+    def _check_order(self, axis: str, leaves: Iterable[int]) -> None:
+        """Refuse whole leaves beside those of a `Loader`, which deals samples out one by one: rows would not pair."""
+        arrays = [(index, leaf) for index in leaves if type(leaf := self.leaves[index]) is Array]
+        cut = [index for index, leaf in arrays if axis in leaf.hint().spec.axes]
+        dealt = [index for index, leaf in arrays if index in cut and leaf.deal is not None]
+        whole = [index for index in leaves if index not in cut]
+        if not dealt or not whole:
+            return
+        raise SpecError(
+            message(
+                f"{self.where(whole[0])} is whole, and beside it in the batch a Loader has dealt "
+                f"{self.where(dealt[0])}: their rows would be of different samples on a rank",
+                expected="all of a batch dealt in one way",
+                remedy="give it to the Loader's dataset, Loader({'x': x, 'w': w}, ...), or make it in the step",
+            )
+        )
 
     def _check_dealt(self, index: int, shards: int | None, cut: bool) -> None:
         """Refuse a leaf of the batch that was dealt otherwise than over `shards` virtual shards."""
         leaf, spec = self.leaves[index], self.specs[index]
-        by_loader = isinstance(leaf, Array) and leaf._deal is not None
-        given = leaf._deal.shards if by_loader else None
+        deal = leaf.deal if isinstance(leaf, Array) else None
+        by_loader, given = deal is not None, None if deal is None else deal.shards
         if shards is not None and spec is not None and spec.entries:
             got, remedy = f"in_specs {spec}", "leave the batch out of in_specs"
         elif cut and given != shards:
-            got = f"a batch of Loader(shards={given})" if by_loader else f"an Array cut by {leaf._hint()[2]}"
+            got = f"a batch of Loader(shards={given})" if by_loader else f"an Array cut by {leaf.hint().spec}"
             remedy = "give the same shards= to Loader and data_parallel" if by_loader else "pass the whole batch"
         else:
             return
@@ -136,7 +154,7 @@ class Request:
     def _check(self, index: int) -> None:
         leaf, spec = self.leaves[index], self.specs[index]
         if isinstance(leaf, Array):
-            leaf._readable()
+            leaf.check_readable()
             if leaf.mesh is not self.mesh:
                 raise SpecError(
                     message(
@@ -149,9 +167,10 @@ class Request:
                 )
             if spec is None:
                 return
-            shape, _, its_spec = leaf._hint()
+            shape, its_spec = leaf.hint().shape, leaf.hint().spec
             if spec != its_spec:
-                self._check_shape(index, shape, spec)
+                if RAGGED not in shape:  # else `place` sees what it is
+                    self._check_shape(index, shape, spec)
                 if its_spec.entries:
                     self.leaves[index] = place(self.mesh, leaf, spec)
         elif isinstance(leaf, torch.Tensor) and spec is not None:
@@ -160,14 +179,15 @@ class Request:
     def _check_shape(self, index: int, shape: tuple[int, ...], spec: P) -> None:
         self.mesh.layout.check_shape(shape, spec, uneven=index in self._uneven, where=self.where(index))
 
-    def signature(self) -> tuple:
-        """What must be the same for a later call to be like this one: structure, shapes, dtypes, specs."""
-        parts: list[Any] = [self.treedef, self.batch_total, self.dealt]
-        for leaf, spec in zip(self.leaves, self.specs, strict=True):
-            if type(leaf) is Array:
-                parts.append((leaf._hint(), spec))
-            elif isinstance(leaf, torch.Tensor):
-                parts.append((tuple(leaf.shape), leaf.dtype, spec))
-            else:
-                parts.append((type(leaf), leaf if isinstance(leaf, int | str | bool | type(None)) else None))
-        return tuple(parts)
+    def plan(self, settings: Ambient | None) -> InputPlan:
+        """What such calls, under these settings of torch, have in common."""
+        return InputPlan(
+            tuple(
+                InputLeaf("array", spec, donated)
+                if isinstance(leaf, Array)
+                else InputLeaf("tensor" if isinstance(leaf, torch.Tensor) else "value", spec)
+                for leaf, spec, donated in zip(self.leaves, self.specs, self.donated, strict=True)
+            ),
+            self.batch,
+            settings,
+        )

@@ -7,6 +7,7 @@ Invariant: over a tuple of axes the first name is major, in cutting and in joini
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -146,10 +147,22 @@ def split_sizes(length: int, parts: int) -> list[int]:
     return [each + (index < longer) for index in range(parts)]
 
 
-def dealt_sizes(length: int, shards: int) -> list[int]:
+RAGGED = -1
+"""The size of a dimension that is not cut and differs between shards, as it does in a padded batch."""
+
+
+def ragged_shape(shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]], spec: P) -> tuple[int, ...]:
+    """A global shape with `RAGGED` where shards of these shapes differ, other than by being cut there."""
+    return tuple(
+        RAGGED if not spec.dim_axes(dim) and any(its[dim] != shapes[0][dim] for its in shapes) else size
+        for dim, size in enumerate(shape)
+    )
+
+
+def strided_sizes(length: int, shards: int) -> list[int]:
     """How many of `length` samples each virtual shard gets when shard v takes positions v, v + shards, ...
 
-    >>> dealt_sizes(10, 4)
+    >>> strided_sizes(10, 4)
     [3, 3, 2, 2]
     """
     return split_sizes(length, shards)  # dealing out one by one makes as many longer shards, in the same places
@@ -288,10 +301,14 @@ class Layout:
         coords = self.coords(rank)
         return self.rank({name: coords[name] if name in spec.axes else 0 for name in self.names})
 
-    def twins(self, spec: P, rank: int) -> list[int]:
+    def replicas(self, spec: P, rank: int) -> list[int]:
         """The ranks that hold the same shard as `rank`, itself included."""
         owner = self.owner(spec, rank)
         return [other for other in range(self.size) if self.owner(spec, other) == owner]
+
+    def owners(self, spec: P) -> tuple[int, ...]:
+        """The lowest rank that holds each shard."""
+        return _owners(self, spec)
 
     def global_shape(self, shapes: Sequence[tuple[int, ...]], spec: P) -> tuple[int, ...]:
         """The shape of the value whose shards have `shapes`, one per rank."""
@@ -318,3 +335,8 @@ class Layout:
             return whole
         layout = strides.joined(whole.shape, first.shape, strides.dense(first.shape, first.stride()))
         return whole if whole.stride() == layout else strides.copied(whole, layout)
+
+
+@functools.lru_cache(maxsize=1024)
+def _owners(layout: Layout, spec: P) -> tuple[int, ...]:
+    return tuple(sorted({layout.owner(spec, rank) for rank in range(layout.size)}))

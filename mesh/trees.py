@@ -14,6 +14,7 @@ from typing import Any
 import cloudpickle
 import optree
 
+from . import containers
 from .wire import travels_by_name
 
 NAMESPACE = "spmd"
@@ -24,6 +25,8 @@ _insertion_order.__enter__()
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], optree.PyTreeSpec]:
     leaves, treedef = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+    while containers.adopt(leaves, NAMESPACE, is_leaf):
+        leaves, treedef = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
     return leaves, treedef
 
 
@@ -32,15 +35,18 @@ def unflatten(treedef: optree.PyTreeSpec, leaves: list[Any]) -> Any:
 
 
 def map(f: Callable, tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    return optree.tree_map(f, tree, *rest, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+    found, treedef = flatten(tree, is_leaf)
+    others = [treedef.flatten_up_to(one) for one in rest]
+    return unflatten(treedef, [f(*those) for those in zip(found, *others, strict=True)])
 
 
 def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    return optree.tree_leaves(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+    return flatten(tree, is_leaf)[0]
 
 
 def paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """The place of every leaf as a Python expression behind the tree: `['layer']['w'][0]`; `''` for a bare leaf."""
+    flatten(tree, is_leaf)  # so that all its classes are known
     accessors, _, _ = optree.tree_flatten_with_accessor(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
     return [accessor.codify("") for accessor in accessors]
 
@@ -102,7 +108,7 @@ class Packed:
     def unpack(self) -> optree.PyTreeSpec:
         for cls, flatten_node, unflatten_node, namespace in self.nodes:
             if optree.register_pytree_node.get(cls, namespace=NAMESPACE) is None:
-                optree.register_pytree_node(cls, flatten_node, unflatten_node, namespace=namespace or NAMESPACE)
+                containers.register(cls, flatten_node, unflatten_node, namespace=namespace or NAMESPACE)
         return pickle.loads(self.data)
 
 
@@ -112,7 +118,7 @@ def pack(treedef: optree.PyTreeSpec) -> Packed:
     todo = [treedef]
     while todo:
         node = todo.pop()
-        if isinstance(node.type, type) and not travels_by_name(node.type):
+        if isinstance(node.type, type) and (containers.is_adopted(node.type) or not travels_by_name(node.type)):
             entry = optree.register_pytree_node.get(node.type, namespace=NAMESPACE)
             if entry is not None and entry.kind == optree.PyTreeKind.CUSTOM:
                 classes[node.type] = (node.type, entry.flatten_func, entry.unflatten_func, entry.namespace)

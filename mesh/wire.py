@@ -26,7 +26,9 @@ from typing import Any
 import cloudpickle
 import torch
 
+from ..kernels import torch_compiled
 from ..kernels.errors import MeshError
+from ..kernels.mapped_files import opened_elsewhere
 from . import strides
 
 INLINE_BYTES = 1 << 16
@@ -58,6 +60,10 @@ class Packet:
     fd: int | None = None
     head: bytes = b""
 
+    @property
+    def nbytes(self) -> int:
+        return len(self.data) + len(self.inline) + (0 if self.fd is None else os.fstat(self.fd).st_size)
+
     def close(self) -> None:
         if self.fd is not None:
             os.close(self.fd)
@@ -82,6 +88,10 @@ class _Pickler(cloudpickle.Pickler):
         self._known: dict[int, int] = {}
         self.tensors: list[torch.Tensor] = []
         self.kept: list[Any] = []  # ids stay unique only while the objects live
+
+    def reducer_override(self, obj: Any) -> Any:
+        found = torch_compiled.taken_apart(obj) or opened_elsewhere(obj)
+        return super().reducer_override(obj) if found is None else found
 
     def persistent_id(self, obj: Any) -> Any:
         kind = type(obj)

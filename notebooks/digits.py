@@ -76,4 +76,6 @@ if lead:
     print(f"{EPOCHS * int((~test).sum()) / seconds:.0f} samples/s on {mesh.size} ranks")
     for rank, place in enumerate(places):
         print(f"rank {rank}  {place}")
-    draw(Path(__file__).with_suffix(".png"), losses, loader.sampler, mesh.size, digits.images[~test.numpy()])
+    picture = Path(__file__).with_suffix(".png")
+    draw(picture, losses, loader.sampler, mesh.size, digits.images[~test.numpy()])
+    print(f"picture: {picture}")

@@ -8,6 +8,8 @@ Invariant: a call leaves no trace. Whatever `forward` rebinds (parameters, buffe
 from __future__ import annotations
 
 import copy
+import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,8 +17,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .kernels.errors import SpecError, SpmdError, message
-from .mesh.region import current, note_carry
+from ._batch_norm import synced
+from ._functional_checks import check_module, check_names
+from .kernels import torch_private
+from .kernels.errors import SpmdError, message
+from .mesh.array import Array
+from .mesh.region import note_carry
+from .transforms import after_gradient, current_plan
+
+# What keeps running statistics.
+_RUNNING = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 
 
 def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]]:
@@ -35,7 +53,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]
         `apply(params, *args, **kwargs)`, which gives what `module(*args, **kwargs)` would, and can be pickled; and the
         parameters by name: copies, a tied one once under its first name, a frozen one (`requires_grad=False`) still an
         `nn.Parameter`. Buffers are constants of `apply`: batch norm in train mode normalises by the batch and updates
-        nothing (`functional_with_buffers` does).
+        nothing (`functional_with_buffers` does). `apply.to_module(params)` and `apply.state_dict(params)` lead back,
+        and `apply.params(state_dict)` takes a plain one.
 
     Raises:
         SpecError: `module` is no module, or has uninitialised lazy parameters; later, `params` has other names.
@@ -43,11 +62,13 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]
 
     Source: `torch.func.functional_call`, and the Flax/Haiku `init`/`apply` pair.
     """
-    _check(module)
+    check_module(module)
     return Apply(_skeleton(module, dict(module.named_parameters()))), _values(module)
 
 
-def functional_with_buffers(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Tensor]]:
+def functional_with_buffers(
+    module: nn.Module, *, sync: bool = False
+) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Tensor]]:
     """Split a module into a pure function of its parameters and buffers, those parameters, and those buffers.
 
     >>> apply, params, buffers = functional_with_buffers(nn.BatchNorm1d(2, momentum=0.5))
@@ -57,6 +78,8 @@ def functional_with_buffers(module: nn.Module) -> tuple[Callable[..., Any], dict
 
     Args:
         module: any module; it stays as it is. `apply` keeps the train/eval mode that every submodule has now.
+        sync: batch norms look at the whole batch of a `data_parallel` step, with one more exchange in each direction,
+            so that the step means what it does on one device. Without it they look at the part on their rank.
 
     Returns:
         `apply(params, buffers, *args, **kwargs) -> (out, new_buffers)`, which leaves `buffers` as they are; the
@@ -69,7 +92,9 @@ def functional_with_buffers(module: nn.Module) -> tuple[Callable[..., Any], dict
 
     Source: `torch.func.functional_call`, and the mutable collections of Flax.
     """
-    _check(module)
+    check_module(module)
+    if sync:
+        module = synced(module)
     buffers = dict(module.named_buffers())
     skeleton = _skeleton(module, dict(module.named_parameters()), buffers)
     return ApplyWithBuffers(skeleton), _values(module), {name: b.detach().clone() for name, b in buffers.items()}
@@ -93,6 +118,57 @@ class Apply:
     def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
         return self._call(params, None, args, kwargs)[0]
 
+    def to_module(self, params: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> nn.Module:
+        """The module with these parameters, and buffers if they are given; tied ones are tied again.
+
+        >>> apply, params = functional(nn.Linear(2, 1))
+        >>> apply.to_module({name: torch.ones_like(value) for name, value in params.items()}).weight
+        Parameter containing:
+        tensor([[1., 1.]], requires_grad=True)
+
+        Args:
+            params: as `functional` gave them, tensors or `Array`s.
+            buffers: as `functional_with_buffers` did; without them the module has those of its start.
+
+        Returns:
+            A module of its own, with copies.
+
+        Raises:
+            SpecError: `params` or `buffers` have other names.
+        """
+        own, constants = dict(self.skeleton.named_parameters()), dict(self.skeleton.named_buffers())
+        check_names("params", params, own)
+        if buffers is not None:
+            check_names("buffers", buffers, constants)
+        memo: dict[int, Any] = {}
+        for name, twin in own.items():
+            memo[id(twin)] = nn.Parameter(_fetched(params[name]), requires_grad=twin.requires_grad)
+        for name, value in (buffers or {}).items():
+            memo[id(constants[name])] = _fetched(value)
+        return copy.deepcopy(self.skeleton, memo)
+
+    def state_dict(self, params: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What `load_state_dict` of such a module takes, tied names and all."""
+        return dict(self.to_module(params, buffers).state_dict())
+
+    def params(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters for this function from a module's plain `state_dict()`: copies, tied ones once.
+
+        Args:
+            state_dict: that of a module like the one which `functional` was given; buffers in it are left out.
+
+        Raises:
+            SpecError: parameters are missing.
+        """
+        own = dict(self.skeleton.named_parameters())
+        check_names("params", {name: value for name, value in state_dict.items() if name in own}, own)
+        return {
+            name: _fetched(state_dict[name])
+            if twin.requires_grad
+            else nn.Parameter(_fetched(state_dict[name]), requires_grad=False)
+            for name, twin in own.items()
+        }
+
     def _call(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None, args: tuple, kwargs: dict):
         # A runner serves one call at a time: another thread, or a call from within the call, gets its own.
         try:
@@ -102,7 +178,13 @@ class Apply:
         try:
             return runner.run(params, buffers, args, kwargs)
         finally:
-            self._idle.append(runner)
+            # Layers that are computed again in the backward pass (torch.utils.checkpoint) find what they had.
+            if not after_gradient(functools.partial(self._take_back, runner)):
+                self._take_back(runner)
+
+    def _take_back(self, runner: _Runner) -> None:
+        runner.put_back()
+        self._idle.append(runner)
 
 
 class ApplyWithBuffers(Apply):
@@ -112,8 +194,7 @@ class ApplyWithBuffers(Apply):
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
     ) -> Any:
         out, new = self._call(params, buffers, args, kwargs)
-        region = current()
-        if region is not None and region.shard is not None:
+        if current_plan().shard is not None:
             # Virtual shards all begin with the same running statistics; this says how to put theirs together.
             for name, decay in _decays(self.skeleton).items():
                 if name in new:
@@ -125,7 +206,7 @@ def _decays(module: nn.Module) -> dict[str, float]:
     """By name, what is left of a running statistic after a batch; not of one that averages all batches."""
     found: dict[str, float] = {}
     for prefix, submodule in module.named_modules():
-        if isinstance(submodule, nn.modules.batchnorm._NormBase) and submodule.momentum is not None:
+        if isinstance(submodule, _RUNNING) and submodule.momentum is not None:
             kept = 1.0 - submodule.momentum
             for name, decay in (("running_mean", kept), ("running_var", kept), ("num_batches_tracked", 1.0)):
                 found[f"{prefix}.{name}" if prefix else name] = decay
@@ -141,41 +222,44 @@ class _Runner:
 
     def __init__(self, module: nn.Module):
         self.module = module
-        self.params = _places(module, "_parameters", dict(module.named_parameters()))
+        self.params = _places(module, torch_private.parameters, dict(module.named_parameters()))
         self.constants = dict(module.named_buffers())
-        self.buffers = _places(module, "_buffers", self.constants)
+        self.buffers = _places(module, torch_private.buffers, self.constants)
         submodules = list(module.modules())
-        tables = [getattr(m, table) for m in submodules for table in ("_parameters", "_buffers")]
+        tables = [table(m) for m in submodules for table in (torch_private.parameters, torch_private.buffers)]
         self.saved = [(table, table.copy()) for table in (*tables, *(vars(m) for m in submodules))]
 
     def run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None, args: tuple, kwargs: dict):
-        _check_names("params", params, self.params)
+        check_names("params", params, self.params)
         if buffers is not None:
-            _check_names("buffers", buffers, self.buffers)
+            check_names("buffers", buffers, self.buffers)
         lent = self.constants if buffers is None else buffers
-        try:
-            for name, places in self.params.items():
-                for table, key in places:
-                    table[key] = params[name]
-            for name, places in self.buffers.items():
-                buffer = lent[name].clone()
-                for table, key in places:
-                    table[key] = buffer
-            out = self.module(*args, **kwargs)
-            return out, {name: places[0][0][places[0][1]] for name, places in self.buffers.items()}
-        finally:
-            for table, entries in self.saved:
-                if len(table) != len(entries):
-                    table.clear()
-                table.update(entries)
+        for name, places in self.params.items():
+            for table, key in places:
+                table[key] = params[name]
+        for name, places in self.buffers.items():
+            buffer = lent[name].clone()
+            for table, key in places:
+                table[key] = buffer
+        out = self.module(*args, **kwargs)
+        return out, {name: places[0][0][places[0][1]] for name, places in self.buffers.items()}
+
+    def put_back(self) -> None:
+        """End the call, as if there had been none."""
+        for table, entries in self.saved:
+            if len(table) != len(entries):
+                table.clear()
+            table.update(entries)
 
 
-def _places(module: nn.Module, table: str, tensors: dict[str, Tensor]) -> dict[str, list[tuple[dict, str]]]:
+def _places(
+    module: nn.Module, table: Callable[[nn.Module], dict[str, Any]], tensors: dict[str, Tensor]
+) -> dict[str, list[tuple[dict, str]]]:
     """Every (table, key) at which each tensor sits: more than one where tensors are tied."""
     names = {id(tensor): name for name, tensor in tensors.items()}
     places: dict[str, list[tuple[dict, str]]] = {name: [] for name in tensors}
     for submodule in module.modules():
-        entries = getattr(submodule, table)
+        entries = table(submodule)
         for key, tensor in entries.items():
             if tensor is not None:
                 places[names[id(tensor)]].append((entries, key))
@@ -194,6 +278,11 @@ def _skeleton(module: nn.Module, *emptied: dict[str, Tensor]) -> nn.Module:
             # Left by a forward pass, for instance by weight norm: deepcopy refuses a tensor with a history.
             if isinstance(value, Tensor) and value.grad_fn is not None and id(value) not in memo:
                 memo[id(value)] = value.detach().clone()
+    if any(torch_private.has_compiled_call(submodule) for submodule in module.modules()):
+        warnings.warn(
+            f"functional does not carry {type(module).__name__}.compile(): write torch.compile(apply) for its result",
+            stacklevel=3,
+        )
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
@@ -221,12 +310,15 @@ def _without_parametrized_classes(skeleton: nn.Module) -> nn.Module:
 
 def _load_parametrized(apply: type[Apply], skeleton: nn.Module) -> Apply:
     for submodule in list(skeleton.modules()):
-        names = vars(submodule)["_modules"].get("parametrizations")
+        names = dict(submodule.named_children()).get("parametrizations")
         if isinstance(names, nn.ModuleDict):
-            parametrize._inject_new_class(submodule)
-            for name in names:
-                parametrize._inject_property(submodule, name)
+            torch_private.inject_parametrizations(submodule, names)
     return apply(skeleton)
+
+
+def _fetched(value: Any) -> Tensor:
+    value = value.full() if isinstance(value, Array) else value
+    return value.detach().clone()
 
 
 def _values(module: nn.Module) -> dict[str, Tensor]:
@@ -235,51 +327,3 @@ def _values(module: nn.Module) -> dict[str, Tensor]:
         value = param.detach().clone()
         values[name] = value if param.requires_grad else nn.Parameter(value, requires_grad=False)
     return values
-
-
-def _check(module: Any) -> None:
-    if not isinstance(module, nn.Module):
-        hint = f"call it first, functional({module.__name__}(...))" if isinstance(module, type) else "pass a module"
-        raise SpecError(
-            message(
-                "functional got an unexpected type for argument 'module'",
-                expected="a torch.nn.Module",
-                got=repr(module) if isinstance(module, type) else type(module).__name__,
-                remedy=hint,
-            )
-        )
-    if any(isinstance(submodule, torch.jit.ScriptModule) for submodule in module.modules()):
-        raise SpmdError(
-            message("functional cannot empty a scripted module", remedy="pass the module from before torch.jit.script")
-        )
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if nn.parameter.is_lazy(tensor):
-            raise SpecError(
-                message(
-                    f"functional got a module whose {name!r} is not initialised yet",
-                    remedy="run the module once on a sample batch, so that its lazy layers learn their shapes",
-                )
-            )
-
-
-def _check_names(argument: str, given: Any, expected: Mapping[str, Any]) -> None:
-    if not isinstance(given, Mapping):
-        raise SpecError(
-            message(
-                f"apply got an unexpected type for argument {argument!r}",
-                expected=f"a dictionary with the {len(expected)} names that functional returned",
-                got=type(given).__name__,
-            )
-        )
-    if given.keys() == expected.keys():
-        return
-    missing = [name for name in expected if name not in given]
-    extra = [name for name in given if name not in expected]
-    problem = f"misses {missing[0]!r}" if missing else f"has an unexpected {extra[0]!r}"
-    raise SpecError(
-        message(
-            f"argument {argument!r} of apply {problem}",
-            got=f"{len(missing)} missing: {missing[:5]}, {len(extra)} unexpected: {extra[:5]}",
-            remedy="pass the dictionary that functional returned, with every value under its own name",
-        )
-    )

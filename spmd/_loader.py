@@ -16,14 +16,16 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from .kernels.arena import word_key
 from .kernels.errors import SpecError, message
-from .mesh import drawing, trees
-from .mesh.agreement import Leaving
+from .kernels.word_key import word_key
+from .mesh import trees
+from .mesh.agreement import OutputMeta
+from .mesh.array import Deal
+from .mesh.display import drawing
 from .mesh.mesh import Mesh, resolve
-from .mesh.placing import Deal, as_tensor, fill
-from .mesh.rank import RankSession
-from .mesh.spec import P, dealt_sizes, split_sizes
+from .mesh.put import as_tensor, fill
+from .mesh.rank.session import RankSession
+from .mesh.spec import P, split_sizes, strided_sizes
 from .transforms import Sampler
 
 
@@ -40,15 +42,17 @@ class Loader:
             dataset (`len(d)`, `d[i]`; a list is one), whose samples are collated.
         batch_size: samples in a minibatch, over all ranks.
         mesh: None is the enclosing or default mesh.
-        seed, shuffle, drop_last: as in `Sampler`.
+        seed, shuffle, drop_last, order: as in `Sampler`.
         collate_fn: makes a batch of a list of samples; None is torch's default. Tensors are sharded along dimension 0;
-            what is no tensor (or has no dimension) must be the same on all ranks.
+            what is no tensor (or has no dimension) must be the same on all ranks. It may pad, on each rank to the
+            longest sample there: a step gets its own part, `shards()` are all, `full()` refuses.
         prefetch: batches to have read ahead.
         shards: deal by this many virtual shards, for a step that is `data_parallel` over as many: what a shard has
             does not depend on the number of ranks. `collate_fn` is given one of them at a time.
 
     Iterating yields the batches of one epoch, sharded over the axis "data" (the first axis, if there is none of that
-    name), and moves on to the next epoch at its end; after a break it starts that epoch again. `len()` is steps per
+    name), and moves on to the next epoch at its end; after a break it starts that epoch again. A loop goes on from a
+    position that is loaded meanwhile (by `restore`), until the end of the epoch that it was in. `len()` is steps per
     epoch. Random numbers that a sample is made with depend on (seed, epoch, the sample's id), not on who reads it.
 
     Raises:
@@ -68,18 +72,22 @@ class Loader:
         collate_fn: Callable[[list], Any] | None = None,
         prefetch: int = 2,
         shards: int | None = None,
+        order: str = "feistel",
     ):
         if prefetch < 0:
             raise SpecError(message("Loader got a bad prefetch", got=prefetch, expected="at least 0"))
         tree = _tensors(dataset) if collate_fn is None else None
         self.dataset, self.prefetch, self.shards = dataset, prefetch, shards
         length = len(dataset) if tree is None else trees.leaves(tree)[0].shape[0]
-        self.sampler = Sampler(length, batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
+        self.sampler = Sampler(length, batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last, order=order)
         self._mesh = mesh
         self._reader = _Reader(dataset if tree is None else tree, tree is None, collate_fn, self.sampler, shards)
+        # Samples that are collated may be padded, on each rank to a length of its own.
+        self._ragged = tree is None and shards is None
         self._epoch = 0
         self._yielded = 0
         self._resume = 0
+        self._loads = 0  # how often a position was loaded, after which iterators under way go on from it
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -92,7 +100,7 @@ class Loader:
     @property
     def settings(self) -> dict[str, Any]:
         """What its batches depend on, besides the dataset and the position."""
-        names = ("length", "batch_size", "seed", "shuffle", "drop_last")
+        names = ("length", "batch_size", "seed", "shuffle", "drop_last", "order")
         return {**{name: getattr(self.sampler, name) for name in names}, "shards": self.shards}
 
     def state_dict(self) -> dict[str, int]:
@@ -113,24 +121,35 @@ class Loader:
         if step and step == len(self):
             epoch, step = epoch + 1, 0
         self._epoch, self._yielded, self._resume = epoch, step, step
+        self._loads += 1
 
     def __iter__(self) -> Iterator[Any]:
         mesh = resolve(self._mesh)
         axis = mesh.layout.batch_axis
-        epoch, first = self._epoch, self._resume
-        self._resume, self._yielded = 0, first
+        last = self._epoch
+        while self._epoch <= last:
+            loads, epoch, first = self._loads, self._epoch, self._resume
+            self._resume, self._yielded = 0, first
+            yield from self._batches(mesh, axis, epoch, first)
+            if self._loads == loads and epoch == last:
+                return
+
+    def _batches(self, mesh: Mesh, axis: str, epoch: int, first: int) -> Iterator[Any]:
+        """The batches of an epoch from a step on, until another position is loaded."""
+        loads = self._loads
         pending: deque[Callable[[], Any]] = deque()
         steps = iter(range(first, len(self)))
 
         def ask() -> None:
             for step in steps:
                 deal = Deal((epoch, step), self.shards)
-                pending.append(fill(mesh, "the Loader's dataset", self._reader, (axis, epoch, step), deal))
+                where = (axis, epoch, step)
+                pending.append(fill(mesh, "the Loader's dataset", self._reader, where, deal, ragged=self._ragged))
                 return
 
         for _ in range(self.prefetch if mesh.is_driver else 0):
             ask()
-        while True:
+        while self._loads == loads:
             ask()
             if not pending:
                 break
@@ -163,8 +182,8 @@ def _tensors(dataset: Any) -> Any:
         )
     if isinstance(dataset, list | torch.utils.data.Dataset):
         return None
-    leaves = [as_tensor(leaf) for leaf in trees.leaves(dataset)]
-    if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+    leaves = [_unread(leaf) for leaf in trees.leaves(dataset)]
+    if not leaves or not all(isinstance(leaf, torch.Tensor | np.memmap) for leaf in leaves):
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, dict | tuple):
             return None
         raise SpecError(
@@ -174,13 +193,18 @@ def _tensors(dataset: Any) -> Any:
                 expected="a dict, tuple or single one of tensors or arrays, or a map-style dataset",
             )
         )
-    lengths = [leaf.shape[0] if leaf.dim() else None for leaf in leaves]
+    lengths = [leaf.shape[0] if leaf.ndim else None for leaf in leaves]
     if None in lengths or len(set(lengths)) > 1:
         listed = ", ".join(f"{path or 'the whole'}: {n}" for path, n in zip(trees.paths(dataset), lengths, strict=True))
         raise SpecError(
             message("the leaves of the dataset differ in length", got=listed, remedy="make dimension 0 agree")
         )
-    return trees.map(as_tensor, dataset)
+    return trees.map(_unread, dataset)
+
+
+def _unread(leaf: Any) -> Any:
+    """A leaf of a dataset as a tensor; a mapped file as it is, of which each rank reads its own samples."""
+    return leaf if isinstance(leaf, np.memmap) and leaf.dtype.kind in "biufc" else as_tensor(leaf)
 
 
 class _Reader:
@@ -191,14 +215,16 @@ class _Reader:
         self.sampler, self.shards = sampler, shards
         self._empty: Any = None  # a batch as this rank last collated it, without its samples
 
-    def __call__(self, session: RankSession, axis: str, epoch: int, step: int) -> tuple[Any, list[Any], list[Leaving]]:
+    def __call__(
+        self, session: RankSession, axis: str, epoch: int, step: int
+    ) -> tuple[Any, list[Any], list[OutputMeta]]:
         parts, mine = session.layout.axes[axis], session.layout.coords(session.rank)[axis]
         ids = self.sampler.shard(epoch, step, mine, parts, self.shards)
         total = min(self.sampler.batch_size, self.sampler.length - step * self.sampler.batch_size)
         if self.map_style:
             batch = self._collated(ids, session, epoch, step, self._groups(len(ids), mine, parts, total))
         else:
-            batch = trees.map(lambda x: x[ids], self.data)
+            batch = trees.map(lambda x: x[ids] if isinstance(x, torch.Tensor) else np.array(x[ids.numpy()]), self.data)
         leaves, treedef = trees.flatten(batch)
         spec = P(axis)
         said = []
@@ -206,9 +232,9 @@ class _Reader:
             leaf = as_tensor(leaf)
             leaf = leaves[index] = session.placed(leaf) if isinstance(leaf, torch.Tensor) else leaf
             if isinstance(leaf, torch.Tensor) and leaf.dim():
-                said.append(Leaving(spec, tuple(leaf.shape), leaf.dtype, whole=(total, *leaf.shape[1:])))
+                said.append(OutputMeta(spec, tuple(leaf.shape), leaf.dtype, whole=(total, *leaf.shape[1:])))
             elif isinstance(leaf, torch.Tensor):
-                said.append(Leaving(P(), tuple(leaf.shape), leaf.dtype))
+                said.append(OutputMeta(P(), tuple(leaf.shape), leaf.dtype))
             elif self.collate is None and self.map_style:
                 raise SpecError(
                     message(
@@ -218,14 +244,14 @@ class _Reader:
                     )
                 )
             else:
-                said.append(Leaving(None, value=leaf))
+                said.append(OutputMeta(None, value=leaf))
         return treedef, leaves, said
 
     def _groups(self, count: int, mine: int, parts: int, total: int) -> list[tuple[int, int]]:
         """What is collated together: (what its random numbers are keyed by, how many of the ids)."""
         if self.shards is None:
             return [(mine, count)]
-        owned, sizes = split_sizes(self.shards, parts), dealt_sizes(total, self.shards)
+        owned, sizes = split_sizes(self.shards, parts), strided_sizes(total, self.shards)
         first = sum(owned[:mine])
         return [(shard, sizes[shard]) for shard in range(first, first + owned[mine]) if sizes[shard]]
 

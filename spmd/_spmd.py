@@ -10,19 +10,20 @@ from typing import Any
 import torch
 
 from . import _trace
-from ._fingerprint import begin_step
+from .checkpoint.fingerprint import begin_step
+from .kernels import torch_compiled
 from .kernels.errors import SpecError, message
 from .mesh import trees
-from .mesh.array import Array
 from .mesh.calling import call
+from .mesh.display.notebook import shorten
 from .mesh.mesh import Mesh, resolve
-from .mesh.notebook import shorten
-from .mesh.placing import specs_for
 from .mesh.program import Program
-from .mesh.region import Region, current, mark, marked
+from .mesh.put import specs_for
+from .mesh.region import Region, current
+from .mesh.replication.net import mark, marked
 from .mesh.request import Request
 from .mesh.spec import REPLICATED, P, Sharded, is_sharded, is_spec
-from .transforms import all_gather
+from .transforms import Transformable, all_gather, check_function, parallel_step
 
 CHECKS = ("first", "always", "never")
 
@@ -51,25 +52,30 @@ def spmd(
         out_specs: how results form global values, a prefix tree; None is replicated.
         donate: names of arguments whose memory the results may take over, as parameters and optimizer state in
             `opt.step`; the Arrays passed can't be read afterwards, not even if the call fails.
-        check: when replicas of a result are compared: on the "first" call of each signature, "always", "never".
+        check: when it is looked at whether results without a spec are the same on all ranks. "first": on the first
+            call of each signature by following what each tensor is computed of, later by value: numbers on every call,
+            other tensors on calls 1, 2, 4, 8 and so on (on launched ranks arguments as well). "always": values on every
+            call, which is waited for. "never". See docs/replication.md.
 
     Returns:
         A function of the same arguments, whose tensors come back as `Array`.
 
     Raises:
-        SpecError: a spec does not fit, a result differs between ranks. Whatever `f` raises on a rank, as its own type.
+        SpecError: a spec does not fit, a result differs between ranks, `f` changes what it captures in place (a
+            module, by `backward()` or a torch optimizer's step). Whatever `f` raises on a rank, as its own type.
     """
     if f is None:
         return functools.partial(spmd, mesh=mesh, in_specs=in_specs, out_specs=out_specs, donate=donate, check=check)
     return Spmd(f, mesh, in_specs, out_specs, donate, check)
 
 
-class Spmd:
+class Spmd(Transformable):
     """What `spmd` returns: call it like the function it wraps."""
 
     def __init__(
         self, f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any, donate: str | Sequence[str], check: str
     ):
+        check_function("spmd", f, "@spmd above def step(params, batch), or spmd(step, mesh=mesh)")
         functools.update_wrapper(self, f)
         self._f, self._mesh, self._in_specs, self._out_specs = f, mesh, in_specs, out_specs
         self._name = _name_of(f)
@@ -95,47 +101,53 @@ class Spmd:
                             f"spmd got bad {what} for {self._name}", got=repr(leaf), expected="P(...) or None as leaves"
                         )
                     )
-        self._batch = getattr(f, "_spmd_batch", None)
-        self._settings: dict[str, Any] | None = getattr(f, "_spmd_settings", None)
-        self._program = Program(f, out_specs, self._name, None if self._batch is None else self._batch[2])
+        self._parallel = parallel_step(f)
+        self.program = Program(f, out_specs, self._name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            bound = self._signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise shorten(TypeError(f"{self._name}() {error}")) from None
+        if torch_compiled.is_running() and current() is None:
+            raise SpecError(
+                message(
+                    f"torch.compile was given {self._name}, an @spmd function, or calls it",
+                    remedy="compile what is inside: value_and_grad(torch.compile(loss_fn)), torch.compile(apply)",
+                )
+            )
         if current() is not None:
-            return self._inside(bound)
+            return self._inside(self._bound(args, kwargs))
         try:
-            return self._outside(bound)
+            return self._outside(args, kwargs)
         except BaseException as error:
             raise shorten(error) from error.__cause__
 
-    def _outside(self, bound: inspect.BoundArguments) -> Any:
-        mesh = resolve(self._mesh)
-        begin_step(mesh, self._name, self._settings)
-        donated = [place for name in self._donate for place in self._places(bound, name)]
-        specs, batch = self._specs(bound), self._batch_of(bound)
-        request = Request(mesh, self._name, bound.args, bound.kwargs, specs, batch, donated)
-        for spec in trees.leaves(self._out_specs, is_leaf=is_spec):
-            if spec is not None:
-                mesh.layout.check(spec, where=f"out_specs of {self._name}")
+    def _bound(self, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
         try:
-            results = call(mesh, self._program, self._f, request, check=self._check, holder=self)
-        finally:  # a call that fails may have begun to overwrite them
-            for leaf, is_donated in zip(request.leaves, request.donated, strict=True):
-                if is_donated and isinstance(leaf, Array):
-                    leaf._donated = self._name
+            return self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise shorten(TypeError(f"{self._name}() {error}")) from None
+
+    def _outside(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        mesh = resolve(self._mesh)
+        if kwargs:  # an argument has one place in a call, however it is passed
+            bound = self._bound(args, kwargs)
+            args, kwargs = bound.args, bound.kwargs
+        begin_step(mesh, self._name, None if self._parallel is None else self._parallel.settings)
+
+        request = functools.partial(self.request, mesh, args, kwargs)
+        results = call(mesh, self.program, self._f, (args, kwargs), request, check=self._check, holder=self)
         if _trace.ON:
             _trace.note(self._name, results)
         return results
 
-    def _batch_of(self, bound: inspect.BoundArguments) -> tuple[int | str, str, int | None] | None:
-        if self._batch is None:
-            return None
-        position, name, axis, shards = self._batch
-        by_position = position is not None and position < len(bound.args)
-        return (position if by_position else name), axis, shards
+    def request(self, mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> Request:
+        """The arguments of a call, checked."""
+        bound = self._bound(args, kwargs)
+        donated = [place for name in self._donate for place in self._places(bound, name)]
+        batch = None if self._parallel is None else self._parallel.batch
+        wanted = Request(mesh, self._name, bound.args, bound.kwargs, self._specs(bound), batch, donated)
+        for spec in trees.leaves(self._out_specs, is_leaf=is_spec):
+            if spec is not None:
+                mesh.layout.check(spec, where=f"out_specs of {self._name}")
+        return wanted
 
     def _places(self, bound: inspect.BoundArguments, name: str) -> list[int | str]:
         """Where an argument is: positions or keywords."""
@@ -245,7 +257,7 @@ class Spmd:
                 leaves[index] = _join_here(leaf, spec, shared)
         return trees.unflatten(treedef, leaves)
 
-    def _spmd_lift(self, transform: Callable, argnums: Any, with_value: bool, has_aux: bool) -> Spmd:
+    def transformed(self, transform: Callable, argnums: Any, with_value: bool, has_aux: bool) -> Spmd:
         """`grad` of this is the spmd function of the grad; gradients have their arguments' specs."""
         inner = transform(self._f)
         chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
@@ -259,8 +271,6 @@ class Spmd:
             gradients = several[0] if isinstance(argnums, int) else several
             return (out[0], gradients) if with_value else (gradients, out[1]) if has_aux else gradients
 
-        if self._batch is not None:
-            body._spmd_batch = self._batch  # type: ignore[attr-defined]
         return Spmd(body, self._mesh, self._in_specs, REPLICATED, (), self._check)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from .kernels.communicator import as_bytes
+from .kernels.flat import as_bytes
 from .mesh import trees
 from .mesh.array import Array
-from .mesh.placing import is_array
+from .mesh.put import is_array
 
 _FILE = os.environ.get("SPMD_VERIFY", "")
 ON = bool(_FILE)

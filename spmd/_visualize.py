@@ -7,10 +7,11 @@ from typing import Any
 
 from ._loader import Loader
 from .kernels.errors import SpecError, message
-from .mesh import drawing, trees
+from .mesh import trees
 from .mesh.array import Array
+from .mesh.display import drawing
+from .mesh.display.notebook import shell
 from .mesh.mesh import Mesh, nearest
-from .mesh.notebook import shell
 from .transforms import Sampler
 
 

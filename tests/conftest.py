@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from internals import close_all_meshes, forget_restored
 from scripts import left_in_shm
 
-from spmd import Mesh, _fingerprint
+from spmd import Mesh
 
 torch.set_num_threads(1)
 # A shell that starts the suite in the background has it ignore Ctrl-C, and all that it starts with it.
@@ -66,7 +67,7 @@ def shared_mesh() -> Iterator[Callable[..., Mesh]]:
 def nothing_taken_up() -> Iterator[None]:
     """No test's mesh goes on from what another restored as plain tensors."""
     yield
-    _fingerprint._unplaced.restored.clear()
+    forget_restored()
 
 
 def children_of(pid: int) -> list[int]:
@@ -88,9 +89,7 @@ def nothing_left() -> Iterator[None]:
     """After the suite: no rank process, no file in /dev/shm."""
     before = set(os.listdir("/dev/shm"))
     yield
-    from spmd.mesh.driver import close_all
-
-    close_all()
+    close_all_meshes()
     ranks = [grandchild for child in children_of(os.getpid()) for grandchild in children_of(child)]
     assert not ranks, f"rank processes left behind: {ranks}"
     assert not left_in_shm(before)

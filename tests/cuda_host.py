@@ -13,10 +13,11 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from patience import HANGS
 from torch import Tensor
 
-from spmd.kernels import cuda_pack
-from spmd.kernels.cuda_pack import DTYPES
+from spmd.kernels.cuda import pack as cuda_pack
+from spmd.kernels.cuda.pack import DTYPES
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -33,7 +34,7 @@ def library_for_host(folder: Path) -> str:
     """The source, compiled for the host."""
     library = folder / "bucket.so"
     flags = ["-O2", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-std=c++17", "-shared", "-fPIC", "-x", "c++"]
-    subprocess.run([tool("g++"), *flags, "-o", library, cuda_pack.SOURCE], check=True, timeout=100)
+    subprocess.run([tool("g++"), *flags, "-o", library, cuda_pack.SOURCE], check=True, timeout=HANGS)
     return str(library)
 
 

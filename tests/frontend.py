@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jupyter_client.manager import KernelManager
-
-SECONDS = 60
+from patience import HANGS
 
 
 @dataclasses.dataclass
@@ -47,7 +46,7 @@ class Kernel:
         self.manager.start_kernel(cwd=str(folder), env=environ)
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(SECONDS)
+        self.client.wait_for_ready(HANGS)
 
     def __call__(self, code: str, *, interrupt_after: float | None = None) -> Cell:
         """Run a cell to its end.
@@ -60,9 +59,9 @@ class Kernel:
         stop = math.inf if interrupt_after is None else began + interrupt_after
         while True:
             try:
-                message = self.client.get_iopub_msg(timeout=max(0.0, min(SECONDS, stop - time.monotonic())))
+                message = self.client.get_iopub_msg(timeout=max(0.0, min(HANGS, stop - time.monotonic())))
             except queue.Empty:
-                assert stop < math.inf, f"the kernel has been silent for {SECONDS} s"
+                assert stop < math.inf, f"the kernel has been silent for {HANGS} s"
                 self.manager.interrupt_kernel()
                 stop = math.inf
                 continue
@@ -86,7 +85,7 @@ class Kernel:
     def reply(self, request: str) -> dict[str, Any]:
         """The answer to a request; a kernel that starts slowly has been asked several times whether it is ready."""
         while True:
-            message = self.client.get_shell_msg(timeout=SECONDS)
+            message = self.client.get_shell_msg(timeout=HANGS)
             if message["parent_header"].get("msg_id") == request:
                 return message["content"]
 

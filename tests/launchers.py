@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 
 import slurm
+from patience import HANGS
 
 PAGE = Path(__file__).parent.parent / "docs" / "launching.md"
 BARE = {name: text for name, text in os.environ.items() if not re.match(r"SPMD_|PET_|OMPI_|PMI|SLURM_|MASTER_", name)}
-SECONDS = 100
 
 
 def blocks(kind: str) -> list[str]:
@@ -83,7 +83,7 @@ def losses(way: str, folder: Path, running: dict[str, str] | None = None) -> lis
 
 
 def told(command: list[str], folder: Path, environ: dict[str, str]) -> str:
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -100,7 +100,7 @@ def submitted(job: str, folder: Path, environ: dict[str, str]) -> str:
     (folder / "job.sh").write_text(f"{job}\necho $? > status.new; mv status.new status\n")
     (folder / "status").unlink(missing_ok=True)
     told(["sbatch", "--output=job.out", "job.sh"], folder, environ)
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + HANGS
     while not (folder / "status").exists():
         assert time.monotonic() < end, "the job does not end"
         time.sleep(0.05)

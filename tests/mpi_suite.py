@@ -11,17 +11,31 @@ from __future__ import annotations
 import pickle
 import sys
 import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent / "kernels"))
 
 import operations_table as table
 import pytest
 import torch
+from bodies import (
+    NUMELS,
+    amid_collectives,
+    any_source,
+    around_the_ring,
+    at_sizes,
+    both_ways,
+    everyone_to_everyone,
+    length,
+    mixed_outstanding,
+    to_itself,
+    unequal_pieces,
+)
+from internals import mpi_chunks
 from oracle import DTYPES, bits, reduced, same, value
-from test_communicator import NUMELS, at_sizes, length, mixed_outstanding, unequal_pieces
-from test_messages import amid_collectives, any_source, around_the_ring, both_ways, everyone_to_everyone, to_itself
+from patience import soon
 
-from spmd import Mesh, P, psum, spmd
-from spmd.kernels import mpi
-from spmd.kernels.errors import CollectiveMismatch
+from spmd import CollectiveMismatch, Mesh, P, psum, spmd
 
 checks = 0
 
@@ -92,12 +106,14 @@ def outstanding(mesh: Mesh) -> list[int]:
 
 def chunks(mesh: Mesh, size: int) -> None:
     """Pieces past MPI's 32-bit counts travel in chunks; small chunks show it with little memory."""
-    before, mpi._CHUNK = mpi._CHUNK, 1000
-    everyone = mesh.run(around_the_ring, mesh), mesh.run(lambda: bits(mesh.comm().all_reduced(torch.arange(20_001))))
-    check(everyone[1] == [bits(size * torch.arange(20_001))] * size, "an all_reduce in chunks")
-    if size == 2:
-        check(mesh.run(both_ways, mesh) == [[True] * 3] * 2, "messages in chunks")
-    mpi._CHUNK = before
+    with mpi_chunks(1000):
+        everyone = (
+            mesh.run(around_the_ring, mesh),
+            mesh.run(lambda: bits(mesh.comm().all_reduced(torch.arange(20_001)))),
+        )
+        check(everyone[1] == [bits(size * torch.arange(20_001))] * size, "an all_reduce in chunks")
+        if size == 2:
+            check(mesh.run(both_ways, mesh) == [[True] * 3] * 2, "messages in chunks")
 
 
 def failures(mesh: Mesh, size: int) -> None:
@@ -122,7 +138,7 @@ def failures(mesh: Mesh, size: int) -> None:
         began = time.monotonic()
         with pytest.raises(CollectiveMismatch, match=text):
             mesh.run(body)
-        check(time.monotonic() - began < 5.0, f"{text}: at once")
+        check(soon(5.0, began), f"{text}: at once")
         total = mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(40_000))[-1]))
         check(total == [float(size)] * size, f"the mesh is usable after: {text}")
 

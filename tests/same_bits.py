@@ -2,7 +2,7 @@
 
 `python tests/same_bits.py` prints the rows of docs/same_bits.md: the whole matrix, 200 steps a run. Arguments choose
 from it: `cnn`, `cnn:8`, `cnn:8:0` are a model, one with V = 8, and that in the first mode. `resume` prints the rows of
-runs that were stopped and taken up again.
+runs that were stopped and resumed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytrees
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmd import Loader, Mesh, data_parallel, functional_with_buffers, optimizer, restore, save, spmd, value_and_grad
-from spmd.mesh import trees
 
 LENGTH, BATCH = 88, 20  # four whole steps and one of eight samples in every epoch
 
@@ -66,15 +66,15 @@ def data(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def clipped(grads: Any, most: float) -> Any:
     """Gradients with a global norm of at most `most`."""
-    norm = torch.stack([leaf.float().norm() for leaf in trees.leaves(grads)]).norm()
+    norm = torch.stack([leaf.float().norm() for leaf in pytrees.leaves(grads)]).norm()
     factor = (most / (norm + 1e-6)).clamp(max=1.0)
-    return trees.map(lambda leaf: leaf * factor.to(leaf.dtype), grads)
+    return pytrees.map(lambda leaf: leaf * factor.to(leaf.dtype), grads)
 
 
 def digest(*values: Any) -> str:
     """SHA-256 of the bytes of all leaves, with their paths."""
     state = hashlib.sha256()
-    for path, leaf in zip(trees.paths(values), trees.leaves(values), strict=True):
+    for path, leaf in zip(pytrees.paths(values), pytrees.leaves(values), strict=True):
         leaf = leaf.full() if hasattr(leaf, "full") else leaf
         state.update(path.encode())
         if isinstance(leaf, Tensor):
@@ -92,7 +92,7 @@ def unpadded(state: Any, numel: int) -> Any:
         flat = isinstance(whole, Tensor) and whole.dim() == 1 and whole.numel() >= numel
         return whole[:numel] if flat else whole
 
-    return trees.map(cut, state)
+    return pytrees.map(cut, state)
 
 
 def digests(numel: int, after: list[tuple[Any, ...]]) -> list[str]:
@@ -121,7 +121,8 @@ class Run:
         cls, usual = OPTIMIZERS[opt]
         opt_ = optimizer(cls, shard="data" if shard else None, **usual, **hyper)
         self.donate = donate
-        self.mesh, self.numel = mesh, sum(leaf.numel() for leaf in trees.leaves(params))
+        # Sharded leaves begin at multiples of 64.
+        self.mesh, self.numel = mesh, sum(-(-leaf.numel() // 64) * 64 for leaf in pytrees.leaves(params))
         self.loader = Loader(data(model, kind), BATCH, seed=3, mesh=mesh, shards=shards)
 
         def loss_of(params: Any, buffers: Any, batch: Any) -> Any:
@@ -186,29 +187,6 @@ RANKS, SHARDS, STEPS = (1, 2, 3, 4, 8), (4, 8, 12), 200
 def chained(digests: list[str]) -> str:
     """One digest of those after every step."""
     return hashlib.sha256("".join(digests).encode()).hexdigest()
-
-
-def rank_order() -> None:
-    """In this process add as one would without the tree: a rank's shards one by one, then the ranks one by one."""
-    from spmd.transforms import _tree_sums
-
-    class Running(_tree_sums.Partials):
-        __slots__ = ()
-
-        def push(self, shard: int, value: Tensor) -> None:
-            if self.nodes:
-                ((node, total),) = self.nodes
-                self.nodes = [(node, total + value)]
-            else:
-                self.nodes = [((0, shard), value)]
-
-    def one_by_one(nodes: Any) -> Tensor:
-        first, *others = (value for _, value in sorted(nodes.items()))
-        return sum(others, first)
-
-    _tree_sums.Partials.push = Running.push  # type: ignore[method-assign]
-    _tree_sums.combine = one_by_one
-    _tree_sums.maximal_nodes = lambda shards: [(0, min(shards))] if shards else []
 
 
 def row(model: str, shards: int, mode: str) -> str:

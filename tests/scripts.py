@@ -1,4 +1,4 @@
-"""Running users' programs as they would: a script, `python -c`, a REPL; and whether processes end when they should."""
+"""Running users' programs as they would: a script, `python -c`, a REPL; and what they leave in shared memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-SECONDS = 60
+from patience import HANGS, until
+
+HERE = str(Path(__file__).parent)  # programs find what tests share
 
 
 @contextlib.contextmanager
 def started(*arguments: str, **options: object) -> Iterator[subprocess.Popen]:
     """A Python process with these arguments, killed at the end if it is still there."""
     # A fork of torch's threads, rather than OMP_NUM_THREADS, decides how long imports take; one thread is enough here.
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **dict(options.pop("env", {}))}  # type: ignore[call-overload]
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": HERE,
+        **dict(options.pop("env", {})),
+    }  # type: ignore[call-overload]
     process = subprocess.Popen(
         [sys.executable, *arguments],
         stdin=subprocess.PIPE,
@@ -37,7 +44,7 @@ def started(*arguments: str, **options: object) -> Iterator[subprocess.Popen]:
 def run(*arguments: str, text: str | None = None, **options: object) -> tuple[int, str, str]:
     """Run Python to its end: exit code, standard output and error output."""
     with started(*arguments, **options) as process:
-        out, err = process.communicate(text, timeout=SECONDS)
+        out, err = process.communicate(text, timeout=HANGS)
         return process.returncode, out, err
 
 
@@ -52,38 +59,8 @@ def script(folder: Path, text: str) -> str:
     return str(path)
 
 
-def running(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def end_within(seconds: float, pids: list[int]) -> bool:
-    end = time.monotonic() + seconds * slowness()
-    while any(map(running, pids)):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def slowness() -> float:
-    """How many times longer all takes here than where cores are free, for reasons that are not ours."""
-    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
-
-
-def soon(seconds: float, began: float) -> bool:
-    """Whether no more than so many seconds have passed, if cores are free."""
-    return time.monotonic() - began < seconds * slowness()
-
-
 def left_in_shm(before: set[str]) -> set[str]:
     """The files in /dev/shm that were not there before, and stay: those of tests that run beside this one go."""
     names = set(os.listdir("/dev/shm")) - before
-    end = time.monotonic() + SECONDS
-    while names and time.monotonic() < end:
-        time.sleep(0.1)
-        names &= set(os.listdir("/dev/shm"))
-    return names
+    until(lambda: not names & set(os.listdir("/dev/shm")), 60)
+    return names & set(os.listdir("/dev/shm"))

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from patience import HANGS
+
 _CONFIG = """\
 ClusterName=test
 SlurmctldHost={host}
@@ -74,7 +76,7 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
                 started.append(
                     subprocess.Popen([*command, "-f", str(config)], stdout=log, stderr=subprocess.STDOUT, env=None)
                 )
-        end = time.monotonic() + 15.0
+        end = time.monotonic() + HANGS
         while b"idle" not in _ask("sinfo", "--noheader", "--format=%T", environ=environ):
             if time.monotonic() > end:
                 raise RuntimeError("".join(path.read_text()[-500:] for path in folder.glob("*.log")))
@@ -87,5 +89,5 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def _ask(*command: str, environ: dict[str, str]) -> bytes:
-    done = subprocess.run(command, capture_output=True, env={**os.environ, **environ}, timeout=20)
+    done = subprocess.run(command, capture_output=True, env={**os.environ, **environ}, timeout=HANGS)
     return done.stdout

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
-from ..mesh.agreement import digest
 from ..mesh.array import Array
 from ..mesh.frozen import is_frozen
 from ..mesh.region import Region
+from ..mesh.replication.net import differs_over
+from ..mesh.replication.values import digest
 from ..mesh.spec import Sharded, is_sharded
-from ._named_axes import differs_over
 
 
 @dataclasses.dataclass(slots=True)
@@ -28,12 +28,12 @@ class Argument:
 
     Attributes:
         leaf: as it was given.
-        twin: what the function is given in its place; None where there is nothing to differentiate.
+        primal: what the function is given in its place; None where there is nothing to differentiate.
         reduce: the axes to sum its gradient over.
     """
 
     leaf: Any
-    twin: Tensor | None = None
+    primal: Tensor | None = None
     reduce: tuple[str, ...] = ()
 
     def zeros(self) -> Any:
@@ -53,7 +53,7 @@ def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tupl
         arguments.append(argument)
         if not isinstance(leaf, Tensor) or is_frozen(leaf) or not is_inexact(leaf):
             continue
-        argument.twin = leaf
+        argument.primal = leaf
         axes = differs_over(leaf) if axes is None else axes
         if axes is None and over:
             unknown.append(argument)

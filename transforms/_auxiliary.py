@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
-from ..mesh.agreement import digest
 from ..mesh.failure import ranks_text
-from ..mesh.placing import as_tensor
+from ..mesh.put import as_tensor
 from ..mesh.region import Region
+from ..mesh.replication.net import active, differs_over
+from ..mesh.replication.values import digest
 from ._arguments import declared_axes, is_inexact
-from ._named_axes import differs_over
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,11 +75,19 @@ class Auxiliary:
         gathered = [torch.empty(16, dtype=torch.uint8) for _ in range(comm.size)]
         comm.all_gather(gathered, torch.frombuffer(bytearray(mine), dtype=torch.uint8))
         if all(bytes(other.numpy().tobytes()) == mine for other in gathered):
+            self._note_agreement(over)
             return
         mine = json.dumps(
             [(token.hex(), shown(leaf)) for token, leaf in zip(tokens, self.leaves, strict=True)]
         ).encode()
         raise self._disagreement([json.loads(text) for text in comm.all_gather_bytes(mine)], comm.ranks, region)
+
+    def _note_agreement(self, over: tuple[str, ...]) -> None:
+        """What must agree does, and is looked at in every call: along the axes of the mean it no longer varies."""
+        net = active()
+        for leaf, axes in zip(self.leaves, self.over, strict=True):
+            if net is not None and axes is None and isinstance(leaf, Tensor):
+                net.note(leaf, net.of(leaf).without(over))
 
     def _disagreement(self, said: list[list[tuple[str, str]]], ranks: tuple[int, ...], region: Region) -> SpecError:
         """The error for the first leaf of which ranks said different things: (token, text) for each leaf."""

@@ -6,6 +6,7 @@ rank's samples weigh; `grad` does the rest.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -14,12 +15,13 @@ from typing import Any
 import torch
 
 from ..kernels.errors import SpecError, message
-from ..mesh import trees
-from ..mesh.region import Region, mark, marked, require
-from ..mesh.spec import split_sizes
-from ._dealt import as_dealt
-from ._reductions import psum
-from ._virtual_shards import VirtualShards, agreed, check_count, stepping, without_batch
+from ..mesh.batch import BatchArgument
+from ..mesh.region import require
+from ._batch import Part, part_of
+from ._grad import Transformable, check_function
+from ._plan import Plan, following, plan_of
+from ._tokens import in_gradient
+from .exact.virtual_shards import agreed, check_count, stepping, without_batch
 
 
 def data_parallel(
@@ -35,7 +37,9 @@ def data_parallel(
 
     Uneven and empty parts are exact: means are weighted by the number of samples. A function that can't run on no
     samples at all contributes nothing on a rank that has none, unless it communicates. The step's values that are not
-    results of `value_and_grad` are local: `psum` or `pmean` what is to be returned.
+    results of `value_and_grad` are local: `psum` or `pmean` what is to be returned. Plain batch norm in train mode
+    normalises by the samples of its own rank, as under DDP; `functional_with_buffers(model, sync=True)` by the whole
+    batch, as one device does.
 
     Args:
         f: the step; one of its arguments is the batch.
@@ -44,8 +48,9 @@ def data_parallel(
         shards: cut the global batch into this many virtual shards, and compute the same bits at any number of ranks:
             `value_and_grad` runs the shards of a rank one after another, each at its own fixed shape with random
             numbers of its own, and sums in a binary tree over all of them. More shards than ranks is gradient
-            accumulation. Metrics come out as aux (`has_aux=True`); the step does nothing else with the batch. A
-            batch is dealt by `Loader(shards=)` of the same number, or passed whole.
+            accumulation (a loop over chunks of the batch is refused where they are not all equal). Metrics come out as
+            aux (`has_aux=True`); the step does nothing else with the batch. A batch is dealt by `Loader(shards=)` of
+            the same number, or passed whole.
         bucket_mb: largest gradient bucket, in MiB.
         wire_dtype: dtype in which gradients travel, such as torch.bfloat16; None is their own.
 
@@ -59,25 +64,57 @@ def data_parallel(
         return functools.partial(
             data_parallel, axis=axis, batch=batch, shards=shards, bucket_mb=bucket_mb, wire_dtype=wire_dtype
         )
-    shards = check_count(shards)
+    check_function("data_parallel", f, "@data_parallel above def step(params, batch)")
+    if isinstance(f, Transformable) and not isinstance(f, DataParallel):
+        raise SpecError(
+            message(
+                f"data_parallel was put around {f!r}, which begins the region that it has to be called in",
+                remedy="swap them: @spmd above @data_parallel above the step",
+            )
+        )
     if not bucket_mb > 0:
         raise SpecError(message("data_parallel got a bad bucket_mb", got=bucket_mb, expected="MiB, more than 0"))
-    step = f
-    signature = inspect.signature(step)
-    which = _position(signature, batch, getattr(step, "__name__", "the step"))
+    position = _position(inspect.signature(f), batch, getattr(f, "__name__", "the step"))
+    argument = BatchArgument(batch, position, axis, check_count(shards))
+    return DataParallel(f, argument, Plan(bucket_mb=bucket_mb, wire_dtype=wire_dtype))
 
-    @functools.wraps(step)
-    def parallel(*args: Any, **kwargs: Any) -> Any:
-        region = require("a data_parallel function")
-        region.session.axes(axis, what="data_parallel")
-        bound = signature.bind(*args, **kwargs)
-        if batch not in bound.arguments:
+
+class DataParallel(Transformable):
+    """What `data_parallel` returns: call it like the step that it wraps, in a region.
+
+    Args:
+        step: the function.
+        batch: which of its arguments is split, and how.
+        plan: how gradients travel.
+    """
+
+    def __init__(self, step: Callable, batch: BatchArgument, plan: Plan):
+        functools.update_wrapper(self, step)
+        self._step, self.batch, self._plan = step, batch, plan
+        self._signature = inspect.signature(step)
+        self._name = getattr(step, "__name__", "the step")
+
+    def __reduce__(self) -> Any:
+        return DataParallel, (self._step, self.batch, self._plan)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What is seen in the bits of its results."""
+        wire = self._plan.wire_dtype
+        return {"shards": self.batch.shards, "wire dtype": None if wire is None else str(wire)}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        region, argument = require("a data_parallel function"), self.batch
+        region.session.axes(argument.axis, what="data_parallel")
+        bound = self._signature.bind(*args, **kwargs)
+        if argument.name not in bound.arguments:
             raise SpecError(
-                message(f"{parallel.__name__} was called without its batch", expected=f"an argument named {batch!r}")
+                message(f"{self._name} was called without its batch", expected=f"an argument named {argument.name!r}")
             )
-        if agreed(region, axis, shards):
-            return step(*bound.args, **bound.kwargs)
-        if shards is not None and region.session.device.type != "cpu":
+        around = plan_of(region)
+        if agreed(around, argument.axis, argument.shards):
+            return self._step(*bound.args, **bound.kwargs)
+        if argument.shards is not None and region.session.device.type != "cpu":
             raise SpecError(
                 message(
                     "data_parallel(shards=) computes on CPUs only",
@@ -86,30 +123,45 @@ def data_parallel(
                     remedy='leave shards= out, or use Mesh(device="cpu")',
                 )
             )
-        virtual = None if shards is None else _deal(region, bound.arguments[batch], axis, shards)
-        part, local, total = _split(region, bound.arguments[batch], axis, virtual)
-        bound.arguments[batch] = part
-        before = region.totals, region.bucket_mb, region.wire_dtype
-        region.totals = {**region.totals, axis: (local, total)}
-        region.bucket_mb, region.wire_dtype = bucket_mb, wire_dtype
-        try:
-            if virtual is None:
-                return step(*bound.args, **bound.kwargs)
-            with stepping(region, virtual):
-                return without_batch(step(*bound.args, **bound.kwargs), parallel.__name__)
-        finally:
-            region.totals, region.bucket_mb, region.wire_dtype = before
+        part = part_of(region, bound.arguments[argument.name], argument, self._name)
+        bound.arguments[argument.name] = part.tree
+        _check_weights(around, part, argument.axis, region.session.layout.axes[argument.axis], self._name)
+        samples = around.splitting(argument.axis, part.here, part.total)
+        plan = dataclasses.replace(self._plan, samples=samples, virtual=part.virtual, batch=part.leaves)
+        with following(region, plan):
+            if part.virtual is None:
+                return self._step(*bound.args, **bound.kwargs)
+            with stepping(region, part.virtual):
+                return without_batch(self._step(*bound.args, **bound.kwargs), self._name)
 
-    def lift(transform: Callable, argnums: Any, with_value: bool, has_aux: bool) -> Callable:
-        """A transform of the parallel function is the parallel function of the transform."""
-        return data_parallel(
-            transform(step), axis=axis, batch=batch, shards=shards, bucket_mb=bucket_mb, wire_dtype=wire_dtype
+    def transformed(self, transform: Callable, argnums: Any, with_value: bool, has_aux: bool) -> DataParallel:
+        return DataParallel(transform(self._step), self.batch, self._plan)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method: bound to its object, like any function."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"data_parallel({self._name})"
+
+
+def _check_weights(around: Plan, part: Part, axis: str, size: int, name: str) -> None:
+    """Refuse an uneven batch within a gradient that was begun without the weights of its parts."""
+    if in_gradient() and part.total % size and around.samples.get(axis) != (part.here, part.total):
+        raise SpecError(
+            message(
+                f"{name}, a data_parallel function, splits an uneven batch within a function that is differentiated",
+                got=f"{part.total} samples over {size} ranks",
+                remedy="differentiate it itself, or in the body of the data_parallel function",
+            )
         )
 
-    parallel._spmd_batch = (which, batch, axis, shards)  # type: ignore[attr-defined]
-    parallel._spmd_settings = {"shards": shards, "wire dtype": None if wire_dtype is None else str(wire_dtype)}  # type: ignore[attr-defined]
-    parallel._spmd_lift = lift  # type: ignore[attr-defined]
-    return parallel
+
+def parallel_step(f: Any) -> DataParallel | None:
+    """`f`, or the data_parallel function that decorators made with `functools.wraps` lie around; None without one."""
+    while f is not None and not isinstance(f, DataParallel):
+        f = getattr(f, "__wrapped__", None)
+    return f
 
 
 def _position(signature: inspect.Signature, batch: str, name: str) -> int | None:
@@ -126,89 +178,3 @@ def _position(signature: inspect.Signature, batch: str, name: str) -> int | None
             remedy='name the batch with data_parallel(batch="...")',
         )
     )
-
-
-def _deal(region: Region, tree: Any, axis: str, shards: int) -> VirtualShards:
-    """The virtual shards of a batch, of which some leaves may have been dealt already."""
-    here, total = None, None
-    for leaf in trees.leaves(tree):
-        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
-            continue
-        if axis not in (marked(leaf) or ()):
-            total = leaf.shape[0]
-        elif region.dealt != shards:
-            raise SpecError(
-                message(
-                    f"a batch was cut before data_parallel(shards={shards}), and not over as many virtual shards",
-                    got="ranks' parts" if region.dealt is None else f"a batch of Loader(shards={region.dealt})",
-                    remedy="give the same shards= to Loader and data_parallel, or pass the whole batch",
-                )
-            )
-        else:
-            here = leaf.shape[0]
-    if here is not None:
-        known = region.batch_total if region.batch_axis == axis else None
-        total = int(psum(torch.tensor(here), axis)) if known is None else known
-    return VirtualShards.of(region, axis, shards, total or 0)
-
-
-def _split(region: Region, tree: Any, axis: str, virtual: VirtualShards | None) -> tuple[Any, int, int]:
-    """This rank's part of the batch, its number of samples, and that of the whole batch."""
-    session = region.session
-    parts, mine = session.layout.axes[axis], session.layout.coords(session.rank)[axis]
-    lengths: set[int] = set()
-    already = False
-
-    def cut(leaf: Any) -> Any:
-        nonlocal already
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if leaf.dim() == 0:
-            raise SpecError(
-                message("a leaf of the batch has no dimension to split", remedy="pass it in another argument")
-            )
-        if axis in (marked(leaf) or ()):
-            already = True
-            lengths.add(leaf.shape[0])
-            return dealt(leaf)
-        if virtual is not None:
-            part = virtual.deal(leaf)
-            lengths.add(part.shape[0])
-            return dealt(mark(part, (marked(leaf) or frozenset()) | {axis}))
-        sizes = split_sizes(leaf.shape[0], parts)
-        part = leaf[sum(sizes[:mine]) : sum(sizes[: mine + 1])]
-        lengths.add(part.shape[0])
-        return mark(part, (marked(leaf) or frozenset()) | {axis})
-
-    def dealt(leaf: torch.Tensor) -> torch.Tensor:
-        if virtual is None:
-            return leaf
-        part = mark(as_dealt(leaf), marked(leaf) or frozenset())
-        virtual.batch.append(part)
-        return part
-
-    wholes = {leaf.shape[0] for leaf in trees.leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dim()}
-    tree = trees.map(cut, tree)
-    if virtual is not None:
-        virtual.tree = tree
-    if len(lengths) > 1 or len(wholes) > 1:
-        raise SpecError(
-            message("the leaves of the batch differ in dimension 0", got=sorted(wholes), remedy="make them agree")
-        )
-    local = next(iter(lengths), 0)
-    if virtual is not None:
-        if local != sum(virtual.sizes[shard] for shard in virtual.owners[virtual.place]) and lengths:
-            raise SpecError(
-                message(
-                    "a batch's parts are not those of its virtual shards",
-                    got=f"{local} samples of {virtual.total}",
-                    where=session.where(),
-                    remedy="pass the batch as the Loader gave it, or whole",
-                )
-            )
-        return tree, local, virtual.total
-    if not already:
-        return tree, local, next(iter(wholes), 0)
-    if region.batch_total is not None and region.batch_axis == axis:
-        return tree, local, region.batch_total
-    return tree, local, int(psum(torch.tensor(local), axis))

@@ -18,16 +18,37 @@ from ..kernels.errors import SpmdError
 from ..mesh import trees
 from ..mesh.region import Region
 from ._arguments import is_inexact
+from ._backward import Plain
+from ._call import Call, Output
+from ._plan import Plan
+from ._tokens import started
 
 
-def possible(region: Region, over: tuple[str, ...]) -> bool:
+class EmptyShards(Plain):
+    """`Plain`, where some rank may be without samples and unable to evaluate the function."""
+
+    def evaluate(self, call: Call) -> Output:
+        assert call.region is not None
+        failed, out, before = None, None, started()
+        try:
+            out = call.evaluate(call.args, call.kwargs)
+        except Exception as error:
+            if call.weight(call.over)[1] or started() > before:
+                raise
+            failed = error
+        return _stand_in(call.region, call.over, failed, out)
+
+
+def possible(region: Region | None, plan: Plan, over: tuple[str, ...]) -> bool:
     """Whether some rank has no samples; the same answer on all ranks."""
+    if region is None:
+        return False
     sizes = region.session.layout.axes
-    return any(total < sizes[name] for name, (_, total) in region.totals.items() if name in over)
+    return any(total < sizes[name] for name, (_, total) in plan.samples.items() if name in over)
 
 
-def stand_in(region: Region, over: tuple[str, ...], failed: Exception | None, result: Any) -> Any:
-    """`result`, or on a rank that has `failed` a twin of another rank's, zeros for its floats.
+def _stand_in(region: Region, over: tuple[str, ...], failed: Exception | None, out: Output | None) -> Output:
+    """`out`, or on a rank that has `failed` one like another rank's, with zeros for its floats.
 
     Raises:
         Exception: `failed`, if no other rank can help.
@@ -37,20 +58,26 @@ def stand_in(region: Region, over: tuple[str, ...], failed: Exception | None, re
         flags = [torch.empty(1, dtype=torch.bool) for _ in range(comm.size)]
         comm.all_gather(flags, torch.tensor([failed is not None]))
         if not any(flags):
-            return result
+            assert out is not None
+            return out
         able = [index for index, flag in enumerate(flags) if not flag]
-        mine = cloudpickle.dumps(trees.map(blank, result)) if able and able[0] == comm.rank else b""
+        mine = cloudpickle.dumps(trees.map(blank, _parts(out))) if able and able[0] == comm.rank else b""
         described = comm.all_gather_bytes(mine)
     except SpmdError:
         if failed is not None:
             raise failed from None
         raise
-    if failed is None:
-        return result
+    if out is not None:
+        return out
     if not able:
+        assert failed is not None
         raise failed
-    twin = pickle.loads(described[able[0]])
-    return trees.map(lambda leaf: region.session.placed(leaf) if isinstance(leaf, Tensor) else leaf, twin)
+    parts = pickle.loads(described[able[0]])
+    return Output(*trees.map(lambda leaf: region.session.placed(leaf) if isinstance(leaf, Tensor) else leaf, parts))
+
+
+def _parts(out: Output | None) -> tuple[Any, ...]:
+    return () if out is None else (out.value, out.count, out.aux)
 
 
 def blank(leaf: Any) -> Any:

@@ -4,7 +4,7 @@ torch makes a weight's gradient, `gradient.t() @ x`, in memory of its own, and c
 traffic as reducing it. Where the tape shows that a leaf is the weight of one linear layer and nothing else, torch is
 not asked for it: a hook on the layer's node computes the same product with `out=` the leaf's place. Invariants: the
 same bits as torch's own gradient; only nodes that run for another leaf's sake are taken, since no other hook is called;
-none where the function made hooks (see `hooks_so_far`), which may look at what torch would have computed or change it.
+none where the function made hooks (see `hooks_made`), which may look at what torch would have computed or change it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-Node = Any  # of torch's tape
+from ..kernels import torch_private
+from ..kernels.torch_private import Node
+from ..mesh.replication.net import unfollowed
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _LARGE = 1 << 17  # bytes; below, a copy costs less than finding out
@@ -29,37 +30,41 @@ _INPUTS = {"AddmmBackward0": "mat1", "MmBackward0": "self"}
 class LinearWeight:
     """A weight, and the node whose backward computes its gradient; `saved` is the name of what it kept of the input."""
 
-    twin: Tensor
+    leaf: Tensor
     node: Node
     saved: str
 
     def gradient(self, gradient: Tensor, out: Tensor) -> None:
-        torch.mm(gradient.t(), getattr(self.node, f"_saved_{self.saved}"), out=out)
+        torch.mm(gradient.t(), torch_private.saved(self.node, self.saved), out=out)
 
-    def hook(self, room: Callable[[], Tensor], filled: Callable[[], None]) -> Any:
-        """Have the backward pass write the gradient to `room()` and say so; returns the handle that ends it."""
+    def hook(self, grad_view: Callable[[], Tensor], mark_ready: Callable[..., None]) -> Any:
+        """Have the backward pass write the gradient to `grad_view()` and tell `mark_ready` of what it was computed.
+
+        Returns the handle that ends it.
+        """
 
         def compute(gradients: tuple[Tensor | None, ...]) -> None:
             # A backward of the function's own, within this one and over the same tape, has to keep it.
-            within_another = torch._C._autograd._get_current_graph_task_keep_graph()
+            within_another = torch_private.backward_keeps_tape()
             if gradients[0] is not None and not within_another:
-                self.gradient(gradients[0], room())
-                filled()
+                with unfollowed():
+                    self.gradient(gradients[0], grad_view())
+                mark_ready(gradients[0], torch_private.saved(self.node, self.saved))
 
         return self.node.register_prehook(compute)
 
 
 def linear_weights(
-    ends: Iterable[Tensor], twins: Sequence[Tensor], wanted: Callable[[Tensor], bool]
+    ends: Iterable[Tensor], leaves: Sequence[Tensor], wanted: Callable[[Tensor], bool]
 ) -> list[LinearWeight]:
-    """Those of the leaves `twins` that are `wanted`, and nothing but the weight of one linear layer each.
+    """Those of the leaves `leaves` that are `wanted`, and nothing but the weight of one linear layer each.
 
     Args:
         ends: where the backward pass begins, whose `inputs` the other leaves will be.
     """
     if torch.is_anomaly_enabled():  # which looks at what nodes return
         return []
-    large = {id(twin): twin for twin in twins if _eligible(twin) and wanted(twin)}
+    large = {id(leaf): leaf for leaf in leaves if _eligible(leaf) and wanted(leaf)}
     if not large:
         return []
     uses = _uses(end.grad_fn for end in ends)
@@ -71,34 +76,29 @@ def linear_weights(
         transposed = node.next_functions[-1][0]
         if type(transposed).__name__ != "TBackward0" or uses[transposed] > 1:
             continue
-        leaf = transposed.next_functions[0][0]
-        twin = large.get(_leaf_of(leaf))
-        if twin is not None and uses[leaf] == 1 and _as_it_was(node, saved):
-            found.append(LinearWeight(twin, node, saved))
-    taken = {id(weight.twin) for weight in found}
-    others = {id(twin) for twin in twins} - taken
+        below = transposed.next_functions[0][0]
+        leaf = large.get(_leaf_of(below))
+        if leaf is not None and uses[below] == 1 and _as_it_was(node, saved):
+            found.append(LinearWeight(leaf, node, saved))
+    taken = {id(weight.leaf) for weight in found}
+    others = {id(leaf) for leaf in leaves} - taken
     alive: set[Node] = set()
     dead: set[Node] = set()
     # From the first layer on, so that none looks further than to the one below.
-    found.sort(key=lambda weight: weight.node._sequence_nr())
+    found.sort(key=lambda weight: torch_private.order(weight.node))
     return [weight for weight in found if _leads_to(weight.node, others, alive, dead)]
 
 
-def hooks_so_far() -> int:
-    """Counts the hooks that torch has been given in this process, of tensors, nodes and modules."""
-    return RemovableHandle.next_id
-
-
-def _eligible(twin: Tensor) -> bool:
+def _eligible(leaf: Tensor) -> bool:
     """Whether it is worth it, and can be written as it is."""
     return (
-        type(twin) in _PLAIN
-        and twin.is_cpu
-        and twin.dim() == 2
-        and min(twin.shape) > 1
-        and twin.dtype.is_floating_point
-        and twin.is_contiguous()
-        and twin.numel() * twin.element_size() >= _LARGE
+        type(leaf) in _PLAIN
+        and leaf.is_cpu
+        and leaf.dim() == 2
+        and min(leaf.shape) > 1
+        and leaf.dtype.is_floating_point
+        and leaf.is_contiguous()
+        and leaf.numel() * leaf.element_size() >= _LARGE
     )
 
 
@@ -123,10 +123,7 @@ def _as_it_was(node: Node, saved: str) -> bool:
 
     What is computed again, or lies elsewhere (`torch.utils.checkpoint`, `save_on_cpu`), may be asked for only once.
     """
-    kept = getattr(node, f"_raw_saved_{saved}")
-    if getattr(node, "_saved_alpha", 1) != 1 or getattr(kept, "unpack_hook", kept) is not None:
-        return False
-    x: Any = getattr(kept, "data", None)
+    x: Any = None if torch_private.scales(node) else torch_private.saves_itself(node, saved)
     return type(x) in _PLAIN and x.layout == torch.strided
 
 

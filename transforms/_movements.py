@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.errors import SpecError, message
-from ._chain import run
+from ..mesh.replication.net import Varying, active
 from ._named_axes import Axis, check_dim, each_leaf, group, known
 from ._operations import Broadcast, Exchange, Gather, Permute, Scatter
+from ._tokens import run
 
 
 def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> Any:
@@ -193,8 +194,19 @@ def gather_written(
         write: fills this rank's slice.
         into: an earlier result to overwrite, if all ranks have the same one and are done with it.
     """
-    _, comm = group("all_gather", axis)
-    return comm.all_gathered(length, dtype, write, into)
+    axes, comm = group("all_gather", axis)
+    net = active()
+    if net is None:
+        return comm.all_gathered(length, dtype, write, into)
+    slices: list[Varying] = []
+
+    def write_followed(out: Tensor) -> None:
+        write(out)
+        slices.append(net.of(out))
+
+    gathered = comm.all_gathered(length, dtype, write_followed, into)
+    net.result(gathered, slices[0].without(axes))
+    return gathered
 
 
 def can_rewrite(result: Tensor | None, axis: Axis) -> bool:

@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..kernels.communicator import Communicator
 from ..kernels.errors import SpecError, message
+from ..kernels.torch_private import outside_torch_func
 from ..mesh import trees
-from ..mesh.placing import as_tensor
-from ..mesh.rank import RankSession
-from ..mesh.region import mark, require
-from ._dealt import Dealt
+from ..mesh.put import as_tensor
+from ..mesh.rank.session import RankSession
+from ..mesh.region import require
+from ..mesh.replication.net import differs_over, mark
+from ..mesh.replication.numbers import varying_number
+from ._plan import plan_of
+from .exact.tracked import Tracked
 
 Axis = str | tuple[str, ...]
 
@@ -34,8 +37,8 @@ def axis_index(axis: Axis) -> int:
     Raises:
         SpecError: no such axis. MeshError: outside a region.
     """
-    session, axes = place("axis_index", axis)
-    return session.layout.part(session.rank, axes)
+    session, axes = check_axis("axis_index", axis)
+    return varying_number(session.layout.part(session.rank, axes), axes, "axis_index")
 
 
 def axis_size(axis: Axis) -> int:
@@ -52,7 +55,7 @@ def axis_size(axis: Axis) -> int:
     Raises:
         SpecError: no such axis. MeshError: outside a region.
     """
-    session, axes = place("axis_size", axis)
+    session, axes = check_axis("axis_size", axis)
     return session.layout.parts(axes)
 
 
@@ -66,22 +69,23 @@ def barrier(axis: Axis | None = None) -> None:
         SpecError: no such axis. MeshError: outside a region.
     """
     session = require("barrier").session
-    comm = session.comm(session.layout.names if axis is None else place("barrier", axis)[1])
-    with temporarily_clear_interpreter_stack():  # torch.func has nothing to transform here
+    comm = session.comm(session.layout.names if axis is None else check_axis("barrier", axis)[1])
+    with outside_torch_func():  # torch.func has nothing to transform here
         comm.barrier()
 
 
-def place(what: str, axis: Axis) -> tuple[RankSession, tuple[str, ...]]:
+def check_axis(what: str, axis: Axis) -> tuple[RankSession, tuple[str, ...]]:
     """This rank's session, and `axis` as a checked tuple of names."""
     region = require(what)
     session = region.session
     if not isinstance(axis, str | tuple | list) or not axis:
         raise SpecError(message(f'{what} got a bad "axis"', got=repr(axis), expected="an axis name or a tuple of them"))
     axes = session.axes(axis if isinstance(axis, str) else tuple(axis), what=what)
-    if region.shard is not None and region.virtual.axis in axes:
+    plan = plan_of(region)
+    if plan.shard is not None and plan.virtual is not None and plan.virtual.axis in axes:
         raise SpecError(
             message(
-                f"{what} over {region.virtual.axis!r} in a virtual shard, which runs alone, one after another",
+                f"{what} over {plan.virtual.axis!r} in a virtual shard, which runs alone, one after another",
                 where=session.where(),
                 remedy="return it as aux (has_aux=True), or leave shards= out of data_parallel",
             )
@@ -91,7 +95,7 @@ def place(what: str, axis: Axis) -> tuple[RankSession, tuple[str, ...]]:
 
 def group(what: str, axis: Axis) -> tuple[tuple[str, ...], Communicator]:
     """The checked names of `axis`, and the communicator of the ranks along it."""
-    session, axes = place(what, axis)
+    session, axes = check_axis(what, axis)
     return axes, session.comm(axes)
 
 
@@ -99,7 +103,7 @@ def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:
     """Map over the leaves of a tree: tensors, NumPy arrays and numbers."""
 
     def one(leaf: Any) -> Tensor:
-        if isinstance(leaf, Dealt):
+        if isinstance(leaf, Tracked):
             raise SpecError(
                 message(
                     f"{what} of what was computed from the batch under data_parallel(shards=) outside value_and_grad, "
@@ -123,30 +127,11 @@ def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:
     return trees.map(one, x)
 
 
-def differs_over(tensor: Any) -> frozenset[str] | None:
-    """The axes along which a tensor is known to differ; None if nothing is known.
-
-    So it is of a view of a tensor of which something is known, and of one that was changed in place since.
-    """
-    axes = getattr(tensor, "_spmd_axes", None)
-    return axes if axes is None or getattr(tensor, "_spmd_version", None) in (None, _version(tensor)) else None
-
-
-def note(tensor: Tensor, axes: frozenset[str]) -> Tensor:
-    """Note that a tensor differs along `axes`, and is the same along all others."""
-    tensor._spmd_version = _version(tensor)  # type: ignore[attr-defined]
-    return mark(tensor, axes)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def known(source: Tensor, result: Tensor, *, same: tuple[str, ...] = (), differs: tuple[str, ...] = ()) -> Tensor:
     """Carry over what is known of the axes along which a tensor differs; along `same` it no longer does."""
     axes = differs_over(source)
     if axes is not None:
-        note(result, (axes - set(same)) | set(differs))
+        mark(result, (axes - set(same)) | set(differs))
     return result
 
 

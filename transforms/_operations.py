@@ -1,4 +1,4 @@
-"""The collectives as operations on one tensor, each with its transpose: the table of DESIGN section 4.
+"""The collectives as operations on one tensor, each with its transpose: the table of docs/architecture.md, section 4.
 
 All but the extremes are linear, so their transposes are operations of the same kind and differentiable in turn.
 Where the ranks' tensors are told apart they lie along the first dimension; `_movements` brings it to its place.
@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from ..kernels.communicator import Communicator
-from ._chain import run
+from ._tokens import run
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Linear:
     comm: Communicator
     saves: ClassVar[bool] = False
+    name: ClassVar[str]
+    replicates: ClassVar[bool]
 
     def transpose(self) -> _Linear:
         return self
@@ -27,10 +29,10 @@ class _Linear:
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def pull(self, gradient: Tensor, *_: Tensor) -> Tensor:
+    def vjp(self, gradient: Tensor, *_: Tensor) -> Tensor:
         return run(self.transpose(), gradient)
 
-    def push(self, tangent: Tensor, *_: Tensor) -> Tensor:
+    def jvp(self, tangent: Tensor, *_: Tensor) -> Tensor:
         return run(self, tangent)
 
 
@@ -38,6 +40,8 @@ class _Linear:
 class Sum(_Linear):
     """The sum, or with `op="avg"` the mean, on all ranks. Transpose: itself."""
 
+    name: ClassVar[str] = "psum"
+    replicates: ClassVar[bool] = True
     op: str = "sum"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,6 +51,9 @@ class Sum(_Linear):
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gather(_Linear):
     """The ranks' tensors stacked along a new first dimension, on all ranks."""
+
+    name: ClassVar[str] = "all_gather"
+    replicates: ClassVar[bool] = True
 
     def transpose(self) -> _Linear:
         return Scatter(self.comm)
@@ -61,6 +68,9 @@ class Gather(_Linear):
 class Scatter(_Linear):
     """The sum over ranks, of which rank i keeps entry i of the first dimension."""
 
+    name: ClassVar[str] = "psum_scatter"
+    replicates: ClassVar[bool] = False
+
     def transpose(self) -> _Linear:
         return Gather(self.comm)
 
@@ -74,6 +84,9 @@ class Scatter(_Linear):
 class Exchange(_Linear):
     """Entry i of the first dimension goes to rank i, and what comes from rank i is entry i. Transpose: itself."""
 
+    name: ClassVar[str] = "all_to_all"
+    replicates: ClassVar[bool] = False
+
     def forward(self, x: Tensor) -> Tensor:
         out = x.new_empty(x.shape)
         self.comm.all_to_all(list(out.unbind(0)), list(x.unbind(0)))
@@ -84,6 +97,8 @@ class Exchange(_Linear):
 class Permute(_Linear):
     """Sends along pairs (source, destination); a rank that receives nothing gets zeros."""
 
+    name: ClassVar[str] = "ppermute"
+    replicates: ClassVar[bool] = False
     pairs: tuple[tuple[int, int], ...]
 
     def transpose(self) -> _Linear:
@@ -105,6 +120,8 @@ class Permute(_Linear):
 class Broadcast(_Linear):
     """The source's tensor on all ranks."""
 
+    name: ClassVar[str] = "pbroadcast"
+    replicates: ClassVar[bool] = True
     source: int
 
     def transpose(self) -> _Linear:
@@ -120,6 +137,8 @@ class Broadcast(_Linear):
 class Collect(_Linear):
     """The sum at the source, zeros elsewhere."""
 
+    name: ClassVar[str] = "the gradient of pbroadcast"
+    replicates: ClassVar[bool] = False
     source: int
 
     def transpose(self) -> _Linear:
@@ -138,6 +157,8 @@ class Extreme:
     comm: Communicator
     op: str
     saves: ClassVar[bool] = True
+    name: ClassVar[str] = "pmax"
+    replicates: ClassVar[bool] = True
 
     def forward(self, x: Tensor) -> Tensor:
         return self.comm.all_reduced(x, self.op)
@@ -146,8 +167,8 @@ class Extreme:
         holds = (x.detach() == extreme.detach()).to(x.dtype)
         return holds / run(Sum(self.comm), holds)
 
-    def pull(self, gradient: Tensor, *saved: Tensor) -> Tensor:
+    def vjp(self, gradient: Tensor, *saved: Tensor) -> Tensor:
         return run(Sum(self.comm), gradient) * self._share(*saved)
 
-    def push(self, tangent: Tensor, *saved: Tensor) -> Tensor:
+    def jvp(self, tangent: Tensor, *saved: Tensor) -> Tensor:
         return run(Sum(self.comm), tangent * self._share(*saved))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..kernels.arena import word_key
+from ..kernels.word_key import word_key
 from ..mesh.region import require
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..mesh.region import require
-from ._chain import run
 from ._named_axes import Axis, each_leaf, group, known
 from ._operations import Extreme, Sum
+from ._plan import current_plan
+from ._tokens import run
 
 
 def psum(x: Any, axis: Axis) -> Any:
@@ -58,17 +59,16 @@ def pmean(x: Any, axis: Axis) -> Any:
         as `psum`.
     """
     axes, comm = group("pmean", axis)
-    region = require("pmean")
-    sizes = region.session.layout.axes
+    plan, sizes = current_plan(), require("pmean").session.layout.axes
     # All ranks see alike whether the batch divides; where it does, the plain mean is the weighted one.
-    uneven = any(total % sizes[name] for name, (_, total) in region.totals.items() if name in axes)
+    uneven = any(total % sizes[name] for name, (_, total) in plan.samples.items() if name in axes)
 
     def one(leaf: Tensor) -> Tensor:
         inexact = leaf.dtype.is_floating_point or leaf.dtype.is_complex
         x = leaf if inexact else leaf.to(torch.get_default_dtype())
         if not uneven:
             return known(leaf, run(Sum(comm, "avg"), x), same=axes)
-        weight, any_samples = region.weight(axes)
+        weight, any_samples = plan.weight(axes, sizes)
         return known(leaf, run(Sum(comm), x * weight if any_samples else torch.zeros_like(x)), same=axes)
 
     return each_leaf("pmean", one, x)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..kernels.errors import SpecError, message
-from ..mesh import drawing
+from ..mesh.display import drawing
 from ..mesh.mesh import nearest
 from ..mesh.spec import Layout, split_sizes
 from ._feistel import derive_key, permute

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from ..kernels.bucket import Buckets, Leaf
 from ..kernels.errors import SpecError, message
-from ..mesh.region import Region, current
-from ._chain import forget_undefined
+from ..mesh.rank.planned import PlannedBuckets, PlannedCommunicator
+from ..mesh.region import Region
+from ..mesh.replication.net import Varying, active, joined, unfollowed
+from ._plan import Plan
+from ._tokens import forget_undefined
 
 # (axes, dtype on the wire, kind of device): leaves of one group share buckets
 Group = tuple[tuple[str, ...], torch.dtype | None, str]
@@ -20,16 +23,18 @@ Place = tuple[Group, int]
 class Sums:
     """One use: `add` every leaf, `open`, `fill` what there is in any order, `finish`. Outside a region, one rank's."""
 
-    def __init__(self, region: Region | None):
-        self._region = region
+    def __init__(self, region: Region | None, plan: Plan):
+        self._region, self._plan = region, plan
         self._groups: dict[Group, list[Tensor]] = {}
         self._open: dict[Group, Any] = {}
         self._local: dict[Place, Tensor] = {}
         self._gradual: set[Group] = set()  # those with leaves that come one by one
+        self.filled = 0  # how many leaves have been filled in
+        self._varying: dict[Place, Varying] = {}  # how this rank's values differ from others', where that is followed
 
     def add(self, like: Tensor, axes: tuple[str, ...], *, exact: bool = False) -> Place:
         """Announce a leaf; `exact` keeps it from travelling as `wire_dtype`, and says that it is filled in at once."""
-        wire_dtype = None if exact or self._region is None else self._region.wire_dtype
+        wire_dtype = None if exact else self._plan.wire_dtype
         group = self._shared(axes), wire_dtype, like.device.type
         members = self._groups.setdefault(group, [])
         members.append(like)
@@ -50,10 +55,11 @@ class Sums:
                 _check_device(device, self._region)
                 # On GPUs all collectives take turns. Which comes first must not depend on the leaves that a rank uses.
                 turns = {} if device != "cuda" else {"early": alone and len(self._gradual) < 2}
-                self._open[group] = _kind(device)(
-                    self._region.session.comm(axes, channel="buckets"),
+                comm = self._region.session.comm(axes, channel="buckets")
+                self._open[group] = _kind(device, comm)(
+                    comm,
                     [Leaf.of(member) for member in members],
-                    bucket_bytes=int(self._region.bucket_mb * (1 << 20)),
+                    bucket_bytes=self._plan.bucket_bytes,
                     wire_dtype=wire_dtype,
                     **turns,
                 )
@@ -65,29 +71,48 @@ class Sums:
 
     def fill(self, place: Place, value: Tensor) -> None:
         group, index = place
+        self.filled += 1
         if group in self._open:
-            self._open[group].fill(index, value)
+            self._follow(place, value)
+            with unfollowed():
+                self._open[group].fill(index, value)
         else:
             self._local[place] = value
 
-    def has_room(self, place: Place) -> bool:
-        """Whether a leaf's value may be written to its `room`: where it is that of other ranks' sum, on CPUs."""
+    def has_grad_view(self, place: Place) -> bool:
+        """Whether a leaf's value may be written to its `grad_view`: where it is that of other ranks' sum, on CPUs."""
         _, wire_dtype, device = place[0]
         return place[0] in self._open and wire_dtype is None and device == "cpu"
 
-    def room(self, place: Place) -> Tensor:
-        """Where the value of a leaf goes: write there, then say `filled`."""
-        return self._open[place[0]].room(place[1])
+    def grad_view(self, place: Place) -> Tensor:
+        """Where the value of a leaf goes: write there, then `mark_ready`."""
+        with unfollowed():
+            return self._open[place[0]].grad_view(place[1])
 
-    def filled(self, place: Place) -> None:
-        self._open[place[0]].filled(place[1])
+    def mark_ready(self, place: Place, *sources: Tensor) -> None:
+        """A leaf's value, computed of `sources`, is in its view."""
+        self.filled += 1
+        self._follow(place, *sources)
+        with unfollowed():
+            self._open[place[0]].mark_ready(place[1])
+
+    def _follow(self, place: Place, *sources: Tensor) -> None:
+        net = active()
+        if net is not None:
+            self._varying[place] = joined(net.of(source) for source in sources)
 
     def finish(self) -> dict[Place, Tensor]:
         """The sums; zeros where nothing was filled in."""
+        net = active()
         found: dict[Place, Tensor] = {}
         for group, members in self._groups.items():
             if group in self._open:
-                found.update({(group, index): total for index, total in enumerate(self._open[group].finish())})
+                with unfollowed():
+                    totals = self._open[group].finish()
+                for index, total in enumerate(totals):
+                    found[group, index] = total
+                    if net is not None and (group, index) in self._varying:
+                        net.note(total, self._varying[group, index].without(group[0]))
                 continue
             for index, member in enumerate(members):
                 local = self._local.get((group, index))
@@ -111,16 +136,18 @@ def home_of(tensor: Tensor) -> Any:
     """What the hooks of a backward pass need to know of the stream that it begins on; None but on GPUs."""
     if not tensor.is_cuda:
         return None
-    from ..kernels.cuda_streams import Home
+    from ..kernels.cuda.streams import Home
 
     return Home(tensor.device)
 
 
-def _kind(device: str) -> Any:
+def _kind(device: str, comm: Any) -> Any:
     """The buckets for a kind of device; those of GPUs are imported where there is one."""
+    if isinstance(comm, PlannedCommunicator):
+        return PlannedBuckets
     if device != "cuda":
         return Buckets
-    from ..kernels.cuda_bucket import CudaBuckets
+    from ..kernels.cuda.bucket import CudaBuckets
 
     return CudaBuckets
 
@@ -138,13 +165,13 @@ class Hook:
         home: where the backward pass began on a GPU, whose stream what sums the gradients waits for.
     """
 
-    __slots__ = ("home", "place", "region", "sums")
+    __slots__ = ("home", "place", "plan", "sums")
 
-    def __init__(self, sums: Filled, place: Any, home: Any = None):
-        self.sums, self.place, self.region, self.home = sums, place, current(), home
+    def __init__(self, sums: Filled, place: Any, plan: Plan, home: Any = None):
+        self.sums, self.place, self.plan, self.home = sums, place, plan, home
 
-    def __call__(self, twin: Any) -> None:
-        gradient, twin.grad = twin.grad, None
+    def __call__(self, primal: Any) -> None:
+        gradient, primal.grad = primal.grad, None
         if gradient is not None:
             # A rank without samples fills in as well, so that buckets and collectives alternate alike on all ranks.
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
@@ -155,4 +182,4 @@ class Hook:
                     self._fill(gradient)
 
     def _fill(self, gradient: Tensor) -> None:
-        self.sums.fill(self.place, forget_undefined(gradient, self.region))
+        self.sums.fill(self.place, forget_undefined(gradient, self.plan))

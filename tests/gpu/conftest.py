@@ -6,18 +6,26 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from internals import share_a_gpu
 
 from spmd import Mesh
 
 
-@pytest.fixture(params=[1, 2])
-def mesh(request: pytest.FixtureRequest, make_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch) -> Mesh:
-    """One rank, and two: on a GPU each, or on one where NCCL 2.30 or later is at hand."""
-    if request.param > torch.cuda.device_count():
-        from spmd.kernels import nccl_library
+@pytest.fixture
+def enough_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`enough_gpus(2)`: where there are fewer, two ranks share one, or the test is skipped."""
 
-        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-        library = nccl_library.load()
-        if not nccl_library.may_share_gpu(library):
-            pytest.skip(f"one GPU, and several ranks on it need NCCL 2.30: {library.describe()}")
+    def see(size: int) -> None:
+        if size <= torch.cuda.device_count():
+            return
+        if reason := share_a_gpu(monkeypatch):
+            pytest.skip(f"one GPU, and {reason}")
+
+    return see
+
+
+@pytest.fixture(params=[1, 2])
+def mesh(request: pytest.FixtureRequest, make_mesh: Callable[..., Mesh], enough_gpus: Callable[[int], None]) -> Mesh:
+    """One rank, and two: on a GPU each, or on one where NCCL 2.30 or later is at hand."""
+    enough_gpus(request.param)
     return make_mesh({"data": request.param}, device="cuda")

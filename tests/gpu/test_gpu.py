@@ -19,8 +19,8 @@ from torch import nn
 
 from spmd import Mesh, P, data_parallel, functional, optimizer, psum, put, value_and_grad
 from spmd import spmd as on_mesh
-from spmd.kernels.cuda_pack import Table
-from spmd.kernels.nccl_arithmetic import NAMES
+from spmd.kernels.cuda.nccl_arithmetic import NAMES
+from spmd.kernels.cuda.pack import Table
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

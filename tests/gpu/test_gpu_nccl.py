@@ -156,7 +156,7 @@ def plain(w: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor
 
 def test_a_rank_that_never_joins_holds_up_nothing() -> None:
     """NCCL waits for a second rank; the thread that it waits in is left behind, and others go on."""
-    from spmd.kernels import nccl_library, nccl_raw
+    from spmd.kernels.cuda import nccl_connection, nccl_library
 
     library = nccl_library.load()
     entered = threading.Event()
@@ -165,11 +165,17 @@ def test_a_rank_that_never_joins_holds_up_nothing() -> None:
         torch.cuda.set_device(0)
         entered.set()
 
-    making = nccl_raw.Making(lambda: nccl_raw.joined(library, 2, library.nccl.get_unique_id(), 0), enter)
-    assert entered.wait(60) and not making.done()
-    making.give_up()
-    alone = nccl_raw.Making(lambda: nccl_raw.joined(library, 1, library.nccl.get_unique_id(), 0), enter)
+    def joined(size: int) -> nccl_connection.Pending:
+        unique = library.nccl.get_unique_id()
+        return nccl_connection.Pending(lambda _: nccl_connection.joined(library, size, unique, 0, enter), enter)
+
+    waiting = joined(2)
+    assert entered.wait(60) and not waiting.done()
+    waiting.abandon()
+    alone = joined(1)
     while not alone.done():
         pass
-    nccl_raw.end(alone.result(), abort=False, enter=enter)
-    nccl_raw.await_endings()
+    made = alone.result()
+    assert made is not None
+    made.end(abort=False)
+    nccl_connection.await_endings()

@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle
 import cuda_host
-import nccl_double
+import nccl_fake
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ from spmd import (
 from spmd import spmd as on_mesh
 from spmd.kernels import registry
 from spmd.kernels.bucket import Leaf
-from spmd.kernels.cuda_bucket import CudaBuckets
+from spmd.kernels.cuda.bucket import CudaBuckets
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -65,23 +65,13 @@ def mesh(
     case: tuple[str, int],
     shared_mesh: Callable[..., Mesh],
     make_mesh: Callable[..., Mesh],
-    monkeypatch: pytest.MonkeyPatch,
+    enough_gpus: Callable[[int], None],
 ) -> Mesh:
     device, size = case
     if device == "cpu":
         return shared_mesh({"data": size})
-    share_one_gpu(size, monkeypatch)
+    enough_gpus(size)
     return make_mesh({"data": size}, device="cuda")
-
-
-def share_one_gpu(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if size > torch.cuda.device_count():
-        from spmd.kernels import nccl_library
-
-        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-        library = nccl_library.load()
-        if not nccl_library.may_share_gpu(library):
-            pytest.skip(f"one GPU, and several ranks on it need NCCL 2.30: {library.describe()}")
 
 
 # -- train steps -------------------------------------------------------------------------------------------------------
@@ -163,9 +153,9 @@ def test_sharded_optimizer(mesh: Mesh) -> None:
     assert alike(params, plainly(data)[0], atol=1e-4)
 
     def kept(state: Any) -> tuple[int, set[str]]:
-        from spmd.mesh import trees
+        import pytrees
 
-        leaves = [getattr(leaf, "local", leaf) for leaf in trees.leaves(state)]
+        leaves = [getattr(leaf, "local", leaf) for leaf in pytrees.leaves(state)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
         return sum(tensor.numel() for tensor in tensors), {tensor.device.type for tensor in tensors}
 
@@ -280,15 +270,16 @@ def bucket_mesh(
     case: tuple[str, int],
     library: Callable[[], str],
     make_mesh: Callable[..., Mesh],
+    enough_gpus: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[Mesh, str]:
-    """A mesh whose `comm()` is NCCL's, or on the CPU its double's, with the kernels that it needs there."""
+    """A mesh whose `comm()` is NCCL's, or on the CPU its fake's, with the kernels that it needs there."""
     device, size = case
     if device == "cuda":
-        share_one_gpu(size, monkeypatch)
+        enough_gpus(size)
         return make_mesh({"data": size}, device="cuda"), ""
-    monkeypatch.setitem(registry._FACTORIES, "nccl-double", nccl_double.factory)
-    return make_mesh({"data": size}, backend="nccl-double"), library()
+    monkeypatch.setitem(registry._FACTORIES, "nccl-fake", nccl_fake.factory)
+    return make_mesh({"data": size}, backend="nccl-fake"), library()
 
 
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])

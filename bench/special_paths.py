@@ -1,0 +1,92 @@
+"""What the special paths of a train step earn: steps with and without each, in turn, in one run on the same ranks.
+
+    spmd run -n 2 bench/special_paths.py [model ...]
+
+A path that makes no model's step 5% faster is not worth its lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from spmd import Mesh
+from spmd.cli.bench.contenders import ours_step
+from spmd.mesh import donation
+from spmd.optim import sharded
+from spmd.transforms import _backward
+
+ROUNDS, SECONDS = 11, 0.15
+DONATED = {"shard": "data", "fused": True, "donate": True}
+
+
+def without_gradients_in_place() -> Any:
+    return mock.patch.object(_backward, "_in_place", lambda f, sums, ends, twins, handles: twins)
+
+
+def without_parameters_rewritten() -> Any:
+    return mock.patch.object(sharded.Slice, "_given_up", lambda self: None)
+
+
+@contextlib.contextmanager
+def without_donation() -> Iterator[None]:
+    with mock.patch.object(donation, "may_take", lambda tensor: False), without_parameters_rewritten():
+        yield
+
+
+PATHS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "weight gradients written into buckets": (without_gradients_in_place, {}),
+    "the same, sharded, fused, donated": (without_gradients_in_place, DONATED),
+    "sharded parameters rewritten in place": (without_parameters_rewritten, DONATED),
+    "parameters and state rewritten in place": (without_donation, DONATED),
+}
+
+
+def main() -> None:
+    mesh = Mesh(threads=1)
+    assert mesh.rank is not None, "start it on ranks: spmd run -n 2 bench/special_paths.py"
+    comm = mesh.comm()
+    for model in sys.argv[1:] or ("mlp_1k", "mlp_4k", "large", "encoder", "cnn"):
+        for name, (without, flags) in PATHS.items():
+            step = ours_step(mesh, f"models:{model}", **flags)
+            times: dict[bool, list[float]] = {True: [], False: []}
+            for warm in (True, False):
+                with contextlib.nullcontext() if warm else without():
+                    start = time.perf_counter()
+                    for _ in range(3):
+                        step()
+                    taken = (time.perf_counter() - start) / 3
+            calls = int(comm_max(comm, max(1, SECONDS / taken)))
+            for _ in range(ROUNDS):
+                for special in (True, False):
+                    with contextlib.nullcontext() if special else without():
+                        step()
+                        comm.barrier()
+                        start = time.perf_counter()
+                        for _ in range(calls):
+                            step()
+                        comm.barrier()
+                        times[special].append((time.perf_counter() - start) / calls)
+            if mesh.rank == 0:
+                with_it, alone = statistics.median(times[True]), statistics.median(times[False])
+                ratios = statistics.quantiles([b / a for a, b in zip(times[True], times[False], strict=True)], n=4)
+                print(
+                    f"{model:8} {name:42} {with_it * 1e3:8.2f} ms, without {alone * 1e3:8.2f} ms: "
+                    f"{alone / with_it:.3f} times (quartiles {ratios[0]:.3f} to {ratios[2]:.3f})",
+                    flush=True,
+                )
+
+
+def comm_max(comm: Any, value: float) -> float:
+    return float(comm.all_reduced(torch.tensor(float(value)), "max"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What a rank says about a collective, and what it is told when ranks disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .errors import CollectiveMismatch, message
+from .word_key import word_key
+
+_EVEN = (
+    ": pad them to the longest and leave the padding out afterwards, or have the batches divide "
+    "(Loader(drop_last=True), and a batch_size that is a multiple of the ranks)"
+)
+
+
+class Call:
+    """What a rank says about a collective: peers compare `signature`, people read `text`.
+
+    Args:
+        shape: the tensor's shape where it must be the same on all ranks.
+        shown: this rank's shape where ranks may differ: it is in the text and is not compared.
+    """
+
+    __slots__ = ("signature", "text")
+    _known: dict[tuple, tuple[int, str]] = {}  # noqa: RUF012 (a cache, shared on purpose)
+
+    def __init__(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        shape: tuple[int, ...] | None = None,
+        detail: object = "",
+        *,
+        shown: Sequence[int] | None = None,
+    ):
+        sizes = shape if shown is None else tuple(shown)
+        key = (name, dtype, shape, detail, sizes)
+        known = self._known.get(key)
+        if known is None:
+            kind = "" if dtype is None else " " + str(dtype).removeprefix("torch.")
+            text = f"{name}{kind}{'' if sizes is None else list(sizes)}{f' ({detail})' if detail else ''}"
+            known = self._known[key] = (word_key(*map(str, key[:4])), text)
+        self.signature, self.text = known
+
+
+def disagreement(ranks: Sequence[int], calls: dict[int, str]) -> CollectiveMismatch:
+    """The error for ranks of a group that disagree; `calls` maps their places in it to what they called."""
+    sides = {ranks[place]: text for place, text in calls.items()}
+    lines = "".join(f"\n  rank {rank}: {text}" for rank, text in sorted(sides.items()))
+    return CollectiveMismatch(
+        message(
+            f"ranks disagree on the next collective of group {tuple(ranks)}:{lines}\n"
+            "every rank of the group must make the same calls, in the same order, with the same shapes and dtypes"
+        )
+    )
+
+
+def absent(ranks: Sequence[int], rank: int, gone: int, what: str, site: str) -> CollectiveMismatch:
+    """The error for `gone`, which has left the region while `rank` waits for its part in `what`."""
+    return CollectiveMismatch(
+        message(
+            f"rank {ranks[gone]} left the region without its part in {what}, "
+            f"for which rank {ranks[rank]} waits at {site}",
+            where=f"group {tuple(ranks)}",
+            remedy="every rank of the group must make the same calls, and wait for them, in the same region",
+        )
+    )
+
+
+def wrong_piece(
+    ranks: Sequence[int], rank: int, what: str, *, source: int, got: int, expected: int, site: str
+) -> CollectiveMismatch:
+    """The error for a piece that does not fit where it is to go; its sender can't see that."""
+    return CollectiveMismatch(
+        message(
+            f"{what}: rank {ranks[source]} sends {got} bytes, rank {ranks[rank]} expects {expected}, at {site}",
+            where=f"group {tuple(ranks)}",
+            remedy="make the shapes of both sides agree" + (_EVEN if what.startswith("all_gather") else ""),
+        )
+    )
+
+
+def wrong_size(
+    ranks: Sequence[int], rank: int, *, source: int, tag: int, got: int, expected: int
+) -> CollectiveMismatch:
+    """The error for a message that does not fit the tensor it is received into."""
+    return CollectiveMismatch(
+        message(
+            f"recv on rank {ranks[rank]} from rank {ranks[source]} with tag {tag}: sizes differ",
+            got=f"a message of {got} bytes",
+            expected=f"{expected} bytes",
+            remedy="receive into a tensor of the sent shape and dtype",
+        )
+    )

@@ -1,0 +1,152 @@
+"""What collectives consist of, over a transport that can exchange pieces of bytes between all ranks.
+
+All follow from one exchange, in rank order, for every dtype; a transport overrides what it can do better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from .call import Call
+from .flat import as_bytes, contiguous, copy_back, writable
+from .operations import Steps
+from .reduction import Op, reduce_in_order, slice_bounds
+
+# Up to here a rank sends its whole contribution to all: one exchange instead of two.
+ONE_PHASE_BYTES = 1 << 15
+
+
+class Transport(Protocol):
+    """A communicator, as its collectives see it."""
+
+    rank: int
+    size: int
+
+    def _exchange(
+        self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
+    ) -> Steps: ...
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps: ...
+
+    def _all_reduce(self, call: Call, flat: torch.Tensor, op: Op, *, in_place: bool = False) -> Steps: ...
+
+
+def recv(comm: Transport, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
+    buffer = writable(tensor)
+    source = yield from comm._recv(as_bytes(buffer), src, tag)
+    copy_back([tensor], [buffer])
+    return source
+
+
+def barrier(comm: Transport, call: Call) -> Steps:
+    nothing: list[torch.Tensor | None] = [None] * comm.size
+    return comm._exchange(call, nothing, nothing)
+
+
+def broadcast(comm: Transport, call: Call, tensor: torch.Tensor, src: int) -> Steps:
+    mine = comm.rank == src
+    buffer = contiguous(tensor) if mine else writable(tensor)
+    data = as_bytes(buffer)
+    sends = [data if mine and rank != src else None for rank in range(comm.size)]
+    recvs = [data if not mine and rank == src else None for rank in range(comm.size)]
+    yield from comm._exchange(call, sends, recvs)
+    if not mine:
+        copy_back([tensor], [buffer])
+
+
+def reduce(comm: Transport, call: Call, tensor: torch.Tensor, dst: int, op: Op) -> Steps:
+    flat, mine = contiguous(tensor).view(-1), comm.rank == dst
+    parts = [torch.empty_like(flat) if mine and rank != dst else flat for rank in range(comm.size)]
+    sends = [as_bytes(flat) if rank == dst and not mine else None for rank in range(comm.size)]
+    recvs = [as_bytes(part) if mine and rank != dst else None for rank, part in enumerate(parts)]
+    yield from comm._exchange(call, sends, recvs)
+    if mine:
+        tensor.detach().copy_(reduce_in_order(parts, op, torch.empty_like(flat)).view(tensor.shape))
+
+
+def gather(comm: Transport, call: Call, tensor: torch.Tensor, outs: Sequence[torch.Tensor], dst: int) -> Steps:
+    buffers = [writable(out) for out in outs]
+    sends = [as_bytes(contiguous(tensor)) if rank == dst else None for rank in range(comm.size)]
+    recvs = [as_bytes(buffers[rank]) if buffers else None for rank in range(comm.size)]
+    yield from comm._exchange(call, sends, recvs)
+    copy_back(outs, buffers)
+
+
+def scatter(comm: Transport, call: Call, tensor: torch.Tensor, ins: Sequence[torch.Tensor], src: int) -> Steps:
+    buffer = writable(tensor)
+    sends = [as_bytes(contiguous(ins[rank])) if ins else None for rank in range(comm.size)]
+    recvs = [as_bytes(buffer) if rank == src else None for rank in range(comm.size)]
+    yield from comm._exchange(call, sends, recvs)
+    copy_back([tensor], [buffer])
+
+
+def all_gather(comm: Transport, call: Call, outs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Steps:
+    buffers = [writable(out) for out in outs]
+    yield from comm._exchange(call, [as_bytes(contiguous(tensor))] * comm.size, [as_bytes(part) for part in buffers])
+    copy_back(outs, buffers)
+
+
+def all_to_all(comm: Transport, call: Call, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> Steps:
+    buffers = [writable(out) for out in outs]
+    sends = [as_bytes(contiguous(piece)) for piece in ins]
+    yield from comm._exchange(call, sends, [as_bytes(buffer) for buffer in buffers])
+    copy_back(outs, buffers)
+
+
+def reduce_scatter(comm: Transport, call: Call, output: torch.Tensor, ins: Sequence[torch.Tensor], op: Op) -> Steps:
+    parts = [torch.empty(output.numel(), dtype=output.dtype) for _ in range(comm.size)]
+    sends = [as_bytes(contiguous(piece)) for piece in ins]
+    yield from comm._exchange(call, sends, [as_bytes(part) for part in parts])
+    output.detach().copy_(reduce_in_order(parts, op, torch.empty_like(parts[0])).view(output.shape))
+
+
+def all_reduce(comm: Transport, call: Call, tensor: torch.Tensor, op: Op) -> Steps:
+    flat = contiguous(tensor).view(-1)
+    # Only the tensor's own memory may be overwritten: a contiguous copy of it, and the result comes back.
+    in_place = flat.data_ptr() == tensor.data_ptr()
+    result = yield from comm._all_reduce(call, flat, op, in_place=in_place)
+    if result is not None:
+        tensor.detach().copy_(result.view(tensor.shape))
+
+
+def all_reduced(comm: Transport, call: Call, tensor: torch.Tensor, op: Op) -> Steps:
+    result = yield from comm._all_reduce(call, contiguous(tensor).view(-1), op)
+    return result.view(tensor.shape)
+
+
+def in_slices(comm: Transport, call: Call, flat: torch.Tensor, op: Op) -> Steps:
+    """Reduce a flat contiguous tensor; returns a new one.
+
+    Small: everybody sends everything to all and adds for itself. Large: rank i adds slice i and sends it round,
+    2(n-1)/n of the bytes per rank, as a ring does, but in rank order.
+    """
+    others = [rank != comm.rank for rank in range(comm.size)]
+    if flat.numel() * flat.element_size() <= ONE_PHASE_BYTES:
+        parts = [torch.empty_like(flat) if other else flat for other in others]
+        yield from comm._exchange(
+            call,
+            [as_bytes(flat) if other else None for other in others],
+            [as_bytes(part) if other else None for part, other in zip(parts, others, strict=True)],
+        )
+        return reduce_in_order(parts, op, torch.empty_like(flat))
+    bounds = slice_bounds(flat.numel(), comm.size)
+    slices = [flat[bounds[rank] : bounds[rank + 1]] for rank in range(comm.size)]
+    parts = [torch.empty_like(slices[comm.rank]) for _ in range(comm.size)]
+    parts[comm.rank] = slices[comm.rank]
+    yield from comm._exchange(
+        call,
+        [as_bytes(piece) if other else None for piece, other in zip(slices, others, strict=True)],
+        [as_bytes(part) if other else None for part, other in zip(parts, others, strict=True)],
+    )
+    result = torch.empty_like(flat)
+    pieces = [result[bounds[rank] : bounds[rank + 1]] for rank in range(comm.size)]
+    reduce_in_order(parts, op, pieces[comm.rank])
+    yield from comm._exchange(
+        None,  # the same call goes on: nothing more to compare
+        [as_bytes(pieces[comm.rank]) if other else None for other in others],
+        [as_bytes(piece) if other else None for piece, other in zip(pieces, others, strict=True)],
+    )
+    return result

@@ -1,0 +1,176 @@
+"""Gradient buckets on a GPU: packed, reduced and unpacked beside the backward pass that fills them.
+
+A bucket has leaves of one dtype. Once they are all there it is packed by one launch and reduced at once, both on a
+side stream; the stream of the backward pass goes on, and waits for the side stream's event where the sums are used.
+There the leaves are views of the sums, or, if they travelled as another dtype, unpacked by one more launch. The host
+waits for nothing. Invariant: buckets are the same on all ranks, since only shapes, dtypes and the order of use decide,
+and are reduced in the same order, whatever the order in which they fill.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..bucket import FIRST_BYTES, Leaf
+from ..errors import SpecError, message
+from .nccl import NcclCommunicator
+from .pack import DTYPES, Table, has_kernel
+
+_ALIGN = 512  # bytes; leaves begin where torch's own allocations would
+STREAM = "buckets"
+
+
+@dataclasses.dataclass(slots=True)
+class _Bucket:
+    """Leaves of one dtype (complex ones count as pairs), where they lie in the bucket, and its dtype on the wire."""
+
+    dtype: torch.dtype
+    wire: torch.dtype
+    size: int = 0
+    leaves: list[int] = dataclasses.field(default_factory=list)
+    starts: list[int] = dataclasses.field(default_factory=list)
+    lengths: list[int] = dataclasses.field(default_factory=list)
+
+    def table(self, launch: Any) -> Table:
+        return Table(self.starts, self.lengths, self.dtype, self.wire, launch)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plan:
+    """The buckets in the order in which they are reduced, each with a table for the way in and one for the way back."""
+
+    buckets: list[_Bucket]
+    tables: list[tuple[Table, Table]]
+    bucket_of: list[int]  # of every leaf
+
+
+class CudaBuckets:
+    """One use of a set of buckets: `fill` each leaf that has a value, then `finish`; as `bucket.Buckets`.
+
+    Args:
+        comm: the group to sum over.
+        leaves: what will come, in order of use.
+        bucket_bytes: how large a bucket may grow.
+        wire_dtype: travel as this dtype (floating-point leaves only).
+        early: start a reduction as soon as its leaves are in, and not all of them in `finish`.
+    """
+
+    def __init__(
+        self,
+        comm: NcclCommunicator,
+        leaves: Sequence[Leaf],
+        *,
+        bucket_bytes: int,
+        wire_dtype: torch.dtype | None = None,
+        early: bool = True,
+    ):
+        self._comm, self._leaves, self._early = comm, leaves, early
+        key = ("cuda", tuple(leaves), bucket_bytes, wire_dtype)
+        plan = comm.plans.get(key)
+        if plan is None:
+            plan = comm.plans[key] = _plan(leaves, bucket_bytes, wire_dtype, comm.launch)
+        self._plan: _Plan = plan
+        self._left = [len(bucket.leaves) for bucket in plan.buckets]
+        self._values: dict[int, Tensor | None] = {}
+        self._started: list[tuple[Tensor, Any]] = []  # sums, and the event after which they are there
+
+    def fill(self, index: int, value: Tensor | None) -> None:
+        """Take a leaf's value (None: zeros); starts every reduction that is now complete, in order."""
+        leaf = self._leaves[index]
+        if value is not None and (value.stride() != leaf.stride or value.is_conj() or value.is_neg()):
+            value = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=self._comm.device).copy_(
+                value
+            )
+        self._values[index] = value
+        self._left[self._plan.bucket_of[index]] -= 1
+        if self._early:
+            self._start_full()
+
+    def _start_full(self) -> None:
+        while len(self._started) < len(self._left) and self._left[len(self._started)] == 0:
+            self._start(len(self._started))
+
+    def _start(self, number: int) -> None:
+        comm, bucket = self._comm, self._plan.buckets[number]
+        with comm.streams.beside(STREAM):
+            buffer = torch.empty(bucket.size, dtype=bucket.wire, device=comm.device)
+            values = [self._values.pop(index) for index in bucket.leaves]
+            for value in values:
+                if value is not None:
+                    comm.streams.hold(value)
+            self._plan.tables[number][0].pack(values, buffer)
+            comm.all_reduce(buffer)
+            self._started.append((buffer, comm.streams.event()))
+
+    def _views(self, buffer: Tensor, bucket: _Bucket) -> list[Tensor]:
+        """The places of leaves in a buffer, shaped as they are."""
+        views = []
+        for index, start, length in zip(bucket.leaves, bucket.starts, bucket.lengths, strict=True):
+            leaf, part = self._leaves[index], buffer[start : start + length]
+            if leaf.dtype.is_complex:
+                part = torch.view_as_complex(part.view(-1, 2))
+            views.append(part.as_strided(leaf.shape, leaf.stride, part.storage_offset()))
+        return views
+
+    def finish(self) -> list[Tensor]:
+        """Fill what is missing with zeros, and return the sums, shaped as the leaves; the current stream waits."""
+        for index in range(len(self._leaves)):
+            if index not in self._values and self._plan.bucket_of[index] >= len(self._started):
+                self.fill(index, None)
+        self._start_full()
+        out: dict[int, Tensor] = {}
+        for bucket, (_, back), (sums, event) in zip(self._plan.buckets, self._plan.tables, self._started, strict=True):
+            self._comm.streams.wait(event)
+            self._comm.streams.hold(sums)
+            if bucket.dtype == bucket.wire:
+                views = self._views(sums, bucket)
+            else:
+                views = self._views(torch.empty(bucket.size, dtype=bucket.dtype, device=sums.device), bucket)
+                back.unpack(sums, views)
+            out.update(zip(bucket.leaves, views, strict=True))
+        return [out[index] for index in range(len(self._leaves))]
+
+
+def _plan(leaves: Sequence[Leaf], bucket_bytes: int, wire_dtype: torch.dtype | None, launch: Any) -> _Plan:
+    """Where each leaf goes: in reverse order of use, by dtype, the first bucket small."""
+    buckets: list[_Bucket] = []
+    last: dict[tuple[torch.dtype, torch.dtype], int] = {}
+    bucket_of = [0] * len(leaves)
+    for index in reversed(range(len(leaves))):
+        leaf = leaves[index]
+        kind = dtype, wire = _dtypes(leaf, wire_dtype)  # complex leaves keep theirs, real ones of that width may not
+        length = leaf.numel * (2 if leaf.dtype.is_complex else 1)
+        number = last.get(kind)
+        limit = FIRST_BYTES if number == 0 else bucket_bytes
+        if number is None or (buckets[number].size and (buckets[number].size + length) * wire.itemsize > limit):
+            number = last[kind] = len(buckets)
+            buckets.append(_Bucket(dtype, wire))
+        bucket = buckets[number]
+        bucket_of[index] = number
+        bucket.leaves.append(index)
+        bucket.starts.append(bucket.size)
+        bucket.lengths.append(length)
+        step = _ALIGN // wire.itemsize
+        bucket.size += -(-length // step) * step
+    return _Plan(buckets, [(bucket.table(launch), bucket.table(launch)) for bucket in buckets], bucket_of)
+
+
+def _dtypes(leaf: Leaf, wire_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
+    """Of a leaf's elements, and of them on the wire."""
+    dtype = leaf.dtype.to_real()
+    if wire_dtype is None or not leaf.dtype.is_floating_point or dtype.itemsize <= wire_dtype.itemsize:
+        return dtype, dtype
+    if not has_kernel(dtype, wire_dtype):
+        raise SpecError(
+            message(
+                "wire_dtype got a dtype that gradients on GPUs cannot travel as",
+                got=str(wire_dtype),
+                expected="one of " + ", ".join(map(str, DTYPES)),
+            )
+        )
+    return dtype, wire_dtype

@@ -1,0 +1,348 @@
+"""The NCCL communicator: tensors of GPUs go through NCCL, all others through a communicator of the host.
+
+An operation is put on the current stream (with `async_op` on a side stream) and returns: what follows on that stream
+sees its result, and the host waits for nothing. Collectives that NCCL lacks are grouped sends and receives of bytes, as
+`Communicator` composes them. NCCL adds in an order of its own: bits may differ from those of CPUs. Invariant: all
+tensors of one call are on one side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import debug
+from ..arguments import check_list, check_rank
+from ..call import Call, wrong_piece
+from ..communicator import Communicator
+from ..flat import as_bytes, contiguous, writable
+from ..operations import Steps
+from ..reduction import Op, check_op
+from ..waiting import wait_until
+from .agreement import agree
+from .nccl_arithmetic import nccl_type
+from .nccl_channel import Channel
+from .nccl_library import Library
+from .nccl_messages import Messages
+from .nccl_reduction import Reductions
+from .nccl_work import DeviceWork, MessageWork, keeping
+from .placement import is_on, side_by_side
+
+
+class NcclCommunicator(Communicator):
+    """A group of ranks with a GPU each.
+
+    Args:
+        make_host: makes a communicator of the same ranks for the host, by a name that keeps several apart.
+        device: this rank's.
+        library: what `nccl_library.load` found.
+        checked: let the ranks agree on every call before it starts (a barrier of the hosts, not of the GPUs).
+        streams: a `streams.Streams`.
+    """
+
+    backend = "nccl"
+
+    def __init__(
+        self,
+        make_host: Callable[[str], Communicator],
+        device: torch.device,
+        library: Library,
+        *,
+        streams: Any,
+        channel: str = "main",
+        checked: bool = True,
+    ):
+        self.host = host = make_host(channel)
+        super().__init__(host.ranks, host.rank, host._watch, timeout=host.timeout, oversubscribed=host.oversubscribed)
+        self.device, self.library, self.streams = device, library, streams
+        self.launch: Any = None  # how kernels are started; None is CuPy's way
+        self._checked = checked or debug.enabled()
+        self._make_post = lambda: make_host(f"{channel}/messages")
+        self.channel = Channel(host, make_host, library, streams, channel, self._advance)
+        self._reductions, self._byte = Reductions(self.channel), nccl_type(library.nccl, torch.uint8)
+        self._messages_between: Messages | None = None
+        self._closed = False
+        self._open()
+
+    # -- beginning and end ---------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._close_messages()
+        self.channel.open()
+
+    def close(self) -> None:
+        """End what there is; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self.channel.close()
+            self._close_messages()
+            self.host.close()
+
+    def _close_messages(self) -> None:
+        if self._messages_between is not None:
+            self._messages_between.close()
+            self._messages_between = None
+
+    def check(self) -> None:
+        """Raise what has gone wrong since the last operation was started, if anything has."""
+        if not self.stale:
+            self.channel.check()
+
+    # -- starting ------------------------------------------------------------------------------------------------------
+
+    def _start(self, what: str, steps: Steps, async_op: bool) -> Any:
+        self.check()
+        self.renew()
+        if self._debug:
+            steps = debug.traced(steps, self.ranks[self.rank], what, self.backend)
+        with self.streams.beside() if async_op else contextlib.nullcontext():
+            value = self._through(what, steps)
+            capturing = self.streams.capturing()
+            if not async_op and capturing:
+                return value
+            event = self.streams.event()
+        work = DeviceWork(self.channel, what, event, value) if async_op else None
+        if not capturing:  # an event of a graph can be waited for in the graph, but not asked about
+            self.channel.note(self.channel.collectives, what, event, work)
+        return value if work is None else work
+
+    def _through(self, what: str, steps: Steps) -> Any:
+        """Go through steps, none of which waits for anything but the host's peers."""
+        try:
+            while True:
+                self._operations.wait_until(next(steps), what)
+        except StopIteration as end:
+            return end.value
+
+    def _agree(self, call: Call, sends: Sequence[Any] = (), recvs: Sequence[Any] = ()) -> None:
+        if self._checked and self.size > 1:
+            agree(self.host, self.device, call, sends, recvs)
+
+    # -- what the collectives are made of ------------------------------------------------------------------------------
+
+    def _exchange(
+        self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
+    ) -> Steps:
+        if call is not None:
+            self._agree(call, sends, recvs)
+        mine, theirs = sends[self.rank], recvs[self.rank]
+        sizes = [0 if piece is None else piece.numel() for piece in (mine, theirs)]
+        if sizes[0] != sizes[1]:  # NCCL would not say so
+            what, site = "exchange" if call is None else call.text, self.site()
+            raise wrong_piece(self.ranks, self.rank, what, source=self.rank, got=sizes[0], expected=sizes[1], site=site)
+        if mine is not None and theirs is not None and mine.data_ptr() == theirs.data_ptr():
+            mine = theirs = None  # it is where it is to go
+        sends, recvs = list(sends), list(recvs)
+        sends[self.rank], recvs[self.rank] = mine, theirs
+        calls: list[tuple[Any, ...]] = []
+        for rank, (piece, place) in enumerate(zip(sends, recvs, strict=True)):
+            if piece is not None and piece.numel():
+                calls.append(("send", piece.data_ptr(), piece.numel(), self._byte, rank))
+            if place is not None and place.numel():
+                calls.append(("recv", place.data_ptr(), place.numel(), self._byte, rank))
+        self.channel.launch("exchange" if call is None else call.text, calls, (*sends, *recvs), grouped=True)
+        return
+        yield  # a generator like all operations, though it waits for nothing
+
+    def _all_reduce(self, call: Call, flat: torch.Tensor, op: Op, *, in_place: bool = False) -> Steps:
+        self._agree(call)
+        return self._reductions.everywhere(flat, op, None)
+        yield
+
+    # -- collectives that NCCL has -------------------------------------------------------------------------------------
+
+    def barrier(self, *, async_op: bool = False) -> Any:
+        """Wait until every rank of the group is here, and the GPU past what it was given before."""
+        self.check()
+        self.renew()
+        event = self.streams.event()
+        wait_until(
+            event.query,
+            self._watch,
+            timeout=self.timeout,
+            oversubscribed=True,
+            on_timeout=lambda: self.channel.silence("barrier"),
+            on_stall=self.check,
+        )
+        return self.host.barrier(async_op=async_op)
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Any:
+        if not is_on(self.device, "broadcast", tensor):
+            return self.host.broadcast(tensor, src, async_op=async_op)
+        check_rank("broadcast", "src", src, self.size)
+        call = Call("broadcast", tensor.dtype, tuple(tensor.shape), f"src={src}")
+
+        def steps() -> Steps:
+            self._agree(call)
+            data = as_bytes(contiguous(tensor))
+            if data.numel():
+                pointer = data.data_ptr()
+                arguments = pointer, pointer, data.numel(), self._byte, src
+                self.channel.launch(call.text, [("broadcast", *arguments)], (data,))
+            if self.rank != src and data.data_ptr() != tensor.data_ptr() and data.numel():
+                tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
+            return
+            yield
+
+        return keeping(self._start(call.text, steps(), async_op), tensor)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
+        if not is_on(self.device, "all_reduce", tensor):
+            return self.host.all_reduce(tensor, op, async_op=async_op)
+        check_op(op, tensor.dtype)
+        call = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op)
+
+        def steps() -> Steps:
+            self._agree(call)
+            flat = contiguous(tensor).view(-1)
+            result = self._reductions.everywhere(flat, op, flat)
+            if result.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(result.view(tensor.shape))
+            return
+            yield
+
+        return keeping(self._start(call.text, steps(), async_op), tensor)
+
+    def all_reduced(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
+        if not is_on(self.device, "all_reduce", tensor):
+            return self.host.all_reduced(tensor, op, async_op=async_op)
+        return keeping(super().all_reduced(tensor, op, async_op=async_op), tensor)
+
+    def reduce(self, tensor: torch.Tensor, dst: int = 0, op: Op = "sum", *, async_op: bool = False) -> Any:
+        if not is_on(self.device, "reduce", tensor):
+            return self.host.reduce(tensor, dst, op, async_op=async_op)
+        check_rank("reduce", "dst", dst, self.size)
+        check_op(op, tensor.dtype)
+        call = Call("reduce", tensor.dtype, tuple(tensor.shape), f"{op}, dst={dst}")
+
+        def steps() -> Steps:
+            self._agree(call)
+            result = self._reductions.at(dst, contiguous(tensor).view(-1), op)
+            if self.rank == dst:
+                tensor.detach().copy_(result.view(tensor.shape))
+            return
+            yield
+
+        return keeping(self._start(call.text, steps(), async_op), tensor)
+
+    def all_gather(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, *, async_op: bool = False) -> Any:
+        if not is_on(self.device, "all_gather", tensor, *(tensor_list or ())):
+            return self.host.all_gather(tensor_list, tensor, async_op=async_op)
+        outs = check_list("all_gather", "tensor_list", tensor_list, self.size, dtype=tensor.dtype)
+        if any(out.shape != tensor.shape for out in outs) or not tensor.numel():
+            return keeping(super().all_gather(tensor_list, tensor, async_op=async_op), tensor, *outs)
+        call = Call("all_gather", tensor.dtype, None, "", shown=tensor.shape)
+
+        def steps() -> Steps:
+            self._agree(call, [tensor] * self.size, outs)
+            data = as_bytes(contiguous(tensor))
+            together = side_by_side(outs)
+            if together is None:
+                together = torch.empty(self.size * data.numel(), dtype=torch.uint8, device=tensor.device)
+            gather = "allGather", data.data_ptr(), together.data_ptr(), data.numel(), self._byte
+            self.channel.launch(call.text, [gather], (data, together))
+            for out, piece in zip(outs, together.split(data.numel()), strict=True):
+                if out.data_ptr() != piece.data_ptr():
+                    out.detach().copy_(piece.view(tensor.dtype).view(out.shape))
+            return
+            yield
+
+        return keeping(self._start(call.text, steps(), async_op), tensor, *outs)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, input_list: list[torch.Tensor], op: Op = "sum", *, async_op: bool = False
+    ) -> Any:
+        if not is_on(self.device, "reduce_scatter", output, *(input_list or ())):
+            return self.host.reduce_scatter(output, input_list, op, async_op=async_op)
+        check_op(op, output.dtype)
+        ins = check_list("reduce_scatter", "input_list", input_list, self.size, dtype=output.dtype)
+        call = Call("reduce_scatter", output.dtype, None, op, shown=output.shape)
+
+        def steps() -> Steps:
+            self._agree(call, ins, [output] * self.size)
+            result = self._reductions.scattered(ins, op, output.numel())
+            output.detach().copy_(result.view(output.shape))
+            return
+            yield
+
+        return keeping(self._start(call.text, steps(), async_op), output, *ins)
+
+    def gather(
+        self,
+        tensor: torch.Tensor,
+        gather_list: list[torch.Tensor] | None = None,
+        dst: int = 0,
+        *,
+        async_op: bool = False,
+    ) -> Any:
+        if not is_on(self.device, "gather", tensor, *(gather_list or ())):
+            return self.host.gather(tensor, gather_list, dst, async_op=async_op)
+        return keeping(super().gather(tensor, gather_list, dst, async_op=async_op), tensor, *(gather_list or ()))
+
+    def scatter(
+        self,
+        tensor: torch.Tensor,
+        scatter_list: list[torch.Tensor] | None = None,
+        src: int = 0,
+        *,
+        async_op: bool = False,
+    ) -> Any:
+        if not is_on(self.device, "scatter", tensor, *(scatter_list or ())):
+            return self.host.scatter(tensor, scatter_list, src, async_op=async_op)
+        return keeping(super().scatter(tensor, scatter_list, src, async_op=async_op), tensor, *(scatter_list or ()))
+
+    def all_to_all(
+        self, output_list: list[torch.Tensor], input_list: list[torch.Tensor], *, async_op: bool = False
+    ) -> Any:
+        if not is_on(self.device, "all_to_all", *(output_list or ()), *(input_list or ())):
+            return self.host.all_to_all(output_list, input_list, async_op=async_op)
+        return keeping(super().all_to_all(output_list, input_list, async_op=async_op), *output_list, *input_list)
+
+    def all_gathered(
+        self, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None], into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = self.empty(self.size * length, dtype=dtype) if into is None else into
+        mine = out[self.rank * length : (self.rank + 1) * length]
+        write(mine)
+        self.all_gather(list(out.split(length)) if length else [out] * self.size, mine)
+        return out
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self.host.all_gather_bytes(data)
+
+    def empty(self, shape: Sequence[int] | int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    # -- point to point ------------------------------------------------------------------------------------------------
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Any:
+        self.check()
+        if not is_on(self.device, "send", tensor):
+            return self.host.isend(tensor, dst, tag)
+        return MessageWork(self.channel, super().isend(tensor, dst, tag))
+
+    def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> Any:
+        self.check()
+        if not is_on(self.device, "recv", tensor):
+            return self.host.irecv(tensor, src, tag)
+        buffer = writable(tensor)
+        return MessageWork(self.channel, super().irecv(buffer, src, tag), tensor, buffer)
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
+        return self._messages_of().send(tensor, dst, tag, self.streams.event())
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
+        return self._messages_of().recv(tensor, src, tag, self.streams.event())
+
+    def _messages_of(self) -> Messages:
+        if self._messages_between is None:
+            self._messages_between = Messages(self.channel, self._make_post())
+        return self._messages_between
+
+    def _advance(self) -> bool:
+        """Advance messages while a collective waits on the host: a peer may be waiting for one before it comes."""
+        self._operations.progress_messages()
+        return False

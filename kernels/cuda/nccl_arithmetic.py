@@ -1,0 +1,120 @@
+"""How NCCL, which has few dtypes and five operations, reduces all that this library reduces.
+
+Most go as they are. Booleans travel as bytes, where "or" is the maximum and "and" the minimum; complex numbers as
+pairs; 16-bit integers as 32-bit ones, whose low halves wrap around alike. NCCL's maximum and minimum of floats pass
+over NaN, which must not get lost: there floats travel as integers that are ordered as they are, with NaN beyond all.
+What is left (bitwise operations, complex products) is gathered and combined on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from ..reduction import Op, Pairwise
+
+# torch's dtypes by NCCL's names.
+NAMES = {
+    torch.int8: "NCCL_INT8",
+    torch.uint8: "NCCL_UINT8",
+    torch.int32: "NCCL_INT32",
+    torch.uint32: "NCCL_UINT32",
+    torch.int64: "NCCL_INT64",
+    torch.uint64: "NCCL_UINT64",
+    torch.float16: "NCCL_FLOAT16",
+    torch.bfloat16: "NCCL_BFLOAT16",
+    torch.float32: "NCCL_FLOAT32",
+    torch.float64: "NCCL_FLOAT64",
+}
+_OPS = {"sum": "NCCL_SUM", "product": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN", "avg": "NCCL_AVG"}
+_BOOLEAN = {"sum": "max", "max": "max", "bor": "max", "product": "min", "min": "min", "band": "min"}
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """How a reduction travels.
+
+    Attributes:
+        dtype: of the elements that NCCL sees.
+        op: NCCL's name of what it does to them; None where they are gathered and combined here.
+        divide: the sum is then divided by the number of ranks, towards zero.
+        same: the elements are the tensor's own memory, read as `dtype`.
+        ordered: the elements are integers in the order of the floats, with NaN last ("max") or first ("min").
+    """
+
+    dtype: torch.dtype
+    op: str | None
+    divide: bool = False
+    same: bool = True
+    ordered: str = ""
+
+
+@functools.cache
+def way(op: Op, dtype: torch.dtype) -> Way:
+    """The way of an operation that has a meaning for the dtype.
+
+    >>> way("sum", torch.complex64).dtype, way("bor", torch.bool).op
+    (torch.float32, 'NCCL_MAX')
+    """
+    if isinstance(op, Pairwise):
+        return Way(dtype, None)
+    if dtype is torch.bool:
+        return Way(torch.uint8, _OPS[_BOOLEAN[op]] if op in _BOOLEAN else None)
+    if op not in _OPS or (dtype.is_complex and op == "product"):
+        return Way(dtype, None)
+    if dtype.is_complex:
+        return Way(dtype.to_real(), _OPS[op])
+    if dtype in (torch.int16, torch.uint16):
+        return Way(torch.int32, _OPS["sum" if op == "avg" else op], divide=op == "avg", same=False)
+    if op in ("max", "min") and dtype in NAMES and dtype.is_floating_point:
+        return Way(torch.int64 if dtype is torch.float64 else torch.int32, _OPS[op], same=False, ordered=op)
+    if op == "avg" and not dtype.is_floating_point and dtype.is_signed:
+        return Way(dtype, _OPS["sum"], divide=True)
+    return Way(dtype, _OPS[op]) if dtype in NAMES else Way(dtype, None)
+
+
+def carried(flat: torch.Tensor, chosen: Way) -> torch.Tensor:
+    """A flat contiguous tensor as NCCL is to see it: its own memory, or a new tensor of other elements."""
+    if chosen.ordered:
+        values = flat if flat.dtype.itemsize == chosen.dtype.itemsize else flat.float()
+        limits = torch.iinfo(chosen.dtype)
+        last = limits.max if chosen.ordered == "max" else limits.min
+        return _flipped(values.view(chosen.dtype)).masked_fill_(flat.isnan(), last)
+    if not chosen.same:
+        return flat.to(chosen.dtype)
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat.view(chosen.dtype)
+
+
+def brought_back(result: torch.Tensor, dtype: torch.dtype, chosen: Way, size: int) -> torch.Tensor:
+    """What NCCL made, as the tensor's dtype."""
+    if chosen.ordered:
+        return _flipped(result).view(torch.float64 if chosen.dtype is torch.int64 else torch.float32).to(dtype)
+    if dtype.is_complex:
+        return torch.view_as_complex(result.view(-1, 2))
+    result = result.view(dtype) if chosen.same else result.to(dtype)
+    if chosen.divide and dtype is torch.uint16:
+        return torch.div(result.to(torch.int32), size, rounding_mode="floor").to(dtype)
+    return torch.div(result, size, rounding_mode="trunc") if chosen.divide else result
+
+
+def _flipped(bits: torch.Tensor) -> torch.Tensor:
+    """The bits of floats as integers in the same order, and back: of negative numbers all bits but the sign turn over.
+
+    >>> _flipped(torch.tensor([-2.0, -1.0, 0.0, 1.0]).view(torch.int32)).diff() > 0
+    tensor([True, True, True])
+    """
+    limits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
+
+
+def as_signed(part: torch.Tensor) -> torch.Tensor:
+    """Unsigned integers as signed ones of the same bits, with which torch computes bitwise."""
+    return part.view(_SIGNED.get(part.dtype, part.dtype))
+
+
+def nccl_type(nccl: Any, dtype: torch.dtype) -> int:
+    return int(getattr(nccl, NAMES[dtype]))

@@ -1,0 +1,150 @@
+"""Messages between GPUs: NCCL has no tags and lets a send wait for its receive, so the hosts arrange each first.
+
+The sender's host tells the receiver's (tag, size, number) and waits for its answer; then both put their half on
+a stream. There is one NCCL communicator for each direction of each pair (`nccl_pairs`), and a stream (`lanes`): so
+halves are started in one order on both sides, that of the answers, and no send waits for another direction's. No stream
+of the caller's waits for a message before `wait()` says so: until then its peer may be waiting for something else.
+A rank's messages to itself are a send and a receive of one group of NCCL's calls. Invariant: a half is put on a stream
+only when the other will be.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..call import wrong_size
+from ..communicator import Communicator
+from ..operations import Steps
+from .lanes import Direction, Lanes
+from .nccl_arithmetic import nccl_type
+from .nccl_channel import Channel
+
+_HEAD = struct.Struct("<qq128s")  # bytes, number of the message, unique id of a new communicator
+
+
+class Messages:
+    """The messages of one communicator; their steps give the source, and the event after which the GPU is done.
+
+    Args:
+        channel: whose they are.
+        post: a communicator of the host that carries nothing else.
+    """
+
+    def __init__(self, channel: Channel, post: Communicator):
+        self._channel, self._post = channel, post
+        self._sends, self._receives = Lanes(channel.streams), Lanes(channel.streams)
+        self._offered: dict[int, bytes] = {}  # destination -> the unique id that it was told
+        self._own: dict[int, tuple[torch.Tensor, Any]] = {}  # messages of this rank to itself, and the event before
+        self._own_done: dict[int, Any] = {}  # the events after them
+        self._numbers = 0
+        self._answers: dict[int, int] = {}  # source -> answers given
+        self._put_so_far: dict[Direction, int] = {}
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, before: Any) -> Steps:
+        """Send bytes that are there after an event."""
+        rank = self._channel.rank
+        if dst not in self._offered:
+            self._offered[dst] = self._channel.library.nccl.get_unique_id()
+        self._numbers += 1
+        number = self._numbers
+        if dst == rank:
+            self._own[number] = tensor, before
+        header = torch.frombuffer(bytearray(_HEAD.pack(tensor.numel(), number, self._offered[dst])), dtype=torch.uint8)
+        answer = torch.empty(1, dtype=torch.int64)
+        answered = self._post.irecv(answer, dst, 2 * number + 1)
+        announced = self._post.isend(header, dst, 2 * tag)
+        yield lambda: announced.is_completed() and answered.is_completed()
+        announced.wait(), answered.wait()
+        if dst == rank:
+            yield lambda: number in self._own_done
+            return None, self._own_done.pop(number)
+        direction = rank, dst
+        yield lambda: self._put_so_far.get(direction, 0) == int(answer)
+        after = None
+        if tensor.numel():
+            yield lambda: self._channel.pairs.connect(direction, self._offered[dst])
+            yield lambda: self._sends.promise(direction)
+            after = self._put("send", tensor, direction, self._sends, self._channel.pairs.send, before)
+        self._put_so_far[direction] = self._put_so_far.get(direction, 0) + 1
+        return None, after
+
+    def recv(self, tensor: torch.Tensor, src: int | None, tag: int, before: Any) -> Steps:
+        """Receive bytes into memory that is free after an event."""
+        rank = self._channel.rank
+        header = torch.empty(_HEAD.size, dtype=torch.uint8)
+        coming = self._post.irecv(header, src, 2 * tag)
+        yield coming.is_completed
+        source = coming.wait()
+        nbytes, number, unique = _HEAD.unpack(header.numpy().tobytes())
+        if nbytes != tensor.numel():
+            raise wrong_size(self._channel.ranks, rank, source=source, tag=tag, got=nbytes, expected=tensor.numel())
+        direction = source, rank
+        if nbytes:
+            yield lambda: self._receives.promise(direction)
+        turn = self._answers.get(source, 0)
+        self._answers[source] = turn + 1
+        answered = self._post.isend(torch.tensor([turn]), source, 2 * number + 1)
+        yield answered.is_completed
+        answered.wait()
+        after = None
+        if source == rank:
+            yield lambda: not self._channel.connecting
+            after = self._own_done[number] = self._to_itself(*self._own.pop(number), tensor, before)
+            return source, after
+        yield lambda: self._put_so_far.get(direction, 0) == turn
+        if nbytes:
+            yield lambda: self._channel.pairs.connect(direction, unique)
+            after = self._put("recv", tensor, direction, self._receives, self._channel.pairs.receive, before)
+        self._put_so_far[direction] = self._put_so_far.get(direction, 0) + 1
+        return source, after
+
+    def _put(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        direction: Direction,
+        lanes: Lanes,
+        start: Callable[[Direction, torch.Tensor], None],
+        before: Any,
+    ) -> Any:
+        """Put one half on the stream of its direction; the event after it."""
+        channel = self._channel
+        what = f"{name} from rank {direction[0]} to rank {direction[1]}"
+        with channel.streams.on(lanes.stream(direction), before):
+            with channel.inside(what):
+                start(direction, tensor)
+            channel.streams.hold(tensor)
+            after = channel.streams.event()
+        lanes.given(direction, after)
+        channel.note(channel.messages, what, after, tensor)
+        return after
+
+    def _to_itself(self, source: torch.Tensor, sent: Any, target: torch.Tensor, before: Any) -> Any:
+        """Both halves of a message of this rank to itself; the event after them."""
+        channel, rank = self._channel, self._channel.rank
+        if not source.numel():
+            return before
+        direction, what = (rank, rank), f"send from rank {rank} to itself"
+        byte = nccl_type(channel.library.nccl, torch.uint8)
+        with channel.streams.on(self._receives.stream(direction), before):
+            channel.streams.wait(sent)
+            halves = [
+                (name, half.data_ptr(), half.numel(), byte, rank) for name, half in (("send", source), ("recv", target))
+            ]
+            channel.launch(what, halves, (source, target), grouped=True)
+            channel.streams.hold(source)
+            channel.streams.hold(target)
+            after = channel.streams.event()
+        self._receives.given(direction, after)
+        channel.note(channel.collectives, what, after, (source, target))
+        return after
+
+    def close(self) -> None:
+        """Give back what the operating system and the GPU hold for them."""
+        self._post.close()
+        self._sends.close()
+        self._receives.close()

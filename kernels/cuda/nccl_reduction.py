@@ -1,0 +1,84 @@
+"""Reductions of flat contiguous tensors of GPUs, as calls of NCCL: each travels as `nccl_arithmetic` says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..flat import as_bytes, contiguous
+from ..reduction import Op, reduce_in_order
+from .nccl_arithmetic import as_signed, brought_back, carried, nccl_type, way
+from .nccl_channel import Channel
+
+
+class Reductions:
+    """The reductions of one channel."""
+
+    def __init__(self, channel: Channel):
+        self._channel, self._nccl, self._size = channel, channel.library.nccl, len(channel.ranks)
+
+    def everywhere(self, flat: torch.Tensor, op: Op, out: torch.Tensor | None) -> torch.Tensor:
+        """The reduction on every rank: in `out`, if it is given and can be, else in a new tensor."""
+        chosen = way(op, flat.dtype)
+        if not flat.numel():
+            return flat.clone() if out is None else out
+        if chosen.op is None:
+            return self._combined(flat, op)
+        source = carried(flat, chosen)
+        if not chosen.same:
+            target = source  # NCCL may as well write where it reads
+        else:
+            target = torch.empty_like(source) if out is None else carried(out, chosen)
+        numbers = self._numbers(chosen.dtype, chosen.op)
+        self._channel.launch(
+            "allReduce",
+            [("allReduce", source.data_ptr(), target.data_ptr(), source.numel(), *numbers)],
+            (source, target),
+        )
+        return brought_back(target, flat.dtype, chosen, self._size)
+
+    def at(self, dst: int, flat: torch.Tensor, op: Op) -> torch.Tensor:
+        """The reduction on rank `dst`; something else on the others."""
+        chosen = way(op, flat.dtype)
+        if chosen.op is None or not flat.numel():
+            return self.everywhere(flat, op, None)
+        source = carried(flat, chosen)
+        target = torch.empty_like(source) if self._channel.rank == dst else source
+        numbers = self._numbers(chosen.dtype, chosen.op)
+        self._channel.launch(
+            "reduce",
+            [("reduce", source.data_ptr(), target.data_ptr(), source.numel(), *numbers, dst)],
+            (source, target),
+        )
+        return brought_back(target, flat.dtype, chosen, self._size)
+
+    def scattered(self, pieces: Sequence[torch.Tensor], op: Op, count: int) -> torch.Tensor:
+        """The reduction of this rank's piece, of `count` elements; the pieces of other ranks may differ in size."""
+        whole = torch.cat([contiguous(piece).view(-1) for piece in pieces])
+        chosen, sizes = way(op, whole.dtype), [piece.numel() for piece in pieces]
+        if chosen.op is None or not count or set(sizes) != {count}:
+            return self.everywhere(whole, op, None).split(sizes)[self._channel.rank]
+        source = carried(whole, chosen)
+        target = torch.empty(source.numel() // self._size, dtype=source.dtype, device=source.device)
+        numbers = self._numbers(chosen.dtype, chosen.op)
+        self._channel.launch(
+            "reduceScatter",
+            [("reduceScatter", source.data_ptr(), target.data_ptr(), target.numel(), *numbers)],
+            (source, target),
+        )
+        return brought_back(target, whole.dtype, chosen, self._size)
+
+    def _numbers(self, dtype: torch.dtype, op: str) -> tuple[int, int]:
+        return nccl_type(self._nccl, dtype), int(getattr(self._nccl, op))
+
+    def _combined(self, flat: torch.Tensor, op: Op) -> torch.Tensor:
+        """What NCCL can't reduce: gathered, and combined in rank order on every rank."""
+        data = as_bytes(flat)
+        everything = torch.empty(self._size * data.numel(), dtype=torch.uint8, device=flat.device)
+        byte = nccl_type(self._nccl, torch.uint8)
+        self._channel.launch(
+            "allGather", [("allGather", data.data_ptr(), everything.data_ptr(), data.numel(), byte)], (data, everything)
+        )
+        parts = [as_signed(part.view(flat.dtype)) for part in everything.split(data.numel())]
+        return reduce_in_order(parts, op, torch.empty_like(parts[0])).view(flat.dtype)

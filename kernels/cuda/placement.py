@@ -1,0 +1,44 @@
+"""Where tensors lie: on a rank's GPU or on the host, and side by side or apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import SpecError, message
+
+
+def is_on(device: torch.device, what: str, *tensors: torch.Tensor) -> bool:
+    """Whether the tensors of an operation are on a rank's GPU, and not on the host.
+
+    Raises:
+        SpecError: they are on several devices.
+    """
+    devices = {tensor.device for tensor in tensors}
+    if len({one.type for one in devices}) > 1 or any(one.type == device.type and one != device for one in devices):
+        raise SpecError(
+            message(
+                f"{what} got tensors of other devices than its own",
+                got=", ".join(sorted(map(str, devices))),
+                expected=f"all on {device}, or all on the CPU",
+                remedy="move them with .to()",
+            )
+        )
+    return any(one.type == device.type for one in devices)
+
+
+def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The bytes of contiguous tensors that lie one after the other in one storage, as one tensor; None if not so."""
+    first = tensors[0]
+    step = first.numel() * first.element_size()
+    if any(
+        not tensor.is_contiguous()
+        or tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+        or tensor.data_ptr() != first.data_ptr() + index * step
+        for index, tensor in enumerate(tensors)
+    ):
+        return None
+    storage = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
+    start = first.data_ptr() - storage.data_ptr()
+    return storage[start : start + len(tensors) * step]

@@ -1,0 +1,35 @@
+"""Tensors as flat bytes: what transports move, whatever dtype, strides or laziness a tensor has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor as a flat uint8 view of it (of a copy, if it is not contiguous)."""
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)  # an empty tensor may have strides that view() refuses
+    flat = contiguous(tensor).detach().view(-1)
+    # A single element may have any stride, and view() wants 1.
+    return (flat if flat.numel() > 1 else flat.as_strided((1,), (1,))).view(torch.uint8)
+
+
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its history, in C order and with its bytes as they read."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def writable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if bytes can be written into it, else a contiguous stand-in; see `copy_back`."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor.detach()
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
+
+
+def copy_back(outs: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+    """Give tensors what was written into their stand-ins."""
+    for out, buffer in zip(outs, buffers, strict=True):
+        if buffer.data_ptr() != out.data_ptr():
+            out.detach().copy_(buffer)

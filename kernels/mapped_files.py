@@ -1,0 +1,34 @@
+"""Arrays that are mapped files travel as the file's name: nothing of them is read to send them.
+
+Invariant: a rank that opens one sees the file; what it writes into the array stays its own.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+def opened_elsewhere(obj: Any) -> tuple[Callable, tuple] | None:
+    """How to open a `np.memmap`, or a gapless part of one, elsewhere, as pickle's `__reduce__`; None for all else.
+
+    One whose changes are its own (mode "c") is not its file.
+    """
+    if not isinstance(obj, np.memmap) or obj.filename is None or obj.mode == "c" or not obj.size:
+        return None
+    order = "C" if obj.flags.c_contiguous else "F" if obj.flags.f_contiguous else None
+    base: Any = obj
+    while base is not None and not isinstance(base, mmap.mmap):
+        base = getattr(base, "base", None)
+    if order is None or base is None:
+        return None
+    start = obj.offset - obj.offset % mmap.ALLOCATIONGRANULARITY  # that of the whole, of which this may be a part
+    offset = start + obj.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
+    return _opened, (str(obj.filename), obj.dtype, offset, obj.shape, order)
+
+
+def _opened(path: str, dtype: np.dtype, offset: int, shape: tuple[int, ...], order: Any) -> np.memmap:
+    return np.memmap(path, dtype, "c", offset, shape, order)

@@ -1,0 +1,107 @@
+"""What comes from a socket or a store, and is not known to be the job's own, is not looked at.
+
+One key a job, from which each use derives its own; HMAC-SHA256 of the standard library. Invariant: nothing that came
+from outside is parsed before its code has been compared, and what does not fit counts as if it had never come. A job
+that has no secret has the empty key, whose codes anyone can compute: see docs/security.md for what is open then.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import hmac
+import struct
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import message
+
+CODE_BYTES = 32
+_PAUSE_SECONDS = 0.01  # between two looks at a value that is not the job's own
+
+
+def code(key: bytes, *parts: bytes) -> bytes:
+    """The authentication code of byte strings, told apart from any other way to cut them; also, a derived key."""
+    return hmac.digest(key, b"".join(struct.pack("<Q", len(part)) + part for part in parts), hashlib.sha256)
+
+
+def same(one: bytes, other: bytes) -> bool:
+    """Whether two codes are equal, in a time that does not tell how far they are."""
+    return hmac.compare_digest(one, other)
+
+
+def seal(key: bytes, name: str, value: bytes) -> bytes:
+    """A value with its code, which fits under this name only."""
+    return code(key, name.encode(), value) + value
+
+
+def unseal(key: bytes, name: str, data: bytes) -> bytes | None:
+    """What `seal` was given, or None if it did not make this with this key for this name."""
+    value = data[CODE_BYTES:]
+    return value if same(data[:CODE_BYTES], code(key, name.encode(), value)) else None
+
+
+class AuthenticatedStore(dist.Store):
+    """A store in which what the job has not written is as if it were not there.
+
+    Args:
+        store: any `torch.distributed` store.
+        key: of the job, and of this part of the store: values of another part must not be taken for values of this.
+    """
+
+    def __init__(self, store: dist.Store, key: bytes, timeout: datetime.timedelta):
+        super().__init__()
+        self.underlying_store, self.key = store, key
+        self.set_timeout(timeout)
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+        self.underlying_store.set_timeout(timeout)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self.underlying_store.set(key, seal(self.key, key, data))  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        end = time.monotonic() + self._seconds
+        while (value := unseal(self.key, key, self.underlying_store.get(key))) is None:
+            if time.monotonic() > end:
+                raise dist.DistStoreError(
+                    message(
+                        "what is in the meeting place is not of this job",
+                        got=f"a value under {key!r} that its secret does not vouch for",
+                        remedy="see who else can reach the meeting place, and that all ranks have the same secret",
+                    )
+                )
+            time.sleep(_PAUSE_SECONDS)
+        return value
+
+    def check(self, keys: list[str]) -> bool:
+        if not self.underlying_store.check(keys):
+            return False
+        return all(unseal(self.key, key, self.underlying_store.get(key)) is not None for key in keys)
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        end = time.monotonic() + (self._seconds if timeout is None else timeout.total_seconds())
+        while not self.check(keys):
+            if time.monotonic() > end:
+                raise dist.DistStoreError(f"wait timeout, keys: {', '.join(keys)}")
+            time.sleep(_PAUSE_SECONDS)
+
+    def add(self, key: str, amount: int) -> int:
+        """A counter, which no code can go with: for what may be wrong."""
+        return self.underlying_store.add(key, amount)
+
+    def delete_key(self, key: str) -> bool:
+        return self.underlying_store.delete_key(key)
+
+
+def key_of(store: Any) -> bytes:
+    """The key with which a store's values are authenticated; empty for a store that the kernel keeps from others."""
+    while store is not None:
+        if isinstance(store, AuthenticatedStore):
+            return store.key
+        store = getattr(store, "underlying_store", None)
+    return b""

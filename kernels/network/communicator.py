@@ -1,0 +1,165 @@
+"""What communicators over a network library have in common: ranks meet in a store, and agree before bytes move.
+
+Each collective is preceded by a header, so that a disagreement is told, on all ranks, before bytes of it mix.
+"""
+
+from __future__ import annotations
+
+import abc
+import secrets
+import struct
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..call import Call, absent, disagreement, wrong_piece
+from ..callsite import call_site
+from ..communicator import Communicator
+from ..errors import PeerLost, message
+from ..operations import Steps, Work
+from ..progress import ProgressCounters
+from ..shm.arena import Arena
+from ..waiting import Watch, wait_until
+from .authentication import code, key_of, seal, unseal
+
+_TEXT = 240  # bytes of a header that say what a rank called and where
+
+
+class NetworkedCommunicator(Communicator):
+    """A group of ranks whose bytes go through another library; see `Communicator`.
+
+    Args:
+        store: any `torch.distributed` store that all ranks of the group share.
+    """
+
+    # Whether a message leaves the sender without the receiver's doing.
+    sends_alone = True
+
+    def __init__(
+        self,
+        store: dist.Store,
+        watch: Watch,
+        ranks: Sequence[int],
+        global_rank: int,
+        *,
+        timeout: float,
+        channel: str,
+    ):
+        super().__init__(ranks, list(ranks).index(global_rank), watch, timeout=timeout)
+        self._store, self.channel = store, channel
+
+    @abc.abstractmethod
+    def _all_gather(self, theirs: list[torch.Tensor], mine: torch.Tensor) -> Steps:
+        """Fill `theirs` with the flat uint8 tensors of all ranks, all of one size."""
+
+    @abc.abstractmethod
+    def _arrived(self) -> list[int]:
+        """The sources of messages that are here and that nobody has asked for."""
+
+    def _meet(self) -> None:
+        """Wait until all ranks are about to connect, under a name that no stale message bears."""
+        if isinstance(self._watch, Arena):
+            if self._counters is not None:  # of the generation before, in which nobody is any more
+                self._counters.close()
+            self._counters = ProgressCounters(self._watch, self.ranks, self.channel)
+        self._matched: dict[int, int] = {}  # messages received, by source
+        group = ",".join(map(str, self.ranks))
+        self._name = f"{self.backend}/{self._watch.generation}/{self.channel}/{group}"
+        self._store.set(f"{self._name}/here/{self.rank}", secrets.token_hex(16))
+        keys = [f"{self._name}/here/{rank}" for rank in range(self.size)]
+
+        def on_stall() -> None:
+            for rank in range(self.size):
+                if self._has_left(rank) and not self._store.check([keys[rank]]):
+                    raise absent(self.ranks, self.rank, rank, "a collective", call_site())
+
+        def on_timeout() -> PeerLost:
+            missing = [self.ranks[rank] for rank in range(self.size) if not self._store.check([keys[rank]])]
+            return PeerLost(
+                message(
+                    f"rank {self.ranks[self.rank]} waited {self.timeout:g} s for ranks {missing} to open their group",
+                    where=f"group {self.ranks}",
+                    remedy="every rank of the group must make the same calls",
+                )
+            )
+
+        wait_until(
+            lambda: self._store.check(keys),
+            self._watch,
+            timeout=self.timeout,
+            oversubscribed=self.oversubscribed,
+            on_timeout=on_timeout,
+            on_stall=on_stall,
+        )
+        self._key = code(key_of(self._store), self._name.encode(), self._store.get(keys[0]))
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        found = super().all_gather_bytes(seal(self._key, str(self.rank), data))
+        opened = [unseal(self._key, str(rank), its) for rank, its in enumerate(found)]
+        if None in opened:
+            raise PeerLost(
+                message(
+                    f"what came as rank {self.ranks[opened.index(None)]}'s is not of this job",
+                    where=f"rank {self.ranks[self.rank]}, group {self.ranks}",
+                    remedy="see who else can reach the ports of this job: docs/security.md",
+                )
+            )
+        return [its for its in opened if its is not None]
+
+    def close(self) -> None:
+        """What this rank has finished stays to be read: a peer may still be in an operation that is over here."""
+
+    def _agree(self, call: Call, send_sizes: list[int], recv_sizes: list[int]) -> Steps:
+        """See that all ranks make the same call; on disagreement exchange where they stand, and raise.
+
+        Returns:
+            Whether any rank sends anything: a rank that sends and gets nothing must still take part if others do.
+        """
+        text = call.text
+        head = struct.Struct(f"<Q{self.size}Q")
+        for attempt in range(2):
+            said = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
+            data = head.pack(call.signature, *send_sizes) + said
+            mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            theirs = [torch.empty_like(mine) for _ in range(self.size)]
+            yield from self._all_gather(theirs, mine)
+            headers = [bytes(header.numpy().tobytes()) for header in theirs]
+            if attempt == 0:
+                if all(header[:8] == data[:8] for header in headers):
+                    break
+                text = f"{call.text}, at {self.site()}"
+        else:
+            texts = [header[head.size :].rstrip(b"\0").decode(errors="replace") for header in headers]
+            raise disagreement(self.ranks, {**dict(enumerate(texts)), self.rank: text})
+        sizes = [head.unpack_from(header)[1:] for header in headers]
+        self._check_sizes(call, [sent[self.rank] for sent in sizes], recv_sizes)
+        return any(map(any, sizes))
+
+    def _check_sizes(self, call: Call, sent: Sequence[int], expected: Sequence[int]) -> None:
+        """Refuse pieces that do not fit where they are to go."""
+        for source, (got, wanted) in enumerate(zip(sent, expected, strict=True)):
+            if got != wanted:
+                raise wrong_piece(
+                    self.ranks, self.rank, call.text, source=source, got=got, expected=wanted, site=self.site()
+                )
+
+    def _took_part(self, rank: int, work: Work) -> bool:
+        if not self._is_message(work) or self._counters is None:
+            return super()._took_part(rank, work)
+        if work.what.startswith("send"):
+            if self.sends_alone:
+                return True
+        elif self._matched.get(rank, 0) + self._arrived().count(rank) < self._counters.sent_by(rank, self.rank):
+            return True  # the rest is on its way
+        self._operations.progress_messages()
+        return work.done
+
+    def _look_for_death(self) -> None:
+        """A broken connection is how a library notices a death or an abort; the watch soon knows who and why."""
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            self._watch.check()
+            self._watch.check_peers()
+            time.sleep(0.01)

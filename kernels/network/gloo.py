@@ -1,0 +1,212 @@
+"""The Gloo communicator: ranks of several hosts, or of one host that has no usable shared memory.
+
+Only bytes travel through torch's Gloo (`alltoall` and `allgather` of uint8); the arithmetic is done here, in rank
+order. That sidesteps what Gloo does badly: it corrupts strided tensors silently, lacks int16, uint16/32/64 and
+averages of integers, and adds in ring order. Works are polled, never waited for inside Gloo, so that an abort is
+noticed; each operation is preceded by a header, so that a disagreement is told before bytes of it mix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..call import Call, wrong_size
+from ..errors import PeerLost, message
+from ..operations import Steps
+from ..processes import Owned
+from ..torch_private import gloo_options
+from ..waiting import Watch
+from .communicator import NetworkedCommunicator
+from .interface import address_of
+from .mailbox import Mailbox
+
+
+class GlooCommunicator(NetworkedCommunicator):
+    """A group of ranks that talk over TCP; see `Communicator`.
+
+    Args:
+        store: any `torch.distributed` store that all ranks of the group share.
+        interface: the network interface or address to use; None is the address that this host's name resolves to.
+    """
+
+    backend = "gloo"
+
+    def __init__(
+        self,
+        store: dist.Store,
+        watch: Watch,
+        ranks: Sequence[int],
+        global_rank: int,
+        *,
+        timeout: float,
+        channel: str = "main",
+        interface: str | None = None,
+    ):
+        super().__init__(store, watch, ranks, global_rank, timeout=timeout, channel=channel)
+        self._interface = interface
+        self._owned = Owned()
+        self._group: Any = None  # torch's stubs leave out what is used of it
+        self._mailbox: Mailbox | None = None
+        self._open()
+
+    def _open(self) -> None:
+        """Connect to the peers; again after every recovery, under a name that no stale message bears."""
+        self.close()
+        options = gloo_options(self.timeout, self._address())
+        self._turns: dict[int, int] = {}  # messages started, by destination
+        self._posted: dict[int, int] = {}  # messages handed to the mailbox
+        self._seen = 0
+        # Gloo's own wait for the peers notices no abort.
+        self._meet()
+        before = _sockets()
+        try:
+            self._group = dist.ProcessGroupGloo(
+                dist.PrefixStore(self._name, self._store), self.rank, self.size, options
+            )
+        except RuntimeError as error:
+            raise PeerLost(
+                message(
+                    f"rank {self.ranks[self.rank]} could not connect to group {self.ranks} over Gloo",
+                    got=_reason(error),
+                    remedy="see that all ranks are running and that the hosts reach each other",
+                )
+            ) from None
+        self._sockets = _sockets() - before
+
+    def close(self) -> None:
+        if self._mailbox is not None:
+            self._mailbox.close()
+            self._mailbox = None
+        super().close()
+        if self._group is None or self._owned.foreign:  # a child's connections are its parent's
+            return
+        # Gloo has no way to give an operation up, and its destructor waits for those under way until they time
+        # out. Shutting its sockets down ends them at once.
+        for number, _ in self._sockets & _sockets():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+        self._group = None
+
+    def _done(self, work: dist.Work) -> Steps:
+        yield work.is_completed
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._look_for_death()
+            raise PeerLost(
+                message(
+                    f"rank {self.ranks[self.rank]} lost the connection to a rank of group {self.ranks}",
+                    got=_reason(error),
+                    remedy="see the output of the other ranks",
+                )
+            ) from None
+
+    def _all_gather(self, theirs: list[torch.Tensor], mine: torch.Tensor) -> Steps:
+        assert self._group is not None
+        yield from self._done(self._group.allgather([theirs], [mine]))
+
+    def _exchange(
+        self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
+    ) -> Steps:
+        assert self._group is not None
+        send_sizes = [0 if piece is None else piece.numel() for piece in sends]
+        recv_sizes = [0 if piece is None else piece.numel() for piece in recvs]
+        if call is not None and not (yield from self._agree(call, send_sizes, recv_sizes)):
+            return
+        outgoing = torch.empty(sum(send_sizes), dtype=torch.uint8)
+        torch.cat([piece for piece in sends if piece is not None and piece.numel()] or [_EMPTY], out=outgoing)
+        incoming = torch.empty(sum(recv_sizes), dtype=torch.uint8)
+        options = dist.AllToAllOptions()
+        yield from self._done(self._group.alltoall_base(incoming, outgoing, recv_sizes, send_sizes, options))
+        for target, piece in zip(recvs, incoming.split(recv_sizes), strict=True):
+            if target is not None:
+                target.copy_(piece)
+
+    def _address(self) -> str:
+        if self._interface is not None:
+            return address_of(self._interface)
+        try:
+            return socket.gethostbyname(socket.gethostname())
+        except OSError:
+            return "127.0.0.1"
+
+    # -- point to point ------------------------------------------------------------------------------------------------
+
+    def _open_mailbox(self) -> Mailbox:
+        if self._mailbox is None:
+            self._mailbox = Mailbox(self._store, self._name, self.rank, self._address())
+        return self._mailbox
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
+        mailbox = self._open_mailbox()
+        # Messages to one destination keep their order: each waits until those before it are posted.
+        turn = self._turns.get(dst, 0)
+        self._turns[dst] = turn + 1
+        yield lambda: self._posted.get(dst, 0) == turn and mailbox.connected(dst)
+        if self._counters is not None:
+            self._counters.send(dst)
+        message = mailbox.post(tensor, dst, tag)
+        self._posted[dst] = turn + 1
+
+        def sent() -> bool:
+            mailbox.check()
+            return message.sent
+
+        yield sent
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
+        mailbox = self._open_mailbox()
+        matched: list[tuple[int, int, torch.Tensor]] = []
+
+        def arrived() -> bool:
+            mailbox.check()
+            for index in range(self._seen):
+                source, its_tag, _ = mailbox.inbox[index]
+                if its_tag == tag and src in (None, source):
+                    matched.append(mailbox.inbox.pop(index))
+                    self._seen -= 1
+                    return True
+            return False
+
+        yield arrived
+        source, _, data = matched[0]
+        self._matched[source] = self._matched.get(source, 0) + 1
+        if data.numel() != tensor.numel():
+            raise wrong_size(self.ranks, self.rank, source=source, tag=tag, got=data.numel(), expected=tensor.numel())
+        tensor.copy_(data)
+        return source
+
+    def _arrived(self) -> list[int]:
+        return [] if self._mailbox is None else [source for source, _, _ in tuple(self._mailbox.inbox)]
+
+    def poll_messages(self) -> None:
+        # The mailbox's thread appends at any time; receives match what was there at the start of a round.
+        self._seen = len(self._mailbox.inbox) if self._mailbox is not None else 0
+
+
+def _reason(error: RuntimeError) -> str:
+    """What Gloo says, without where in its sources it says so and what it advises."""
+    text = re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", str(error).splitlines()[0])
+    return text.partition(". This is typically")[0]
+
+
+def _sockets() -> set[tuple[int, str]]:
+    """The descriptors of this process that are sockets, and which: numbers are used again."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{name}")
+            if link.startswith("socket:"):
+                found.add((int(name), link))
+    return found
+
+
+_EMPTY = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,199 @@
+"""The hierarchical communicator: shared memory within each host, the network among one leader a host.
+
+An all-reduce sums the ranks of each host in its arena, then the hosts' sums among their first ranks, the leaders, over
+Gloo, and leaves the total in each arena for all to read: 2(h-1)/h of the bytes per host cross the network, for h hosts,
+however many ranks they have. Other collectives send their bytes as `GlooCommunicator` does; only their agreement
+on the call goes this way. Invariants:
+
+* the order of additions is that of the ranks on a host, then that of the hosts (by their first rank in the group), so
+  a run repeats exactly; it is not the order of one host with as many ranks, so bits may differ from those.
+* 16-bit floats are added in float32 and rounded twice: once for the host's sum, once for the total.
+* every operation begins in the arena and goes on to the network in turn, so that all leaders agree on the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..call import Call
+from ..collectives import ONE_PHASE_BYTES
+from ..communicator import Communicator
+from ..flat import as_bytes
+from ..operations import Steps, Work
+from ..reduction import Op
+from ..shm.board import WAITING
+from ..shm.communicator import ShmCommunicator
+from .gloo import GlooCommunicator
+from .hosts import HostWatch
+
+
+def communicator(
+    store: dist.Store, watch: HostWatch, ranks: Sequence[int], rank: int, *, timeout: float, channel: str
+) -> Communicator:
+    """The communicator for a group that may lie within a host, have one rank on each, or several on some."""
+    hosts = watch.split(ranks)
+    if len(hosts) == 1:
+        return ShmCommunicator(watch.arena, ranks, timeout=timeout, channel=channel)
+    kind = GlooCommunicator if len(hosts) == len(ranks) else HierarchicalCommunicator
+    return kind(store, watch, ranks, rank, timeout=timeout, channel=channel, interface=watch.address)
+
+
+class HierarchicalCommunicator(GlooCommunicator):
+    """A group of ranks on several hosts; see `Communicator`, and for the arguments `GlooCommunicator`."""
+
+    backend = "hierarchical"
+    starts_early = True
+    _host: ShmCommunicator | None = None
+    # Operations are started one after another and shared one after another, but mixed as it comes: two sequences.
+    _shared: ShmCommunicator | None = None
+    _across: GlooCommunicator | None = None  # on leaders
+
+    def _open(self) -> None:
+        """Open the group of all, then that of this host, then that of the leaders."""
+        super()._open()
+        watch: Any = self._watch
+        self._hosts = watch.split(self.ranks)
+        self._mine = next(host for host in self._hosts if self.ranks[self.rank] in host)
+        self._waits_for = ""
+        channel = f"{self.channel} of {self.ranks}"  # other groups may have the same ranks here, or the same leaders
+        if self._host is not None and self._shared is not None:
+            self._host.renew()
+            self._shared.renew()
+        else:
+            self._host = ShmCommunicator(watch.arena, self._mine, timeout=self.timeout, channel=channel)
+            self._shared = ShmCommunicator(watch.arena, self._mine, timeout=self.timeout, channel=f"{channel}, shared")
+        if self.ranks[self.rank] != self._mine[0]:
+            return
+        if self._across is not None:
+            self._across.renew()
+        else:
+            leaders = [host[0] for host in self._hosts]
+            self._across = GlooCommunicator(
+                self._store,
+                watch,
+                leaders,
+                self.ranks[self.rank],
+                timeout=self.timeout,
+                channel=channel,
+                interface=self._interface,
+            )
+
+    def close(self) -> None:
+        if self._across is not None:
+            self._across.close()
+        super().close()
+
+    def reclaim(self) -> None:
+        if self._host is not None:
+            self._host.reclaim()
+
+    def empty(self, shape: Sequence[int] | int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        assert self._host is not None
+        return self._host.empty(shape, dtype=dtype)
+
+    def _start(self, what: str, steps: Steps, async_op: bool) -> Any:
+        started = super()._start(what, steps, async_op)
+        if async_op:
+            self._operations.progress_collectives()  # those started before may go on to the network
+        return started
+
+    # -- what the collectives consist of -------------------------------------------------------------------------------
+
+    def _all_reduce(self, call: Call, flat: torch.Tensor, op: Op, *, in_place: bool = False) -> Steps:
+        host, across = self._host, self._across
+        assert host is not None and self._shared is not None
+        added = "sum" if op == "avg" else op
+        self._waits_for = "the ranks of its host"
+        partial = yield from host._all_reduce(call, flat, added)
+        total: Any = None
+        if across is not None:
+            self._waits_for = f"the other hosts, at their ranks {[host[0] for host in self._hosts]}"
+            total = yield from across._all_reduce(call, partial, added)
+            if op == "avg":
+                _divide(total, self.size)
+        del partial  # its memory is free for the next operation
+        self._waits_for = f"the first rank of its host, rank {self._mine[0]}, which talks to the other hosts"
+        if flat.numel() * flat.element_size() <= ONE_PHASE_BYTES:
+            result = torch.empty_like(flat) if total is None else total
+            yield from self._share(result)
+            return result
+
+        def write(out: torch.Tensor) -> None:
+            if total is not None:  # what the others would add is not used
+                out.copy_(total)
+
+        shared = yield from self._shared._all_gathered(call, flat.numel(), flat.dtype, write)
+        return shared[: flat.numel()]
+
+    def _share(self, tensor: torch.Tensor) -> Steps:
+        """Overwrite a contiguous tensor with the leader's, on the ranks of this host."""
+        assert self._shared is not None
+        data, leads = as_bytes(tensor), self._across is not None
+        sends = [data if leads and rank > 0 else None for rank in range(self._shared.size)]
+        recvs = [data if not leads and rank == 0 else None for rank in range(self._shared.size)]
+        yield from self._shared._exchange(None, sends, recvs)
+
+    def _agree(self, call: Call, send_sizes: list[int], recv_sizes: list[int]) -> Steps:
+        """As `NetworkedCommunicator._agree`: first on each host, then among the leaders."""
+        assert self._host is not None
+        members, size = self._host.size, self.size
+        self._waits_for = "the ranks of its host"
+        mine, rows = torch.tensor(send_sizes), torch.empty(members, size, dtype=torch.int64)
+        yield from self._host._exchange(call, [as_bytes(mine)] * members, [as_bytes(row) for row in rows])
+        table = torch.empty(size, size, dtype=torch.int64)
+        if self._across is not None:
+            self._waits_for = f"the other hosts, at their ranks {[host[0] for host in self._hosts]}"
+            nothing = [0] * len(self._hosts)
+            yield from self._across._agree(call, nothing, nothing)
+            most = max(map(len, self._hosts))
+            padded = torch.zeros(most, size, dtype=torch.int64)
+            padded[:members] = rows
+            theirs = [torch.empty_like(padded) for _ in self._hosts]
+            yield from self._across._all_gather([as_bytes(part) for part in theirs], as_bytes(padded))
+            for host, part in zip(self._hosts, theirs, strict=True):
+                table[[self.ranks.index(rank) for rank in host]] = part[: len(host)]
+        self._waits_for = f"the first rank of its host, rank {self._mine[0]}, which talks to the other hosts"
+        yield from self._share(table)
+        self._check_sizes(call, table[:, self.rank].tolist(), recv_sizes)
+        self._waits_for = "all ranks"
+        return bool(table.any())
+
+    # -- what is told when it takes too long ---------------------------------------------------------------------------
+
+    def on_stall(self, work: Work) -> None:
+        super().on_stall(work)
+        arena = self._arena
+        if not arena.said(arena.rank):
+            arena.say(f"{WAITING} {work.what}")
+
+    def on_timeout(self, work: Work) -> BaseException:
+        error = super().on_timeout(work)
+        if self._is_message(work):
+            return error
+        lines = [f"\n  it waited for {self._waits_for}"] if self._waits_for else []
+        for rank in self._mine:
+            if rank != self.ranks[self.rank]:
+                doing = self._arena.said(self._arena.participant(rank)) or "computing, not in a collective"
+                lines.append(f"\n  rank {rank}: {doing}")
+        return type(error)(f"{error.args[0]}{''.join(lines)}")
+
+    @property
+    def _arena(self) -> Any:
+        watch: Any = self._watch
+        return watch.arena
+
+
+def _divide(total: torch.Tensor, count: int) -> None:
+    """Divide a sum in place as `reduce_in_order` does for an average."""
+    if total.dtype.is_floating_point or total.dtype.is_complex:
+        total.div_(count)
+    elif total.dtype in (torch.uint16, torch.uint32, torch.uint64):  # NumPy computes with these, torch does not
+        numbers = total.numpy()
+        np.floor_divide(numbers, count, out=numbers)
+    else:
+        total.div_(count, rounding_mode="trunc")

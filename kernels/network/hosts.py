@@ -1,0 +1,194 @@
+"""Watching ranks of several hosts: through each host's arena, and between hosts through a store.
+
+Invariants: what ends a region on one host ends it on all; and nothing waits for a store that is out of reach, so that
+a host that is cut off from the others finds out, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import Aborted, PeerLost, message
+from ..shm.arena import Arena
+
+LEADER_SECONDS, OTHERS_SECONDS = 0.05, 0.5  # how often a waiting rank asks the store
+_GRACE_SECONDS = 1.0  # a rank that keeps the store may end a moment before the others
+
+
+class StoreWatch:
+    """Aborts through a store, for ranks that share no memory; asked a few times a second by those who wait.
+
+    Args:
+        address: where the other hosts reach this one, as far as that is known.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, *, address: str | None = None, seconds: float = LEADER_SECONDS):
+        self._store, self._rank, self.address, self._seconds = store, rank, address, seconds
+        self.generation = self.region = 0
+        self._next_look = self._lost_at = 0.0
+        self.lost: str | None = None  # what is said of a store that did not answer; it is not asked again
+
+    def enter(self, region: int) -> None:
+        self.region = region
+
+    def leave(self) -> None:
+        """Ranks of other hosts don't see who is in a region."""
+
+    def abort(self, text: str) -> None:
+        if self.lost is None:
+            with contextlib.suppress(dist.DistError):  # who can't be told finds that this rank is silent
+                self._store.set(self._key(), f"{self.region} {text}")
+
+    def check(self) -> None:
+        """Nothing is cheap enough to look at in every round."""
+
+    def check_peers(self) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        if self.lost is not None:
+            if now - self._lost_at > _GRACE_SECONDS:
+                raise PeerLost(self.lost, 0)
+            return
+        try:
+            text = self._store.get(self._key()).decode(errors="replace") if self._store.check([self._key()]) else ""
+        except dist.DistError as error:
+            self.lost, self._lost_at = out_of_reach(self._rank, error), now
+            return
+        finally:
+            self._next_look = time.monotonic() + self._seconds
+        if text:
+            region, _, text = text.partition(" ")
+            if region.isdecimal() and int(region) <= self.region:  # see Arena.check
+                raise Aborted(text)
+
+    def enter_debugger(self) -> None:
+        """Ranks of other hosts don't see that either: their waits time out."""
+
+    def leave_debugger(self) -> None:
+        """See `enter_debugger`."""
+
+    def in_debugger(self) -> bool:
+        return False
+
+    def _key(self) -> str:
+        return f"abort/{self.generation}"
+
+
+def out_of_reach(rank: int, error: BaseException) -> str:
+    """What is said when the store does not answer."""
+    return message(
+        f"rank {rank} has lost contact with the meeting place of the job, and so with the other hosts",
+        got=str(error).splitlines()[0],
+        remedy="see that the host of rank 0 is up and that the hosts reach each other",
+    )
+
+
+class HostArena(Arena):
+    """The arena of one host of several.
+
+    Args:
+        members: the ranks of this host.
+        rank: this process's.
+        beyond: how the other hosts are told, and heard.
+    """
+
+    def __init__(self, fd: int, members: Sequence[int], rank: int, beyond: StoreWatch):
+        self.members, self.beyond = tuple(members), beyond
+        super().__init__(fd, len(members), self.members.index(rank))
+
+    @property
+    def mesh_rank(self) -> int:
+        return self.members[self.rank]
+
+    def participant(self, rank: int) -> int:
+        return self.members.index(rank)
+
+    def enter(self, region: int) -> None:
+        self.beyond.enter(region)
+        super().enter(region)
+
+    def abort(self, text: str) -> None:
+        super().abort(text)
+        self.beyond.abort(text)
+
+    def check_peers(self) -> None:
+        try:
+            super().check_peers()
+        except PeerLost as lost:
+            assert lost.rank is not None
+            gone = self.members[lost.rank]
+            text = f"rank {gone} died or exited while rank {self.mesh_rank} waited for it"
+            raise PeerLost(message(text, remedy="see its output"), gone) from None
+        try:
+            self.beyond.check_peers()
+        except Aborted as aborted:
+            super().abort(str(aborted))  # the others of this host ask the store less often
+            raise
+
+
+class HostWatch:
+    """A rank's watch where ranks of several hosts take part; the arena behind it knows those of its own host only."""
+
+    def __init__(self, arena: HostArena, hosts: Sequence[Sequence[int]]):
+        self.arena, self.hosts, self.address = arena, hosts, arena.beyond.address
+        self.enter, self.leave = arena.enter, arena.leave
+        self.enter_debugger, self.leave_debugger = arena.enter_debugger, arena.leave_debugger
+        self.in_debugger = arena.in_debugger
+        self.abort, self.check, self.check_peers = arena.abort, arena.check, arena.check_peers
+
+    @property
+    def lost(self) -> str | None:
+        return self.arena.beyond.lost
+
+    @property
+    def generation(self) -> int:
+        return self.arena.generation
+
+    @generation.setter
+    def generation(self, number: int) -> None:
+        self.arena.generation = self.arena.beyond.generation = number
+
+    def split(self, ranks: Sequence[int]) -> list[list[int]]:
+        """The ranks of a group by host, in the order of the hosts' first ranks in it."""
+        found = [[rank for rank in ranks if rank in host] for host in self.hosts]
+        return sorted((host for host in found if host), key=lambda host: list(ranks).index(host[0]))
+
+
+def innermost(store: Any) -> Any:
+    """The store behind those that only put a prefix before its keys."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def limit_silence(store: Any, seconds: float) -> None:
+    """End a store's operations with an error when nothing has come from its host, or its process, for so long.
+
+    torch waits for an answer for as long as the connection stands: on a cut link a quarter of an hour, for ever where
+    the process that keeps the store is stopped. (Waiting for a key that nobody has set yet is something else to torch,
+    and keeps its own timeout.)
+    """
+    store = innermost(store)
+    if not isinstance(store, dist.TCPStore):
+        return
+    idle = max(1, int(seconds / 2))
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            # Others have no port: pipes of multiprocessing, for one, are sockets of the AF_UNIX kind without a name.
+            over_ip = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if over_ip and connection.type == socket.SOCK_STREAM and connection.getpeername()[1] == store.port:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+                patience = struct.pack("ll", int(seconds), int(1e6 * (seconds % 1)))
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)

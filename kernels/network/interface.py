@@ -1,0 +1,73 @@
+"""Which of a host's addresses the other hosts reach it at.
+
+Libraries ask a name service for the host's own name, which on many machines answers 127.0.1.1. Here the user's choice
+comes first, then the kernel's: the address from which it would send to a host that is known to be elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+
+from ..errors import MeshError, message
+
+_SIOCGIFADDR = 0x8915
+
+
+def chosen() -> str | None:
+    """The interface, or address, that the user wants: SPMD_INTERFACE, else the first of GLOO_SOCKET_IFNAME."""
+    gloo = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    return os.environ.get("SPMD_INTERFACE") or gloo or None
+
+
+def address_of(interface: str) -> str:
+    """The address of a network interface; an address is itself.
+
+    >>> address_of("lo"), address_of("10.1.2.3")
+    ('127.0.0.1', '10.1.2.3')
+
+    Raises:
+        MeshError: this host has no such interface, or it has no IPv4 address.
+    """
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(interface))
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+        except OSError as error:
+            raise MeshError(
+                message(
+                    f"network interface {interface!r} can't be used on {socket.gethostname()}",
+                    got=str(error),
+                    expected=f"one of {sorted(addresses())}, or an address of this host",
+                    remedy="correct SPMD_INTERFACE, GLOO_SOCKET_IFNAME or initialize(interface=)",
+                )
+            ) from None
+
+
+def addresses() -> dict[str, str]:
+    """This host's interfaces that have an IPv4 address."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                found[name] = socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+    return found
+
+
+def towards(host: str) -> str | None:
+    """The address from which this host would send to another; None if it is this one, or can't be reached."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of a datagram socket: sends nothing
+            own = probe.getsockname()[0]
+        if not ipaddress.ip_address(own.partition("%")[0]).is_loopback:
+            return own
+    return None

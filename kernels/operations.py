@@ -1,0 +1,237 @@
+"""Operations under way: generators of steps, started in one order and driven until they are over.
+
+A step is a condition to wait for; an operation goes on when that holds. So one piece of code serves the blocking call,
+the asynchronous one and the wait that must notice aborts. Invariants: collectives of one communicator end in the order
+in which they were started, messages in any; and whoever waits goes on with all that this process has started, since
+the rank waited for may wait for our part in something else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
+
+from .errors import PeerLost, message
+from .waiting import PEER_CHECK_SECONDS, Watch, wait_until
+
+Ready = Callable[[], bool]
+Steps = Generator[Ready, None, Any]
+Sleep = Callable[[Ready], None]  # for a moment, or until woken, unless it is ready
+
+# Of communicators of this process, those with operations under way.
+_active: set[Operations] = set()
+
+
+class Transport(Protocol):
+    """What the operations of a communicator need of it."""
+
+    sleep: Sleep | None  # how who waits sleeps, where peers wake it
+
+    def poll_messages(self) -> None:
+        """Look once for what has arrived; receives then match it in the order in which they were posted."""
+
+    def on_finished(self) -> None:
+        """A collective is over."""
+
+    def on_stall(self, work: Work) -> None:
+        """Called now and then while a wait for `work` lasts: raise the reason, if there is one."""
+
+    def on_timeout(self, work: Work) -> BaseException:
+        """The error for a wait that lasts too long."""
+
+
+class Work:
+    """A started operation: `wait()` finishes it and gives its value, `is_completed()` asks without waiting."""
+
+    __slots__ = ("_error", "_operations", "_ready", "_steps", "_value", "done", "peers", "site", "what")
+
+    def __init__(self, operations: Operations, what: str, steps: Steps, peers: Sequence[int], site: str = ""):
+        self._operations, self.what, self._steps, self.peers, self.site = operations, what, steps, peers, site
+        self._ready: Ready | None = None
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self.done = False
+
+    def is_completed(self) -> bool:
+        self._operations.progress()
+        if not self.done:
+            self._operations.look(self)
+        return self.done
+
+    def wait(self) -> Any:
+        self._operations.finish(self)
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def start(self) -> None:
+        """Take the first step, which tells the peers."""
+        self._ready = None
+        self._step()
+
+    def advance(self) -> bool:
+        """Go on as far as no waiting is needed; whether the operation is over."""
+        if self._steps.gi_running:  # type: ignore[attr-defined]
+            return False  # it is further up the stack, waiting for a free slot
+        while not self.done and (self._ready is None or self._ready()):
+            self._step()
+        return self.done
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error, for who waits for it."""
+        self._error, self.done = error, True
+
+    def _step(self) -> None:
+        try:
+            self._ready = next(self._steps)
+        except StopIteration as end:
+            self._value, self.done = end.value, True
+        except BaseException as error:
+            self._error, self.done = error, True
+            raise
+
+
+class Operations:
+    """The operations of one communicator that are under way.
+
+    Attributes:
+        queue: collectives, in the order in which they were started.
+        messages: sends and receives.
+    """
+
+    def __init__(
+        self, transport: Transport, ranks: Sequence[int], watch: Watch, *, timeout: float, oversubscribed: bool
+    ):
+        self._transport, self._ranks, self._watch = transport, tuple(ranks), watch
+        self._timeout, self._oversubscribed = timeout, oversubscribed
+        self._next_look = 0.0
+        self.generation = watch.generation
+        self.queue: deque[Work] = deque()
+        self.messages: list[Work] = []
+
+    @property
+    def stale(self) -> bool:
+        """Whether the mesh has recovered from a failure since these were started."""
+        return self.generation != self._watch.generation
+
+    def start(self, what: str, steps: Steps, *, site: str, early: bool, async_op: bool) -> Any:
+        """Start a collective, and finish it unless it is asynchronous.
+
+        Args:
+            site: where an asynchronous call was made; where a blocking one stands is found on the stack.
+            early: take the first step at once, which tells the peers.
+        """
+        work = Work(self, what, steps, range(len(self._ranks)), site)
+        self.queue.append(work)
+        if early:
+            work.start()
+        if not async_op:
+            return work.wait()
+        _active.add(self)
+        return work
+
+    def start_message(self, what: str, steps: Steps, peers: Sequence[int]) -> Work:
+        """Start a send or a receive."""
+        work = Work(self, what, steps, peers)
+        self.messages.append(work)
+        _active.add(self)
+        self.progress_messages()
+        return work
+
+    def progress(self) -> None:
+        """Advance what can be advanced without waiting."""
+        if self.stale:
+            self.drop()
+            return
+        self._watch.check()
+        self.progress_collectives()
+        self.progress_messages()
+        if not self.queue and not self.messages:
+            _active.discard(self)
+
+    def progress_collectives(self) -> None:
+        while self.queue and self.queue[0].advance():
+            self._finished()
+
+    def look(self, work: Work) -> None:
+        """What a wait does now and then, for who asks instead of waiting."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + PEER_CHECK_SECONDS
+            self._watch.check_peers()
+            self._transport.on_stall(work)
+
+    def finish(self, work: Work) -> None:
+        """Wait for one operation, and so for those started before it."""
+        if self.stale:
+            self.drop()
+        while not work.done:
+            first = work if work in self.messages or not self.queue else self.queue[0]
+            try:
+                self._wait(lambda first=first: first.done, lambda first=first: first)  # type: ignore[misc]
+            finally:
+                if self.queue and self.queue[0].done:
+                    self._finished()
+
+    def wait_until(self, ready: Ready, what: str) -> None:
+        """Wait for a condition that is part of `what`, a call that need not be among these."""
+
+        def first() -> Work:
+            return self.queue[0] if self.queue else Work(self, what, _waiting(ready), range(len(self._ranks)))
+
+        self._wait(ready, first)
+
+    def _wait(self, ready: Ready, work: Callable[[], Work]) -> None:
+        def progressed() -> bool:
+            self._progress_all()
+            return ready()
+
+        wait_until(
+            progressed,
+            self._watch,
+            timeout=self._timeout,
+            oversubscribed=self._oversubscribed,
+            on_timeout=lambda: self._transport.on_timeout(work()),
+            on_stall=lambda: self._transport.on_stall(work()),
+            sleep=self._transport.sleep,
+        )
+
+    def drop(self) -> None:
+        """End all with an error: a region failed, and nobody will answer."""
+        for work in (*self.queue, *self.messages):
+            work.fail(
+                PeerLost(
+                    message(
+                        f"{work.what} was under way when a region failed",
+                        where=f"group {self._ranks}",
+                        remedy="start it again",
+                    )
+                )
+            )
+        self.queue.clear()
+        self.messages.clear()
+        _active.discard(self)
+
+    def _progress_all(self) -> None:
+        self.progress_messages()
+        self.progress_collectives()
+        for other in tuple(_active):
+            if other is not self:
+                other.progress()
+
+    def _finished(self) -> None:
+        """Go on to the next operation in the queue."""
+        self.queue.popleft()
+        self._transport.on_finished()
+
+    def progress_messages(self) -> None:
+        if self.messages:
+            self._transport.poll_messages()
+            self.messages = [work for work in self.messages if not work.advance()]
+
+
+def _waiting(ready: Ready) -> Steps:
+    """An operation that consists of waiting."""
+    yield ready

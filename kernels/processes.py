@@ -1,0 +1,72 @@
+"""Processes by number: which one this is, which are its to judge, and whether they are gone.
+
+Programs fork (multiprocessing does, by default), and a child has all objects of its parent: what frees, signals,
+answers or closes notes who made it, and does nothing in anyone else (`Owned`). A number means something within one pid
+namespace of one boot of one kernel. Invariant: what is not known to be dead is alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import resource
+
+from .errors import MeshError, message
+
+_current = os.getpid()
+
+
+def _note() -> None:
+    global _current
+    _current = os.getpid()
+
+
+os.register_at_fork(after_in_child=_note)
+
+
+class Owned:
+    """Something that belongs to the process that made it."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self) -> None:
+        self._owner = _current
+
+    @property
+    def foreign(self) -> bool:
+        """Whether this process is a fork of the one that made it."""
+        return self._owner != _current
+
+
+@functools.lru_cache(maxsize=1)
+def namespace() -> str:
+    """Equal for processes that know each other by the same numbers: one boot of one kernel, one pid namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def gone(its_namespace: str, pid: int) -> bool:
+    """Whether a process is known to have ended."""
+    return its_namespace == namespace() and not os.path.exists(f"/proc/{pid}")
+
+
+def check_not_imported_by_worker() -> None:
+    """Refuse a mesh in a worker that multiprocessing has spawned, while it imports the script that spawned it."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise MeshError(
+            message(
+                "a worker process of multiprocessing imports this program's main script, which makes a Mesh",
+                got="a second set of ranks, which nobody wants",
+                remedy="make the Mesh under `if __name__ == '__main__':`, or use the start method 'fork'",
+            )
+        )
+
+
+def open_more_files() -> None:
+    """Raise the soft limit of open files to the hard one: each large value takes one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,0 +1,51 @@
+"""How many collectives each rank of a group has finished and how many messages it has sent, told on the arena's board.
+
+For transports whose bytes go another way, such as Gloo on one host: a wait for a rank that has left the region without
+its part can then end at once. Invariant: a rank counts an operation only when it needs nothing more of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .shm.arena import Arena
+from .shm.pages import PAGE
+from .word_key import word_key
+
+
+class ProgressCounters:
+    """The counts of one group, in one generation."""
+
+    def __init__(self, arena: Arena, ranks: Sequence[int], channel: str):
+        self._arena, self._ranks = arena, tuple(map(arena.participant, ranks))
+        self._key = word_key("progress", arena.generation, self._ranks, channel)
+        self._block = arena.heap.allocate(PAGE)
+        for word in range(1 + len(self._ranks)):  # the collectives finished, the messages sent to each rank
+            arena.words[self._block // 8 + word] = 0
+        arena.directory.publish(self._key, self._block)
+        self.finished = 0
+
+    def finish(self) -> None:
+        """Count one operation of this rank."""
+        self.finished += 1
+        self._arena.words[self._block // 8] = self.finished
+
+    def send(self, dst: int) -> None:
+        """Count one message of this rank."""
+        self._arena.words[self._block // 8 + 1 + dst] += 1
+
+    def finished_by(self, rank: int) -> int:
+        """How many collectives a rank of the group has finished."""
+        return self._count(rank, 0)
+
+    def sent_by(self, rank: int, dst: int) -> int:
+        """How many messages a rank of the group has sent to another."""
+        return self._count(rank, 1 + dst)
+
+    def _count(self, rank: int, word: int) -> int:
+        block = self._arena.directory.lookup(self._ranks[rank], self._key)
+        return 0 if block is None else self._arena.words[block // 8 + word]
+
+    def close(self) -> None:
+        self._arena.directory.forget(self._key)
+        self._arena.heap.free(self._block, PAGE)

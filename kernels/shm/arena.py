@@ -1,0 +1,144 @@
+"""The arena: one `memfd` that every rank of a host maps, the region of shared memory that blocks are allocated from.
+
+Why a memfd: containers cap /dev/shm at 64 MB, and names there outlive a killed process. The file is sparse:
+its size is address space, pages come with the first touch. It holds the board, the directory, and a heap for each rank.
+Invariants:
+
+* aligned 8-byte stores reach the other processes in program order (x86-64); elsewhere this module refuses;
+* memory handed to users as a result is mapped copy-on-write, so an in-place change stays private.
+
+Who owns a block of it is told in `blocks`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import platform
+import stat
+import weakref
+
+import numpy as np
+import torch
+
+from .blocks import ResultBlocks, Views
+from .board import Board, board_bytes
+from .directory import Directory, directory_bytes
+from .heap import Heap
+
+_NAME = "spmd-arena"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def supported() -> str | None:
+    """Why shared memory can't be used here, or None if it can."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return f"plain stores are not ordered between processes on {platform.machine()}"
+    if not hasattr(os, "memfd_create"):
+        return "this system has no memfd_create"
+    return None
+
+
+def create(size: int) -> int:
+    """A new arena for `size` ranks (and a driver), as a file descriptor; nobody can cut it short any more."""
+    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, _file_bytes(size))
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    return fd
+
+
+def open_of(pid: int, number: int, size: int) -> int:
+    """Open another process's arena for `size` ranks, which that process knows as descriptor `number`.
+
+    Raises:
+        OSError: there is none, or it is something else than an arena of this user's.
+    """
+    # First only named, which reads nothing and waits for nothing, whatever it is.
+    named = os.open(f"/proc/{pid}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
+    try:
+        found, link = os.fstat(named), os.readlink(f"/proc/self/fd/{named}")
+        # Files of memfds lie on a device that nothing else does: a path on a disk may be called anything.
+        memfd = stat.S_ISREG(found.st_mode) and found.st_dev == _device_of_memfds()
+        if not memfd or link != f"/memfd:{_NAME} (deleted)" or found.st_uid != os.getuid():
+            raise OSError(errno.EPERM, "no arena of this user's", link)
+        if found.st_size != _file_bytes(size):
+            raise OSError(errno.EPERM, f"no arena of {size} ranks", link)
+        fd = os.open(f"/proc/self/fd/{named}", os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(named)
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        os.close(fd)
+        raise OSError(errno.EPERM, "an arena that could be cut short", link)
+    return fd
+
+
+def _device_of_memfds() -> int:
+    fd = os.memfd_create("spmd-probe", os.MFD_CLOEXEC)
+    try:
+        return os.fstat(fd).st_dev
+    finally:
+        os.close(fd)
+
+
+def _file_bytes(size: int) -> int:
+    return _heap_start(size) + size * _heap_bytes()
+
+
+def _heap_bytes() -> int:
+    # Address space, not memory: as much as the host has, so that one rank alone may fill it.
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (1 << 21) * (1 << 21)
+
+
+def _heap_start(size: int) -> int:
+    return board_bytes(size) + directory_bytes(size)
+
+
+class Arena(Board):
+    """A participant's mapping of the arena: `rank` in 0..size-1, or `size` for the driver."""
+
+    def __init__(self, fd: int, size: int, rank: int):
+        super().__init__(fd, size, rank)
+        self._length = len(self._bytes)
+        self.directory = Directory(self.words, board_bytes(size), size, rank)
+        self.views = Views(fd, self._length, self.words)
+        if rank < size:
+            start = _heap_start(size) + rank * _heap_bytes()
+            # A rank that replaces a dead one begins above what that one had handed out: others may still read it.
+            below = max(0, self.top - start)
+            self.heap = Heap(start + below, _heap_bytes() - below, self._remove, self.rose)
+            self.results = ResultBlocks(self.words, self.heap, self)
+
+    def clear(self, generation: int) -> None:
+        self.directory.clear()
+        super().clear(generation)
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A view of the arena's own memory at `offset`; the caller sees to it that it stays allocated."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._bytes, dtype=dtype, count=numel, offset=offset)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of this rank's heap; its block is free again when no tensor refers to it."""
+        numel = int(np.prod(shape, dtype=np.int64))
+        nbytes = numel * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        offset = self.heap.allocate(nbytes)
+        view = self._bytes[offset : offset + nbytes]
+        weakref.finalize(view, self.heap.free, offset, nbytes).atexit = False
+        return torch.frombuffer(view, dtype=dtype).view(shape)
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Where in the arena a contiguous tensor lies, or None if it does not."""
+        offset = tensor.data_ptr() - self.address
+        return offset if 0 <= offset < self._length and tensor.is_contiguous() else None
+
+    def is_leased(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor reads memory that other ranks share or reuse, and must be copied to outlive the region."""
+        return 0 <= tensor.data_ptr() - self.address < self._length or self.views.offset_of(tensor) is not None
+
+    def _remove(self, offset: int, nbytes: int) -> None:
+        self._shared.madvise(mmap.MADV_REMOVE, offset, nbytes)

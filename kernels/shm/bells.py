@@ -1,0 +1,61 @@
+"""Bells: how a rank that sleeps in the kernel is woken by the rank that it waits for.
+
+A rank says that it sleeps, looks once more whether it has to, and waits on the word of its bell (a futex) for a moment
+at most; who has written what others wait for rings the bells of those that sleep. A plain store may be seen after a
+load that follows it, so now and then a ring is missed: what is lost then is the rest of the moment.
+Source: futex(2), futex(7).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+
+from ..operations import Ready
+
+_FUTEX, _WAIT, _WAKE = 202, 0, 1  # the system call's number on x86-64, where alone there is an arena
+_MOMENT = 1_000_000  # nanoseconds
+_WORD = (1 << 32) - 1  # what of a bell the kernel compares
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_syscall = ctypes.CDLL(None).syscall
+_syscall.argtypes = (
+    *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32),
+    *(ctypes.POINTER(_Timespec), ctypes.c_void_p, ctypes.c_int),
+)
+_syscall.restype = ctypes.c_long
+_moment = _Timespec(0, _MOMENT)
+
+
+class Bells:
+    """The bells of an arena's ranks: of each two words, whether it sleeps, and the bell.
+
+    Args:
+        words: the arena's, which lie at `address` in memory.
+        at: the first of a rank's two words, by rank.
+    """
+
+    def __init__(self, words: memoryview, address: int, at: list[int], rank: int):
+        self._words, self._address, self.at, self._rank = words, address, at, rank
+
+    def sleep(self, ready: Ready) -> None:
+        """Sleep until the bell rings, or a moment has passed; not at all if it is `ready` by now."""
+        words, mine = self._words, self.at[self._rank]
+        words[mine] = 1
+        rung = words[mine + 1]
+        if not ready():
+            _syscall(_FUTEX, self._address + 8 * (mine + 1), _WAIT, rung, _moment, None, 0)
+        words[mine] = 0
+
+    def ring(self, ranks: Iterable[int]) -> None:
+        """Wake those that sleep."""
+        for rank in ranks:
+            at = self.at[rank]
+            if self._words[at]:
+                self._words[at] = 0
+                self._words[at + 1] = (self._words[at + 1] + 1) & _WORD
+                _syscall(_FUTEX, self._address + 8 * (at + 1), _WAKE, 1, None, None, 0)

@@ -1,0 +1,206 @@
+"""Who owns a block of shared memory, at each moment of a region.
+
+A block is allocated from the heap of the rank whose part of the arena it lies in, and goes back there. In between:
+
+    free ── comm.empty ──> owned: a tensor's ──────────────── the tensor is dropped ──> free
+      │
+      ├── comm.scratch ──> scratch: a rank's, to fill ── consumed by an all-reduction ─┬> result (the first rank's)
+      │                                                                                └> staged (the others')
+      ├── staging ───────> staged: read by the other ranks ── all have read the operation ──> free
+      │
+      └── result_block ──> result: written by all ranks, a slice each
+                             │ each rank takes a view
+                             v
+                           viewed: read by all, by each through a copy-on-write view
+                             │                          │
+                             │ the last view is dropped │ a view leaves the region (`copied_out`):
+                             v                          │   of a small part of a block: copied, and dropped
+                           free                         │   of most of it: stays the value's memory until it is dropped
+                                                        v
+                             donated by its caller: copied, never written in place, since other ranks read it
+
+When a region fails, what was staged, scratch or being written is free again: all ranks have left. A view that was
+taken keeps its block until it is dropped, whatever happens.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ..processes import Owned
+from .heap import Heap
+from .pages import PAGE, any_copied
+
+
+class Result(NamedTuple):
+    """A result block: where it lies, and the first of its release words."""
+
+    block: int
+    release: int
+
+
+class Generations(Protocol):
+    """Where the current generation is known."""
+
+    generation: int
+
+
+class ResultBlocks:
+    """Result blocks of one rank's heap, each reused once every rank has dropped its views.
+
+    A block starts with two counters per user: how many views it has dropped, and how many it took. The block is free
+    when every user has dropped as many as were due. When a region fails, some that were due are never taken; from the
+    next generation on those that were taken count.
+    """
+
+    def __init__(self, words: memoryview, heap: Heap, current: Generations):
+        self._words, self._heap, self._current = words, heap, current
+        self._blocks: dict[tuple[int, int], list[int]] = {}  # size class, users
+        self._sizes: dict[tuple[int, int], list[int]] = {}  # the same lists by exact size
+        self._due: dict[int, tuple[int, list[int]]] = {}  # block -> generation, views due to each user
+
+    def take(self, nbytes: int, users: int) -> Result:
+        """A free block, of which each user is due a view; for the rank that leads a reduction."""
+        head = -(-16 * users // PAGE) * PAGE
+        blocks = self._sizes.get((nbytes, users))
+        if blocks is None:
+            if len(self._sizes) >= 4096:
+                self._sizes.clear()
+            key = Heap.rounded(nbytes + head), users
+            blocks = self._sizes[nbytes, users] = self._blocks.setdefault(key, [])
+        for index, block in enumerate(blocks):
+            if self._is_free(block, users):
+                blocks.append(blocks.pop(index))
+                break
+        else:
+            block = self._heap.allocate(nbytes + head)
+            for word in range(block // 8, block // 8 + 2 * users):
+                self._words[word] = 0
+            self._due[block] = (self._current.generation, [0] * users)
+            blocks.append(block)
+        due = self._due[block][1]
+        for user in range(users):
+            due[user] += 1
+        return Result(block + head, block // 8)
+
+    def _is_free(self, block: int, users: int) -> bool:
+        generation, due = self._due[block]
+        word, words = block // 8, self._words
+        if generation != self._current.generation:
+            due[:] = words[word + users : word + 2 * users].tolist()
+            self._due[block] = (self._current.generation, due)
+        for user in range(users):  # noqa: SIM110 (a generator expression costs three times as much)
+            if words[word + user] != due[user]:
+                return False
+        return True
+
+
+class Views(Owned):
+    """This rank's views of result blocks: ref-counted, and copied page by page where they are written to."""
+
+    def __init__(self, fd: int, length: int, words: memoryview):
+        super().__init__()
+        self._private = mmap.mmap(fd, length, flags=mmap.MAP_PRIVATE | 0x4000)  # MAP_NORESERVE
+        self._base = torch.frombuffer(memoryview(self._private)[:PAGE], dtype=torch.uint8).data_ptr()
+        self._length, self._words = length, words
+        self._taken: dict[int, tuple[weakref.ref, int, int, int]] = {}  # kept alive; offset, bytes, word
+
+    def take(self, result: Result, numel: int, dtype: torch.dtype, *, user: int, users: int) -> torch.Tensor:
+        """A copy-on-write view of a result block; dropping the last reference gives this rank's share of it back."""
+        block, release = result
+        self._words[release + user + users] += 1
+        nbytes = numel * dtype.itemsize
+        view = memoryview(self._private)[block : block + nbytes]
+        # A plain weak reference: weakref.finalize would cost as much as a small reduction.
+        reference = weakref.ref(view, self._dropped)
+        self._taken[id(reference)] = (reference, block, nbytes, release + user)
+        return torch.frombuffer(view, dtype=dtype)
+
+    def _dropped(self, reference: weakref.ref) -> None:
+        _, offset, nbytes, release_word = self._taken.pop(id(reference))
+        if self.foreign:  # the rank that this process was forked from still has its own
+            return
+        self.forget_copies(offset, nbytes)
+        self._words[release_word] += 1
+
+    def forget_copies(self, offset: int, nbytes: int) -> None:
+        """Show what all share again, where this rank has changed a view."""
+        if any_copied(self._base + offset, nbytes):
+            self._private.madvise(mmap.MADV_DONTNEED, offset, -(-nbytes // PAGE) * PAGE)
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Where in the arena a view lies, or None if the tensor is none."""
+        offset = tensor.data_ptr() - self._base
+        return offset if 0 <= offset < self._length else None
+
+
+class Staging:
+    """What one communicator has allocated for operations under way: scratch, and what it has staged for peers."""
+
+    def __init__(self, heap: Heap, results: ResultBlocks, *, leads: bool, users: int):
+        self._heap, self._results, self._leads, self._users = heap, results, leads, users
+        self._scratch: dict[int, int] = {}  # where it lies -> its release word on the first rank, its size elsewhere
+        self.staged: deque[tuple[int, int, int]] = deque()  # operation, offset, bytes
+
+    def scratch(self, nbytes: int) -> int:
+        """Memory for the next reductions to consume: on the first rank the result takes its place."""
+        if self._leads:
+            block, release = self._results.take(nbytes, self._users)
+            self._scratch[block] = release
+        else:
+            block = self._heap.allocate(nbytes)
+            self._scratch[block] = nbytes
+        return block
+
+    def consume(self, sequence: int, offset: int | None, nbytes: int) -> Result | None:
+        """Consume the scratch at `offset`, if one is there; on the first rank, where the result of `nbytes` goes."""
+        known = None if offset is None else self._scratch.pop(offset, None)
+        if self._leads:
+            return self._results.take(nbytes, self._users) if known is None or offset is None else Result(offset, known)
+        if known is not None and offset is not None:
+            self.staged.append((sequence, offset, known))
+        return None
+
+    def stage(self, sequence: int, nbytes: int) -> int:
+        """Memory for what peers read in an operation."""
+        offset = self._heap.allocate(nbytes)
+        self.staged.append((sequence, offset, nbytes))
+        return offset
+
+    def free_through(self, sequence: int) -> None:
+        """All ranks have read the operations up to this one."""
+        while self.staged and self.staged[0][0] <= sequence:
+            _, offset, nbytes = self.staged.popleft()
+            self._heap.free(offset, nbytes)
+
+    def free_all(self) -> None:
+        """After a failure: all ranks have left the region. (The first rank's scratch is free without views, too.)"""
+        for _, offset, nbytes in self.staged:
+            self._heap.free(offset, nbytes)
+        for offset, nbytes in () if self._leads else self._scratch.items():
+            self._heap.free(offset, nbytes)
+        self.staged.clear()
+        self._scratch.clear()
+
+
+def copied_out(leaves: list[Any], is_leased: Callable[[torch.Tensor], bool]) -> None:
+    """Copy what leaves a region out of shared blocks, in place in the list, unless it makes up most of one.
+
+    A small view (a loss beside a bucket of gradients) would hold all of its block; new parameters, side by side in one
+    block that all ranks read, are better left where they are.
+    """
+    blocks: dict[int, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and is_leased(leaf):
+            blocks.setdefault(leaf.untyped_storage().data_ptr(), []).append(index)
+    for members in blocks.values():
+        used = sum(leaves[index].numel() * leaves[index].element_size() for index in members)
+        if 2 * used < leaves[members[0]].untyped_storage().nbytes():
+            for index in members:
+                leaves[index] = leaves[index].clone()

@@ -1,0 +1,225 @@
+"""The board: the arena's first pages, on which ranks and driver tell each other how they are.
+
+Each participant has a page: the region that it is in, its process, its cores, what it is doing, why it ended a region.
+Invariant: every word has one writer (a rank, or the driver), but for the abort flag, which all set to the same value.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import select
+
+from ..errors import Aborted, PeerLost, message
+from .bells import Bells
+from .pages import PAGE
+
+_MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE exists from Python 3.13 on
+_STATUS = PAGE  # one page per participant
+_TEXT, _REASON, _TEXT_BYTES = 128, 2048, 1920  # where a status page's texts start, and their length
+_CORES, _CORES_BYTES = PAGE - 64, 64  # the cores that a participant may use, a bit each
+
+# How a rank's text begins while it waits.
+WAITING = "waiting in"
+
+# words of the first page
+_ABORT, _GENERATION = 0, 1
+# words of a status page
+_ABORTED, _REGION, _ACTIVE, _PID, _TEXT_LENGTH, _QUIET, _REASON_LENGTH, _TOP, _BELL = 0, 1, 2, 3, 4, 5, 6, 7, 8
+_DEBUGGED = 10  # a bell takes two words
+
+
+def board_bytes(size: int) -> int:
+    """How much of the arena the board of `size` ranks and a driver takes."""
+    return PAGE + (size + 1) * _STATUS
+
+
+class Board:
+    """A participant's mapping of the arena, and its place on the board: 0..size-1, or `size` for the driver."""
+
+    def __init__(self, fd: int, size: int, rank: int):
+        self.fd, self.size, self.rank = fd, size, rank
+        self._shared = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
+        self.words = memoryview(self._shared).cast("Q")
+        self._bytes = memoryview(self._shared)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._shared))
+        self.bells = Bells(self.words, self.address, [self._status(each) + _BELL for each in range(size + 1)], rank)
+        self.generation = self.words[_GENERATION]
+        self._peers: dict[int, int] = {}  # participant -> pidfd
+        if rank < size:
+            self.words[self._status(rank) + _PID] = os.getpid()
+            self._say_cores()
+
+    @property
+    def mesh_rank(self) -> int:
+        """The number by which the mesh knows this rank."""
+        return self.rank
+
+    def participant(self, rank: int) -> int:
+        """The number by which the board knows a rank of the mesh."""
+        return rank
+
+    def _status(self, participant: int) -> int:
+        return (PAGE + participant * _STATUS) // 8
+
+    # -- cores, memory handed out --------------------------------------------------------------------------------------
+
+    def _say_cores(self) -> None:
+        cores = sum(1 << core for core in os.sched_getaffinity(0) if core < 8 * _CORES_BYTES)
+        start = PAGE + self.rank * _STATUS + _CORES
+        self._bytes[start : start + _CORES_BYTES] = cores.to_bytes(_CORES_BYTES, "little")
+
+    def oversubscribed(self) -> bool:
+        """Whether the ranks are more than the cores that they may use, all together."""
+        cores = 0
+        for rank in range(self.size):
+            start = PAGE + rank * _STATUS + _CORES
+            cores |= int.from_bytes(self._bytes[start : start + _CORES_BYTES], "little")
+        return self.size > cores.bit_count()
+
+    @property
+    def top(self) -> int:
+        """Up to where this rank, or one that it replaces, has handed out memory."""
+        return self.words[self._status(self.rank) + _TOP]
+
+    def rose(self, top: int) -> None:
+        self.words[self._status(self.rank) + _TOP] = top
+
+    # -- who is doing what ---------------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        """Publish what this participant is doing, for the messages of others."""
+        self._write(_TEXT, _TEXT_LENGTH, text)
+
+    def said(self, participant: int) -> str:
+        return self._read(participant, _TEXT, _TEXT_LENGTH)
+
+    def _write(self, start: int, length: int, text: str) -> None:
+        data = text.encode()[:_TEXT_BYTES]
+        start += PAGE + self.rank * _STATUS
+        self.words[self._status(self.rank) + length] = 0
+        self._bytes[start : start + len(data)] = data
+        self.words[self._status(self.rank) + length] = len(data)
+
+    def _read(self, participant: int, start: int, length: int) -> str:
+        start += PAGE + participant * _STATUS
+        size = self.words[self._status(participant) + length]
+        return bytes(self._bytes[start : start + size]).decode(errors="replace")
+
+    def enter(self, region: int) -> None:
+        base = self._status(self.rank)
+        self.words[base + _TEXT_LENGTH] = 0
+        # In this order: a peer that saw the new number of a rank not yet active would take it to have left already.
+        self.words[base + _ACTIVE] = 1
+        self.words[base + _REGION] = region
+
+    def leave(self) -> None:
+        self.words[self._status(self.rank) + _ACTIVE] = 0
+
+    def region(self, rank: int) -> tuple[int, bool]:
+        """(the last region that a rank entered, whether it is still in it)."""
+        base = self._status(rank)
+        return self.words[base + _REGION], bool(self.words[base + _ACTIVE])
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank is past the region that this one is in."""
+        (region, active), (at, inside) = self.region(self.rank), self.region(rank)
+        return active and (at > region or (at == region and not inside))
+
+    def enter_debugger(self) -> None:
+        """Say that this rank is at the prompt of a debugger."""
+        self.words[self._status(self.rank) + _DEBUGGED] = 1
+
+    def leave_debugger(self) -> None:
+        self.words[self._status(self.rank) + _DEBUGGED] = 0
+
+    def in_debugger(self) -> bool:
+        return any(self.words[self._status(rank) + _DEBUGGED] for rank in range(self.size))
+
+    # -- ending a region, and the next generation ----------------------------------------------------------------------
+
+    def abort(self, text: str) -> None:
+        """End the region for every rank of the mesh that waits; `text` says why, and leaves what was said as it is."""
+        self._write(_REASON, _REASON_LENGTH, text)
+        self.words[self._status(self.rank) + _ABORTED] = 1
+        self.words[_ABORT] = 1
+        self.bells.ring(range(self.size))
+
+    def aborted(self) -> dict[int, str]:
+        """The participants that aborted the region, and what they said."""
+        if not self.words[_ABORT]:
+            return {}
+        found = [who for who in range(self.size + 1) if self.words[self._status(who) + _ABORTED]]
+        return {who: self._read(who, _REASON, _REASON_LENGTH) for who in found}
+
+    def check(self) -> None:
+        """Raise if the region is over for this rank: the driver says so, or a rank that is no further than this one.
+
+        A rank that failed in a later region has done its part in this one, which may end.
+        """
+        if self.words[_ABORT]:
+            at, words = self.words[self._status(self.rank) + _REGION], self.words
+            reasons = [
+                text
+                for who, text in self.aborted().items()
+                if who == self.size or words[self._status(who) + _REGION] <= at
+            ]
+            if reasons:
+                raise Aborted("; ".join(reasons))
+
+    def clear(self, generation: int) -> None:
+        """Forget the abort; only when no rank is in a region (the driver, or the leader of a recovery)."""
+        for who in range(self.size + 1):
+            self.words[self._status(who) + _ABORTED] = 0
+            self.words[self._status(who) + _TEXT_LENGTH] = 0
+            self.words[self._status(who) + _REASON_LENGTH] = 0
+            self.words[self._status(who) + _DEBUGGED] = 0
+        self.words[_ABORT] = 0
+        self.words[_GENERATION] = generation
+
+    @property
+    def shared_generation(self) -> int:
+        return self.words[_GENERATION]
+
+    def quiet(self, generation: int) -> None:
+        """Say that this rank has left the failed region and is ready for `generation`."""
+        self.words[self._status(self.rank) + _QUIET] = generation
+
+    def quiet_generation(self, rank: int) -> int:
+        return self.words[self._status(rank) + _QUIET]
+
+    # -- processes -----------------------------------------------------------------------------------------------------
+
+    def watch_processes(self) -> None:
+        """Watch the other ranks' processes (launched mode: there is no driver that would)."""
+        for rank in range(self.size):
+            pid = self.words[self._status(rank) + _PID]
+            if rank != self.rank and pid:
+                try:
+                    self._peers[rank] = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    self._peers[rank] = -1
+
+    def check_peers(self) -> None:
+        for rank, pidfd in self._peers.items():
+            if pidfd < 0 or ended(pidfd):
+                raise PeerLost(
+                    message(
+                        f"rank {rank} died or exited while rank {self.rank} waited for it", remedy="see its output"
+                    ),
+                    rank,
+                )
+
+    def close(self) -> None:
+        for pidfd in self._peers.values():
+            if pidfd >= 0:
+                os.close(pidfd)
+        self._peers.clear()
+
+
+def ended(pidfd: int, seconds: float = 0.0) -> bool:
+    """Wait for a process to end; whether it has."""
+    waiting = select.poll()  # select() takes no descriptors from 1024 on
+    waiting.register(pidfd, select.POLLIN)
+    return bool(waiting.poll(1000 * seconds))

@@ -1,0 +1,296 @@
+"""The shared-memory communicator: ranks of one host, talking through the arena.
+
+What ranks tell each other is in their slots (`slots`), messages go through rings (`rings`), and reductions are
+`all_reduce`'s. Here these are opened for a group, and its other collectives made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..call import Call, absent, disagreement, wrong_piece, wrong_size
+from ..callsite import call_site
+from ..collectives import ONE_PHASE_BYTES
+from ..communicator import Communicator
+from ..copying import copy
+from ..errors import CollectiveMismatch
+from ..flat import as_bytes, contiguous, copy_back, writable
+from ..operations import Steps, Work
+from ..reduction import Op, check_op, reduce_in_order
+from ..waiting import wait_until
+from ..word_key import word_key
+from .all_reduce import AllReduce
+from .arena import Arena
+from .rings import Rings
+from .slots import INLINE, Slots, block_bytes
+
+_KINDS = 256  # of reductions, kept ready
+_ALIGN = 64
+
+
+class ShmCommunicator(Communicator):
+    """A group of ranks on one host; see `Communicator`."""
+
+    backend = "shm"
+    starts_early = True
+
+    def __init__(self, arena: Arena, ranks: Sequence[int], *, timeout: float, channel: str = "main"):
+        rank = list(ranks).index(arena.mesh_rank)
+        super().__init__(ranks, rank, arena, timeout=timeout, oversubscribed=arena.oversubscribed())
+        self.sleep = arena.bells.sleep
+        self.arena, self.channel = arena, channel
+        self._participants = [arena.participant(member) for member in ranks]
+        self._block: int | None = None  # the first rank's
+        self._meet()
+
+    def _open(self) -> None:
+        # All ranks have left the region that failed: nobody reads what was there.
+        self._slots.staging.free_all()
+        self._rings.free_all()
+        if self._block is not None:
+            self.arena.heap.free(self._block, block_bytes(self.size)[1])
+        self._meet()
+
+    def _meet(self) -> None:
+        """Find this group's block, which its first rank allocates."""
+        arena = self.arena
+        self._key = word_key("comm", arena.generation, self.ranks, self.channel)
+        lines, whole = block_bytes(self.size)
+        if self.rank == 0:
+            block = self._block = arena.heap.allocate(whole)
+            arena.tensor(block, lines, torch.uint8).zero_()
+            arena.directory.publish(self._key, block)
+        else:
+            block = self._first_ranks_block()
+        self._slots = Slots(
+            arena,
+            self.ranks,
+            self.rank,
+            block,
+            wait=self._operations.wait_until,
+            site=self.site,
+            spin=not self.oversubscribed,
+        )
+        self._rings = Rings(arena, self._participants, self.rank, self._key, wrong_size=self._wrong_size)
+        self._kinds: dict[tuple, AllReduce] = {}
+        self._gathered: set[int] = set()  # blocks that this group has written its slices to
+
+    def _first_ranks_block(self) -> int:
+        found: list[int] = []
+
+        def opened() -> bool:
+            block = self.arena.directory.lookup(self._participants[0], self._key)
+            if block is not None:
+                found.append(block)
+            return bool(found)
+
+        def on_stall() -> None:
+            if self._has_left(0) and not opened():
+                raise absent(self.ranks, self.rank, 0, "a collective", call_site())
+
+        wait_until(
+            opened,
+            self.arena,
+            timeout=self.timeout,
+            oversubscribed=self.oversubscribed,
+            on_timeout=lambda: disagreement(self.ranks, {self.rank: "opens a communicator", 0: "never opened it"}),
+            on_stall=on_stall,
+        )
+        return found[0]
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def empty(self, shape: Sequence[int] | int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        return self.arena.empty(sizes, dtype or torch.get_default_dtype())
+
+    def scratch(self, numel: int, *, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = numel * dtype.itemsize
+        if nbytes <= ONE_PHASE_BYTES:
+            return torch.empty(numel, dtype=dtype)
+        return self.arena.tensor(self._slots.staging.scratch(nbytes), numel, dtype)
+
+    def reclaim(self) -> None:
+        self._slots.reclaim()
+
+    # -- what ends a wait ----------------------------------------------------------------------------------------------
+
+    def on_stall(self, work: Work) -> None:
+        self.poll_messages()  # so that no sender waits for a place while this rank waits for something else
+        super().on_stall(work)
+
+    def _took_part(self, rank: int, work: Work) -> bool:
+        if self._is_message(work):
+            self._operations.progress_messages()  # what it sent before it left is here by now
+            return work.done
+        # The operation that is waited for is the first in the queue, or a blocking call that is in none.
+        first = self._slots.sequence - max(1, len(self._operations.queue)) + 1
+        return self._slots.took_part(rank, first)
+
+    def on_timeout(self, work: Work) -> BaseException:
+        error = super().on_timeout(work)
+        lines = []
+        for rank, member in enumerate(self.ranks):
+            if rank != self.rank:
+                doing = self.arena.said(self._participants[rank]) or "computing, not in a collective"
+                lines.append(f"\n  rank {member}: {doing} ({self._slots.calls_of(rank)} calls so far)")
+        return type(error)(f"{error.args[0]}{''.join(lines)}")
+
+    def _wrong_size(self, source: int, tag: int, got: int, expected: int) -> CollectiveMismatch:
+        return wrong_size(self.ranks, self.rank, source=source, tag=tag, got=got, expected=expected)
+
+    # -- collectives ---------------------------------------------------------------------------------------------------
+
+    def _exchange(
+        self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
+    ) -> Steps:
+        slots, arena = self._slots, self.arena
+        sequence, entries = yield from self._staged(call, sends, recvs)
+        for (at, nbytes), target in zip(entries, recvs, strict=True):
+            if target is not None:
+                copy(target, arena.tensor(at, nbytes, torch.uint8))
+        slots.read(sequence)
+
+    def _staged(
+        self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
+    ) -> Steps:
+        """Stage what others are to read; returns the operation, and (where it lies, bytes) of what each has for us."""
+        slots, arena = self._slots, self.arena
+        sequence = slots.begin("a collective")
+        pieces = {id(piece): piece for piece in sends if piece is not None}
+        total = sum(-(-piece.numel() // _ALIGN) * _ALIGN for piece in pieces.values())
+        offset = slots.inline(self.rank, sequence) if total <= INLINE else slots.staging.stage(sequence, total)
+        lies: dict[int, int] = {}
+        for key, piece in pieces.items():
+            copy(arena.tensor(offset, piece.numel(), torch.uint8), piece)
+            lies[key] = offset
+            offset += -(-piece.numel() // _ALIGN) * _ALIGN
+        slots.post_table(sequence, [(0, 0) if sent is None else (lies[id(sent)], sent.numel()) for sent in sends])
+        slots.post(sequence, call)
+        yield slots.posted(sequence, call)
+        entries = [slots.entry(sequence, rank) for rank in range(self.size)]
+        for rank, ((_, nbytes), target) in enumerate(zip(entries, recvs, strict=True)):
+            expected = 0 if target is None else target.numel()
+            if nbytes != expected:
+                what, site = call.text if call else "a collective", self.site()
+                raise wrong_piece(self.ranks, self.rank, what, source=rank, got=nbytes, expected=expected, site=site)
+        return sequence, entries
+
+    def _reduce_scatter(self, call: Call, output: torch.Tensor, ins: list[torch.Tensor], op: Op) -> Steps:
+        """Each rank adds what the others have staged for it where that lies."""
+        mine = contiguous(ins[self.rank]).view(-1)
+        sends = [as_bytes(contiguous(piece)) if rank != self.rank else None for rank, piece in enumerate(ins)]
+        expected = [as_bytes(mine) if rank != self.rank else None for rank in range(self.size)]
+        if mine.numel() != output.numel():
+            what, nbytes, site = call.text, mine.nbytes, self.site()
+            raise wrong_piece(
+                self.ranks, self.rank, what, source=self.rank, got=nbytes, expected=output.nbytes, site=site
+            )
+        sequence, entries = yield from self._staged(call, sends, expected)
+        parts = [
+            mine if rank == self.rank else self.arena.tensor(at, mine.numel(), mine.dtype)
+            for rank, (at, _) in enumerate(entries)
+        ]
+        # Into the output at once, unless that is (part of) what is added.
+        buffer = writable(output)
+        if output.untyped_storage().data_ptr() == ins[self.rank].untyped_storage().data_ptr():
+            buffer = torch.empty_like(buffer)
+        reduce_in_order(parts, op, buffer.view(-1))
+        self._slots.read(sequence)
+        copy_back([output], [buffer])
+
+    def all_reduced(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
+        # Where nothing is under way a blocking call needs no place in the queue, which costs more than a small one.
+        operations = self._operations
+        if async_op or self._debug or operations.queue or operations.generation != self.arena.generation:
+            return super().all_reduced(tensor, op, async_op=async_op)
+        kind = self._kinds.get((tensor.shape, tensor.dtype, op)) or self._kind(tensor, op)
+        return kind(tensor)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
+        operations = self._operations
+        if async_op or self._debug or operations.queue or operations.generation != self.arena.generation:
+            return super().all_reduce(tensor, op, async_op=async_op)
+        kind = self._kinds.get((tensor.shape, tensor.dtype, op)) or self._kind(tensor, op)
+        result = kind(tensor, in_place=True)
+        if result is not None:
+            tensor.detach().copy_(result)
+        return None
+
+    def _kind(self, tensor: torch.Tensor, op: Op) -> AllReduce:
+        check_op(op, tensor.dtype)
+        call = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op)
+        kind = AllReduce(self._slots, call, tensor.shape, tensor.dtype, op)
+        return self._keep((tensor.shape, tensor.dtype, op), kind)
+
+    def _keep(self, key: tuple, kind: AllReduce) -> AllReduce:
+        if len(self._kinds) >= _KINDS:
+            self._kinds.clear()
+        self._kinds[key] = kind
+        return kind
+
+    def _all_reduce(self, call: Call, flat: torch.Tensor, op: Op, *, in_place: bool = False) -> Steps:
+        key = call.signature, flat.numel(), flat.dtype, op
+        kind = self._kinds.get(key) or self._keep(key, AllReduce(self._slots, call, flat.shape, flat.dtype, op))
+        return kind.steps(flat, in_place=in_place)
+
+    def all_gathered(
+        self, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None], into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if length * dtype.itemsize <= ONE_PHASE_BYTES:
+            return super().all_gathered(length, dtype, write, into)
+        call = Call("all_gather", dtype, (length,), "written in place" if into is None else "rewritten in place")
+        steps = self._all_gathered(call, length, dtype, write, into)
+        return self._start(call.text, steps, False)
+
+    def _rewritable_at(self, result: torch.Tensor | None) -> int:
+        if result is None:
+            return -1
+        at = self.arena.views.offset_of(result)
+        # What another group has made, its ranks may still read.
+        return 0 if at is None else at if at in self._gathered else -1
+
+    def _all_gathered(
+        self,
+        call: Call,
+        length: int,
+        dtype: torch.dtype,
+        write: Callable[[torch.Tensor], None],
+        into: torch.Tensor | None = None,
+    ) -> Steps:
+        slots, arena, nbytes = self._slots, self.arena, length * dtype.itemsize
+        sequence = slots.begin(call.text)
+        if self.rank == 0 and into is None:
+            slots.announce(sequence, call, arena.results.take(self.size * nbytes, self.size))
+        slots.post(sequence, call)
+        yield slots.posted(sequence, call)  # and so all are done with the values that are overwritten
+        if into is None:
+            made = slots.result(sequence)
+            block, numel = made.block, self.size * length
+            self._gathered.add(block)
+            result = arena.views.take(made, numel, dtype, user=self.rank, users=self.size)
+        else:
+            at = arena.views.offset_of(into)
+            assert at is not None
+            block, result = at, into
+        write(arena.tensor(block + self.rank * nbytes, length, dtype))
+        slots.reduced(sequence)
+        yield slots.all_reduced_by(sequence)
+        if into is not None:
+            arena.views.forget_copies(block, self.size * nbytes)
+        slots.read(sequence)
+        return result
+
+    # -- point to point ------------------------------------------------------------------------------------------------
+
+    def poll_messages(self) -> None:
+        self._rings.poll()
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
+        return self._rings.send(tensor, dst, tag)
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
+        return self._rings.recv(tensor, src, tag)

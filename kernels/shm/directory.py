@@ -1,0 +1,59 @@
+"""The directory: each rank publishes where its blocks lie, under keys that other ranks look up.
+
+Invariant: a rank writes only its own part; an entry's key is written last and taken away first, so that who finds a key
+before and after reading the offset has read the key's own.
+"""
+
+from __future__ import annotations
+
+from ..errors import MeshError, message
+from .pages import PAGE
+
+_BYTES = 16 * PAGE  # of each rank
+_ENTRIES = _BYTES // 16 - 1  # the first pair of words holds how many have been used
+
+
+def directory_bytes(size: int) -> int:
+    """How much of the arena the directory of `size` ranks takes."""
+    return size * _BYTES
+
+
+class Directory:
+    """The directory as rank `rank` sees it; it lies in the arena from the byte `start` on."""
+
+    def __init__(self, words: memoryview, start: int, size: int, rank: int):
+        self._words, self._rank = words, rank
+        self._parts = [(start + each * _BYTES) // 8 for each in range(size)]
+
+    def publish(self, key: int, offset: int) -> None:
+        """Say where something of this rank's lies."""
+        words, part = self._words, self._parts[self._rank]
+        count = words[part]
+        entry = next((index for index in range(1, count + 1) if not words[part + 2 * index]), count + 1)
+        if entry > _ENTRIES:
+            raise MeshError(message("too many communicators on this mesh", remedy="keep, reuse or close communicators"))
+        words[part + 2 * entry + 1] = offset
+        words[part + 2 * entry] = key
+        words[part] = max(count, entry)
+
+    def forget(self, key: int) -> None:
+        """Take an entry of this rank's back."""
+        words, part = self._words, self._parts[self._rank]
+        for index in range(1, words[part] + 1):
+            if words[part + 2 * index] == key:
+                words[part + 2 * index] = 0
+
+    def lookup(self, owner: int, key: int) -> int | None:
+        """Where something of a rank's lies, if it has been published."""
+        words, part = self._words, self._parts[owner]
+        for index in range(1, words[part] + 1):
+            at = part + 2 * index
+            if words[at] == key:
+                offset = words[at + 1]
+                return offset if words[at] == key else None
+        return None
+
+    def clear(self) -> None:
+        """Forget all entries of all ranks; only when no rank is in a region."""
+        for part in self._parts:
+            self._words[part] = 0

@@ -1,0 +1,82 @@
+"""Blocks of one rank's part of the arena: size classes with free lists above a rising top.
+
+Free blocks keep their memory up to a limit; past it they give it back and keep only their address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..errors import MeshError, message
+from ..processes import Owned
+from .pages import PAGE
+
+_KEPT_FREE_BYTES = 256 << 20
+
+
+class Heap(Owned):
+    """The blocks from `start` on; offsets are those of the arena.
+
+    Args:
+        discard: gives the memory of (offset, bytes) back to the system.
+        rising: told the new top.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        size: int,
+        discard: Callable[[int, int], None],
+        rising: Callable[[int], None] = lambda top: None,
+    ):
+        super().__init__()
+        self._top, self._end = start, start + size
+        self._rising = rising
+        self._kept: dict[int, list[int]] = {}
+        self._emptied: dict[int, list[int]] = {}
+        self._kept_bytes = 0
+        self._discard = discard
+
+    @staticmethod
+    def rounded(nbytes: int) -> int:
+        """The size class: whole pages, and at most an eighth more than asked for."""
+        step = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))
+        return max(PAGE, -(-nbytes // step) * step)
+
+    def allocate(self, nbytes: int) -> int:
+        if self.foreign:
+            raise MeshError(
+                message(
+                    "a process that a rank has forked asked for shared memory of the rank's",
+                    remedy="compute with copies there: tensor.clone() before the fork",
+                )
+            )
+        size = self.rounded(nbytes)
+        kept, emptied = self._kept.get(size), self._emptied.get(size)
+        if kept:
+            self._kept_bytes -= size
+            return kept.pop()
+        if emptied:
+            return emptied.pop()
+        if self._top + size > self._end:
+            raise MeshError(
+                message(
+                    "the shared arena is full",
+                    got=f"{nbytes} bytes asked for",
+                    remedy="drop references to tensors made by comm.empty, or use fewer ranks on this host",
+                )
+            )
+        self._top += size
+        self._rising(self._top)
+        return self._top - size
+
+    def free(self, offset: int, nbytes: int) -> None:
+        if self.foreign:  # a child drops its copy of a tensor; the parent's is in use
+            return
+        size = self.rounded(nbytes)
+        if self._kept_bytes + size > _KEPT_FREE_BYTES:
+            self._discard(offset, size)
+            self._emptied.setdefault(size, []).append(offset)
+        else:
+            self._kept_bytes += size
+            self._kept.setdefault(size, []).append(offset)

@@ -1,0 +1,133 @@
+"""Messages between ranks of one host: a ring of a few places from each rank to each other, in the sender's memory.
+
+The sender copies the bytes into a block of its own and posts where they lie; the receiver notes what has arrived, so
+that the ring has room again, and marks the block when it has copied it. Invariant: of a ring's two counters one is the
+sender's, one the receiver's, each on a cache line of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..errors import CollectiveMismatch
+from ..operations import Steps
+from ..word_key import word_key
+from .arena import Arena
+
+_RING = 32  # messages under way from one rank to another
+_LARGE = 1 << 15  # bytes; before memory is taken for more, all blocks that were read are freed
+# words of a message in a ring, and of the ring's own head; bytes before a message's data
+_TAG, _AT, _NBYTES, _MESSAGE = 0, 1, 2, 4
+_SENT, _PULLED, _HEAD = 0, 8, 16
+_RING_BYTES = (_HEAD + _RING * _MESSAGE) * 8
+_BLOCK_HEAD = 64
+_WORD = (1 << 64) - 1
+
+
+class Rings:
+    """The rings of one group in one generation, as the rank at `rank` sees them.
+
+    Args:
+        participants: the group's ranks, as the arena knows them.
+        key: the group's, under which rings are published.
+        wrong_size: the error for a message (source, tag, its bytes) that does not fit the tensor (bytes).
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        participants: Sequence[int],
+        rank: int,
+        key: int,
+        *,
+        wrong_size: Callable[[int, int, int, int], CollectiveMismatch],
+    ):
+        self._arena, self._participants, self._rank, self._key = arena, participants, rank, key
+        self._words, self._wrong_size = arena.words, wrong_size
+        self._rings: dict[tuple[int, int], int] = {}
+        self._made: dict[int, int] = {}  # key -> where a ring of this rank's lies
+        self._turns: dict[int, int] = {}  # messages started, by destination
+        self._unread: deque[tuple[int, int]] = deque()  # (block, bytes) of messages not yet received
+        self._arrived: list[tuple[int, int, int, int]] = []  # (source, tag, block, bytes) not yet asked for
+
+    def free_all(self) -> None:
+        """Give back all memory; only when no peer looks at it any more."""
+        for key, offset in self._made.items():
+            self._arena.directory.forget(key)
+            self._arena.heap.free(offset, _RING_BYTES)
+        for block, nbytes in self._unread:
+            self._arena.heap.free(block, nbytes)
+        self._made.clear()
+        self._unread.clear()
+
+    def _ring(self, src: int, dst: int) -> int | None:
+        """First word of the ring of messages from `src` to `dst`, or None while the sender has not made it."""
+        ring = self._rings.get((src, dst))
+        if ring is None:
+            key = word_key("ring", self._key, src, dst)
+            found = self._arena.directory.lookup(self._participants[src], key)
+            if found is None and src == self._rank:
+                found = self._made[key] = self._arena.heap.allocate(_RING_BYTES)
+                self._arena.tensor(found, _RING_BYTES, torch.uint8).zero_()
+                self._arena.directory.publish(key, found)
+            if found is None:
+                return None
+            ring = self._rings[src, dst] = found // 8
+        return ring
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
+        words, nbytes, heap = self._words, tensor.numel(), self._arena.heap
+        ring = self._ring(self._rank, dst)
+        assert ring is not None
+        turn = self._turns.get(dst, 0)  # messages to one destination keep their order
+        self._turns[dst] = turn + 1
+        # A few in turn, as some may never be asked for; all of them before memory is taken for a large one.
+        for _ in range(len(self._unread) if nbytes > _LARGE else min(2, len(self._unread))):
+            taken, its_bytes = self._unread.popleft()
+            if words[taken // 8]:
+                heap.free(taken, its_bytes)
+            else:
+                self._unread.append((taken, its_bytes))
+        block = heap.allocate(_BLOCK_HEAD + nbytes)
+        words[block // 8] = 0
+        self._arena.tensor(block + _BLOCK_HEAD, nbytes, torch.uint8).copy_(tensor)
+        yield lambda: words[ring + _SENT] == turn and turn - words[ring + _PULLED] < _RING
+        at = ring + _HEAD + (turn % _RING) * _MESSAGE
+        words[at + _TAG], words[at + _AT], words[at + _NBYTES] = tag & _WORD, block, nbytes
+        words[ring + _SENT] = turn + 1
+        self._arena.bells.ring((self._participants[dst],))
+        self._unread.append((block, _BLOCK_HEAD + nbytes))
+
+    def poll(self) -> None:
+        """Note what has arrived, so that the senders' rings never fill up with messages nobody asks for yet."""
+        words = self._words
+        for src in range(len(self._participants)):
+            ring = self._ring(src, self._rank)
+            if ring is None:
+                continue
+            for number in range(words[ring + _PULLED], words[ring + _SENT]):
+                at = ring + _HEAD + (number % _RING) * _MESSAGE
+                self._arrived.append((src, words[at + _TAG], words[at + _AT], words[at + _NBYTES]))
+                words[ring + _PULLED] = number + 1
+                self._arena.bells.ring((self._participants[src],))
+
+    def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
+        matched: list[tuple[int, int, int, int]] = []
+
+        def arrived() -> bool:
+            for index, (source, its_tag, _, _) in enumerate(self._arrived):
+                if its_tag == tag & _WORD and src in (None, source):
+                    matched.append(self._arrived.pop(index))
+                    return True
+            return False
+
+        yield arrived
+        source, _, block, nbytes = matched[0]
+        if nbytes != tensor.numel():
+            raise self._wrong_size(source, tag, nbytes, tensor.numel())
+        tensor.copy_(self._arena.tensor(block + _BLOCK_HEAD, nbytes, torch.uint8))
+        self._words[block // 8] = 1
+        return source

@@ -1,0 +1,291 @@
+"""The slots: what the ranks of a group tell each other about their operations, in words of one block.
+
+Each rank has a line: how far it has posted, reduced and read (all counting the group's operations), and for each of the
+last few operations a slot. There it says which call it makes (a signature), where its part lies, and on the first rank
+where the result goes, which may be announced before it has posted. Invariants: a rank writes only its own line, the
+slot before the word that says so; and it uses a slot again only when every peer has read past its last use.
+See docs/architecture.md, section 9.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
+
+from ..call import Call, disagreement
+from ..collectives import ONE_PHASE_BYTES
+from ..operations import Ready
+from .arena import Arena
+from .blocks import Result, Staging
+from .board import WAITING
+
+SLOTS = 16
+SPINS = 400
+INLINE = ONE_PHASE_BYTES  # bytes of staging that each slot brings along
+
+# words of a rank's line
+_POSTED, _REDUCED, _READ, _ANNOUNCED, _LINE = 0, 1, 2, 3, 8
+# words of a slot; from `_TENSOR` on those of `Part`, from `_TABLE` on two for each rank
+_SIGNATURE, _RESULT, _RELEASE, _TENSOR, _TABLE = 0, 1, 2, 3, 7
+
+
+class Part(NamedTuple):
+    """Where a rank's part of a large reduction lies, in words of its slot.
+
+    Attributes:
+        tensor: where in the arena its tensor lies, whole; 0 elsewhere.
+        in_place: whether that is to be overwritten with the result.
+        staged: where the slices lie that it has copied for others; 0 if it hasn't.
+        direct: whether its first slice is in the result block, to be added to there.
+    """
+
+    tensor: int = 0
+    in_place: int = 0
+    staged: int = 0
+    direct: int = 0
+
+
+def block_bytes(size: int) -> tuple[int, int]:
+    """(bytes of the lines of `size` ranks, bytes of all that their slots need)."""
+    lines = size * _line_words(size) * 8
+    return lines, lines + size * SLOTS * INLINE
+
+
+def _line_words(size: int) -> int:
+    return _LINE + SLOTS * (_TABLE + 2 * size)
+
+
+class Slots:
+    """The slots of one group in one generation, as the rank at `rank` sees them.
+
+    Args:
+        ranks: the group's ranks in the mesh.
+        block: where the lines lie, zeroed.
+        wait: waits for a condition that is part of a call, and meanwhile goes on with all else.
+        site: where the user called the operation at work.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        ranks: Sequence[int],
+        rank: int,
+        block: int,
+        *,
+        wait: Callable[[Ready, str], None],
+        site: Callable[[], str],
+        spin: bool,
+    ):
+        self.arena, self.ranks, self.rank, self.size = arena, ranks, rank, len(ranks)
+        self.words = arena.words
+        self.staging = Staging(arena.heap, arena.results, leads=rank == 0, users=self.size)
+        self.sequence = 0  # operations begun
+        self._wait, self._site, self._spins = wait, site, range(SPINS if spin else 1)
+        self._free_through = SLOTS  # operations whose slots are known to be free
+        self._inline = block + block_bytes(self.size)[0]
+        self._lines = [block // 8 + each * _line_words(self.size) for each in range(self.size)]
+        self._line = self._lines[rank]
+        self._slot_words = _TABLE + 2 * self.size
+        self._others = [arena.participant(member) for member in ranks if member != ranks[rank]]
+        self._sleeping = [arena.bells.at[other] for other in self._others]
+        self._own = [self._slot(rank, slot) for slot in range(SLOTS)]
+        # By slot, for the others: the word that says how far it has posted, and its signature.
+        self._peers = [
+            [(line + _POSTED, self._slot(peer, slot)) for peer, line in enumerate(self._lines) if peer != rank]
+            for slot in range(SLOTS)
+        ]
+
+    def _slot(self, rank: int, sequence: int) -> int:
+        return self._lines[rank] + _LINE + (sequence % SLOTS) * self._slot_words
+
+    def inline(self, rank: int, sequence: int) -> int:
+        """Where a rank's data lies that is small enough for its slot."""
+        return self._inline + (rank * SLOTS + sequence % SLOTS) * INLINE
+
+    # -- beginning and end of an operation -----------------------------------------------------------------------------
+
+    def begin(self, what: str) -> int:
+        """The next operation's number, once its slot is free."""
+        self.sequence = sequence = self.sequence + 1
+        if sequence > self._free_through and not self._is_free(sequence):
+            self._wait(lambda: self._is_free(sequence), what)
+        if self.staging.staged:
+            self.reclaim()
+        return sequence
+
+    def _is_free(self, sequence: int) -> bool:
+        self._free_through = SLOTS + self._read_by_all()
+        return sequence <= self._free_through
+
+    def _read_by_all(self) -> int:
+        return min(self.words[line + _READ] for line in self._lines)
+
+    def reclaim(self) -> None:
+        """Free what was staged for operations that all have read."""
+        if self.staging.staged:
+            self.staging.free_through(self._read_by_all())
+
+    def reduced(self, sequence: int) -> None:
+        """This rank's slice of the result is there."""
+        self.words[self._line + _REDUCED] = sequence
+        self._wake()
+
+    def read(self, sequence: int) -> None:
+        """This rank reads nothing of this operation any more."""
+        self.words[self._line + _READ] = sequence
+        self._wake()
+
+    def finish_small(self, sequence: int) -> None:
+        """Both, of an operation without a second half, for which nobody waits."""
+        self.words[self._line + _REDUCED] = self.words[self._line + _READ] = sequence
+
+    def all_reduced_by(self, sequence: int) -> Ready:
+        """A condition: every rank has written its slice of the result."""
+        return lambda: self._all_past(_REDUCED, sequence)
+
+    def all_read(self, sequence: int) -> Ready:
+        """A condition: no rank reads another's memory for this operation any more."""
+        return lambda: self._all_past(_READ, sequence)
+
+    def _all_past(self, word: int, sequence: int) -> bool:
+        words = self.words
+        for line in self._lines:  # noqa: SIM110 (a generator expression costs three times as much)
+            if words[line + word] < sequence:
+                return False
+        return True
+
+    def took_part(self, rank: int, sequence: int) -> bool:
+        """Whether a rank has done what an operation needs of it by now.
+
+        In the second half of a large reduction the others' sums are needed, before it only their posts.
+        """
+        word = _REDUCED if self.words[self._line + _REDUCED] >= sequence else _POSTED
+        return self.words[self._lines[rank] + word] >= sequence
+
+    def calls_of(self, rank: int) -> int:
+        """How many operations a rank has posted."""
+        return self.words[self._lines[rank] + _POSTED]
+
+    # -- posting -------------------------------------------------------------------------------------------------------
+
+    def post(self, sequence: int, call: Call | None) -> None:
+        """Say which call this is."""
+        self.words[self._own[sequence % SLOTS]] = 0 if call is None else call.signature
+        self.words[self._line + _POSTED] = sequence
+        self._wake()
+
+    def _wake(self) -> None:
+        """Wake who sleeps until this rank writes what it has just written."""
+        for sleeping in self._sleeping:
+            if self.words[sleeping]:
+                self.arena.bells.ring(self._others)
+                return
+
+    def post_part(self, sequence: int, call: Call, part: Part) -> None:
+        """Say which call this is, and where this rank's part lies."""
+        at, words = self._own[sequence % SLOTS] + _TENSOR, self.words
+        words[at], words[at + 1], words[at + 2], words[at + 3] = part
+        self.post(sequence, call)
+
+    def post_table(self, sequence: int, entries: Sequence[tuple[int, int]]) -> None:
+        """Before posting: (where it lies, bytes) of the piece for each rank."""
+        at, words = self._slot(self.rank, sequence) + _TABLE, self.words
+        for rank, (offset, nbytes) in enumerate(entries):
+            words[at + 2 * rank], words[at + 2 * rank + 1] = offset, nbytes
+
+    def entry(self, sequence: int, rank: int) -> tuple[int, int]:
+        """(where it lies, bytes) of what a rank has for this one."""
+        at = self._slot(rank, sequence) + _TABLE + 2 * self.rank
+        return self.words[at], self.words[at + 1]
+
+    def posted(self, sequence: int, call: Call | None) -> Ready:
+        """A condition: every peer has posted this operation; raises if one has posted another."""
+        words, peers, signature = self.words, self._peers[sequence % SLOTS], call.signature if call is not None else 0
+
+        def ready() -> bool:
+            complete = True
+            for posted, said in peers:
+                if words[posted] < sequence:
+                    complete = False
+                elif words[said] != signature:
+                    self._disagree(sequence, call)
+            return complete
+
+        return ready
+
+    def await_posted(self, sequence: int, call: Call) -> None:
+        """Wait until every peer has posted this operation, in a call that makes no steps."""
+        words, signature = self.words, call.signature
+        for posted, said in self._peers[sequence % SLOTS]:
+            for _ in self._spins:
+                if words[posted] >= sequence:
+                    break
+            else:
+                self._wait(lambda posted=posted: words[posted] >= sequence, call.text)  # type: ignore[misc]
+            if words[said] != signature:
+                self._disagree(sequence, call)
+
+    def await_ready(self, ready: Ready, call: Call) -> None:
+        """Wait for a step's condition, in a call that is not among the operations under way."""
+        for _ in self._spins:
+            if ready():
+                return
+        self._wait(ready, call.text)
+
+    def parts(self, sequence: int) -> list[int]:
+        """The words of the parts of all ranks, four of each."""
+        words, at = self.words, _LINE + (sequence % SLOTS) * self._slot_words + _TENSOR
+        found: list[int] = []
+        for line in self._lines:
+            found += words[line + at : line + at + 4].tolist()
+        return found
+
+    # -- where the result goes -----------------------------------------------------------------------------------------
+
+    def announce(self, sequence: int, call: Call, result: Result) -> None:
+        """The first rank: say where the result goes, before it posts."""
+        slot, words = self._slot(self.rank, sequence), self.words
+        words[slot + _SIGNATURE] = call.signature
+        words[slot + _RESULT], words[slot + _RELEASE] = result
+        words[self._line + _ANNOUNCED] = sequence
+        self._wake()
+
+    def announced(self, sequence: int, call: Call) -> Ready:
+        """A condition: the first rank has said where the result goes; raises if it makes another call."""
+        words, leader, slot = self.words, self._lines[0], self._slot(0, sequence)
+
+        def ready() -> bool:
+            # A call of another kind is posted without an announcement.
+            if words[leader + _ANNOUNCED] < sequence and words[leader + _POSTED] < sequence:
+                return False
+            if words[slot + _SIGNATURE] != call.signature:
+                self.post(sequence, call)
+                self._disagree(sequence, call)
+            return True
+
+        return ready
+
+    def result(self, sequence: int) -> Result:
+        """Where the first rank has said that the result goes."""
+        slot = self._slot(0, sequence)
+        return Result(self.words[slot + _RESULT], self.words[slot + _RELEASE])
+
+    # -- disagreement --------------------------------------------------------------------------------------------------
+
+    def _disagree(self, sequence: int, call: Call | None) -> NoReturn:
+        """Tell the others what this rank called, wait a moment to learn what they did, and raise."""
+        arena = self.arena
+        mine = f"{call.text if call else 'the second half of an operation'}, call {sequence}, at {self._site()}"
+        arena.say(mine)
+        end = time.monotonic() + 0.5
+        sides = {self.rank: mine}
+        while time.monotonic() < end and len(sides) < self.size:
+            for rank, member in enumerate(self.ranks):
+                said = arena.said(arena.participant(member))
+                if rank != self.rank and said and not said.startswith(WAITING):  # left from an earlier wait
+                    sides[rank] = said
+            time.sleep(1e-3)
+        for rank in range(self.size):
+            sides.setdefault(rank, f"is at call {self.calls_of(rank)}, and did not say which")
+        raise disagreement(self.ranks, sides)

@@ -1,0 +1,101 @@
+"""What `torch.compile` has made: taken apart into the function and the options that it was given, to be compiled anew.
+
+A compiled function keeps its options to itself and can't be pickled. Nothing here imports torch's compiler, which costs
+seconds: where a program has not, there is nothing compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import torch_private
+
+
+def _compiler() -> Any:
+    """torch's compiler, if this program has imported it."""
+    return sys.modules.get("torch._dynamo.eval_frame")
+
+
+def original(function: Any) -> Any:
+    """The function that `torch.compile` was given, if it has made this one; else None."""
+    if not isinstance(function, types.FunctionType) or _context_of(function) is None:
+        return None
+    found = torch_private.compiled_from(function)
+    wrapper = getattr(found, "__code__", None)
+    if wrapper is not None and wrapper.co_filename.endswith("external_utils.py") and "fn" in wrapper.co_freevars:
+        return found.__closure__[wrapper.co_freevars.index("fn")].cell_contents  # an object that can be called
+    return found
+
+
+def _context_of(function: Any) -> Any:
+    compiler = _compiler()
+    if compiler is None or torch_private.compiled_from(function) is None:
+        return None
+    for cell in function.__closure__ or ():
+        if is_context(cell.cell_contents):
+            return cell.cell_contents
+    return None
+
+
+def is_context(obj: Any) -> bool:
+    """Whether it is what a module made by `torch.compile(module)` keeps its options in."""
+    compiler = _compiler()
+    return compiler is not None and type(obj) is compiler.OptimizeContext
+
+
+def taken_apart(obj: Any) -> tuple[Callable, tuple] | None:
+    """How to make a compiled function, or such a context, elsewhere, as pickle's `__reduce__`; None for all else.
+
+    Raises:
+        TypeError: this version of torch keeps the options elsewhere.
+    """
+    if is_context(obj):
+        return _context, (_options(obj),)
+    function = original(obj)
+    return None if function is None else (_compiled, (function, _options(_context_of(obj))))
+
+
+def _options(context: Any) -> dict[str, Any]:
+    backend = context.callback
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inner
+    try:
+        chosen = {"fullgraph": bool(context.fullgraph), "dynamic": torch_private.dynamic_of(context)}
+        if type(backend).__name__ == "_TorchCompileInductorWrapper":
+            return {**chosen, "backend": "inductor", "options": dict(backend.config) or None}
+        return {**chosen, "backend": backend.compiler_fn, **backend.kwargs}
+    except AttributeError as error:
+        raise TypeError(
+            f"a function compiled by torch.compile can't be taken apart ({error}): compile it inside the step"
+        ) from None
+
+
+def _compiled(function: Callable, options: dict[str, Any]) -> Callable:
+    compiled: Callable = torch.compile(function, **options)
+    return compiled
+
+
+def _context(options: dict[str, Any]) -> Any:
+    compiled: Any = _compiled(_nothing, options)
+    return _context_of(compiled)
+
+
+def _nothing() -> None:
+    """What a context is made with."""
+
+
+def is_running() -> bool:
+    """Whether what runs was called by a compiled function, which goes on as plain Python here."""
+    compiler = _compiler()
+    return compiler is not None and torch_private.compiler_listens()
+
+
+def uncompiled(function: Callable) -> Callable:
+    """The same, kept from a compiler that calls it, with all that it calls."""
+    compiler = _compiler()
+    return function if compiler is None else torch.compiler.disable(function)

@@ -1,0 +1,313 @@
+"""Every private part of torch that this library uses: why, what was tried instead, and nothing else.
+
+A version of torch may move or drop any of them without notice. So no other file of the library names one, and
+`tests/kernels/test_torch_private.py` says in words which of them a new version has moved and what depends on it.
+Invariant: each entry says what it is for, and which public way was tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import SUPPORTED_NODES
+from torch.utils.hooks import RemovableHandle
+
+Node = Any  # of torch's tape: `torch.autograd.graph.Node` types none of what a node has saved
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor, or one that shares its memory, was changed in place; 0 in inference mode, which has no count.
+
+    A step that changes its input, and a captured tensor that changed since it was sent, are found by it.
+    Public way: none; a checksum of the memory would cost as much as the step.
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """`version` of each, at the price of one look where none was made in inference mode."""
+    tensors = list(tensors)
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # of a tensor without a count
+        return [version(tensor) for tensor in tensors]
+
+
+def base(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of.
+
+    What is known of a tensor holds for its views. Public way: none; two tensors of one storage need not be views.
+    """
+    return tensor._base if tensor._is_view() else None
+
+
+def storage(tensor: Tensor) -> int:
+    """What tells a tensor's storage from all others that there are; 0 for one without (sparse tensors).
+
+    Views, detached tensors and what the tape saves have it in common. Public way: the address of the memory, which
+    tensors on the meta device lack.
+    """
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def keep_storage_apart(tensor: Tensor) -> Any:
+    """While the result lives, no other storage gets the number of this one; its memory is freed all the same.
+
+    Public way: none; `weakref` of a storage doesn't keep its address.
+    """
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+# -- subclasses of tensors ---------------------------------------------------------------------------------------------
+
+
+def without_torch_function() -> contextlib.AbstractContextManager[None]:
+    """Torch functions called within do not come to `__torch_function__` of a subclass again.
+
+    Public way: `super().__torch_function__`, which makes all results instances of the subclass.
+    """
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+@contextlib.contextmanager
+def below_subclasses() -> Iterator[None]:
+    """Operations within see subclasses as the tensors that they are, neither by function nor by dispatch.
+
+    Public way: none for a subclass that holds no inner tensor to compute with.
+    """
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        yield
+
+
+def arguments(operation: Any) -> list[Any]:
+    """The arguments of an operator's schema, in order, each with `name`, `kwarg_only` and `alias_info`.
+
+    Which of them it writes to is nowhere else. Public way: none; names that end in "_" or have "out" miss some.
+    """
+    return operation._schema.arguments
+
+
+def operation_name(operation: Any) -> tuple[str, str]:
+    """An operator's name without its library's, and its overload's. Public way: `str(operation)`, to be taken apart."""
+    return operation._schema.name.partition("::")[2], operation._overloadname
+
+
+# Sees every operation below autograd, in both directions. Public way: none; `TorchFunctionMode` misses backward passes.
+DispatchMode = TorchDispatchMode
+
+# What `item` and `bool` of a tensor become below `__torch_function__`. Public way: none, it has no other name there.
+ITEM = torch.ops.aten._local_scalar_dense
+
+# -- tensors without values --------------------------------------------------------------------------------------------
+
+
+class FakeTensors:
+    """Within, torch makes tensors that have shapes and devices and no values, and computes with them.
+
+    Public way: the meta device, on which tensors that a function makes for itself are not.
+    """
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __enter__(self) -> None:
+        self._mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+
+    def empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+        with self._mode:
+            return torch.empty(tuple(shape), dtype=dtype)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        with self._mode:
+            fake = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+
+
+class PretendedNumbers(TorchDispatchMode):
+    """Within, the number in a fake tensor is 1. Public way: none; torch raises there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ITEM.default and is_fake(args[0]):
+            return _one(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def _one(dtype: torch.dtype) -> Any:
+    return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1j if dtype.is_complex else 1
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor has no values. Public way: none; `data_ptr()` raises."""
+    return isinstance(tensor, FakeTensor)
+
+
+# -- the tape ----------------------------------------------------------------------------------------------------------
+
+
+def saved(node: Node, name: str) -> Any:
+    """What a node of the tape keeps for its backward: `name` as in the formula, such as "mat1".
+
+    Public way: `saved_tensors_hooks` tells what is saved, not by which node.
+    """
+    return getattr(node, f"_saved_{name}")
+
+
+def saves_itself(node: Node, name: str) -> Tensor | None:
+    """The tensor that a node keeps, if it keeps it as it is and not packed by a hook; else None.
+
+    What is packed (`torch.utils.checkpoint`, `save_on_cpu`) may be asked for only once. Public way: none.
+    """
+    kept = getattr(node, f"_raw_saved_{name}")
+    return None if getattr(kept, "unpack_hook", kept) is not None else getattr(kept, "data", None)
+
+
+def scales(node: Node) -> bool:
+    """Whether a node's product is multiplied by something other than 1. Public way: none."""
+    return getattr(node, "_saved_alpha", 1) != 1
+
+
+def sums_up(node: Node) -> bool:
+    """Whether a node is that of a loss with `reduction="sum"`. Public way: none."""
+    return getattr(node, "_saved_reduction", 1) == 2
+
+
+def order(node: Node) -> int:
+    """Grows with every node that this thread has put on its tape. Public way: none."""
+    return node._sequence_nr()
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs on this thread. Public way: none; a hook would have to be on every tape."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def backward_keeps_tape() -> bool:
+    """Whether the backward pass that runs was told to keep its tape (`retain_graph`). Public way: none."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def hooks_made() -> int:
+    """Counts the hooks that torch has been given in this process, of tensors, nodes and modules.
+
+    Public way: none; those of a node can't be listed.
+    """
+    return RemovableHandle.next_id
+
+
+# -- transforms of torch.func ------------------------------------------------------------------------------------------
+
+
+def in_torch_func() -> bool:
+    """Whether a transform of `torch.func` (vmap, grad, jvp, ...) is at work.
+
+    Public way: none; whether a given tensor is transformed can't be asked either.
+    """
+    return torch._C._are_functorch_transforms_active()
+
+
+def outside_torch_func() -> contextlib.AbstractContextManager[Any]:
+    """Within, tensors are made and written as if no transform of `torch.func` were at work.
+
+    A communicator's own memory is no part of what is transformed. Public way: none.
+    """
+    return temporarily_clear_interpreter_stack()
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+
+def parameters(module: nn.Module) -> dict[str, Any]:
+    """A module's own table of parameters, to be written to.
+
+    Public way: `setattr`, which takes no plain tensor for a parameter; `torch.func.functional_call`, which looks every
+    name up again in every call (0.3 ms for 50 parameters).
+    """
+    return module._parameters
+
+
+def buffers(module: nn.Module) -> dict[str, Any]:
+    """A module's own table of buffers; see `parameters`."""
+    return module._buffers
+
+
+def inject_parametrizations(module: nn.Module, names: Iterable[str]) -> None:
+    """Give a module its made-up class again, whose properties compute the parametrized tensors.
+
+    Public way: `register_parametrization`, which computes the original tensors anew, under other names.
+    """
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+
+
+# -- the compiler ------------------------------------------------------------------------------------------------------
+
+
+def compiled_from(function: Any) -> Any:
+    """What `torch.compile` was given to make a function; None if this is none.
+
+    A compiled function can't be pickled, and is sent as this. Public way: none; any decorator sets `__wrapped__`.
+    """
+    return getattr(function, "_torchdynamo_orig_callable", None)
+
+
+def dynamic_of(context: Any) -> bool | None:
+    """The argument `dynamic` that a compiled function was made with; public way: none."""
+    found: bool | None = context._dynamic
+    return found
+
+
+def has_compiled_call(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called, which copies of it forget; public way: none."""
+    return module._compiled_call_impl is not None
+
+
+def compiler_listens() -> bool:
+    """Whether a compiled function is under way, which has come to what it runs as plain Python.
+
+    Public way: `torch.compiler.is_compiling`, which is true only while it traces.
+    """
+    return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+def tree_node_of(cls: type) -> tuple[Any, Any] | None:
+    """How torch's trees take objects of a class apart and make them anew; None if it was not registered there.
+
+    Public way: none reads the registry; `torch.utils._pytree` is where models' outputs are registered.
+    """
+    node = SUPPORTED_NODES.get(cls)
+    return None if node is None else (node.flatten_fn, node.unflatten_fn)
+
+
+# -- process groups ----------------------------------------------------------------------------------------------------
+
+
+def gloo_options(timeout: float, hostname: str) -> Any:
+    """Options of a Gloo group that listens at an address of our choice.
+
+    Public way: `init_process_group`, which makes the user's default group and takes the address from the environment.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = datetime.timedelta(seconds=timeout)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=hostname)]
+    return options

@@ -1,0 +1,74 @@
+"""What torch was told around a call: grad mode, autocast, anomaly detection, the default dtype.
+
+These are settings of a thread or a process. A step means what it says on one device, so the ranks run its body under
+the settings that the caller has. Invariant: they are compared with those of a fresh process, so that a call in the
+usual circumstances carries nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+_DEVICES = ("cpu", "cuda")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Autocast:
+    """As `torch.autocast` was entered for one type of device."""
+
+    device: str
+    dtype: torch.dtype
+    cached: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ambient:
+    """The settings around a call.
+
+    Attributes:
+        grad: whether gradients are recorded.
+        autocast: for each type of device under autocast.
+        anomaly: None, or whether anomaly detection also looks for NaN.
+        dtype: of tensors that are made without one.
+    """
+
+    grad: bool
+    autocast: tuple[Autocast, ...]
+    anomaly: bool | None
+    dtype: torch.dtype
+
+
+_USUAL = Ambient(grad=True, autocast=(), anomaly=None, dtype=torch.float32)
+
+
+def ambient() -> Ambient | None:
+    """The settings here and now; None for the usual ones."""
+    autocast = tuple(
+        Autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
+        for device in _DEVICES
+        if torch.is_autocast_enabled(device)
+    )
+    anomaly = torch.is_anomaly_check_nan_enabled() if torch.is_anomaly_enabled() else None
+    found = Ambient(torch.is_grad_enabled(), autocast, anomaly, torch.get_default_dtype())
+    return None if found == _USUAL else found
+
+
+@contextlib.contextmanager
+def under(settings: Ambient | None) -> Iterator[None]:
+    """Run a block under a caller's settings."""
+    settings = settings or _USUAL
+    before = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(settings.grad))
+        for one in settings.autocast:
+            stack.enter_context(torch.autocast(one.device, one.dtype, cache_enabled=one.cached))
+        if settings.anomaly is not None:
+            stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=settings.anomaly))
+        if settings.dtype is not before:
+            torch.set_default_dtype(settings.dtype)
+            stack.callback(torch.set_default_dtype, before)
+        yield

@@ -1,0 +1,64 @@
+"""The batch of a step: which argument it is, and how it was split before a region began.
+
+What comes whole to a call is given the spec of its axis there (`Request`); what is whole within a region is cut by
+`transforms._batch`. Both ask `BatchArgument` where it is and `common_length` how long it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from ..kernels.errors import SpecError, message
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchArgument:
+    """Which argument of a function is its batch, and over what it is split.
+
+    Attributes:
+        name: of the argument.
+        position: among the positional arguments; None if it is keyword-only.
+        axis: the mesh axis.
+        shards: over how many virtual shards; None for as many parts as ranks.
+    """
+
+    name: str
+    position: int | None
+    axis: str
+    shards: int | None = None
+
+    def place(self, positional: int) -> int | str:
+        """Its position in a call with so many positional arguments, else its name."""
+        return self.name if self.position is None or self.position >= positional else self.position
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchSplit:
+    """How the batch of a call was split before its region began.
+
+    Attributes:
+        axis, total: over which axis, and dimension 0 of the whole; None if the call is of no `data_parallel` step.
+        shards: over how many virtual shards a `Loader` dealt it; None if none did.
+    """
+
+    axis: str | None = None
+    total: int | None = None
+    shards: int | None = None
+
+
+def common_length(lengths: Mapping[str, int], whose: str) -> int | None:
+    """Dimension 0 of a batch's leaves, by path; None if it has none.
+
+    Raises:
+        SpecError: they differ.
+    """
+    if len(set(lengths.values())) > 1:
+        raise SpecError(
+            message(
+                f"the leaves of the batch of {whose} differ in dimension 0",
+                got=", ".join(f"{path}: {length}" for path, length in lengths.items()),
+                remedy="make them agree",
+            )
+        )
+    return next(iter(lengths.values()), None)

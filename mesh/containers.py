@@ -1,0 +1,145 @@
+"""Containers that trees learn of when they first meet one: mappings, dataclasses, and what torch's own trees know.
+
+A tokenizer's batch is a `UserDict`, a model's output a class registered with torch, a user's batch a dataclass. Taken
+for leaves they would be neither split nor gathered. Invariant: a class is a node only if an object of it can be made
+anew from its parts, and holds tensors; whatever is none of these (options, say) stays a leaf.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import optree
+import torch
+
+from ..kernels.torch_private import tree_node_of
+
+# Types that are looked at once: what is no container, and what optree knows by itself.
+_leaf_types: set[type] = {torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes, type(None), object}
+_adopted: dict[type, tuple[Callable, Callable]] = {}
+
+
+def adopt(found: Iterable[Any], namespace: str, is_leaf: Callable[[Any], bool] | None = None) -> bool:
+    """Register the classes among these leaves that are containers; whether there were any.
+
+    Args:
+        found: leaves of a tree.
+        namespace: optree's, where they become nodes.
+        is_leaf: what is a leaf all the same.
+    """
+    new = set(map(type, found)) - _leaf_types
+    if not new:
+        return False
+    adopted = False
+    for leaf in found:
+        cls = type(leaf)
+        if cls not in new or (is_leaf is not None and is_leaf(leaf)):
+            continue
+        new.discard(cls)
+        way = None if cls in _adopted else _way(leaf)
+        if way is None:
+            if cls not in _adopted and not _may_be_container(cls):
+                _leaf_types.add(cls)
+            continue
+        register(cls, *way, namespace=namespace)
+        adopted = True
+    return adopted
+
+
+def register(cls: type, flatten: Callable, unflatten: Callable, *, namespace: str) -> None:
+    """Make a class a node, here or in a process that a structure with it has come to."""
+    if optree.register_pytree_node.get(cls, namespace=namespace) is None:
+        optree.register_pytree_node(cls, flatten, unflatten, namespace=namespace)
+    _adopted[cls] = flatten, unflatten
+
+
+def is_adopted(cls: type) -> bool:
+    return cls in _adopted
+
+
+def _may_be_container(cls: type) -> bool:
+    """Whether one object of a class may be a container though another is none (it has attributes of its own)."""
+    return dataclasses.is_dataclass(cls) or issubclass(cls, collections.abc.Mapping)
+
+
+def _way(obj: Any) -> tuple[Callable, Callable] | None:
+    """How to take such objects apart and make them anew; None for what is no container."""
+    cls = type(obj)
+    if cls.__module__.partition(".")[0] == "spmd" or isinstance(obj, torch.Tensor | torch.nn.Module):
+        return None
+    ways: list[tuple[Callable, Callable]] = []
+    by_torch = tree_node_of(cls)
+    if by_torch is not None:  # its functions go along: torch may know none of the class in another process
+        ways.append((functools.partial(_by_torch, by_torch[0]), functools.partial(_made_by_torch, by_torch[1])))
+    elif issubclass(cls, collections.abc.Mapping):
+        ways.append((_items, functools.partial(_mapping, cls)))
+    elif dataclasses.is_dataclass(cls):
+        names = tuple(field.name for field in dataclasses.fields(cls))
+        ways.append((functools.partial(_fields, names), functools.partial(_dataclass, cls)))
+    for flatten, unflatten in ways:
+        if _comes_back(obj, flatten, unflatten):
+            return flatten, unflatten
+    return None
+
+
+def _comes_back(obj: Any, flatten: Callable, unflatten: Callable) -> bool:
+    try:
+        parts, data, _ = flatten(obj)
+        again = unflatten(data, parts)
+        if type(again) is not type(obj) or hash(data) != hash(flatten(again)[1]) or _has_more(obj, again):
+            return False
+        return any(map(_is_data, _leaves(list(parts)))) or any(map(_way, parts))
+    except Exception:
+        return False
+
+
+def _leaves(parts: Any) -> list[Any]:
+    return optree.tree_leaves(parts, none_is_leaf=True)
+
+
+def _is_data(leaf: Any) -> bool:
+    """A tensor, an array, a value on a mesh, or what stands for one in a tree of specs."""
+    return (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or type(leaf).__module__.startswith("spmd.")
+
+
+def _has_more(obj: Any, again: Any) -> bool:
+    """Whether an object has attributes that would be lost."""
+    return not set(getattr(obj, "__dict__", ())) <= set(getattr(again, "__dict__", ()))
+
+
+def _items(obj: Any) -> tuple[tuple, tuple, tuple]:
+    keys = tuple(obj.keys())
+    return tuple(obj[key] for key in keys), keys, keys
+
+
+def _mapping(cls: type, keys: tuple, values: Iterable[Any]) -> Any:
+    return cls(dict(zip(keys, values, strict=True)))
+
+
+def _fields(names: tuple[str, ...], obj: Any) -> tuple[tuple, tuple, tuple]:
+    return tuple(getattr(obj, name) for name in names), names, names
+
+
+def _dataclass(cls: type, names: tuple[str, ...], values: Iterable[Any]) -> Any:
+    """Without its constructor, which may check what its parts are: trees are also made of specs and of paths."""
+    made: Any = object.__new__(cls)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _by_torch(flatten: Callable, obj: Any) -> tuple[tuple, Any, tuple]:
+    parts, context = flatten(obj)
+    parts = tuple(parts)
+    frozen = tuple(context) if isinstance(context, list) else context
+    keys = tuple(context) if isinstance(context, list | tuple) and len(context) == len(parts) else range(len(parts))
+    return parts, (isinstance(context, list), frozen), tuple(keys)
+
+
+def _made_by_torch(unflatten: Callable, data: tuple[bool, Any], parts: Iterable[Any]) -> Any:
+    was_list, context = data
+    return unflatten(list(parts), list(context) if was_list else context)

@@ -1,0 +1,69 @@
+"""What a notebook is told in its own words: cells instead of temporary files, pictures instead of text.
+
+Nothing here imports IPython: where it runs it has been imported already.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from types import TracebackType
+from typing import Any
+
+from ...kernels.callsite import hide_our_frames, is_ours
+
+
+def shell() -> Any:
+    """IPython's shell if this process is a notebook's kernel, else None."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None or "ipykernel" not in sys.modules:
+        return None
+    found = ipython.get_ipython()
+    return found if hasattr(found, "kernel") else None
+
+
+def name_cells(text: str) -> str:
+    """A traceback's text with cells named as IPython does it: `Cell In[3], line 2`, not a file that there is not."""
+    compiler = getattr(shell(), "compile", None)
+    if compiler is None:
+        return text
+
+    def cell(code: str) -> str | None:
+        found = compiler.format_code_name(code)
+        return f"{found[0]} {found[1]}" if found and found[0] == "Cell" else None
+
+    def frame(match: re.Match[str]) -> str:
+        name = cell(match[1])
+        return match[0] if name is None else f"{name}, line {match[2]}"
+
+    def place(match: re.Match[str]) -> str:
+        name = cell(match[1])
+        return match[0] if name is None else f"{name}, line {match[2]} in"
+
+    text = re.sub(r'File "([^"\n]+)", line (\d+)', frame, text)
+    return re.sub(r"(/[^\s:]*ipykernel_[^\s:]+\.py):(\d+) in", place, text)
+
+
+def shorten(error: BaseException) -> BaseException:
+    """An exception whose traceback, too, is shown without this library's frames, unless SPMD_TRACEBACK=full."""
+    error = hide_our_frames(error)
+    if shell() is not None and os.environ.get("SPMD_TRACEBACK") != "full":
+        error._render_traceback_ = _lines_of_last_error  # type: ignore[attr-defined]
+    return error
+
+
+def _lines_of_last_error() -> list[str]:
+    """What IPython shows of an exception that says how: it asks for this once it has stored the exception in `sys`."""
+    error: Any = sys.last_value  # not a captured one, which would keep itself and its frames alive
+    formatter = shell().InteractiveTB
+    return formatter.structured_traceback(type(error), error, _users(error.__traceback__), formatter.tb_offset)
+
+
+def _users(traceback: TracebackType | None) -> TracebackType | None:
+    if traceback is None:
+        return None
+    rest = _users(traceback.tb_next)
+    if is_ours(traceback.tb_frame):
+        return rest
+    return TracebackType(rest, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)

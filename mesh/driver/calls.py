@@ -1,0 +1,180 @@
+"""Calls of one signature, as the driver makes them.
+
+The driver sends the call and, once it knows what comes back, does not wait for it. Ranks tell of their results when
+these may have changed in kind; mostly they say that they have not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ...kernels.errors import SpecError, message
+from .. import agreement, protocol, trees
+from ..array import Array, Meta
+from ..program import InputPlan, PlannedCall, Program, describe_path
+from ..replication.values import Check, check_of
+from ..run_state import Call
+from .functions import Shipped
+from .pending import Outcome, Task
+from .session import DriverSession
+from .values import CallValues
+
+_PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})  # what any pickle can take to the ranks
+
+
+class MeshView(Protocol):
+    """The mesh, as far as it is seen from here."""
+
+    @property
+    def layout(self) -> Any: ...
+    def describe(self) -> str: ...
+
+
+class DriverCall:
+    """A program with arguments of one kind on a driver's mesh; call it with the leaves.
+
+    Args:
+        shipped: the program, as the ranks know it.
+        treedef: of (args, kwargs).
+        moves: Arrays that must be cut anew before each call, and how.
+    """
+
+    def __init__(
+        self,
+        mesh: MeshView,
+        driver: DriverSession,
+        program: Program,
+        shipped: Shipped,
+        treedef: Any,
+        plan: InputPlan,
+        moves: list[tuple[int, Any]],
+    ):
+        self._layout, self._driver, self._name, self._where = mesh.layout, driver, program.name, mesh.describe()
+        self.shipped, self.plan, self.moves, self._treedef = shipped, plan, moves, treedef
+        self._tree = driver.shipped.ship_treedef(treedef)
+        self._planned = driver.shipped.ship(PlannedCall(shipped.key, self._tree.key, plan))
+        self._encoded: list[bytes] = []  # what the ranks told of the results, and what that comes to
+        self._found: tuple[Any, list[agreement.Result]] | None = None
+        self._count = 0
+        # What a call gave that was waited for, if it was Arrays only: later ones are not waited for.
+        self._expected: tuple[Any, Sequence[Meta]] | None = None
+
+    def accepts(self, mesh: Any, leaves: list[Any]) -> bool:
+        """Whether all Arrays among the leaves can be passed."""
+        return all(leaf._donated is None and leaf.mesh is mesh for leaf in leaves if type(leaf) is Array)
+
+    def __call__(self, leaves: list[Any], key: tuple, this: Call, *, check: str) -> Any:
+        driver = self._driver
+        self._count += 1
+        looked = check_of(check, self._count, self._layout.size, first=self._found is None)
+        waits = self._expected is None or check == "always"
+        names, values = self._named(leaves)
+        plain = not values or _PLAIN.issuperset(map(type, values))
+        results = driver.new_values()
+        task = driver.submit(
+            functools.partial(
+                protocol.CallProgram,
+                call=self._planned.key,
+                out=results.number,
+                key=key,
+                check=int(looked),
+                arrays=names,
+                values=tuple(values) if plain else None,
+            ),
+            None if plain else lambda: driver.content(values, lambda: self._parts(leaves)),
+            region=True,
+            told=self._planned.told,
+            compare=None if waits else functools.partial(self._compare, looked),
+            needs=functools.partial(_lacking, leaves),
+        )
+        this.started = task
+        if self._expected is not None and not waits:
+            treedef, hints = self._expected
+            arrays = results.arrays(task, hints, functools.partial(self._as_expected, task, treedef, looked))
+            driver.in_flight(task)
+            return trees.unflatten(treedef, arrays)
+        treedef, found = self._finish(task, looked)
+        metas = [result.meta for result in found if result.meta is not None]
+        self._expected = (treedef, metas) if len(metas) == len(found) else None
+        rest = iter(results.arrays(None, metas))
+        return trees.unflatten(treedef, [result.value if result.meta is None else next(rest) for result in found])
+
+    def _named(self, leaves: list[Any]) -> tuple[protocol.Spans, list[Any]]:
+        """The leaves on the mesh by name, and the other leaves."""
+        spans: list[int] = []
+        others: list[Any] = []
+        last, expected = None, -1
+        for leaf in leaves:
+            if type(leaf) is not Array:
+                others.append(leaf)
+                continue
+            source: Any = leaf._source
+            index = leaf._index
+            if source is not last:
+                source.check(self._driver)
+            if source is last and index == expected:
+                spans[-1] = expected = index + 1
+            else:
+                last, expected = source, index + 1
+                spans += (source.number, index, expected)
+        return tuple(spans), others
+
+    def _parts(self, leaves: list[Any]) -> list[tuple[str, Any]]:
+        paths = [accessor.codify("") for accessor in self._treedef.accessors()]
+        return [(f"{describe_path(path)} of {self._name}", leaf) for path, leaf in zip(paths, leaves, strict=True)]
+
+    def _finish(self, task: Task, looked: Check) -> tuple[Any, list[agreement.Result]]:
+        """What the results of a call are, once it is over."""
+        try:
+            encoded = self._driver.wait(task).values()
+            if self._found is None or encoded != self._encoded or len(set(task.prints.values())) > 1:
+                self._found, self._encoded = self._assembled(task, looked), encoded
+            return self._found
+        except BaseException:
+            self._driver.run_state.note_failure(task)
+            raise
+
+    def _assembled(self, task: Task, looked: Check) -> tuple[Any, list[agreement.Result]]:
+        return agreement.assemble(
+            self._layout,
+            agreement.decode_all(task.values()),
+            name=self._name,
+            where=self._where,
+            compare=looked > Check.NOTHING,
+            prints=[task.prints[rank] for rank in task.ranks],
+            check=looked,
+        )
+
+    def _compare(self, looked: Check, task: Task) -> Outcome:
+        """What is wrong with a call that nobody waits for, whose ranks told different things."""
+        try:
+            self._assembled(task, looked)
+        except SpecError as error:
+            found = error
+            return lambda: found
+        return None
+
+    def _as_expected(self, task: Task, treedef: Any, looked: Check) -> Sequence[Meta]:
+        """Shapes, dtypes and specs of the results of a call for which Arrays were made already."""
+        found, results = self._finish(task, looked)
+        metas = [result.meta for result in results if result.meta is not None]
+        if found != treedef or len(metas) < len(results):
+            self._driver.run_state.note_failure(task)
+            raise SpecError(
+                message(
+                    f"{self._name} returned another structure than before for the same kind of arguments",
+                    got=str(found),
+                    expected=str(treedef),
+                    where=self._where,
+                    remedy="return the same tree of tensors, or a number, which makes calls synchronous",
+                )
+            )
+        return metas
+
+
+def _lacking(leaves: list[Any]) -> list[tuple[CallValues, int]]:
+    """Those of the leaves that some rank lacks."""
+    arrays: list[Any] = [leaf for leaf in leaves if type(leaf) is Array]
+    return [(array._source, array._index) for array in arrays if array._index in array._source.missing]

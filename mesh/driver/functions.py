@@ -1,0 +1,184 @@
+"""The objects that all ranks of a driver's mesh have: sent once per content, forgotten when nothing here needs them.
+
+Invariant: what a `Shipped` stands for is on every rank, also on one that replaces a dead rank, for as long as the
+`Shipped` lives; functions keep theirs while they live and do not change.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from ...kernels.callsite import warn
+from ...kernels.errors import MeshError, message
+from .. import protocol, trees, wire
+from ..rank.reloading import LoadedModules
+from . import snapshot
+
+LARGE = 100 << 20  # bytes of a function and what it takes with it
+
+
+class Shipped:
+    """An object that the ranks know by `key`.
+
+    Attributes:
+        told: of the plan of a call: rank -> what it last told of such calls' results; one for all that have this key.
+    """
+
+    __slots__ = ("__weakref__", "key", "told")
+
+    def __init__(self, key: str, told: dict[int, bytes]):
+        self.key, self.told = key, told
+
+
+class Teller(Protocol):
+    """What sends to the ranks: the driver's session."""
+
+    lock: threading.RLock
+
+    def describe(self) -> str: ...
+    def ready(self) -> None: ...
+    def dumps(self, obj: Any, names: list[Any] | None = None) -> wire.Packet: ...
+    def tell(self, message: protocol.Message, packet: wire.Packet | None = None) -> None: ...
+
+
+class ShippedObjects:
+    """What was sent to the ranks of one mesh.
+
+    Args:
+        session: sends it.
+        whole: types that travel as names.
+    """
+
+    def __init__(self, session: Teller, whole: tuple[type, ...]):
+        self._session, self._whole = session, whole
+        self._packets: dict[str, wire.Packet] = {}
+        self._uses: Counter[str] = Counter()
+        self._told: dict[str, dict[int, bytes]] = {}
+        self._unused: deque[str] = deque()
+        self._naming_values: set[str] = set()
+        self._treedefs: dict[Any, Shipped] = {}
+        self._functions: weakref.WeakKeyDictionary[Any, tuple[list[Any], Shipped]] = weakref.WeakKeyDictionary()
+        self._path = list(sys.path)
+        self._sources: dict[str, list[str]] = {}
+        self.modules = LoadedModules()
+        self.modules.notice()
+
+    def ship(self, obj: Any, function: Any = None) -> Shipped:
+        """Send an object, made of a function if of any, to all ranks unless they have it."""
+        names: list[Any] = []
+        packet = self._session.dumps(obj, names)
+        key = wire.content_hash(packet)
+        with self._session.lock:
+            if key in self._packets:
+                packet.close()
+            else:
+                self._session.ready()
+                if packet.nbytes > LARGE and (what := snapshot.largest_part(function)):
+                    warn(f"{what} is sent to every rank: put() it once and pass it, or read it on the ranks")
+                self._packets[key] = packet
+                if any(name[0] == "array" for name in names):
+                    self._naming_values.add(key)
+                self._session.tell(protocol.Ship(key), packet)
+            self._uses[key] += 1
+            shipped = Shipped(key, self._told.setdefault(key, {}))
+            weakref.finalize(shipped, self._unused.append, key).atexit = False
+        return shipped
+
+    def ship_function(self, function: Any) -> Shipped:
+        """Ship a function, pickling it again only if what it refers to has changed."""
+        return self._ship(function, function, function)
+
+    def ship_program(self, function: Any, program: Any, holder: Any) -> Shipped:
+        """Ship a program made of a function.
+
+        Args:
+            holder: lives as long as the program is worth keeping on the ranks.
+        """
+        return self._ship(function, program, holder)
+
+    def _ship(self, function: Any, obj: Any, holder: Any) -> Shipped:
+        found = snapshot.snapshot(function, self._whole)
+        try:
+            known = self._functions.get(holder)
+        except TypeError:  # it can't be hashed, or not referred to weakly
+            known, holder = None, None
+        if known is not None and known[1].key in self._packets and snapshot.unchanged(known[0], found):
+            return known[1]
+        self._prepare(function)
+        try:
+            shipped = self.ship(obj, function)
+        except wire.Unsendable as error:
+            part = snapshot.unpicklable_part(function, self._whole)
+            raise MeshError(
+                message(
+                    f"{getattr(function, '__qualname__', function)!s} cannot be sent to the ranks, "
+                    f"because {part or f'it cannot be pickled: {error}'}",
+                    where=self._session.describe(),
+                    remedy="pass what it needs as an argument, or make it inside the function",
+                )
+            ) from None
+        if holder is not None:
+            self._functions[holder] = (found, shipped)
+        return shipped
+
+    def ship_treedef(self, treedef: Any) -> Shipped:
+        shipped = self._treedefs.get(treedef)
+        if shipped is None:
+            shipped = self._treedefs[treedef] = self.ship(trees.pack(treedef))
+        return shipped
+
+    def _prepare(self, function: Any) -> None:
+        """Tell the ranks what they need besides the function: where modules lie, and source lines for tracebacks."""
+        self.modules.notice()
+        sources = snapshot.typed_sources(function)
+        with self._session.lock:
+            if self._path != sys.path:
+                self._path = list(sys.path)
+                self._session.tell(protocol.SetPath(tuple(self._path)))
+            if any(self._sources.get(name) != lines for name, lines in sources.items()):
+                self._sources.update(sources)
+                self._session.tell(protocol.SetSources(sources))
+
+    def unused(self) -> tuple[str, ...]:
+        """The keys of objects that nothing here needs any more, for the ranks to forget."""
+        if not self._unused:
+            return ()
+        keys = []
+        while self._unused:
+            key = self._unused.popleft()
+            self._uses[key] -= 1
+            if not self._uses[key]:
+                del self._uses[key], self._told[key]
+                keys.append(key)
+                self._drop(key)
+        return tuple(keys)
+
+    def _drop(self, key: str) -> None:
+        self._naming_values.discard(key)
+        packet = self._packets.pop(key, None)
+        if packet is not None:
+            packet.close()
+
+    def for_newcomer(self) -> Iterator[tuple[protocol.Message, wire.Packet | None]]:
+        """What to tell a rank that replaces a dead one."""
+        # What names values is pickled and sent to all ranks anew when it is needed, after the values themselves.
+        for key in tuple(self._naming_values):
+            self._drop(key)
+        yield protocol.SetPath(tuple(self._path)), None
+        yield protocol.SetSources(self._sources), None
+        for key, packet in self._packets.items():
+            yield protocol.Ship(key), packet
+
+    def read_anew(self) -> None:
+        """Have the ranks read everything again, now that names mean something else there."""
+        for what, packet in self.for_newcomer():
+            self._session.tell(what, packet)
+
+    def close(self) -> None:
+        for key in tuple(self._packets):
+            self._drop(key)

@@ -1,0 +1,40 @@
+"""What the operating system refuses while a mesh is made, said in words that name the limit."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import resource
+from collections.abc import Iterator
+
+from ...kernels.errors import MeshError, SpmdError, message
+
+# What an error of the system's most often means here: what there is too little of, its limit, how a shell raises it.
+_LIMITS = {
+    errno.ENOMEM: ("address space", "RLIMIT_AS", "ulimit -v unlimited"),
+    errno.EFBIG: ("size of a file", "RLIMIT_FSIZE", "ulimit -f unlimited"),
+    errno.EMFILE: ("open files", "RLIMIT_NOFILE", "ulimit -n $(ulimit -Hn)"),
+    errno.EAGAIN: ("processes", "RLIMIT_NPROC", "ulimit -u $(ulimit -Hu)"),
+}
+
+
+@contextlib.contextmanager
+def named_limits() -> Iterator[None]:
+    """Raise `MeshError` for an error of the operating system's; errors of this library pass."""
+    try:
+        yield
+    except SpmdError:
+        raise
+    except OSError as error:
+        found = _LIMITS.get(error.errno or 0)
+        if found is not None:
+            what, name, remedy = found
+            most = resource.getrlimit(getattr(resource, name))[0]
+            problem = f"a mesh needs more than the limit on {what} allows, {name}"
+            got = f"{error.strerror}, with a limit of {'none' if most == resource.RLIM_INFINITY else most}"
+        else:
+            problem, got = "the operating system refuses what a mesh needs", str(error)
+            remedy = "see that the working directory and the temporary directory are there"
+        raise MeshError(
+            message(problem, got=got, remedy=f"{remedy}; or use fewer ranks" if found else remedy)
+        ) from None

@@ -1,0 +1,227 @@
+"""The rank processes of a driver's mesh, as the driver holds them: started, told, signalled, replaced, cleared away."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+from ...kernels.errors import MeshError, message
+from ...kernels.processes import Owned
+from ...kernels.registry import added_factory
+from ...kernels.shm import arena as arena_module
+from ...kernels.shm.arena import Arena
+from ...kernels.shm.board import ended
+from .. import protocol, wire
+from ..rank.logs import levels
+from ..spec import Layout
+from .limits import named_limits
+from .spawn import zygote
+
+
+class Rank(Owned):
+    """One rank process: its socket, its output, and a descriptor that tells when it ends.
+
+    Args:
+        rank: its place in the mesh.
+        request: what `rank_process.main` needs to know.
+        arena: the arena's descriptor.
+    """
+
+    def __init__(self, rank: int, request: protocol.RankRequest, arena: int):
+        super().__init__()
+        self.rank = rank
+        self.alive, self.ready = True, False
+        self.connection, theirs = socket.socketpair()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        out, err = os.pipe(), os.pipe()
+        self.pipes = {"stdout": out[0], "stderr": err[0]}
+        self._zygote = zygote()
+        try:
+            self.pid, self.pidfd = self._zygote.fork(
+                dataclasses.replace(request, rank=rank), [theirs.fileno(), out[1], err[1], arena]
+            )
+        except BaseException:
+            self.connection.close()
+            for fd in self.pipes.values():
+                os.close(fd)
+            raise
+        finally:
+            theirs.close()
+            os.close(out[1])
+            os.close(err[1])
+        self._printed = select.poll()
+        for fd in self.pipes.values():
+            os.set_blocking(fd, False)
+            self._printed.register(fd, select.POLLIN)
+        self.sender, self.receiver = wire.Sender(self.connection), wire.Receiver(self.connection)
+
+    def send(self, packet: wire.Packet, parts: list[memoryview]) -> bool:
+        """Send a packet and its `frame` without waiting; whether it is wholly on its way (or never will be)."""
+        return self._quietly(lambda: self.sender.send(packet, parts))
+
+    def flush(self) -> bool:
+        return self._quietly(self.sender.flush)
+
+    def _quietly(self, send: Callable[[], bool]) -> bool:
+        try:
+            return not self.alive or send()
+        except ConnectionError:  # its death is noticed elsewhere
+            self.sender.close()
+            return True
+
+    def has_printed(self) -> bool:
+        """Whether there is anything to `read`: asked of all streams at once, which costs less than trying each."""
+        return bool(self._printed.poll(0))
+
+    def read(self, stream: str) -> bytes | None:
+        """What it printed and nobody has read yet; None if it will never print again."""
+        try:
+            data = os.read(self.pipes[stream], 1 << 16)
+        except BlockingIOError:
+            return b""
+        if data:
+            return data
+        self._printed.unregister(self.pipes[stream])
+        os.close(self.pipes.pop(stream))
+        return None
+
+    def signal(self, number: int) -> None:
+        if self.alive and not self.foreign:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def ended(self, seconds: float) -> bool:
+        """Wait for the process to end; whether it has."""
+        return not self.alive or ended(self.pidfd, seconds)
+
+    def end_text(self) -> str:
+        """How the process ended."""
+        code = self._zygote.exit_code(self.pid)
+        if code is None:
+            return "died" if self._zygote.alive else "died with the process that it was forked from"
+        if code >= 0:
+            return f"exited with code {code}"
+        return f"was killed by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
+
+    def close(self) -> None:
+        """Give back its descriptors, once it has ended."""
+        if self.pidfd < 0:
+            return
+        self.sender.close()
+        self.receiver.close()
+        self.connection.close()
+        for fd in (self.pidfd, *self.pipes.values()):
+            os.close(fd)
+        self.pipes.clear()
+        self.pidfd = -1
+
+
+class Ranks:
+    """All ranks of one mesh, and the arena that they share with the driver.
+
+    Args:
+        layout: the axes.
+        options: what each of them needs to know besides: backend, threads, seed, timeout.
+        started: called with every new one.
+
+    Attributes:
+        generation: counts the failures that the mesh has recovered from, from 1 on.
+    """
+
+    @named_limits()
+    def __init__(self, layout: Layout, options: dict[str, Any], started: Callable[[Rank], None]):
+        self.generation = 1
+        self._started = started
+        self._arena_fd = arena_module.create(layout.size)
+        self.arena: Arena | None = Arena(self._arena_fd, layout.size, layout.size)
+        self.arena.clear(self.generation)
+        # Where ranks of a backend that needs a store meet. A file without a name, and no TCPStore: that one asks the
+        # name service about every connection, which takes seconds where none answers.
+        self._store_fd = os.memfd_create("spmd-store", os.MFD_CLOEXEC)
+        self.request = protocol.RankRequest(
+            **options,
+            rank=-1,
+            generation=self.generation,
+            axes=layout.sizes,
+            factory=pickled_factory(options["backend"]),
+            store=f"/proc/{os.getpid()}/fd/{self._store_fd}",
+            cwd=os.getcwd(),
+            path=tuple(sys.path),
+            argv=tuple(sys.argv),
+            environ=dict(os.environ),
+            levels=levels(),
+        )
+        self.all: list[Rank] = []
+        self._deaths = select.poll()
+
+    @named_limits()
+    def start(self, size: int) -> None:
+        for rank in range(size):
+            self.all.append(self._start(rank))
+
+    def _start(self, number: int) -> Rank:
+        rank = Rank(number, dataclasses.replace(self.request, generation=self.generation), self._arena_fd)
+        self._deaths.register(rank.pidfd, select.POLLIN)
+        self._started(rank)
+        return rank
+
+    def all_run(self) -> bool:
+        """Whether no rank's process has ended, noticed or not."""
+        return not self._deaths.poll(0)
+
+    def abort(self, why: str) -> None:
+        """Have every rank that waits give up."""
+        if self.arena is not None:
+            self.arena.abort(why)
+
+    def begin_anew(self) -> list[int]:
+        """Open the next generation, with new processes for those that died: these ranks."""
+        assert self.arena is not None
+        self.generation += 1
+        self.arena.clear(self.generation)
+        dead = [rank for rank in self.all if not rank.alive]
+        for rank in dead:
+            self._deaths.unregister(rank.pidfd)
+            rank.close()
+            self.all[rank.rank] = self._start(rank.rank)
+        return [rank.rank for rank in dead]
+
+    def kill(self) -> None:
+        for rank in self.all:
+            rank.signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Give back what they needed, once they were killed and nobody listens to them any more."""
+        for rank in self.all:
+            rank.ended(1.0)
+            rank.close()
+        if self.arena is not None:
+            self.arena = None
+            os.close(self._arena_fd)
+            os.close(self._store_fd)
+
+
+def pickled_factory(backend: str) -> bytes | None:
+    """What a rank needs to know a backend that this process has added; None for one that every process has."""
+    factory = added_factory(backend)
+    if factory is None:
+        return None
+    try:
+        return cloudpickle.dumps(factory)
+    except Exception as error:
+        raise MeshError(
+            message(
+                f"the factory of backend {backend!r} cannot be sent to the ranks",
+                got=f"{type(error).__name__}: {error}",
+                remedy="register a function that refers to nothing but modules, functions and plain values",
+            )
+        ) from None

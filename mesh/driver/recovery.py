@@ -1,0 +1,243 @@
+"""What comes back from a driver's ranks, and what is done when one of them fails or dies.
+
+The receiving thread reports here. A failed region raises the arena's abort flag, so that no rank waits in vain. When
+all ranks that live have fallen quiet, dead ones are replaced and the next *generation* begins, in which nothing of the
+failed region is known. Whoever waits is told earlier: as soon as the others had a moment to give up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from .. import protocol, wire
+from ..failure import Failure, capture, combine
+from ..run_state import RunState
+from ..spec import Layout
+from . import records
+from .debugging import Debugging
+from .functions import ShippedObjects
+from .pending import Outcome, Pending, Task
+from .ranks import Rank, Ranks
+from .receiving import Receiving
+from .values import Values
+
+_KINDS = {protocol.Failed: "failed", protocol.Skipped: "skipped"}
+INTERRUPT_SECONDS = 0.3  # for calls under way to end by themselves after Ctrl-C
+GRACE_SECONDS = 0.75  # for ranks to give up by themselves once one has failed
+
+
+class Session(Protocol):
+    """The driver's session, as far as it is seen from here."""
+
+    layout: Layout
+    lock: threading.RLock
+    changed: threading.Condition
+    closed: str | None
+    closing: bool
+    debugging: Debugging
+    pending: Pending
+    ranks: Ranks
+    receiving: Receiving
+    run_state: RunState
+    shipped: ShippedObjects
+    values: Values
+
+    def describe(self) -> str: ...
+    def shut(self, why: str) -> None: ...
+    def tell(
+        self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None
+    ) -> None: ...
+
+
+class Recovery:
+    """The receiving thread's half of a session.
+
+    Attributes:
+        under_way: a failed region has not yet been left by all ranks.
+        interrupted: the user's Ctrl-C is the reason.
+    """
+
+    def __init__(self, session: Session):
+        self._session = session
+        self.under_way = self.interrupted = False
+        self._warnings = records.Warnings()
+        self._since = 0.0
+        self._first_failed = 0  # the number of the first task that failed; those before it may end
+        self._lost: dict[int, str] = {}  # ranks that died, and how
+        self._failed_starts = 0  # ranks in a row that died before they were ready
+
+    @property
+    def closed(self) -> str | None:
+        return self._session.closed
+
+    def flush(self, rank: Rank) -> bool:
+        with self._session.lock:
+            return rank.flush()
+
+    def answered(self, rank: Rank, packet: wire.Packet) -> None:
+        session, answer = self._session, protocol.decode(packet.head)
+        if isinstance(answer, protocol.Progress):
+            self._bar(rank, answer)
+            return
+        if isinstance(answer, protocol.Logged):
+            records.log(rank.rank, answer)
+            return
+        if isinstance(answer, protocol.Warned):
+            self._warnings.warn(answer)
+            return
+        if isinstance(answer, protocol.DebuggerPrompt):
+            session.receiving.show_output()  # what it printed before comes first
+            session.debugging.ask(rank.rank, answer)
+            return
+        kind, value = _KINDS.get(type(answer), "ok"), None
+        try:
+            if packet.data:
+                value = wire.loads(packet, session.values.object_of)
+        except BaseException as error:
+            kind, value = "failed", capture(error)
+        finally:
+            packet.close()
+        with session.lock:
+            if isinstance(answer, protocol.Ready):
+                rank.ready, self._failed_starts = True, 0
+                return
+            task = session.pending.tasks.get(answer.task)
+            if task is None:
+                return
+            if isinstance(answer, protocol.Metadata | protocol.Unchanged):
+                task.prints[rank.rank] = answer.prints
+            if isinstance(answer, protocol.Metadata):
+                value = answer.data
+                if answer.lasting:
+                    task.told[rank.rank] = value
+            elif isinstance(answer, protocol.Unchanged):
+                value = task.told[rank.rank]
+            task.answers[rank.rank] = (kind, value)
+            own_fault = not task.region and isinstance(value, Failure) and value.kind == "error"
+            if kind != "ok" and not own_fault:
+                self.begin(first_failed=task.number)
+            if self.under_way:
+                self.carry_on()
+            elif task.complete:
+                failures, where = task.failures(), session.describe()
+                self._settle(task, (lambda: combine(failures, {}, where)) if failures else None)
+
+    def _bar(self, rank: Rank, progress: protocol.Progress) -> None:
+        with self._session.lock:
+            task = self._session.pending.tasks.get(progress.task)
+        if task is not None and not task.settled.is_set():
+            with contextlib.suppress(Exception):  # as in `Receiving.end_of_task`
+                self._session.receiving.bars.report(rank.rank, task, progress.bar)
+
+    def died(self, rank: Rank) -> None:
+        how = rank.end_text()
+        with self._session.lock:
+            rank.alive = False
+            self._session.receiving.remove(rank)
+            if self._session.closing:
+                return
+            self._lost[rank.rank] = how
+            self._failed_starts += not rank.ready
+            self._session.pending.lose(rank.rank)
+            self.begin(f"rank {rank.rank} {how}")
+            self.carry_on()
+
+    def broke(self, error: BaseException) -> None:
+        self._session.shut(f"listening to its ranks failed: {type(error).__name__}: {error}")
+
+    def begin(self, why: str | None = None, *, first_failed: int = 0) -> None:
+        """Make every rank give up (`why` is None where one already does so); the session holds new tasks back."""
+        if why is not None:
+            self._session.ranks.abort(why)
+        if not self.under_way:
+            self.under_way, self._since, self._first_failed = True, time.monotonic(), first_failed
+            self._session.receiving.wake()
+        self._first_failed = min(self._first_failed, first_failed)
+
+    def carry_on(self) -> None:
+        """Tell what is known after the grace, and begin anew once all ranks are quiet; called until then."""
+        session = self._session
+        with session.lock:
+            if not self.under_way or session.closed is not None:
+                return
+            busy = session.pending.busy()
+            if busy and time.monotonic() - self._since < GRACE_SECONDS:
+                return
+            failure = self._failure()
+            for task in sorted(session.pending.tasks.values(), key=lambda task: task.number):
+                if task.settled.is_set():
+                    continue
+                if task.fine:
+                    self._settle(task)
+                elif task.complete or not (busy and (self.interrupted or task.number < self._first_failed)):
+                    self._settle(task, failure)
+            if busy:
+                self.signal_busy()
+            else:
+                self._begin_anew()
+
+    def interrupt(self) -> None:
+        """Ctrl-C: let what is about to end do so, stop the rest, and wait for that; a second Ctrl-C kills the ranks.
+
+        Called by the thread that was interrupted.
+        """
+        session = self._session
+        session.run_state.note_failure()
+        try:
+            with session.lock:
+                if session.changed.wait_for(lambda: not session.pending.tasks or session.closed, INTERRUPT_SECONDS):
+                    return
+                self.interrupted = not self.under_way  # else something has failed, and is to be told
+                self.begin("interrupted by the user")
+                while self.under_way and session.closed is None:
+                    self.signal_busy()
+                    session.changed.wait(1.0)
+        except KeyboardInterrupt:
+            count = len(session.values)
+            session.shut(f"killed by a second Ctrl-C; {count} values that were on it are lost")
+            raise KeyboardInterrupt(f"mesh killed: {count} values that were on its ranks are lost") from None
+
+    def signal_busy(self) -> None:
+        """Interrupt what the ranks do that still do something, but for tasks that came before the one that failed."""
+        for rank, number in self._session.pending.busy().items():
+            if number >= self._first_failed:
+                self._session.ranks.all[rank].signal(signal.SIGINT)
+
+    def _failure(self) -> Outcome:
+        failures, lost = self._session.pending.failures(), dict(self._lost)
+        where, interrupted = self._session.describe(), self.interrupted
+        return lambda: combine(failures, lost, where, interrupted=interrupted)
+
+    def _settle(self, task: Task, failure: Outcome = None) -> None:
+        session = self._session
+        session.receiving.end_of_task(task)
+        together = self.under_way  # with all else that fails now
+        if failure is None and task.compare is not None and len(set(task.prints.values())) > 1:
+            failure, together = task.compare(task), True
+        generation = session.ranks.generation if together else None
+        session.pending.settle(task, failure, generation=generation, seen=self.interrupted)
+        session.changed.notify_all()
+
+    def _begin_anew(self) -> None:
+        session = self._session
+        if self._failed_starts > 2 * session.layout.size:
+            session.shut("its ranks die before they are ready; their error output says why")
+            return
+        session.pending.tasks.clear()
+        session.debugging.forget()
+        replaced = session.ranks.begin_anew()
+        for rank in range(session.layout.size):
+            if rank not in replaced:
+                session.tell(protocol.Renew(session.ranks.generation), ranks=[rank])
+                continue
+            for message, packet in session.shipped.for_newcomer():
+                session.tell(message, packet, [rank])
+            session.values.lost_on(rank)
+        self._lost.clear()
+        self.under_way = self.interrupted = False
+        session.changed.notify_all()

@@ -1,0 +1,347 @@
+"""The driver's side of a mesh: it sends tasks to the ranks and waits for their answers.
+
+The user's thread sends and waits; one thread per mesh listens (`Receiving`), and what it hears goes to `Recovery`.
+Calls are asynchronous up to a few; a failure surfaces at the call, or at the next use of the mesh or of a value.
+Invariant: every rank is told of every task that is meant for it, or none is.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from ...kernels.errors import MeshError, message
+from ...kernels.processes import Owned
+from .. import protocol, wire
+from ..array import Array
+from ..display.notebook import shorten
+from ..rank.interrupts import uninterrupted
+from ..run_state import RunState
+from ..spec import Layout
+from . import open_sessions
+from .debugging import Debugging
+from .functions import ShippedObjects
+from .pending import Flight, Outcome, Pending, Task
+from .ranks import Ranks
+from .receiving import Receiving
+from .recovery import Recovery
+from .snapshot import unpicklable_among
+from .values import CallValues, Values
+
+CLOSE_SECONDS = 2.0
+
+
+class DriverSession(Owned):
+    """The ranks of one mesh and the traffic with them.
+
+    Args:
+        mesh: whose ranks they are; only its finalizer keeps a session alive longer than its mesh.
+        layout: the axes.
+        backend, device, threads, seed, timeout: as given to `Mesh`.
+        pinned: torch threads of a rank while it computes under `shards=`.
+
+    Attributes:
+        values, shipped: what lives on the ranks.
+        changed: notified when a task is settled, a recovery ends, or the mesh is closed.
+        closed: why the mesh is closed, None while it is open.
+    """
+
+    def __init__(
+        self,
+        mesh: Any,
+        layout: Layout,
+        *,
+        backend: str,
+        device: str,
+        threads: int,
+        pinned: int,
+        seed: int,
+        timeout: float,
+    ):
+        super().__init__()
+        self._mesh = weakref.ref(mesh)
+        self.layout, self.backend, self.timeout = layout, backend, timeout
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.values = Values(self)
+        self.whole = (type(mesh), Array)  # types that travel as names
+        self.shipped = ShippedObjects(self, self.whole)
+        # Of each @spmd function its calls by signature: what is settled at the first call, and then looked up.
+        self.calls: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self.closed: str | None = None
+        self.closing = False
+        self._numbers = itertools.count(1)
+        self._regions = 0
+        self._everyone = tuple(range(layout.size))
+        self.run_state = RunState()
+        self.pending = Pending(self.run_state)
+        self._flight = Flight()
+        self.debugging = Debugging(lambda rank, line: self.tell(line, ranks=[rank]))
+        self._recovery = Recovery(self)
+        self.receiving = Receiving(self._recovery, layout)
+        options = {
+            "backend": backend,
+            "device": device,
+            "threads": threads,
+            "pinned": pinned,
+            "seed": seed,
+            "timeout": timeout,
+        }
+        self.ranks = Ranks(layout, options, self.receiving.add)
+        try:
+            self.ranks.start(layout.size)
+        except BaseException:
+            self.shut("it could not be made")
+            raise
+        self.receiving.start()
+        open_sessions.add(self)
+
+    @property
+    def mesh(self) -> Any:
+        return self._mesh()
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.pid for rank in self.ranks.all]
+
+    def describe(self) -> str:
+        mesh = self._mesh()
+        return mesh.describe() if mesh is not None else "a mesh"
+
+    def new_values(self) -> CallValues:
+        """Room for the values of a call that is about to be sent."""
+        return self.values.of_call(next(self._numbers))
+
+    def content(self, obj: Any, parts: Callable[[], Iterable[tuple[str, Any]]]) -> wire.Packet:
+        """What a program has given, ready to be sent.
+
+        Args:
+            parts: it, piece by piece, and what to call each, asked if it cannot be sent.
+        """
+        try:
+            return self.dumps(obj)
+        except wire.Unsendable as error:
+            found = unpicklable_among(parts(), self.whole)
+            raise MeshError(
+                message(
+                    f"a call cannot be sent to the ranks, because of {found or f'an argument: {error}'}",
+                    where=self.describe(),
+                    remedy="pass what it is made of, or make it inside the function",
+                )
+            ) from None
+
+    def dumps(self, obj: Any, names: list[Any] | None = None) -> wire.Packet:
+        """Pickle for the ranks; raises `Unsendable`, or what is wrong with a value in it.
+
+        Args:
+            names: takes the names that stand for what stays here.
+        """
+        raised: list[BaseException] = []
+
+        def name_of(one: Any) -> Any:
+            try:
+                name = self.values.name_of(one)
+            except BaseException as error:
+                raised.append(error)
+                raise
+            if name is not None and names is not None:
+                names.append(name)
+            return name
+
+        try:
+            return wire.dumps(obj, name_of)
+        except Exception as error:
+            if raised:
+                raise raised[0] from raised[0].__cause__
+            raise wire.Unsendable(f"{type(error).__name__}: {error}") from None
+
+    # -- sending -----------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        make: Callable[[int, int, protocol.Spans, tuple[str, ...]], protocol.Task],
+        content: Callable[[], wire.Packet] | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        region: bool = False,
+        future: Future | None = None,
+        told: dict[int, bytes] | None = None,
+        compare: Callable[[Task], Outcome] | None = None,
+        needs: Callable[[], Iterable[tuple[Any, int]]] = tuple,
+    ) -> Task:
+        """Send a task to ranks (all by default).
+
+        Args:
+            make: the message, from what all tasks begin with (see `protocol.Task`).
+            content: its content.
+            region: the other ranks pass through the region too, so that nobody waits for them in vain.
+            future: takes the first rank's result, or the failure.
+            told, compare: see `Task`.
+            needs: of the values whose names are in the message those that a rank may lack, as (those of a call,
+                index); asked once all ranks are there, since one that was replaced has none.
+        """
+        chosen = self._everyone if ranks is None else tuple(ranks)
+        others = () if ranks is None else tuple(rank for rank in self._everyone if rank not in chosen)
+        while True:
+            self.ready()
+            generation = self.ranks.generation
+            for values, index in needs():
+                values.restore(index)
+            packet = wire.Packet(b"") if content is None else content()
+            try:
+                with self.lock:
+                    self.ready()
+                    if generation != self.ranks.generation:
+                        continue
+                    self._regions += region
+                    number, at = next(self._numbers), self._regions if region else 0
+                    task = Task(number, chosen, at, future, told, compare)
+                    with uninterrupted():
+                        # What nothing here refers to any more goes with the task.
+                        freed, forgotten = self.values.freed(), self.shipped.unused()
+                        self.pending.tasks[number] = task
+                        self.tell(make(number, at, freed, forgotten), packet, ranks and chosen)
+                        if others and region:
+                            rest = Task(next(self._numbers), others, at)
+                            self.pending.tasks[rest.number] = rest
+                            self.tell(protocol.PassThrough(rest.number, at, freed, forgotten), ranks=others)
+                        elif others and (freed or forgotten):
+                            self.tell(protocol.Free(freed, forgotten), ranks=others)
+                    return task
+            finally:
+                packet.close()
+
+    def tell(
+        self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None
+    ) -> None:
+        """Send a message to ranks (all by default)."""
+        packet = wire.Packet(b"") if packet is None else packet
+        packet.head = protocol.encode(message)
+        parts = wire.frame(packet)
+        with self.lock, uninterrupted():
+            for rank in self.ranks.all if ranks is None else [self.ranks.all[rank] for rank in ranks]:
+                if not rank.send(packet, parts):
+                    self.receiving.when_writable(rank)
+
+    def ready(self) -> None:
+        """Wait until the ranks take tasks; raise an error that nobody has seen, or that the mesh is closed."""
+        self.check_owner()
+        if threading.current_thread() is self.receiving:
+            raise MeshError(
+                message("a mesh cannot be used in a callback of its futures", remedy="use the result in another thread")
+            )
+        end = time.monotonic() + self.timeout
+        with self.lock:
+            while True:
+                self.check_open()
+                self.pending.raise_unseen()
+                if not self._recovery.under_way and self.ranks.all_run():  # else that is about to be noticed
+                    return
+                if time.monotonic() > end:
+                    raise MeshError(
+                        message(
+                            "the mesh has not recovered from the last failure",
+                            got=f"ranks {sorted(self.pending.busy())} are still busy after {self.timeout:g} s",
+                            where=self.describe(),
+                            remedy="close the mesh and make a new one",
+                        )
+                    )
+                self._interruptibly(lambda: self.changed.wait(0.1))
+
+    def check_owner(self) -> None:
+        if self.foreign:
+            problem = "this mesh belongs to the process that this one was forked from"
+            raise MeshError(message(problem, remedy="use it there, or make a new Mesh here"))
+
+    def check_open(self) -> None:
+        if self.closed is not None:
+            raise MeshError(
+                message(f"this mesh is closed: {self.closed}", where=self.describe(), remedy="make a new Mesh")
+            )
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def wait(self, task: Task) -> Task:
+        """Wait until a task is settled; raises its failure. Ctrl-C interrupts the ranks."""
+        self.check_owner()
+        self._interruptibly(lambda: self.debugging.wait(task))
+        if task.failure is not None:
+            with self.lock:
+                self.pending.report(task)
+        return task
+
+    def in_flight(self, task: Task) -> None:
+        """Note an asynchronous region, and wait for the oldest if there are too many."""
+        for oldest in self._flight.add(task):
+            self.wait(oldest)
+
+    def raise_failure(self) -> None:
+        """Raise an error that nobody has seen."""
+        with self.lock:
+            self.pending.raise_unseen()
+
+    def _interruptibly(self, wait: Callable[[], Any]) -> None:
+        try:
+            wait()
+        except KeyboardInterrupt as error:
+            self._recovery.interrupt()
+            shorten(error)
+            raise
+
+    def reload(self, names: Sequence[str]) -> list[str]:
+        """Load modules again that have changed on disk, here and on the ranks; raises what one of them raises."""
+        self.ready()
+        done = self.shipped.modules.reload(names)
+        again = (*names, *done)
+        lists = self.wait(self.submit(functools.partial(protocol.ReloadModules, names=again), region=True)).values()
+        with self.lock:
+            self.shipped.read_anew()
+            self.calls.clear()
+        return list(dict.fromkeys([*done, *(name for names in lists for name in names)]))
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self, why: str = "Mesh.close() was called") -> None:
+        """Stop the ranks when they are done; raises an error that nobody has seen yet."""
+        if self.closed is not None or self.foreign:
+            return
+        open_sessions.discard(self)
+        failed: BaseException | None = None
+        try:
+            for task in list(self.pending.tasks.values()):
+                self.debugging.wait(task, self.timeout)
+            self.raise_failure()
+        except BaseException as error:
+            failed = error
+        with self.lock:
+            self.closing = True
+            self.tell(protocol.Exit())
+        end = time.monotonic() + CLOSE_SECONDS
+        for rank in self.ranks.all:
+            rank.ended(max(0.0, end - time.monotonic()))
+        self.shut(why)
+        if failed is not None:
+            raise failed
+
+    def shut(self, why: str) -> None:
+        """Kill what still runs, and give everything back."""
+        self.check_owner()
+        if self.closed is not None:
+            return
+        self.closed = why
+        open_sessions.discard(self)
+        self.ranks.kill()
+        self.receiving.close(self.ranks.all)
+        self.ranks.close()
+        self.shipped.close()
+        with self.lock:
+            for task in list(self.pending.tasks.values()):
+                if not task.settled.is_set():
+                    task.settle(lambda: MeshError(message(f"this mesh is closed: {why}", remedy="make a new Mesh")))
+            self.changed.notify_all()

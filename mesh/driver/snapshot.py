@@ -1,0 +1,163 @@
+"""When a function must be sent to the ranks again: a cheap look at what it refers to.
+
+Pickling a function at every call would cost more than a small step. So a function is pickled once, and again only
+when something it refers to was rebound or changed: its code, defaults, closure cells, the globals it names, and four
+levels into what those hold (a dict's entries, an object's attributes), tensors with their versions, modules with
+their parameters. A change deeper than that, or in a large container or NumPy array, is not noticed.
+Invariant: a snapshot keeps nothing alive, but for small built-in values and containers too deep to look into.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import types
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...kernels import torch_private
+from .. import wire
+from ..rank.references import SCALARS, functions_of, inside_of, used_by
+
+_LOOKED_AT = 4096  # values in all
+_ARRAY_BYTES = 1 << 16  # of a NumPy array that is compared by content
+
+
+def snapshot(function: Any, whole: tuple[type, ...] = ()) -> list[Any]:
+    """What `function` refers to, as a flat list; two snapshots are compared by `unchanged`.
+
+    Args:
+        whole: types whose instances are not looked into.
+    """
+    found: list[Any] = []
+    seen: dict[int, int] = {}  # id -> the least depth at which it was met
+    kept: list[Any] = []  # ids stay unique only while the objects live
+    todo: list[tuple[Any, int]] = [(function, 0)]
+    while todo:
+        obj, depth = todo.pop()
+        if isinstance(obj, SCALARS):
+            found.append(obj)
+            continue
+        inside = None if isinstance(obj, whole) or len(found) > _LOOKED_AT else inside_of(obj, depth)
+        if isinstance(obj, list | tuple | dict | set) and inside is not None:
+            # Its entries are compared, so it does not matter which object holds them.
+            found.append(f"{type(obj).__qualname__} of {len(obj)}")
+        else:
+            found.append(_identity(obj))
+        if seen.get(id(obj), depth + 1) <= depth:
+            continue
+        seen[id(obj)] = depth
+        kept.append(obj)
+        todo.extend(inside or ())
+        if isinstance(obj, torch.Tensor):
+            found.extend(_changes_of(obj))
+        elif isinstance(obj, torch.nn.Module):
+            found.extend(_state_of(obj))
+        elif isinstance(obj, np.ndarray) and obj.nbytes <= _ARRAY_BYTES and not obj.dtype.hasobject:
+            found.append(obj.tobytes())
+    return found
+
+
+def unchanged(old: list[Any], new: list[Any]) -> bool:
+    return len(old) == len(new) and all(
+        a is b or (type(a) is type(b) and isinstance(a, SCALARS) and (a == b or (a != a and b != b)))
+        for a, b in zip(old, new, strict=True)
+    )
+
+
+def _identity(obj: Any) -> Any:
+    """Something that is the same object for as long as `obj` is: a weak reference, where there can be one."""
+    try:
+        return weakref.ref(obj)
+    except TypeError:
+        return obj
+
+
+def _changes_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a change by torch makes different: its count misses `tensor.data = other` and `module.double()`."""
+    return torch_private.version(tensor), tensor.data_ptr() if tensor.layout is torch.strided else 0, tensor.dtype
+
+
+def _state_of(module: torch.nn.Module) -> list[Any]:
+    """Everything of a module and its children that is likely to change: tensors, versions, the training flags."""
+    found: list[Any] = []
+    todo, seen = [module], set()
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        found.extend((weakref.ref(one), one.training))
+        for tensor in (*torch_private.parameters(one).values(), *torch_private.buffers(one).values()):
+            found.extend((None,) if tensor is None else (weakref.ref(tensor), *_changes_of(tensor)))
+        todo.extend(one.children())
+    return found
+
+
+# -- what goes with a function, and what is wrong with it --------------------------------------------------------------
+
+
+def typed_sources(function: Any) -> dict[str, list[str]]:
+    """Source lines of functions that come from no file (a REPL, a notebook), for tracebacks on the ranks."""
+    sources: dict[str, list[str]] = {}
+    for one in functions_of(function):
+        entry = linecache.cache.get(one.__code__.co_filename)
+        if entry is not None and len(entry) == 4 and entry[1] is None:
+            sources[one.__code__.co_filename] = list(entry[2])
+    return sources
+
+
+def largest_part(function: Any) -> str:
+    """The largest thing that a function takes with it, by name and size; empty if it takes no tensor or array."""
+    sizes = [
+        (_bytes_of(value), f"{name!r}, used in {one.__qualname__}")
+        for one in functions_of(function)
+        for name, value in used_by(one).items()
+    ]
+    nbytes, what = max(sizes, default=(0, ""))
+    return f"{what} ({nbytes / 1e6:.0f} MB)," if nbytes else ""
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, torch.nn.Module):
+        value = [*value.parameters(), *value.buffers()]
+    if isinstance(value, dict | list | tuple):
+        return sum(map(_bytes_of, value.values() if isinstance(value, dict) else value))
+    return value.nbytes if isinstance(value, torch.Tensor | np.ndarray) and not isinstance(value, np.memmap) else 0
+
+
+def unpicklable_part(function: Any, whole: tuple[type, ...] = ()) -> str:
+    """Which of the things that a function refers to can't be pickled, for the message; empty if none is found.
+
+    Args:
+        whole: types that travel as names.
+    """
+    parts: list[tuple[str, Any]] = []
+    target = function
+    while isinstance(target, functools.partial | types.MethodType):
+        if isinstance(target, types.MethodType):
+            parts.append((f"the object of the method {target.__func__.__qualname__}", target.__self__))
+            target = target.__func__
+        else:
+            parts.extend((f"argument {index} of the partial", arg) for index, arg in enumerate(target.args))
+            parts.extend((f"argument {name!r} of the partial", arg) for name, arg in target.keywords.items())
+            target = target.func
+    for one in functions_of(target):
+        used = [(f"{name!r}, used in {one.__qualname__}", value) for name, value in used_by(one).items()]
+        used += [(f"a default argument of {one.__qualname__}", value) for value in one.__defaults__ or ()]
+        parts += [(what, value) for what, value in used if not isinstance(value, types.FunctionType)]
+    return unpicklable_among(parts, whole)
+
+
+def unpicklable_among(parts: Iterable[tuple[str, Any]], whole: tuple[type, ...] = ()) -> str:
+    """The first of some named values that can't be pickled, and why; empty if all can."""
+    for what, value in parts:
+        try:
+            wire.dumps(value, lambda obj: "a name" if isinstance(obj, whole) else None).close()
+        except Exception as error:
+            return f"{what} ({type(value).__name__}): {error}"
+    return ""

@@ -1,0 +1,301 @@
+"""Values that live on a driver's ranks: who refers to them here, when they go, and where they are missing.
+
+A value's name is (number of the call that made it, index). Invariant: a value is on every rank for as long as an
+`Array` here stands for it, or it is noted as missing on the ranks that were replaced since.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ...kernels.errors import MeshError, PeerLost, message
+from .. import protocol, wire
+from ..array import Array, Deal, Meta, refuse_ragged
+from ..protocol import ALL, Spans
+from ..spec import Layout
+from .pending import Task
+
+
+class Session(Protocol):
+    """What sends tasks to the ranks and waits for them: the driver's session."""
+
+    layout: Layout
+
+    @property
+    def mesh(self) -> Any: ...
+    def describe(self) -> str: ...
+    def dumps(self, obj: Any) -> wire.Packet: ...
+    def wait(self, task: Task) -> Task: ...
+    def submit(
+        self,
+        make: Callable[[int, int, Spans, tuple[str, ...]], protocol.Task],
+        content: Callable[[], wire.Packet] | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        needs: Callable[[], Iterable[tuple[Any, int]]] = tuple,
+    ) -> Task: ...
+
+
+class CallValues:
+    """The values that a call leaves on the ranks; see `array.Source`.
+
+    If it goes before Arrays were made of them, they go, too.
+
+    Args:
+        number: of the call.
+
+    Attributes:
+        task: the call.
+        missing: index -> the ranks that were replaced since, and lack the value.
+        named: index -> the Array, if a rank was sent its name.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_find",
+        "_live",
+        "_metas",
+        "_values",
+        "deal",
+        "hints",
+        "missing",
+        "named",
+        "number",
+        "session",
+        "task",
+    )
+
+    def __init__(self, values: Values, session: Session, number: int):
+        self._values, self.session, self.number = values, session, number
+        self.task: Task | None = None
+        self.hints: Sequence[Meta] = ()
+        self.deal: Deal | None = None
+        self.missing: dict[int, set[int]] = {}
+        self.named: dict[int, weakref.ref[Array]] = {}
+        self._metas: Sequence[Meta] | None = None
+        self._find: Callable[[], Sequence[Meta]] | None = None
+        self._live: int | None = None  # the Arrays that there are, once they were made
+
+    def __del__(self) -> None:
+        if self._live is None:
+            self._values.drop(self.number)
+
+    def arrays(
+        self,
+        task: Task | None,
+        hints: Sequence[Meta],
+        find: Callable[[], Sequence[Meta]] | None = None,
+        deal: Deal | None = None,
+    ) -> list[Array]:
+        """An Array for each value.
+
+        Args:
+            task: the call that makes them.
+            hints: what it made the last time.
+            find: what it makes now, asked once it is over; None: the hints are right.
+        """
+        self.task, self.hints, self._find, self.deal = task, hints, find, deal
+        mesh, count = self.session.mesh, len(hints)
+        self._live = count
+        self._values.adopt(self)
+        return [Array(mesh, self, index) for index in range(count)]
+
+    def restore(self, index: int) -> None:
+        """Have a value on all ranks, also on those that were replaced."""
+        self._values.restore(self, index)
+
+    def release(self, index: int) -> None:
+        self._values.garbage.append((self, index))
+
+    def gone(self, indexes: list[int]) -> Spans:
+        """The names of the values of which there is no Array any more."""
+        assert self._live is not None
+        self._live -= len(indexes)
+        if self._live <= 0:
+            return (self.number, 0, ALL)
+        spans: list[int] = []
+        for _, run in itertools.groupby(enumerate(sorted(indexes)), lambda pair: pair[1] - pair[0]):
+            found = [index for _, index in run]
+            spans += (self.number, found[0], found[-1] + 1)
+        for index in indexes:
+            self.missing.pop(index, None)
+        return tuple(spans)
+
+    @property
+    def live(self) -> int:
+        return self._live or 0
+
+    def settle(self) -> Sequence[Meta]:
+        """Shapes, dtypes and specs, once the call is over; raises what went wrong in it."""
+        if self._metas is None:
+            if self.task is not None:
+                self.session.wait(self.task)
+            self._metas = self.hints = self.hints if self._find is None else self._find()
+            self.task = self._find = None
+        return self._metas
+
+    def check(self, session: Any) -> None:
+        """Raise what went wrong in the call, if that is known, without waiting.
+
+        Refuses values of ranks that are no more, too: names begin anew when a mesh is restarted.
+        """
+        if self.session is not session:
+            raise MeshError(
+                message(
+                    "this value was lost when its mesh was restarted",
+                    where=session.describe(),
+                    remedy="compute it again, or put() it again",
+                )
+            )
+        task = self.task
+        if task is not None and task.failure is not None and task.settled.is_set():
+            session.wait(task)
+
+    def meta(self, index: int) -> Meta:
+        return self.settle()[index]
+
+    def local(self, index: int) -> torch.Tensor:
+        raise MeshError(
+            message("the driver is not a rank and holds no shard", remedy="use .shards() for all of them, or .full()")
+        )
+
+    def _fetch(self, index: int, ranks: Sequence[int]) -> list[torch.Tensor]:
+        self.settle()
+        fetch = functools.partial(protocol.FetchValue, call=self.number, index=index)
+        return self.session.wait(self.session.submit(fetch, ranks=ranks, needs=lambda: [(self, index)])).values()
+
+    def shards(self, index: int) -> list[torch.Tensor]:
+        return self._fetch(index, range(self.session.layout.size))
+
+    def full(self, index: int) -> torch.Tensor:
+        layout, about = self.session.layout, self.meta(index)
+        refuse_ragged(about.shape)
+        spec = about.spec
+        owners = layout.owners(spec)
+        found: list[Any] = [None] * layout.size
+        for rank, shard in zip(owners, self._fetch(index, owners), strict=True):
+            found[rank] = shard
+        return layout.join(found, spec)
+
+
+class Values:
+    """The register of one mesh's values.
+
+    Attributes:
+        garbage: Arrays that are gone, as (the values of their call, index).
+    """
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._calls: weakref.WeakValueDictionary[int, CallValues] = weakref.WeakValueDictionary()
+        self.garbage: deque[tuple[CallValues, int]] = deque()
+        self._dropped: deque[int] = deque()
+
+    def of_call(self, number: int) -> CallValues:
+        """Room for the values of a call that is about to be sent."""
+        return CallValues(self, self._session, number)
+
+    def adopt(self, values: CallValues) -> None:
+        self._calls[values.number] = values
+
+    def drop(self, number: int) -> None:
+        """Let go of all that a call has left on the ranks."""
+        self._dropped.append(number)
+
+    def __len__(self) -> int:
+        return sum(values.live for values in list(self._calls.values()))
+
+    def freed(self) -> Spans:
+        """What the ranks may free now."""
+        if not self.garbage and not self._dropped:
+            return ()
+        spans: list[int] = []
+        gone: dict[CallValues, list[int]] = {}
+        while self.garbage:
+            values, index = self.garbage.popleft()
+            gone.setdefault(values, []).append(index)
+        for values, indexes in gone.items():
+            spans += values.gone(indexes)
+        while self._dropped:
+            spans += (self._dropped.popleft(), 0, ALL)
+        return tuple(spans)
+
+    def lost_on(self, rank: int) -> None:
+        """A rank was replaced: the new one has nothing."""
+        for values in list(self._calls.values()):
+            for index in range(len(values.hints)):
+                values.missing.setdefault(index, set()).add(rank)
+
+    def restore(self, values: CallValues, index: int) -> None:
+        """Give a value to the ranks that were replaced since it was made, from ranks that have the same shard."""
+        values.check(self._session)
+        missing = values.missing.get(index)
+        if not missing:
+            return
+        session, about, layout = self._session, values.meta(index), self._session.layout
+        spec = about.spec
+        for rank in sorted(missing):
+            donors = [replica for replica in layout.replicas(spec, rank) if replica not in missing]
+            if not donors:
+                raise PeerLost(
+                    message(
+                        f"a value on this mesh was lost with rank {rank}, which alone held a shard of it",
+                        got=f"{spec}, shape {tuple(about.shape)}",
+                        where=session.describe(),
+                        remedy="restore it from a checkpoint, or compute it again",
+                    ),
+                    rank,
+                )
+            fetch = functools.partial(protocol.FetchValue, call=values.number, index=index)
+            shard = session.wait(session.submit(fetch, ranks=donors[:1])).values()[0]
+            session.wait(
+                session.submit(
+                    functools.partial(protocol.StoreValue, call=values.number, index=index, spec=spec),
+                    functools.partial(session.dumps, shard),
+                    ranks=[rank],
+                )
+            )
+        values.missing.pop(index, None)
+
+    # -- meshes and values travel as names ----------------------------------------------------------------------------
+
+    def name_of(self, obj: Any) -> Any:
+        """The name under which an object is sent; None for what travels itself."""
+        session, mesh = self._session, self._session.mesh
+        if isinstance(obj, Array):
+            obj.check_readable()
+            values = obj._source
+            if not isinstance(values, CallValues) or obj.mesh is not mesh:
+                raise MeshError(
+                    message(
+                        "an Array of another mesh was passed",
+                        got=repr(obj),
+                        expected=f"one on {session.describe()}",
+                        remedy="move it with put(array.full(), mesh=...)",
+                    )
+                )
+            self.restore(values, obj._index)
+            values.named[obj._index] = weakref.ref(obj)
+            return ("array", values.number, obj._index, tuple(values.meta(obj._index).shape))
+        if type(obj) is not type(mesh):
+            return None
+        if obj is not mesh:
+            raise MeshError(
+                message(
+                    "a function refers to another mesh than the one it runs on",
+                    got=obj.describe(),
+                    expected=session.describe(),
+                    remedy="pass what it needs of that mesh, such as its size, as an argument",
+                )
+            )
+        return ("mesh",)
+
+    def object_of(self, name: Any) -> Any:
+        return self._session.mesh if name[0] == "mesh" else self._calls[name[1]].named[name[2]]()

@@ -1,0 +1,102 @@
+"""What `Mesh(...)` was given, checked, and its axes with -1 filled in."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+
+from ...kernels.errors import MeshError, message
+from ...kernels.registry import backends
+from ...kernels.shm import arena
+from ..spec import Layout
+from .environments import Launch
+
+
+def check_arguments(backend: str, device: str, threads: int | None, timeout: float) -> None:
+    """Refuse what no mesh can be made with."""
+    if backend != "auto" and backend not in backends():
+        raise MeshError(
+            message("Mesh got an unknown backend", got=repr(backend), expected=f'"auto" or one of {sorted(backends())}')
+        )
+    if backend == "shm" and arena.supported():
+        raise MeshError(message("backend 'shm' can't be used here", got=arena.supported(), remedy="use 'gloo'"))
+    if device not in ("auto", "cpu", "cuda"):
+        raise MeshError(
+            message(
+                "Mesh got an unknown device", got=repr(device), expected='"auto", "cpu" or "cuda"; ranks get one each'
+            )
+        )
+    if (device == "cpu" and backend == "nccl") or (device == "cuda" and backend in ("shm", "gloo", "mpi")):
+        side, remedy = (
+            ("GPUs", "device='cuda'") if backend == "nccl" else ("CPUs", "backend='auto', which is 'nccl' there")
+        )
+        raise MeshError(
+            message(
+                f"backend {backend!r} moves tensors of {side} only", got=f"device={device!r}", remedy=f"use {remedy}"
+            )
+        )
+    if threads is not None and threads < 1:
+        raise MeshError(message("Mesh got a bad threads", got=threads, expected="at least 1, or None"))
+    if not timeout > 0:
+        raise MeshError(message("Mesh got a bad timeout", got=timeout, expected="seconds, more than 0"))
+
+
+def layout_of(
+    axes: dict[str, int], launch: Launch | None, gpus: Callable[[int], int | None] = lambda known: None
+) -> Layout:
+    """The axes with -1 filled in; refuses what does not fit the launched job.
+
+    Args:
+        gpus: from the product of the known sizes, how many GPUs the ranks of a driver can have; None has them on CPUs.
+    """
+    _check_axes(axes)
+    free = [name for name, size in axes.items() if size == -1]
+    known = math.prod(size for size in axes.values() if size != -1)
+    if launch is not None:
+        total, origin = launch.size, f"this job has {launch.size} ranks (from {launch.source}'s variables)"
+    elif asked := os.environ.get("SPMD_RANKS"):
+        if not asked.isdecimal() or not int(asked):
+            raise MeshError(message("SPMD_RANKS is not a number of ranks", got=repr(asked), expected="1 or more"))
+        total, origin = int(asked), f"SPMD_RANKS is {asked}"
+    else:
+        cores = len(os.sched_getaffinity(0))
+        found = gpus(known) if free else None
+        total = max(known, cores) if found is None else found
+        total -= total % known
+        origin = f"this host has {cores} cores" if found is None else f"there are {found} GPUs"
+    if free:
+        if total % known:
+            raise MeshError(
+                message(
+                    f"axis {free[0]!r} cannot be filled in",
+                    got=f"{axes}, and {origin}",
+                    remedy="make the sizes divide it",
+                )
+            )
+        axes = {**axes, free[0]: total // known}
+    elif launch is not None and known != total:
+        raise MeshError(
+            message(
+                "the mesh does not fit the job",
+                got=f"{axes}, {known} ranks, but {origin}",
+                remedy="start as many ranks as the mesh has, or give one axis the size -1",
+            )
+        )
+    return Layout(tuple(axes.items()))
+
+
+def _check_axes(axes: dict[str, int]) -> None:
+    if not isinstance(axes, dict):
+        raise MeshError(message("Mesh got bad axes", got=repr(axes), expected='a dict, such as {"data": 4}'))
+    if not axes:
+        raise MeshError(message("Mesh got no axes", remedy='name at least one, such as {"data": -1}'))
+    for name, size in axes.items():
+        if not isinstance(name, str) or not name:
+            raise MeshError(message("Mesh got a bad axis name", got=repr(name), expected="a non-empty string"))
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise MeshError(
+                message(f"axis {name!r} got a bad size", got=repr(size), expected="a positive integer or -1")
+            )
+    if list(axes.values()).count(-1) > 1:
+        raise MeshError(message("only one axis may have size -1", got=repr(axes), remedy="give the others a size"))

@@ -1,0 +1,273 @@
+"""Launched ranks: a launcher started the processes, and each runs the whole script.
+
+The ranks meet through a `torch.distributed` store. Ranks of one host then share an arena. A region is a plain call
+here; when it fails on one rank, all ranks meet again, learn of it, and raise the same exception.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import io
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...kernels.errors import Aborted, MeshError, PeerLost, message
+from ...kernels.network.hosts import LEADER_SECONDS, OTHERS_SECONDS, HostArena, HostWatch, StoreWatch, out_of_reach
+from ...kernels.network.interface import towards
+from ...kernels.processes import check_not_imported_by_worker, namespace
+from ...kernels.shm import arena as arena_module
+from ...kernels.shm.arena import Arena
+from .. import wire
+from ..failure import Failure, capture, combine, ranks_text
+from ..rank import devices
+from ..rank.session import RankSession
+from ..spec import Layout
+from .environments import Launch
+from .rendezvous import address, chosen_address, meet
+
+RECOVERY_SECONDS = 5.0
+
+_meshes = 0
+
+
+def join(
+    layout: Layout, launch: Launch, *, backend: str, device: str, seed: int, timeout: float
+) -> tuple[RankSession, str]:
+    """Meet the other ranks: this rank's session, and the backend that was chosen."""
+    global _meshes
+    check_not_imported_by_worker()
+    _meshes += 1
+    _write_whole_lines()
+    store = meet(launch, timeout, f"mesh{_meshes}")
+    rank, size = launch.rank, layout.size
+    store.set(f"host/{rank}", f"{_host_identity()}\n{address() or ''}")
+    said = [_wait_for(store, f"host/{peer}", peer, timeout).split("\n") for peer in range(size)]
+    hosts = _by_host([identity for identity, _ in said])
+    several = len(hosts) > 1 or backend == "hierarchical"
+    here = _reachable_at(rank, hosts, [at for _, at in said])
+    watch: Any = StoreWatch(store, rank, address=here)
+    if not several:
+        arena = _shared_arena(store, rank, hosts, timeout, lambda fd: Arena(fd, size, rank))
+        watch = arena or watch
+    elif backend == "hierarchical" or (backend == "auto" and len(hosts) < size):
+        members = next(host for host in hosts if rank in host)
+        beyond = StoreWatch(store, rank, address=here, seconds=LEADER_SECONDS if rank == members[0] else OTHERS_SECONDS)
+        arena = _shared_arena(store, rank, hosts, timeout, lambda fd: HostArena(fd, members, rank, beyond))
+        watch = HostWatch(arena, hosts) if isinstance(arena, HostArena) else watch
+    else:
+        arena = None
+    own = devices.of_launched(device, backend, launch, store, said[rank][0], size)
+    if backend == "auto" and own is not None:
+        backend = "nccl"
+    elif backend == "auto":
+        backend = "gloo" if arena is None else "hierarchical" if several else "shm"
+    if arena is None and backend in ("shm", "hierarchical"):
+        reason = arena_module.supported() or "mapping it failed on one of the hosts"
+        if backend == "shm" and several:
+            reason = f"the ranks are on {len(hosts)} hosts: {', '.join(map(ranks_text, hosts))}"
+        raise MeshError(
+            message(f"backend {backend!r} can't be used", got=reason, remedy="use backend='auto' or 'gloo'")
+        )
+    if arena is not None:
+        arena.watch_processes()
+    session = RankSession(
+        layout,
+        rank,
+        backend=backend,
+        watch=watch,
+        store=lambda: store,
+        timeout=timeout,
+        seed=seed,
+        launched=True,
+        device=own,
+    )
+    session.renew(1)
+    if _meshes == 1:
+        from ..rank.debugger import debug_through  # not with `import spmd`: it brings all that pdb needs
+
+        debug_through(session)
+        gc.collect()
+        gc.freeze()  # what torch has made so far: looking through it for garbage takes longer than many a step
+        atexit.register(gc.unfreeze)  # so that all is closed at the end, and meeting places are removed
+    return session, backend
+
+
+def _write_whole_lines() -> None:
+    """Ranks share the launcher's output: let each line leave in one piece, not when a buffer happens to be full."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not what a program, or a test, has put in its place
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def _wait_for(store: Any, key: str, peer: int, timeout: float) -> str:
+    try:
+        return store.get(key).decode()
+    except (RuntimeError, TimeoutError):
+        raise MeshError(
+            message(
+                f"rank {peer} did not come within {timeout:g} s",
+                remedy="check that it was started, with the same world size and the same number of meshes",
+            )
+        ) from None
+
+
+def _host_identity() -> str:
+    """Equal for processes of one host: one kernel, one pid and network namespace, one user.
+
+    Containers, and network namespaces without one, count as hosts of their own: their ranks have addresses of their
+    own, and so can be told apart in what is measured and in what fails.
+    """
+    return f"{namespace()} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
+
+
+def _by_host(identities: list[str]) -> list[list[int]]:
+    """The ranks of each host, hosts in the order of their first ranks."""
+    hosts: dict[str, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        hosts.setdefault(identity, []).append(rank)
+    return list(hosts.values())
+
+
+def _reachable_at(rank: int, hosts: list[list[int]], addresses: list[str]) -> str | None:
+    """Where the others reach this rank: as it says, or, on the host where all met, as the first of the other hosts."""
+    if len(hosts) == 1:
+        return chosen_address() or "127.0.0.1"
+    if addresses[rank]:
+        return addresses[rank]
+    mine = next(host for host in hosts if rank in host)
+    others = [at for peer, at in enumerate(addresses) if at and peer not in mine]
+    return towards(others[0]) if others else None
+
+
+def _shared_arena(
+    store: Any, rank: int, hosts: list[list[int]], timeout: float, open_arena: Callable[[int], Arena]
+) -> Arena | None:
+    """The arena of this rank's host, made by its first rank; None on every rank of all hosts if one of them can't."""
+    arena = fd = None
+    leader = next(host[0] for host in hosts if rank in host)
+    try:
+        if arena_module.supported() is not None:
+            raise OSError(arena_module.supported())
+        if rank == leader:
+            fd = arena_module.create(next(len(host) for host in hosts if rank in host))
+            arena = open_arena(fd)
+            arena.clear(1)
+            store.set(f"arena/{rank}", f"{os.getpid()} {fd}")
+        else:
+            pid, number = map(int, store.get(f"arena/{leader}").split())
+            fd = arena_module.open_of(pid, number, next(len(host) for host in hosts if rank in host))
+            arena = open_arena(fd)
+    except (OSError, ValueError):
+        if rank == leader:
+            store.set(f"arena/{rank}", "none")
+    store.set(f"mapped/{rank}", "yes" if arena is not None else "no")
+    answers = [_wait_for(store, f"mapped/{peer}", peer, timeout) for host in hosts for peer in host]
+    if fd is not None:
+        os.close(fd)  # all have mapped it
+    if "no" in answers:
+        return None
+    assert arena is not None
+    arena.generation = 1
+    return arena
+
+
+def call(session: RankSession, body: Callable[[], Any]) -> Any:
+    """A region on a launched rank: all ranks raise what one of them raises."""
+    session.regions += 1
+    failed: BaseException
+    try:
+        with session.region(session.regions):
+            return body()
+    except BaseException as error:
+        failed = _recover(session, error)
+    session.run_state.note_failure()
+    raise failed
+
+
+def _recover(session: RankSession, error: BaseException) -> BaseException:
+    """After a failed region: meet the other ranks, exchange what happened, and return what all of them raise."""
+    failure = capture(error)
+    generation = session.watch.generation + 1
+    try:
+        _meet(session, generation)
+        failures: dict[int, Failure] = {
+            rank: wire.from_bytes(data)
+            for rank, data in enumerate(session.comm().all_gather_bytes(wire.to_bytes(failure)))
+        }
+    except (PeerLost, MeshError, Aborted) as other:
+        # The others are gone or busy: what they said before is all there is.
+        if isinstance(error, Aborted):
+            return other if isinstance(other, PeerLost) else PeerLost(str(error))
+        if isinstance(error, PeerLost) and isinstance(other, PeerLost) and other.rank != error.rank:
+            return PeerLost(f"{error}\n{other}", other.rank)
+        return error
+    return combine(failures, {}, session.mesh_text)
+
+
+def _meet(session: RankSession, generation: int) -> None:
+    """Wait until every rank has left the failed region, then open the next generation together."""
+    arena = session.arena
+    end = time.monotonic() + RECOVERY_SECONDS
+    if arena is None:
+        _meet_in_store(session, generation, end)
+        session.renew(generation)  # before anything looks at the store again, where the old generation is aborted
+        if isinstance(session.watch, HostWatch):
+            _clear(session.watch.arena, generation, end, leads=session.watch.arena.rank == 0)
+        return
+    arena.quiet(generation)
+    for rank in range(session.layout.size):
+        while arena.quiet_generation(rank) < generation:
+            arena.check_peers()
+            _give_up_after(end, f"rank {rank}")
+    _clear(arena, generation, end, leads=session.rank == 0)
+    session.renew(generation)
+
+
+def _meet_in_store(session: RankSession, generation: int, end: float) -> None:
+    if session.watch.lost is not None:
+        raise PeerLost(session.watch.lost, 0)
+    store, size = session.store(), session.layout.size
+    keys = {rank: f"quiet/{generation}/{rank}" for rank in range(size)}
+    try:
+        store.set(keys[session.rank], "yes")
+        while not store.check(list(keys.values())):
+            if time.monotonic() > end:
+                silent = [rank for rank in range(size) if not store.check([keys[rank]])]
+                where = f"rank {session.rank}, after {RECOVERY_SECONDS:g} s"
+                lost = f"{ranks_text(silent)} did not answer: dead, cut off, or busy with something else"
+                raise PeerLost(message(lost, where=where, remedy="restart the job"), silent[0])
+            time.sleep(1e-2)
+    except dist.DistError as error:
+        raise PeerLost(out_of_reach(session.rank, error), 0) from None
+
+
+def _clear(arena: Arena, generation: int, end: float, *, leads: bool) -> None:
+    """Forget, all together, what ended the failed region."""
+    if leads:
+        arena.clear(generation)
+    while arena.shared_generation < generation:
+        arena.check_peers()
+        _give_up_after(end, "the first rank of the host")
+
+
+def _give_up_after(end: float, who: str) -> None:
+    if time.monotonic() > end:
+        raise MeshError(
+            message(f"{who} did not leave the failed region within {RECOVERY_SECONDS:g} s", remedy="restart the job")
+        )
+    time.sleep(1e-3)
+
+
+def set_threads(threads: int | None, launch: Launch, size: int) -> int:
+    """Pin torch's threads: this host's cores shared among its ranks, unless the user says otherwise."""
+    if threads is None:
+        threads = max(1, len(os.sched_getaffinity(0)) // max(1, launch.local_size or size))
+    torch.set_num_threads(threads)
+    return threads

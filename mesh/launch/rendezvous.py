@@ -1,0 +1,229 @@
+"""Meeting: how launched ranks find each other, and what is said when they don't.
+
+A `torch.distributed` store is the meeting place: one that the user has, or one made from `env://`, `tcp://host:port`
+or `file:///path`. Then comes the roll call. Invariant: of what is in the store a mesh sees only what ranks of the job
+have written; and a job on one host listens on loopback, if at all.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import socket
+import time
+import urllib.parse
+
+import torch.distributed as dist
+
+from ...kernels.errors import MeshError, message
+from ...kernels.network.authentication import AuthenticatedStore, code
+from ...kernels.network.hosts import innermost, limit_silence
+from ...kernels.network.interface import address_of, chosen, towards
+from .environments import Launch, detect
+from .own_files import open_own, own_folders
+from .roll_call import RollCall
+from .secret import secret_of_user
+
+_explicit: Launch | None = None
+_given_store: dist.Store | None = None
+_met: tuple[dist.Store, bytes] | None = None  # where, and the key of the job
+_interface: str | None = None
+_host_of_store: str | None = None
+
+
+def initialize(
+    rank: int,
+    size: int,
+    *,
+    init_method: str | None = None,
+    store: dist.Store | None = None,
+    local_rank: int | None = None,
+    local_size: int | None = None,
+    interface: str | None = None,
+) -> None:
+    """Make this process a rank by explicit arguments, which go before any environment variable.
+
+    Call it before the first Mesh, in every process of the job; `Mesh(...)` then spans them.
+
+    Args:
+        rank: 0 to size - 1, each once.
+        size: number of ranks of the job.
+        init_method: where to meet: "env://" (MASTER_ADDR, MASTER_PORT), "tcp://host:port" (of rank 0), "file:///path"
+            (on a file system that all share).
+        store: an existing `torch.distributed.Store` to meet in instead.
+        local_rank, local_size: this rank's number on its host, and how many are there.
+        interface: the network interface, or the address, at which the other hosts reach this one; None takes
+            SPMD_INTERFACE, then GLOO_SOCKET_IFNAME, then the one that leads to where the ranks meet.
+
+    Raises:
+        MeshError: bad numbers, both or none of the meeting places, or called after the first Mesh.
+    """
+    global _explicit, _given_store, _interface
+    if _met is not None:
+        raise MeshError(
+            message("initialize was called after the ranks had met", remedy="call it before the first Mesh")
+        )
+    if not 0 <= rank < size:
+        raise MeshError(message("initialize got a bad rank", got=f"rank {rank} of {size}", expected=f"0 to {size - 1}"))
+    if (init_method is None) == (store is None):
+        raise MeshError(message("initialize needs one of init_method and store", remedy="say where the ranks meet"))
+    _explicit = Launch(rank, size, rank if local_rank is None else local_rank, local_size, init_method, "initialize")
+    _given_store, _interface = store, interface
+
+
+def launch_of_process() -> Launch | None:
+    """How this process was made a rank, or None if it is none."""
+    return _explicit if _explicit is not None else detect()
+
+
+def meet(launch: Launch, timeout: float, part: str) -> AuthenticatedStore:
+    """A part of the store in which all ranks of the job have signed in, once in a process, and of what they write."""
+    global _met, _host_of_store
+    if _met is None:
+        secret = secret_of_user()
+        method = launch.init_method or _beside_parent()
+        store = _given_store if _given_store is not None else _store_at(method, launch, timeout)
+        _host_of_store = getattr(innermost(store), "host", None)  # a file is nowhere
+        limit_silence(store, max(1.0, timeout / 2))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"spmd/{attempt}", store)
+        where = "the given store" if _given_store is not None else method
+        one_host = _on_one_host(launch) or _is_loopback(_host_of_store or "")
+        _met = store, RollCall(store, launch, where, secret, one_host=one_host).key(timeout)
+    store, key = _met
+    return AuthenticatedStore(
+        dist.PrefixStore(part, store), code(key, part.encode()), datetime.timedelta(seconds=timeout)
+    )
+
+
+def address() -> str | None:
+    """Where the other hosts reach this one, as far as this rank knows; call it after `meet`."""
+    given = chosen_address()
+    if given is not None:
+        return given
+    return None if _host_of_store is None else towards(_host_of_store)
+
+
+def chosen_address() -> str | None:
+    """The address that the user wants this host to be reached at, if any."""
+    interface = _interface or chosen()
+    return None if interface is None else address_of(interface)
+
+
+def _on_one_host(launch: Launch) -> bool:
+    """Whether the launcher says so."""
+    return launch.local_size == launch.size
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _beside_parent() -> str:
+    """Where ranks of one parent on one host meet when nothing says it: a file of the user's, named after the parent."""
+    with open(f"/proc/{os.getppid()}/stat") as file:
+        started = file.read().rpartition(")")[2].split()[19]
+    for folder in own_folders(home_first=False):
+        return f"file://{folder}/meet-{os.getppid()}-{started}"
+    raise MeshError(
+        message(
+            "the ranks have no place to meet: neither the temporary nor the home directory has a folder of this user's",
+            remedy="say where with SPMD_INIT_METHOD, or set TMPDIR to a directory of your own",
+        )
+    )
+
+
+def _store_at(method: str, launch: Launch, timeout: float) -> dist.Store:
+    address = urllib.parse.urlparse(method)
+    limit = datetime.timedelta(seconds=timeout)
+    if address.scheme == "file":
+        try:
+            os.close(open_own(address.path))
+        except (OSError, MeshError) as error:
+            raise MeshError(
+                message(
+                    f"rank {launch.rank} cannot meet the others at {method}",
+                    got=str(error),
+                    remedy="choose another path",
+                )
+            ) from None
+        store = dist.FileStore(address.path, launch.size)
+        store.set_timeout(limit)
+        return store
+    if address.scheme == "env":
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing:
+            raise MeshError(message("env:// needs MASTER_ADDR and MASTER_PORT", got=f"no {', '.join(missing)}"))
+        host = os.environ["MASTER_ADDR"]
+        method = f"tcp://{f'[{host}]' if ':' in host else host}:{os.environ['MASTER_PORT']}"
+        address = urllib.parse.urlparse(method)
+    try:
+        host, port = address.hostname or "", address.port or 0
+    except ValueError:  # a port that is none
+        host, port = "", 0
+    if address.scheme != "tcp" or not host or not port:
+        raise MeshError(
+            message("cannot meet there", got=repr(method), expected='"env://", "tcp://host:port" or "file:///path"')
+        )
+    # torchrun's agent keeps the store itself, and says so.
+    hosts = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    private = _is_loopback(host)
+    if host == "localhost":
+        host = "127.0.0.1"  # one family, so that who listens there and who connects do not miss each other
+    if not hosts:
+        _wait_for_listener(host, port, launch, timeout)
+    listener = _listener(host if private else "", port, launch) if hosts else None
+    try:
+        # The first of these in a process asks for its peer's name: 5 to 10 s where a name service does not answer.
+        return dist.TCPStore(host, port, None, hosts, limit, wait_for_workers=False, master_listen_fd=listener)
+    except (RuntimeError, ValueError) as error:
+        raise _port_error(port, launch, str(error).splitlines()[0]) from None
+
+
+def _wait_for_listener(host: str, port: int, launch: Launch, timeout: float) -> None:
+    """TCPStore's own retries overrun the timeout and print stack traces."""
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, end - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise MeshError(
+                    message(
+                        f"rank {launch.rank} of {launch.size} (from {launch.source}) found nobody at {host}:{port} "
+                        f"within {timeout:g} s, where rank 0 should be",
+                        got=str(error),
+                        remedy="check that rank 0 was started and that its host is reachable under that name",
+                    )
+                ) from None
+            time.sleep(0.05)
+
+
+def _listener(host: str, port: int, launch: Launch) -> int:
+    """A listening socket for the store, as a descriptor: at one address, or at all of them.
+
+    TCPStore itself always takes all, and may share a port with whoever has it: a stranger's port must be an error.
+    """
+    everywhere = not host and socket.has_ipv6
+    family = socket.AF_INET6 if everywhere or ":" in host else socket.AF_INET
+    try:
+        return socket.create_server(
+            (host, port), family=family, backlog=1024, dualstack_ipv6=everywhere and socket.has_dualstack_ipv6()
+        ).detach()
+    except OSError as error:
+        raise _port_error(port, launch, os.strerror(error.errno or 0)) from None
+
+
+def _port_error(port: int, launch: Launch, reason: str) -> MeshError:
+    return MeshError(
+        message(
+            f"rank {launch.rank} cannot meet the others at port {port}",
+            got=reason,
+            remedy="end what uses the port, or choose another",
+        )
+    )

@@ -1,0 +1,350 @@
+"""Every message between a driver and its ranks, and between the zygote and what forks from it.
+
+A message is a frozen dataclass. What it is travels as its *head*, a pickle of built-in types that any process can
+read; what a program has put in it (functions, arguments, results) is its *content*, a `wire.Packet` whose reading may
+fail, which the other side can then answer. Invariant: ranks take messages in the order in which they were sent, and
+answer every `Task` once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import pickle
+from typing import Any
+
+from .display.bars import BarState
+from .spec import P
+
+Spans = tuple[int, ...]
+"""Values by name: (number of the call that made them, first, behind the last), one after another; `ALL` is "all"."""
+ALL = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Message:
+    """What crosses from one process to another."""
+
+
+# -- from the driver, without an answer --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ship(Message):
+    """Keep the content, an object, under a key."""
+
+    key: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Free(Message):
+    """Nothing in the driver refers any more to these values, and to objects shipped under these keys."""
+
+    values: Spans
+    keys: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SetPath(Message):
+    """Where the program's modules lie: the driver's `sys.path`."""
+
+    path: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SetSources(Message):
+    """Source lines of functions that were typed, not read from a file, for tracebacks."""
+
+    lines: dict[str, list[str]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Renew(Message):
+    """All ranks have left the region that failed: go on, in this generation."""
+
+    generation: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exit(Message):
+    """The mesh is closed: end this process."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DebuggerLine(Message):
+    """The answer to a `DebuggerPrompt`, by its number; None is the end of the input."""
+
+    number: int
+    text: str | None
+
+
+# -- from the driver, answered -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task(Message):
+    """Something to do.
+
+    Attributes:
+        number: of the task, named in the answer.
+        region: the number of the region that it is; 0 for what a rank does alone.
+        freed, forgotten: as in `Free`.
+    """
+
+    number: int
+    region: int
+    freed: Spans
+    forgotten: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallProgram(Task):
+    """Call an `@spmd` function; its results stay on the rank.
+
+    Attributes:
+        call: the key of the shipped `InputPlan`.
+        out: the number under which to keep the results.
+        key: what random numbers are made from.
+        check: how far to look at what should be the same on several ranks, a `replication.values.Check`.
+        arrays: the arguments that are on the ranks.
+        values: the others, in order; None: they are the content.
+    """
+
+    call: str
+    out: int
+    key: tuple
+    check: int
+    arrays: Spans
+    values: tuple | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallFunction(Task):
+    """Call a shipped function (`mesh.run`, `mesh.submit`) with the content's arguments; its result comes back whole."""
+
+    function: str
+    key: tuple
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PassThrough(Task):
+    """Enter the region and leave it, so that those ranks that were asked do not wait for this one in vain."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PutValues(Task):
+    """Keep this rank's shards of the content's tensors, which come whole."""
+
+    out: int
+    specs: tuple[P, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FillValues(Task):
+    """Keep what a shipped `reader(session, *arguments)` reads: this rank's part of a batch."""
+
+    reader: str
+    arguments: tuple
+    out: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FetchValue(Task):
+    """Send this rank's shard of a value."""
+
+    call: int
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoreValue(Task):
+    """Keep the content, a shard, as it is (on a rank that replaces a dead one)."""
+
+    call: int
+    index: int
+    spec: P
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReloadModules(Task):
+    """Load again what has changed on disk, and these modules if this rank has them; the names of those loaded."""
+
+    names: tuple[str, ...]
+
+
+# -- from a rank -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ready(Message):
+    """The process runs and takes tasks."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Progress(Message):
+    """The state of a progress bar that a task has made."""
+
+    task: int
+    bar: BarState
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DebuggerPrompt(Message):
+    """A debugger has printed this and wants a line, which comes as a `DebuggerLine`.
+
+    Attributes:
+        number: counts the questions of a rank.
+    """
+
+    number: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Logged(Message):
+    """A record of `logging`: its attributes of built-in types, the message formatted."""
+
+    fields: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Warned(Message):
+    """A warning.
+
+    Attributes:
+        kinds: module and name of its category, and of the classes of warnings that this is made from.
+        file, line: where.
+    """
+
+    text: str
+    kinds: tuple[tuple[str, str], ...]
+    file: str
+    line: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unchanged(Message):
+    """`CallProgram` is done; nothing is new of its results but `prints`, what is to be compared of them."""
+
+    task: int
+    prints: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Metadata(Message):
+    """`CallProgram` or `FillValues` is done; of its results there is this to say (see `agreement.encode`).
+
+    Attributes:
+        lasting: `Unchanged`, which has such `prints`, too, refers to it from now on.
+    """
+
+    task: int
+    data: bytes
+    lasting: bool
+    prints: bytes = b""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer(Message):
+    """A task is done; the content is what came of it."""
+
+    task: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failed(Message):
+    """A task has failed; the content is a `Failure`."""
+
+    task: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Skipped(Message):
+    """A task was not begun, for another had failed before it."""
+
+    task: int
+
+
+# -- the zygote --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankRequest(Message):
+    """To the zygote: fork a rank; its socket, standard output and error, and the arena come as descriptors.
+
+    Attributes:
+        rank, axes: its place, and the mesh's axes and sizes.
+        backend, factory: the transport, and what makes it where this program has added it, pickled.
+        device, threads, pinned, seed, timeout: as in `Mesh`; `pinned` are the threads under `shards=`.
+        store: the path at which ranks of a backend that needs a store meet.
+        generation: the mesh's.
+        cwd, path, argv, environ: the driver's.
+        levels: of the driver's loggers, by name.
+    """
+
+    rank: int
+    axes: tuple[tuple[str, int], ...]
+    backend: str
+    factory: bytes | None
+    device: str
+    threads: int
+    pinned: int
+    seed: int
+    timeout: float
+    store: str
+    generation: int
+    cwd: str
+    path: tuple[str, ...]
+    argv: tuple[str, ...]
+    environ: dict[str, str]
+    levels: tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Forked(Message):
+    """From the zygote: the rank's process; a descriptor of it comes along."""
+
+    pid: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exited(Message):
+    """From the zygote: a rank's process has ended; the status is negative for a signal."""
+
+    pid: int
+    status: int
+
+
+# -- encoding ----------------------------------------------------------------------------------------------------------
+
+
+def _fields(cls: type) -> Any:
+    names = [field.name for field in dataclasses.fields(cls)]
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return (lambda message: (getattr(message, names[0]),)) if names else (lambda message: ())
+
+
+_CLASSES: tuple[Any, ...] = (
+    *(Ship, Free, SetPath, SetSources, Renew, Exit, DebuggerLine),
+    *(CallProgram, CallFunction, PassThrough, PutValues, FillValues, FetchValue, StoreValue, ReloadModules),
+    *(Ready, Progress, DebuggerPrompt, Logged, Warned, Unchanged, Metadata, Answer, Failed, Skipped),
+    *(RankRequest, Forked, Exited),
+)
+# By class: its number, and what takes a message apart.
+_CODES = {cls: (code, _fields(cls)) for code, cls in enumerate(_CLASSES)}
+
+
+def encode(message: Message) -> bytes:
+    """A message as bytes: a pickle of its class's number and its fields.
+
+    >>> decode(encode(FetchValue(3, 0, (1, 0, ALL), (), 2, 5)))
+    FetchValue(number=3, region=0, freed=(1, 0, -1), forgotten=(), call=2, index=5)
+    """
+    code, fields = _CODES[type(message)]
+    return pickle.dumps((code, *fields(message)), pickle.HIGHEST_PROTOCOL)
+
+
+def decode(data: bytes) -> Any:
+    code, *fields = pickle.loads(data)
+    return _CLASSES[code](*fields)

@@ -1,0 +1,194 @@
+"""Placing values on a mesh: tensors that the program has become Arrays, cut as their specs say.
+
+The same in the driver and on launched ranks, where each rank keeps its own part of what all have.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..kernels.errors import SpecError, message
+from . import agreement, protocol, trees
+from .array import Array, Deal, Meta, meta
+from .mesh import Mesh, resolve
+from .rank.local_values import LocalValues
+from .spec import RAGGED, REPLICATED, P, is_spec, split_sizes, strided_sizes
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, Array)
+
+
+def as_tensor(leaf: Any) -> Any:
+    """NumPy arrays of numbers as tensors; anything else as it is."""
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biufc":
+        return leaf
+    if not leaf.flags.writeable or any(stride < 0 for stride in leaf.strides) or not leaf.dtype.isnative:
+        leaf = np.array(leaf, dtype=leaf.dtype.newbyteorder("="))  # torch takes none of these as they are
+    return torch.from_numpy(leaf)
+
+
+def specs_for(specs: Any, tree: Any, what: str) -> list[Any]:
+    """One spec (or None) for every leaf of a tree, from a prefix tree of specs."""
+    try:
+        return trees.broadcast_prefix(specs, tree, is_leaf=is_spec)
+    except ValueError:
+        raise SpecError(
+            message(
+                f"{what} do not fit the arguments",
+                got=f"{specs!r} for {trees.shown(tree, is_leaf=is_array)}",
+                remedy="give a prefix of their tree",
+            )
+        ) from None
+
+
+def put(tree: Any, spec: Any = REPLICATED, *, mesh: Mesh | None = None) -> Any:
+    """Place a tree of tensors on a mesh.
+
+    >>> with Mesh({"data": 2}) as mesh:
+    ...     put(torch.arange(4), P("data"), mesh=mesh).shards()
+    [tensor([0, 1]), tensor([2, 3])]
+
+    Args:
+        tree: of tensors, NumPy arrays, numbers or Arrays.
+        spec: a P, or a prefix tree of P.
+        mesh: None is the enclosing or default mesh.
+
+    Returns:
+        The tree with an Array for every leaf.
+
+    Raises:
+        SpecError: a spec does not fit the mesh, or a dimension is not divisible.
+    """
+    return place(resolve(mesh), tree, spec)
+
+
+def fetch(tree: Any) -> Any:
+    """The values of a tree's Arrays as plain tensors; other leaves stay as they are.
+
+    >>> with Mesh({"data": 2}) as mesh:
+    ...     fetch({"x": put(torch.arange(4), P("data"), mesh=mesh), "name": "x"})
+    {'x': tensor([0, 1, 2, 3]), 'name': 'x'}
+
+    Args:
+        tree: with Arrays among its leaves.
+
+    Returns:
+        The tree, each Array replaced by its `full()`. On launched ranks a collective call.
+
+    Raises:
+        what went wrong in the calls that made the values.
+    """
+    return trees.map(lambda leaf: leaf.full() if isinstance(leaf, Array) else leaf, tree, is_leaf=is_array)
+
+
+def place(mesh: Mesh, tree: Any, spec: Any) -> Any:
+    leaves, treedef = trees.flatten(tree, is_leaf=is_array)
+    specs = specs_for(spec, tree, "the specs given to put")
+    placed: list[Any] = [None] * len(leaves)
+    todo: list[tuple[int, torch.Tensor, P]] = []
+    for index, (leaf, its_spec) in enumerate(zip(leaves, specs, strict=True)):
+        its_spec = REPLICATED if its_spec is None else its_spec
+        if isinstance(leaf, Array):
+            if leaf.mesh is mesh and leaf.spec == its_spec:
+                leaf.check_readable()
+                placed[index] = leaf
+                continue
+            leaf = leaf.full()
+        if isinstance(leaf, int | float | complex | np.generic):
+            leaf = torch.as_tensor(leaf)
+        leaf = as_tensor(leaf)
+        path = trees.paths(tree, is_leaf=is_array)[index]
+        where = f"put, leaf {path}" if path else "put"
+        if not isinstance(leaf, torch.Tensor):
+            raise SpecError(
+                message(
+                    "put got a leaf that is not a tensor",
+                    got=type(leaf).__name__,
+                    expected="a tensor, a NumPy array, a number or an Array",
+                    where=where,
+                )
+            )
+        mesh.layout.check_shape(tuple(leaf.shape), its_spec, where=where)
+        todo.append((index, leaf, its_spec))
+    metas = [meta(tuple(leaf.shape), leaf.dtype, its_spec) for _, leaf, its_spec in todo]
+    if not mesh.is_driver:
+        session = mesh.session
+        tensors = [session.placed(session.layout.take(leaf, its_spec, session.rank)) for _, leaf, its_spec in todo]
+        arrays = LocalValues(session, tensors, metas).arrays(mesh)
+    elif todo:
+        driver, values = mesh.driver, mesh.driver.new_values()
+        cuts = tuple(its_spec for _, _, its_spec in todo)
+        task = driver.submit(
+            functools.partial(protocol.PutValues, out=values.number, specs=cuts),
+            lambda: driver.dumps([leaf for _, leaf, _ in todo]),
+        )
+        arrays = values.arrays(task, metas)
+    else:
+        arrays = []
+    for (index, _, _), array in zip(todo, arrays, strict=True):
+        placed[index] = array
+    return trees.unflatten(treedef, placed)
+
+
+def fill(
+    mesh: Mesh, name: str, reader: Any, arguments: tuple, deal: Deal, *, ragged: bool = False
+) -> Callable[[], Any]:
+    """Have every rank read its part of a batch; a function that waits for it and gives the tree of Arrays.
+
+    Args:
+        name: what is read, for messages.
+        reader: `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each)`, called on every rank.
+        ragged: the parts may differ in more than dimension 0.
+    """
+    if not mesh.is_driver:
+        session = mesh.session
+        treedef, leaves, outputs = reader(session, *arguments)
+        of_tensors = [about for about in outputs if about.spec is not None]
+
+        def shapes(about: Any) -> tuple[tuple[int, ...], ...] | None:
+            """Of all ranks' parts, where virtual shards make them other than even."""
+            if deal.shards is None or about.whole is None:
+                return None
+            parts = mesh.layout.parts(about.spec.dim_axes(0))
+            sizes, owned = strided_sizes(about.whole[0], deal.shards), split_sizes(deal.shards, parts)
+            held = [sum(sizes[sum(owned[:part]) : sum(owned[: part + 1])]) for part in range(parts)]
+            return tuple(
+                (held[mesh.layout.part(rank, about.spec.dim_axes(0))], *about.whole[1:])
+                for rank in range(mesh.layout.size)
+            )
+
+        def unsure(about: Meta) -> Meta:
+            """What all ranks know of it without asking each other."""
+            cut = about.spec.entries and mesh.layout.size > 1
+            return meta((about.shape[0], *(RAGGED for _ in about.shape[1:])), about.dtype, about.spec) if cut else about
+
+        def here() -> Any:
+            metas = [meta(about.whole or about.shape, about.dtype, about.spec) for about in of_tensors]
+            tensors = [leaf for leaf, about in zip(leaves, outputs, strict=True) if about.spec is not None]
+            hints = [unsure(about) for about in metas] if ragged else metas
+            source = LocalValues(session, tensors, metas, [*map(shapes, of_tensors)], hints=hints, deal=deal)
+            arrays = iter(source.arrays(mesh))
+            made = [leaf if about.spec is None else next(arrays) for leaf, about in zip(leaves, outputs, strict=True)]
+            return trees.unflatten(treedef, made)
+
+        return here
+    driver, values = mesh.driver, mesh.driver.new_values()
+    key = driver.shipped.ship_function(reader).key
+    task = driver.submit(functools.partial(protocol.FillValues, reader=key, arguments=arguments, out=values.number))
+
+    def there() -> Any:
+        encoded = driver.wait(task).values()
+        treedef, results = agreement.assemble(
+            mesh.layout, agreement.decode_all(encoded), name=name, where=mesh.describe(), ragged=ragged
+        )
+        arrays = iter(values.arrays(None, [result.meta for result in results if result.meta is not None], deal=deal))
+        made = [result.value if result.meta is None else next(arrays) for result in results]
+        return trees.unflatten(treedef, made)
+
+    return there

@@ -1,0 +1,144 @@
+"""What a function has besides its arguments, and a refusal of bodies that change it in place.
+
+On the ranks a captured module is a copy: what a body does to it never reaches the caller, and differs between ranks.
+Its tensors are looked at before the body and after it at the first call of each signature; an optimizer that takes a
+step later is found by torch's own hook. Invariant: a repeated call pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ...kernels.errors import SpecError, message
+from ...kernels.torch_private import version
+from ..region import current
+from .references import SCALARS, inside_of
+
+_LOOKED_AT = 4096  # objects in all
+_TRAIN = (
+    "apply, params = functional(model), then in the step loss, grads = value_and_grad(loss_fn)(params, batch), "
+    "params, opt_state = opt.step(params, grads, opt_state) with spmd's optimizer, and return them"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Known:
+    """A captured tensor as it was.
+
+    Attributes:
+        kind, what: "parameter", "buffer" or "tensor", and which one, for messages.
+        version: how often it has been changed.
+        grad, grad_version: the gradient that lay in it, and that one's version.
+    """
+
+    tensor: Tensor
+    kind: str
+    what: str
+    version: int
+    grad: Tensor | None
+    grad_version: int
+
+    @staticmethod
+    def of(tensor: Tensor, kind: str, what: str) -> _Known:
+        grad = tensor.grad if tensor.is_leaf else None
+        return _Known(tensor, kind, what, version(tensor), grad, 0 if grad is None else version(grad))
+
+
+class Captured:
+    """The tensors that a function refers to, by themselves and in modules, as they are now.
+
+    Args:
+        function: may be wrapped, bound or partial; the functions that it refers to are looked into as well.
+        whole: types whose instances are not.
+
+    Attributes:
+        trainable: ids of those that require gradients.
+    """
+
+    def __init__(self, function: Any, whole: tuple[type, ...]):
+        self._known = [_Known.of(*found) for found in _tensors(function, whole)]
+        self.trainable = frozenset(id(known.tensor) for known in self._known if known.tensor.requires_grad)
+        if self.trainable:
+            _watch_optimizers()
+
+    def check(self, name: str, where: str) -> None:
+        """Refuse a body that has changed one of them.
+
+        Raises:
+            SpecError: it has.
+        """
+        for before in self._known:
+            now = _Known.of(before.tensor, before.kind, before.what)
+            trained = now.grad is not None and (now.grad is not before.grad or now.grad_version != before.grad_version)
+            if trained:
+                what = "calls backward() on what it captures: the gradients stay on their rank, and train nothing"
+                raise SpecError(
+                    message(f"{name} {what}", got=f"a gradient of {before.what}", where=where, remedy=_TRAIN)
+                )
+            if now.version != before.version:
+                what = "changes what it captures in place: the change stays on its rank, and the caller never sees it"
+                raise SpecError(
+                    message(f"{name} {what}", got=f"a change of {before.what}", where=where, remedy=_remedy(before))
+                )
+
+
+def _remedy(changed: _Known) -> str:
+    if changed.kind == "buffer":
+        return (
+            "apply, params, buffers = functional_with_buffers(model), whose apply returns the new ones; or, if running "
+            "statistics are to stay, model.eval()"
+        )
+    return _TRAIN if changed.kind == "parameter" else "pass it as an argument, and return its new value"
+
+
+def _tensors(function: Any, whole: tuple[type, ...]) -> Iterator[tuple[Tensor, str, str]]:
+    """The tensors that a function refers to, each once; those without memory are nobody's value."""
+    depths: dict[int, int] = {}
+    held: list[Any] = []  # ids stay unique only while the objects live
+    todo: list[tuple[Any, int]] = [(function, 0)]
+    found: dict[int, tuple[Tensor, str, str]] = {}
+    while todo and len(held) < _LOOKED_AT:
+        obj, depth = todo.pop()
+        if isinstance(obj, (*SCALARS, *whole)) or depths.get(id(obj), depth + 1) <= depth:
+            continue
+        depths[id(obj)] = depth
+        held.append(obj)
+        if isinstance(obj, nn.Module):
+            owner = f"of the module {type(obj).__name__}"
+            for name, parameter in obj.named_parameters():
+                found.setdefault(id(parameter), (parameter, "parameter", f"{name!r} {owner}"))
+            for name, buffer in obj.named_buffers():
+                found.setdefault(id(buffer), (buffer, "buffer", f"{name!r} {owner}"))
+        elif isinstance(obj, Tensor):
+            kind = "parameter" if isinstance(obj, nn.Parameter) else "tensor"
+            found.setdefault(id(obj), (obj, kind, f"a {kind} of shape {list(obj.shape)}"))
+        todo.extend(inside_of(obj, depth) or ())
+    return iter([entry for entry in found.values() if not entry[0].is_meta])
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """From now on, refuse steps of torch's optimizers over what the running function captures."""
+    register_optimizer_step_pre_hook(_refuse_captured)
+
+
+def _refuse_captured(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    region = current()
+    if region is None or not region.captured:
+        return
+    if any(id(param) in region.captured for group in optimizer.param_groups for param in group["params"]):
+        raise SpecError(
+            message(
+                f"{type(optimizer).__name__}.step() was called in a step on parameters that the step captures: each "
+                "rank would train a copy of its own, and the caller's module would stay as it is",
+                where=region.session.where(),
+                remedy=_TRAIN,
+            )
+        )

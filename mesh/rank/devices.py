@@ -1,0 +1,138 @@
+"""Which device each rank computes on: asked for, or chosen where every rank can have a GPU of its own.
+
+Invariant: nothing here touches CUDA in a driver's process beyond counting devices, nor anywhere when "cpu" was asked
+for; each rank makes its GPU the current one before anything else uses CUDA in its process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...kernels.cuda import nccl_library
+from ...kernels.errors import MeshError, message
+from ..failure import ranks_text
+from ..launch.environments import Launch
+
+
+def wants_cuda(device: str, backend: str) -> bool | None:
+    """Whether GPUs were asked for; None if they are to be had where there are enough."""
+    if device != "auto":
+        return device == "cuda"
+    return backend == "nccl" or (None if backend == "auto" else False)
+
+
+def seats(device: str, backend: str, known: int) -> int | None:
+    """How many ranks a driver's mesh has where an axis is open: one for each GPU; None where they compute on CPUs.
+
+    Args:
+        known: the product of the axes' other sizes, each of which has to have a GPU, too.
+    """
+    wanted = wants_cuda(device, backend)
+    if wanted is False:
+        return None
+    count = _count()
+    if wanted is None and (count < known or not _usable()):
+        return None
+    return max(count, known)  # too few are refused by `for_driver`
+
+
+def for_driver(device: str, backend: str, size: int) -> str:
+    """The device of a driver's mesh, whose ranks are all on this host.
+
+    Raises:
+        MeshError: GPUs were asked for and cannot be had; it says what to install.
+    """
+    wanted = wants_cuda(device, backend)
+    if wanted is False:
+        return "cpu"
+    count = _count()
+    if wanted is None and (count < size or not _usable()):
+        return "cpu"
+    nccl_library.check_driver()
+    library = nccl_library.load()
+    if count < size and not nccl_library.may_share_gpu(library):
+        raise MeshError(_too_few(f"{count} for {size} ranks", library))
+    return "cuda"
+
+
+def of_rank(device: str, rank: int) -> torch.device | None:
+    """A driver's rank takes its GPU: by its number, round and round where several share one."""
+    if device != "cuda":
+        return None
+    nccl_library.check_driver()
+    return _taken(rank % torch.cuda.device_count())
+
+
+def of_launched(device: str, backend: str, launch: Launch, store: Any, host: str, size: int) -> torch.device | None:
+    """A launched rank takes its GPU by its number on its host; all ranks learn whether each has one of its own.
+
+    Where the launcher shows every process one GPU of its own (CUDA_VISIBLE_DEVICES), that is the one.
+    """
+    wanted = wants_cuda(device, backend)
+    if wanted is False:
+        return None
+    problem: MeshError | None = None
+    library, own, said = None, None, "none"
+    try:
+        nccl_library.check_driver()
+        library = nccl_library.load()
+        own = index_of(launch.local_rank, torch.cuda.device_count())
+        said = f"{host} {torch.cuda.get_device_properties(own).uuid}"
+    except MeshError as error:
+        problem = error
+    except RuntimeError as error:  # of CUDA; the other ranks wait to hear of this one
+        problem = MeshError(message("this rank's GPU cannot be used", got=str(error)))
+    store.set(f"gpu/{launch.rank}", said)
+    everyone = [store.get(f"gpu/{rank}").decode() for rank in range(size)]
+    without = [rank for rank, its in enumerate(everyone) if its == "none"]
+    shared = [rank for rank, its in enumerate(everyone) if everyone.count(its) > 1 and its != "none"]
+    if wanted is None and (without or shared):
+        return None
+    if problem is not None:
+        raise problem
+    if without:
+        raise MeshError(message("device 'cuda' needs a GPU on every rank", got=f"none on {ranks_text(without)}"))
+    assert library is not None and own is not None
+    if shared and not nccl_library.may_share_gpu(library):
+        raise MeshError(_too_few(f"{ranks_text(shared)} share one", library))
+    return _taken(own)
+
+
+def index_of(local_rank: int, count: int) -> int:
+    """The number of a launched rank's GPU among the `count` that its process sees.
+
+    >>> index_of(3, 8), index_of(3, 1), index_of(5, 4)
+    (3, 0, 1)
+    """
+    return local_rank % max(1, count)
+
+
+def _count() -> int:
+    """The GPUs that this process sees: CUDA_VISIBLE_DEVICES says which."""
+    return torch.cuda.device_count() if torch.version.cuda is not None else 0
+
+
+def _usable() -> bool:
+    """Whether what computing on GPUs takes is installed and works."""
+    try:
+        nccl_library.check_driver()
+        nccl_library.load()
+    except MeshError:
+        return False
+    return True
+
+
+def _taken(index: int) -> torch.device:
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _too_few(got: str, library: nccl_library.Library) -> str:
+    return message(
+        "device 'cuda' needs a GPU for every rank",
+        got=got,
+        where=library.describe(),
+        remedy="use fewer ranks, or for a test NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL_MAX_CTAS=4",
+    )

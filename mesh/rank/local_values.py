@@ -1,0 +1,92 @@
+"""Shards of the values of a call in the hands of a rank: where an `Array` finds them when it is not in a driver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import donation, strides
+from ..array import Array, Deal, Meta, refuse_ragged
+from ..frozen import frozen_as
+from ..launch import launched
+from ..region import current
+from ..spec import RAGGED, ragged_shape
+
+
+class LocalValues:
+    """This rank's shards of the values of a call in hand; see `Source`.
+
+    Args:
+        shapes: for each value those of all ranks' shards; None if they are cut as `Layout.slices` does.
+        hints: what calls are compiled for, if that is less than `metas`, which only this rank knows: the same on all.
+        name: of the only one, under which a driver knows it: (number of its call, index).
+    """
+
+    __slots__ = ("_metas", "_session", "_shapes", "_tensors", "deal", "hints", "name")
+
+    def __init__(
+        self,
+        session: Any,
+        tensors: Sequence[torch.Tensor],
+        metas: Sequence[Meta],
+        shapes: Sequence[Sequence[tuple[int, ...]] | None] | None = None,
+        *,
+        hints: Sequence[Meta] | None = None,
+        deal: Deal | None = None,
+        name: tuple[int, int] | None = None,
+    ):
+        self._session, self._shapes, self._metas = session, shapes, metas
+        self._tensors: list[Any] = list(tensors)
+        self.hints, self.deal, self.name = metas if hints is None else hints, deal, name
+
+    def arrays(self, mesh: Any) -> list[Array]:
+        return [Array(mesh, self, index) for index in range(len(self._tensors))]
+
+    def release(self, index: int) -> None:
+        self._tensors[index] = None
+
+    def meta(self, index: int) -> Meta:
+        return self._metas[index]
+
+    def local(self, index: int) -> torch.Tensor:
+        return donation.disown(self._tensors[index])
+
+    def value(self, index: int) -> torch.Tensor:
+        """What `local` gives, for a reader that does not hand it on."""
+        return self._tensors[index]
+
+    def full(self, index: int) -> torch.Tensor:
+        mine, spec = self._tensors[index], self.hints[index].spec
+        if not spec.entries:
+            # The value must not change with what the caller does to it.
+            whole = mine.detach()
+            return frozen_as(mine, whole.cpu() if whole.is_cuda else strides.copied(whole))
+        shards = self.shards(index)
+        if RAGGED in self.hints[index].shape:
+            refuse_ragged(ragged_shape(mine.shape, [shard.shape for shard in shards], spec))
+        return self._session.layout.join(shards, spec)
+
+    def shards(self, index: int) -> list[torch.Tensor]:
+        layout, about, mine = self._session.layout, self.hints[index], self._tensors[index]
+        known = self._shapes[index] if self._shapes is not None else None
+
+        def gather() -> list[torch.Tensor]:
+            comm = self._session.comm()
+            if RAGGED in about.shape:
+                sizes = [torch.empty(mine.dim(), dtype=torch.int64) for _ in range(layout.size)]
+                comm.all_gather(sizes, torch.tensor(mine.shape))
+                shapes: Any = [size.tolist() for size in sizes]
+            else:
+                ranks = range(layout.size)
+                shapes = known or [layout.shard_shape(about.shape, about.spec, rank) for rank in ranks]
+            out = [torch.empty(shape, dtype=mine.dtype) for shape in shapes]
+            comm.all_gather(out, mine.detach().cpu())
+            return out
+
+        out = launched.call(self._session, gather) if self._session.launched and current() is None else gather()
+        if strides.is_standard(mine):
+            return out
+        order = tuple(mine.shape), strides.dense(mine.shape, mine.stride())
+        return [strides.copied(shard, strides.joined(shard.shape, *order)) for shard in out]

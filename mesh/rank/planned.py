@@ -1,0 +1,72 @@
+"""A rank that there is not: a session whose communicators make what a collective would give, of its shape only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..run_state import RunState
+from ..spec import Layout
+from .session import RankSession
+
+
+class PlannedSession(RankSession):
+    """A rank of a mesh that is only planned; see `RankSession`."""
+
+    def __init__(self, layout: Layout, rank: int, where: str):
+        self.layout, self.rank, self.backend, self.watch = layout, rank, "planned", None
+        self.launched = True  # torch's generators are given back as they were
+        self.timeout, self.seed, self.regions, self.closed = 0.0, 0, 0, False
+        self.device, self.mesh_text, self.run_state = torch.device("cpu"), where, RunState()
+        self._alone, self._comms = False, {}
+
+    def comm_of(self, ranks: tuple[int, ...], channel: str = "main") -> Any:
+        return PlannedCommunicator(ranks, self.rank)
+
+
+class PlannedCommunicator:
+    """A group of ranks that there are not; see `kernels.communicator.Communicator`."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int):
+        self.ranks, self.rank, self.size = ranks, ranks.index(rank), len(ranks)
+
+    def all_reduced(self, x: Tensor, op: str = "sum") -> Tensor:
+        return x.new_empty(x.shape)
+
+    def all_gather_bytes(self, mine: bytes) -> list[bytes]:
+        return [mine] * self.size
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> Any:
+        """What is written to keeps its shape."""
+
+    all_gather = reduce_scatter = all_to_all = broadcast = reduce = all_reduce = gather = scatter = barrier = _nothing
+    send = recv = _nothing
+
+    def all_gathered(self, length: int, dtype: torch.dtype, write: Callable, into: Tensor | None = None) -> Tensor:
+        write(torch.empty(length, dtype=dtype))
+        return torch.empty(self.size * length, dtype=dtype)
+
+    def can_rewrite(self, result: Tensor | None) -> bool:
+        return False
+
+
+class PlannedBuckets:
+    """Sums over ranks that there are not; see `kernels.bucket.Buckets`."""
+
+    def __init__(self, comm: Any, leaves: Sequence[Any], **_: Any):
+        self._sums = [torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype) for leaf in leaves]
+
+    def fill(self, index: int, value: Tensor) -> None:
+        self._sums[index].copy_(value)
+
+    def grad_view(self, index: int) -> Tensor:
+        return self._sums[index]
+
+    def mark_ready(self, index: int) -> None:
+        pass
+
+    def finish(self) -> list[Tensor]:
+        return self._sums

@@ -1,0 +1,81 @@
+"""A rank's process: what a fresh fork of the zygote does to become one."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ...kernels.processes import open_more_files
+from ...kernels.registry import register_backend
+from ...kernels.shm.arena import Arena
+from .. import protocol
+from ..mesh import Mesh
+from ..spec import Layout
+from . import devices
+from .debugger import debug_through
+from .logs import relay
+from .rank_bars import report_bars
+from .session import RankSession
+from .state import RankState
+from .worker import Worker
+
+
+def main(request: protocol.RankRequest, fds: list[int]) -> None:
+    """Serve the driver until it says that this is enough, or goes."""
+    control, out, err, arena_fd = fds
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    os.close(err)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    open_more_files()
+    os.chdir(request.cwd)
+    os.environ.clear()
+    os.environ.update(request.environ)
+    sys.path[:] = request.path
+    sys.argv[:] = request.argv
+    torch.set_num_threads(request.threads)
+    rank = request.rank
+    random.seed(request.seed * 65537 + rank)
+    np.random.seed((request.seed * 65537 + rank) % (1 << 32))
+    if request.factory is not None:
+        register_backend(request.backend, pickle.loads(request.factory))
+    layout = Layout(request.axes)
+    connection = socket.socket(fileno=control)
+    session = RankSession(
+        layout,
+        rank,
+        backend=request.backend,
+        watch=Arena(arena_fd, layout.size, rank),
+        store=lambda: _store(request.store, layout.size, request.timeout),
+        timeout=request.timeout,
+        seed=request.seed,
+        launched=False,
+        device=devices.of_rank(request.device, rank),
+    )
+    session.renew(request.generation)
+    mesh = Mesh.on_rank(session, request.threads, request.pinned)
+    worker = Worker(RankState(session, mesh), connection)
+    report_bars(worker.current_task, worker.report_bar)
+    debug_through(session, worker.ask)
+    relay(request.levels, worker.report)
+    signal.signal(signal.SIGINT, worker.interrupt)
+    worker.serve()
+    session.close()
+
+
+def _store(path: str, size: int, timeout: float) -> Any:
+    store = dist.FileStore(path, size)
+    store.set_timeout(datetime.timedelta(seconds=timeout))
+    return store

@@ -1,0 +1,103 @@
+"""What a function refers to: its code, defaults, closure, the globals it names, and some levels into what those hold.
+
+`driver.snapshot` looks at it to find what has changed since it was sent, `captured` for what a body must not change.
+Invariant: functions and classes that other processes import by name are not looked into.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from typing import Any
+
+import torch
+
+from ...kernels import torch_compiled
+from ..wire import travels_by_name
+
+SCALARS = (int, float, complex, str, bytes, bool, type(None))
+DEPTH = 4
+LOOKED_INTO = 256  # entries of a container, attributes of an object
+
+
+def inside_of(obj: Any, depth: int) -> list[tuple[Any, int]] | None:
+    """What to look at inside an object, and how deep that is; None if it counts as a whole."""
+    if isinstance(obj, types.FunctionType):
+        if travels_by_name(obj):
+            return None
+        compiled = torch_compiled.original(obj)
+        if compiled is not None:
+            return [(compiled, 0)]
+        return [(item, 0) for item in (obj.__code__, obj.__defaults__, obj.__kwdefaults__, *used_by(obj).values())]
+    if isinstance(obj, functools.partial):
+        return [(item, 0) for item in (obj.func, obj.args, obj.keywords)]
+    if isinstance(obj, types.MethodType):
+        return [(obj.__func__, 0), (obj.__self__, 0)]
+    by_value = type(obj).__module__ == "__main__"  # a class that travels with its instances
+    inside: list[Any]
+    if isinstance(obj, torch.Tensor | torch.nn.Module):
+        inside = []
+    elif isinstance(obj, type):
+        inside = list(vars(obj).values()) if obj.__module__ == "__main__" else []
+    elif isinstance(obj, types.ModuleType | types.CodeType) or depth >= DEPTH:
+        return None
+    elif isinstance(obj, dict):
+        inside = [item for pair in obj.items() for item in pair]
+    elif isinstance(obj, list | tuple | set):
+        inside = list(obj)
+    else:
+        inside = list(getattr(obj, "__dict__", {}).values())
+    if len(inside) > LOOKED_INTO * (1 + isinstance(obj, dict)):
+        return None
+    return [(item, depth + 1) for item in inside] + ([(type(obj), depth)] if by_value else [])
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell: a name not bound yet
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.update(_global_names(constant))
+    return tuple(sorted(names))
+
+
+def used_by(function: types.FunctionType) -> dict[str, Any]:
+    """The names that a function takes from around it, with their values."""
+    cells = zip(function.__code__.co_freevars, map(_contents, function.__closure__ or ()), strict=False)
+    names = _global_names(function.__code__)
+    return {**{name: function.__globals__[name] for name in names if name in function.__globals__}, **dict(cells)}
+
+
+def functions_of(function: Any) -> list[types.FunctionType]:
+    """`function` and the functions it uses, as far as they travel by value."""
+    found: list[types.FunctionType] = []
+    todo = [function]
+    while todo:
+        one = todo.pop()
+        one = _called(one)
+        if isinstance(one, types.FunctionType) and one not in found and not travels_by_name(one):
+            found.append(one)
+            todo.extend(used_by(one).values())
+    return found
+
+
+def _called(function: Any) -> Any:
+    """The function that a partial, a method or an object made by `functools.update_wrapper` calls."""
+    while not isinstance(function, types.FunctionType):
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif isinstance(function, types.MethodType):
+            function = function.__func__
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        else:
+            break
+    return function

@@ -1,0 +1,144 @@
+"""Modules that were edited on disk, loaded again into a process that keeps running.
+
+For notebooks, where what a program does lies partly in files beside it. Loaded again are the program's own modules (not
+installed packages, not this library) whose file has changed since this process was seen to have them, and those that
+import them, each after what it imports. A module's functions stay the objects that they were and get the new code, so
+that everything that refers to them does what the file says now.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from ...kernels.callsite import is_our_file
+
+_INSTALLED = tuple(
+    os.path.join(os.path.realpath(sysconfig.get_path(name)), "")
+    for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+# Of environments that this one sees by a path file, too.
+_PACKAGES = {"site-packages", "dist-packages"}
+
+
+class LoadedModules:
+    """The program's own modules in this process, and what their files were like when they were first seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._count = 0
+
+    def notice(self) -> None:
+        """Look for modules that were imported since the last look."""
+        if len(sys.modules) != self._count:
+            self._count = len(sys.modules)
+            for name, file in _own_modules().items():
+                self._seen.setdefault(name, _state(file))
+
+    def reload(self, names: Iterable[str] = ()) -> list[str]:
+        """Load again what has changed, and `names` in any case; the modules loaded again, in that order.
+
+        Raises:
+            whatever a module raises; those after it are loaded at the next call.
+        """
+        self.notice()
+        own = _own_modules()
+        stale = {name for name, file in own.items() if name in names or _state(file) != self._seen.get(name)}
+        if not stale:
+            return []
+        imports = {name: _imported_by(name, file) & own.keys() for name, file in own.items()}
+        while more := {name for name in own if name not in stale and imports[name] & stale}:
+            stale |= more
+        done: list[str] = []
+        for name in _after_their_imports(stale, imports):
+            state = _state(own[name])
+            _reload(sys.modules[name])
+            self._seen[name] = state
+            done.append(name)
+        return done
+
+
+def _own_modules() -> dict[str, str]:
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py") or name in ("__main__", "__mp_main__"):
+            continue
+        if getattr(getattr(module, "__spec__", None), "name", None) != name or is_our_file(file):
+            continue
+        path = os.path.realpath(file)
+        if not path.startswith(_INSTALLED) and not _PACKAGES.intersection(path.split(os.sep)) and os.path.exists(path):
+            found[name] = file
+    return found
+
+
+def _state(file: str) -> tuple[int, int]:
+    status = os.stat(file)
+    return status.st_mtime_ns, status.st_size
+
+
+def _imported_by(name: str, file: str) -> set[str]:
+    """The names of modules that a file's import statements may mean."""
+    try:
+        with open(file, "rb") as source:
+            tree = ast.parse(source.read())
+    except SyntaxError:  # told when it is loaded
+        return set()
+    found: set[str] = set()
+    package = sys.modules[name].__package__ or ""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package or None)
+            found.add(base)
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+    return found - {name}
+
+
+def _after_their_imports(names: set[str], imports: dict[str, set[str]]) -> list[str]:
+    order: dict[str, None] = {}
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        if name not in order and name not in above:
+            for imported in sorted(imports[name] & names):
+                visit(imported, (*above, name))
+            order[name] = None
+
+    for name in sorted(names):
+        visit(name, ())
+    return list(order)
+
+
+def _reload(module: types.ModuleType) -> None:
+    """Load a module again: functions keep their identity, and what the main program took from it by name follows."""
+    before = dict(vars(module))
+    # A compiled file is kept by the second and the size: an edit may change neither.
+    if getattr(module, "__cached__", None):
+        with contextlib.suppress(OSError):
+            os.remove(module.__cached__)
+    importlib.invalidate_caches()
+    importlib.reload(module)
+    after = vars(module)
+    for name, old in before.items():
+        new = after.get(name)
+        if isinstance(old, types.FunctionType) and isinstance(new, types.FunctionType) and new is not old:
+            closed = old.__closure__ or new.__closure__
+            if not closed and old.__module__ == new.__module__ == module.__name__:
+                old.__code__, old.__defaults__, old.__kwdefaults__ = new.__code__, new.__defaults__, new.__kwdefaults__
+                old.__doc__, old.__annotations__ = new.__doc__, new.__annotations__
+                vars(old).clear()
+                vars(old).update(vars(new))
+                after[name] = old
+    main: dict[str, Any] = vars(sys.modules["__main__"])
+    for name, value in list(main.items()):
+        if not name.startswith("_") and name in before and value is before[name] and name in after:
+            main[name] = after[name]

@@ -1,0 +1,236 @@
+"""A rank's side of a mesh: its communicators, how it enters and leaves a region, and how it gives up.
+
+The same object serves a rank of a driver (`worker.py` runs it) and a launched rank (the user's script runs it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ...kernels.communicator import Communicator
+from ...kernels.errors import Aborted, MeshError, SpecError, message
+from ...kernels.network.hosts import HostWatch
+from ...kernels.processes import Owned
+from ...kernels.registry import make_communicator
+from ...kernels.shm.arena import Arena
+from ...kernels.torch_private import outside_torch_func
+from ..run_state import RunState
+from ..spec import Layout
+from .memory import keep_freed_memory, release_freed_memory
+from .placement import spread
+
+
+class RankSession(Owned):
+    """What one rank knows of its mesh.
+
+    Args:
+        layout: the axes.
+        rank: this process's place in it.
+        backend: the name under which the transport is registered.
+        watch: the arena, the store's watch, or what joins the two, through which aborts travel.
+        store: a `torch.distributed` store shared by all ranks, where the backend needs one.
+        device: where this rank's tensors are; None is the CPU.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        *,
+        backend: str,
+        watch: Any,
+        store: Callable[[], Any],
+        timeout: float,
+        seed: int,
+        launched: bool,
+        device: torch.device | None = None,
+    ):
+        super().__init__()
+        keep_freed_memory()
+        self.layout, self.rank, self.backend = layout, rank, backend
+        self.watch, self.store, self.timeout, self.seed, self.launched = watch, store, timeout, seed, launched
+        self.device = torch.device("cpu") if device is None else device
+        self.regions = 0
+        self.closed = False
+        self.run_state = RunState()
+        # On a launched rank, of each @spmd function its calls by signature; see `calling`.
+        self.calls: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self.mesh_text = "a mesh"  # for messages
+        self._alone = False
+        self._comms: dict[tuple[tuple[int, ...], str], Communicator] = {}
+
+    @property
+    def arena(self) -> Arena | None:
+        """What all ranks of the mesh share, if they are on one host."""
+        return self.watch if isinstance(self.watch, Arena) else None
+
+    def axes(self, axis: str | tuple[str, ...] | None, *, what: str = "comm") -> tuple[str, ...]:
+        """`axis` as a checked tuple of axis names; None is all of them."""
+        axes = self.layout.names if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+        for name in axes:
+            if name not in self.layout.axes:
+                raise SpecError(
+                    message(
+                        f'{what} got an unknown "axis"',
+                        got=repr(name),
+                        expected=f"one of {self.layout.names}",
+                        where=self.where(),
+                        remedy="name an axis of the mesh",
+                    )
+                )
+        if len(set(axes)) < len(axes):
+            raise SpecError(message(f"{what} names an axis twice", got=repr(axes), remedy="name each axis once"))
+        return axes
+
+    def where(self) -> str:
+        """`rank 2 at (data=1, model=0)`."""
+        coords = ", ".join(f"{name}={index}" for name, index in self.layout.coords(self.rank).items())
+        return f"rank {self.rank} at ({coords})"
+
+    def comm(self, axis: str | tuple[str, ...] | None = None, channel: str = "main") -> Communicator:
+        """The communicator of the ranks that differ from this one in `axis` only."""
+        return self.comm_of(self.layout.group(self.rank, self.axes(axis)), channel)
+
+    def comm_among(self, ranks: Sequence[int], axis: object = None) -> Communicator:
+        """The communicator of listed ranks, in that order; who lists ranks names no axis."""
+        if axis is not None:
+            raise MeshError(message('comm got both "axis" and "ranks"', remedy="give one of them"))
+        group, size = tuple(ranks), self.layout.size
+        for rank in group:
+            if not isinstance(rank, int) or not 0 <= rank < size:
+                raise MeshError(message("there is no such rank", got=repr(rank), expected=f"0 to {size - 1}"))
+        if len(set(group)) < len(group):
+            raise MeshError(message("a rank is named twice", got=list(group), remedy="name each rank once"))
+        if self.rank not in group:
+            raise MeshError(
+                message(
+                    "comm was called on a rank that is not of the group",
+                    got=list(group),
+                    where=self.where(),
+                    remedy="call it only on the ranks that it lists",
+                )
+            )
+        return self.comm_of(group)
+
+    def comm_of(self, ranks: tuple[int, ...], channel: str = "main") -> Communicator:
+        if self._alone:
+            raise MeshError(
+                message(
+                    "a function given to mesh.submit cannot communicate: its rank runs it alone",
+                    where=self.where(),
+                    remedy="use mesh.run, with ranks= for some of them",
+                )
+            )
+        if self.foreign:
+            raise MeshError(
+                message(
+                    "a process that a rank has forked cannot communicate: it is none of the ranks",
+                    where=self.where(),
+                    remedy="communicate in the rank, and give the child what it needs",
+                )
+            )
+        comm = self._comms.get((ranks, channel))
+        if comm is None or comm.stale:
+            # A transform of torch.func would take a communicator's memory for what is transformed.
+            with outside_torch_func():
+                comm = self._opened(ranks, channel)
+        return comm
+
+    def _opened(self, ranks: tuple[int, ...], channel: str) -> Communicator:
+        comm = self._comms.get((ranks, channel))
+        if comm is None:
+            comm = self._comms[ranks, channel] = make_communicator(
+                self.backend,
+                ranks=ranks,
+                rank=self.rank,
+                watch=self.watch,
+                store=self.store,
+                timeout=self.timeout,
+                channel=channel,
+            )
+        # A rank that replaces one that died opens its groups as they are asked for; so do the others.
+        comm.renew()
+        return comm
+
+    @functools.cached_property
+    def leases(self) -> Arena | None:
+        """What this rank's host shares, where results may lie that other ranks read."""
+        return self.watch.arena if isinstance(self.watch, HostWatch) else self.arena
+
+    def is_leased(self, tensor: torch.Tensor) -> bool:
+        return self.leases is not None and self.leases.is_leased(tensor)
+
+    def placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor on this rank's device: itself, if it is there."""
+        return (
+            tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=self.device.type == "cuda")
+        )
+
+    def check(self) -> None:
+        """Raise what went wrong in operations that GPUs had not finished when they were started."""
+        for comm in self._comms.values():
+            comm.check()
+
+    @contextlib.contextmanager
+    def region(self, number: int) -> Iterator[None]:
+        """Tell the peers that this rank is in region `number`, so that they know whether to wait for it.
+
+        What goes wrong in it is told before this rank leaves: else a peer would only see that it has left.
+        """
+        if self.arena is not None:
+            spread(self.rank, self.layout.size)
+        self.watch.enter(number)
+        began = time.monotonic()
+        try:
+            self._check_driver()
+            yield
+            self.check()
+        except Aborted:
+            raise
+        except BaseException as error:
+            if self.foreign:
+                raise
+            self.watch.abort(f"{self.where()}: {type(error).__qualname__}: {error}")
+            raise
+        finally:
+            if not self.foreign:
+                self.watch.leave()
+        if self.foreign:
+            return
+        for comm in self._comms.values():
+            comm.reclaim()
+        release_freed_memory(number, time.monotonic() - began)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Refuse to communicate, since no other rank takes part in what this one does."""
+        self._alone = True
+        try:
+            self._check_driver()
+            yield
+        finally:
+            self._alone = False
+
+    def _check_driver(self) -> None:
+        """Begin nothing that the driver has called off. (What another rank does wrong, this one may do as well.)"""
+        if self.arena is not None and self.layout.size in self.arena.aborted():
+            self.arena.check()
+
+    def renew(self, generation: int) -> None:
+        """Go on after a failure; every communicator opens afresh when it is next asked for, or used."""
+        self.watch.generation = generation
+
+    def close(self) -> None:
+        self.closed = True
+        if self.foreign:  # connections are shared with the parent: ending them here would end them there
+            return
+        for comm in self._comms.values():
+            comm.close()
+        self._comms.clear()

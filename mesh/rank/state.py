@@ -1,0 +1,99 @@
+"""What a driver's rank has: its session, its values, what was shipped to it, and the calls that it has compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ...kernels.errors import MeshError, message
+from .. import wire
+from ..array import Array, meta
+from ..program import CompiledCall, PlannedCall, Program
+from ..trees import Packed
+from .local_values import LocalValues
+from .reloading import LoadedModules
+from .session import RankSession
+from .values import Values
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """Stands for a shipped object that this rank could not read, most often for a module that is not on its path."""
+
+    error: BaseException
+
+
+class RankState:
+    """A rank of a driver, between two tasks."""
+
+    def __init__(self, session: RankSession, mesh: Any):
+        self.session, self.mesh = session, mesh
+        self.values = Values(session.where())
+        self.modules = LoadedModules()
+        self._shipped: dict[str, Any] = {}
+        self._calls: dict[str, CompiledCall] = {}
+
+    def keep(self, key: str, packet: wire.Packet) -> None:
+        """Take a shipped object, under its key."""
+        if key in self._shipped:
+            self._calls.clear()  # what is shipped again is another object
+        try:
+            found = self.read(packet)
+            self.modules.notice()
+            self._shipped[key] = found.unpack() if isinstance(found, Packed) else found
+        except BaseException as error:
+            self._shipped[key] = _Unreadable(error)
+
+    def shipped(self, key: str) -> Any:
+        """The object shipped under a key, or the error that reading it gave."""
+        found = self._shipped[key]
+        if isinstance(found, _Unreadable):
+            raise found.error.with_traceback(None)
+        return found
+
+    def compiled(self, key: str) -> CompiledCall:
+        call = self._calls.get(key)
+        if call is None:
+            planned: PlannedCall = self.shipped(key)
+            program: Program = self.shipped(planned.program)
+            tree = self.shipped(planned.tree)
+            call = self._calls[key] = CompiledCall(self.session, self.mesh, program, tree, planned.plan)
+        return call
+
+    def free(self, values: tuple[int, ...], keys: tuple[str, ...]) -> None:
+        """Forget values and shipped objects that nothing in the driver refers to any more."""
+        if values:
+            self.values.free(values)
+        for key in keys:
+            self._shipped.pop(key, None)
+            self._calls.pop(key, None)
+
+    def forget_told(self) -> None:
+        """Have every call tell everything of its next results: the driver may not have heard of the last."""
+        for call in self._calls.values():
+            call.forget()
+
+    # -- meshes and values travel as names ----------------------------------------------------------------------------
+
+    def read(self, packet: wire.Packet) -> Any:
+        return wire.loads(packet, self._object_of)
+
+    def _object_of(self, name: Any) -> Any:
+        if name[0] == "mesh":
+            return self.mesh
+        _, call, index, shape = name
+        (tensor,), (spec,) = self.values.gather((call, index, index + 1))
+        about = meta(tuple(shape), tensor.dtype, spec)
+        return Array(self.mesh, LocalValues(self.session, [tensor], [about], name=(call, index)), 0)
+
+    def name_of(self, obj: Any) -> Any:
+        if isinstance(obj, Array):
+            name = getattr(obj._source, "name", None)
+            if name is None:
+                raise MeshError(
+                    message(
+                        "an Array made on a rank cannot be returned from mesh.run", remedy="return its local tensor"
+                    )
+                )
+            return ("array", *name)
+        return ("mesh",) if isinstance(obj, type(self.mesh)) else None

@@ -1,0 +1,91 @@
+"""What a driver's rank does for each kind of task: a function of its state and the message, giving the answer.
+
+A function returns the message that answers, and its content if it has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .. import agreement, protocol, wire
+from ..ambient import under
+from ..region import Region, inside, reseed
+from ..replication.values import Check
+from .state import RankState
+
+Answer = tuple[protocol.Message, Any]
+
+
+def call_program(state: RankState, task: protocol.CallProgram, packet: wire.Packet) -> Answer:
+    call = state.compiled(task.call)
+    tensors, specs = state.values.gather(task.arrays)
+    others = state.read(packet) if task.values is None else task.values
+    outcome = call(call.together(tensors, others), specs, task.key, check=Check(task.check))
+    _keep(state, task.out, outcome.leaves, outcome.metas)
+    if outcome.unchanged:
+        return protocol.Unchanged(task.number, outcome.prints), None
+    data = agreement.encode(outcome.treedef, outcome.metas)
+    return protocol.Metadata(task.number, data, lasting=True, prints=outcome.prints), None
+
+
+def _keep(state: RankState, out: int, leaves: list[Any], metas: list[agreement.OutputMeta]) -> None:
+    kept = [(leaf, about.spec) for leaf, about in zip(leaves, metas, strict=True) if about.spec is not None]
+    state.values.keep(out, [leaf for leaf, _ in kept], [spec for _, spec in kept])
+
+
+def call_function(state: RankState, task: protocol.CallFunction, packet: wire.Packet) -> Answer:
+    settings, arguments = state.read(packet)
+    region = Region(state.session, task.key, state.mesh)
+    reseed(region, state.session.rank)
+    with inside(region), under(settings):
+        return protocol.Answer(task.number), state.shipped(task.function)(*arguments)
+
+
+def pass_through(state: RankState, task: protocol.PassThrough, packet: wire.Packet) -> Answer:
+    return protocol.Answer(task.number), None
+
+
+def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) -> Answer:
+    layout, rank = state.session.layout, state.session.rank
+    kept = []
+    for tensor, spec in zip(state.read(packet), task.specs, strict=True):
+        # Nobody else holds what came with the task, so that it need not be copied whole.
+        local = layout.take(tensor, spec, rank) if spec.entries or tensor.requires_grad else tensor
+        kept.append(state.session.placed(local))
+    state.values.keep(task.out, kept, list(task.specs))
+    return protocol.Answer(task.number), None
+
+
+def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet) -> Answer:
+    treedef, leaves, metas = state.shipped(task.reader)(state.session, *task.arguments)
+    _keep(state, task.out, leaves, metas)
+    return protocol.Metadata(task.number, agreement.encode(treedef, metas), lasting=False), None
+
+
+def fetch_value(state: RankState, task: protocol.FetchValue, packet: wire.Packet) -> Answer:
+    (tensor,), _ = state.values.gather((task.call, task.index, task.index + 1))
+    found = tensor.cpu()
+    state.session.check()  # a GPU that was stopped has left anything in it
+    return protocol.Answer(task.number), found
+
+
+def store_value(state: RankState, task: protocol.StoreValue, packet: wire.Packet) -> Answer:
+    state.values.store(task.call, task.index, state.session.placed(state.read(packet)), task.spec)
+    return protocol.Answer(task.number), None
+
+
+def reload_modules(state: RankState, task: protocol.ReloadModules, packet: wire.Packet) -> Answer:
+    return protocol.Answer(task.number), state.modules.reload(task.names)
+
+
+DO: dict[type, Callable[[RankState, Any, wire.Packet], Answer]] = {
+    protocol.CallProgram: call_program,
+    protocol.CallFunction: call_function,
+    protocol.PassThrough: pass_through,
+    protocol.PutValues: put_values,
+    protocol.FillValues: fill_values,
+    protocol.FetchValue: fetch_value,
+    protocol.StoreValue: store_value,
+    protocol.ReloadModules: reload_modules,
+}

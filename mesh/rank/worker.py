@@ -1,0 +1,201 @@
+"""The main loop of a driver's rank: take a message from the socket, do what it says, answer.
+
+Tasks run in the order in which they were sent. After a failed region everything already sent is refused until the
+driver, which has waited for all ranks to fall quiet, opens the next generation; a task that this rank runs for itself
+fails for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from types import FrameType
+from typing import Any
+
+from ...kernels.errors import Aborted
+from ...kernels.processes import Owned
+from .. import protocol, wire
+from ..display.bars import BarState
+from ..failure import capture
+from .interrupts import uninterrupted
+from .state import RankState
+from .tasks import DO
+
+IMPORT_SECONDS = 0.05  # until a task that was importing is looked at again
+INTERRUPT_SECONDS = 0.3  # between two interrupts of one task: the first one's cleaning up is left in peace
+
+
+class Worker(Owned):
+    """Serves the driver at the other end of a socket."""
+
+    def __init__(self, state: RankState, connection: socket.socket):
+        super().__init__()
+        self._state, self._connection = state, connection
+        self._receiver = wire.Receiver(connection)
+        self._unread: deque[wire.Packet] = deque()  # has come, and is yet to be handled
+        self._questions = 0
+        self._failed = self._running = False
+        self._interrupted_at = 0.0
+        self._task = 0
+        self._sending = threading.Lock()
+
+    def serve(self) -> None:
+        """Until the driver says that this is enough, or goes."""
+        self._send(protocol.Ready())
+        while True:
+            while self._unread:
+                if not self._handle(self._unread.popleft()):
+                    return
+            packets = self._receiver.receive(block=True)
+            if packets is None:
+                return
+            self._unread.extend(packets)
+
+    def _handle(self, packet: wire.Packet) -> bool:
+        """Do what a packet asks for; whether to go on."""
+        state, said = self._state, protocol.decode(packet.head)
+        if isinstance(said, protocol.Task):
+            state.free(said.freed, said.forgotten)
+            self._run(said, packet)
+        elif isinstance(said, protocol.Ship):
+            state.keep(said.key, packet)
+        elif isinstance(said, protocol.Free):
+            state.free(said.values, said.keys)
+        elif isinstance(said, protocol.Renew):
+            self._failed = False
+            state.forget_told()
+            state.session.renew(said.generation)
+        elif isinstance(said, protocol.SetSources):
+            remember_sources(said.lines)
+        elif isinstance(said, protocol.SetPath):
+            sys.path[:] = said.path
+        packet.close()
+        return not isinstance(said, protocol.Exit)
+
+    def _run(self, task: protocol.Task, packet: wire.Packet) -> None:
+        if self._failed:
+            self._send(protocol.Skipped(task.number))
+            return
+        state, self._task = self._state, task.number
+        try:
+            with state.session.region(task.region) if task.region else state.session.alone():
+                try:
+                    self._running = True
+                    message, content = DO[type(task)](state, task, packet)
+                finally:
+                    self._running = False
+            self._end_if_forked(0)
+            answer = self._packed(message, content)
+        except BaseException as error:
+            self._running = False
+            if self.foreign:
+                sys.excepthook(*sys.exc_info())
+                self._end_if_forked(1)
+            state.forget_told()
+            self._failed = bool(task.region) or isinstance(error, (Aborted, KeyboardInterrupt))
+            answer = self._packed(protocol.Failed(task.number), capture(error))
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        self._send_packet(answer)
+
+    def _end_if_forked(self, status: int) -> None:
+        """End a child that the task has forked, and that has come to the task's end: the rank itself answers."""
+        if self.foreign:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            os._exit(status)
+
+    def _packed(self, message: protocol.Message, content: Any) -> wire.Packet:
+        packet = wire.Packet(b"") if content is None else wire.dumps(content, self._state.name_of)
+        packet.head = protocol.encode(message)
+        return packet
+
+    def _send(self, message: protocol.Message) -> None:
+        self._send_packet(self._packed(message, None))
+
+    def _send_packet(self, packet: wire.Packet) -> None:
+        if self.foreign:
+            return
+        with contextlib.suppress(ConnectionError), self._sending:  # the driver is gone, and this process soon will be
+            wire.send(self._connection, packet)
+        packet.close()
+
+    def current_task(self) -> int:
+        return self._task
+
+    def report_bar(self, task: int, state: BarState) -> None:
+        """Tell the driver of a progress bar."""
+        self.report(protocol.Progress(task, state))
+
+    def report(self, message: protocol.Message) -> None:
+        """Tell the driver something on the way; half a message would be the end of the connection."""
+        with uninterrupted():
+            self._send(message)
+
+    def ask(self, text: str) -> str:
+        """A line from the driver's terminal, for a debugger that has written `text`; empty at the end of its input."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self._questions += 1
+        with uninterrupted():
+            self._send(protocol.DebuggerPrompt(self._questions, text))
+        readable = select.poll()
+        readable.register(self._connection, select.POLLIN)
+        while readable.poll():
+            with uninterrupted():  # half of what has come must not be lost
+                packets = self._receiver.receive(block=False)
+                if packets is None:
+                    break
+                lines = []
+                for packet in packets:
+                    said = protocol.decode(packet.head)
+                    if isinstance(said, protocol.DebuggerLine):
+                        lines.append(said)
+                    else:
+                        self._unread.append(packet)
+            for line in lines:
+                if line.number == self._questions:
+                    return line.text or ""
+        return ""
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """SIGINT: the driver's Ctrl-C, meant for the task that runs; between tasks there is nothing to stop."""
+        now = time.monotonic()
+        if not self._running or now - self._interrupted_at <= INTERRUPT_SECONDS:
+            return
+        if _is_importing(frame):
+            later = threading.Timer(IMPORT_SECONDS, self._interrupt_again, (self._task,))
+            later.daemon = True
+            later.start()
+            return
+        self._interrupted_at = now
+        raise KeyboardInterrupt
+
+    def _interrupt_again(self, task: int) -> None:
+        if self._running and self._task == task:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported: cut short, it leaves others behind that can never be imported again."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def remember_sources(sources: dict[str, list[str]]) -> None:
+    """Source lines of functions that were typed, not read from a file, for tracebacks."""
+    for name, lines in sources.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)

@@ -1,0 +1,125 @@
+"""The zygote: a process that has imported torch and run nothing, from which ranks are forked.
+
+Why: `import torch` costs seconds and a fork of it milliseconds; and a fork of the user's own process, in which
+torch's thread pool has run, would hang. Invariants: one thread here, ever; when the driver goes, by whatever death,
+so do the zygote and all its ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+
+from .. import protocol
+from . import process as rank_process  # and with it torch, which is what this process is for
+from .descriptors import receive, send
+
+_PR_SET_PDEATHSIG = 1
+# What torch imports at a rank's first backward pass, in a third of a second or more: here once, when the first ranks
+# run and no more are wanted, so that later ones (of other meshes, in the place of dead ones) have it.
+LATE = "torch.fx.experimental.symbolic_shapes"
+IDLE_SECONDS = 2.0
+
+
+def main(control_fd: int, driver_pid: int) -> None:
+    """Serve fork requests on the control socket until it closes."""
+    control = socket.socket(fileno=control_fd)
+    wake_read, wake_write = os.pipe()
+    for fd in (wake_read, wake_write):
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(wake_write)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    driver = os.pidfd_open(driver_pid)
+    _keep_shared()
+    children: set[int] = set()
+    control.sendall(b"R")
+    late = False
+    waiting = select.poll()  # select() takes no descriptors from 1024 on, and the driver may have many open
+    for fd in (control.fileno(), wake_read, driver):
+        waiting.register(fd, select.POLLIN)
+    while True:
+        readable = {fd for fd, _ in waiting.poll(1000 * IDLE_SECONDS if children and not late else None)}
+        if not readable:
+            importlib.import_module(LATE)
+            late = True
+            _keep_shared()
+        if driver in readable:
+            break
+        if wake_read in readable:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake_read, 4096)
+            _reap(control, children)
+        if control.fileno() in readable:
+            request, fds = receive(control)
+            if request is None:
+                break
+            pid = os.fork()
+            if pid == 0:
+                os.setpgid(0, 0)  # what its programs start ends with it
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _die_with_parent()
+                for fd in (control.detach(), wake_read, wake_write, driver):
+                    os.close(fd)
+                code = 1
+                try:
+                    rank_process.main(request, fds)
+                    code = 0
+                except BaseException:
+                    sys.excepthook(*sys.exc_info())
+                finally:
+                    with contextlib.suppress(Exception):
+                        sys.stdout.flush()
+                        sys.stderr.flush()
+                    os._exit(code)
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)  # whoever of the two comes first
+            children.add(pid)
+            for fd in fds:
+                os.close(fd)
+            pidfd = os.pidfd_open(pid)
+            send(control, protocol.Forked(pid), [pidfd])
+            os.close(pidfd)
+    for pid in children:
+        _end_group(pid)
+    os._exit(0)
+
+
+def _keep_shared() -> None:
+    """Have pages of long-lived objects stay shared with the ranks."""
+    gc.collect()
+    gc.freeze()
+
+
+def _die_with_parent() -> None:
+    zygote = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != zygote:
+        os._exit(1)
+
+
+def _end_group(pid: int) -> None:
+    """End a rank, and what it has started and left behind."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _reap(control: socket.socket, children: set[int]) -> None:
+    while children:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        children.discard(pid)
+        _end_group(pid)
+        send(control, protocol.Exited(pid, os.waitstatus_to_exitcode(status)), [])

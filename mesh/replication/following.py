@@ -1,0 +1,184 @@
+"""What the net of `replication` sees: every operation of torch below autograd and its transforms, and its numbers.
+
+`follow` runs a body under two of torch's modes. The one for dispatch sees forward, backward, views, in-place and `out=`
+operations alike, under torch.func and checkpointing too, and joins what each result was computed of. The one for
+functions sees Python numbers that tell a rank's place (`VaryingInt`), which are plain numbers further down.
+What leaves torch, `.item()` for one, is lost; comparing values finds that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...kernels.torch_private import DispatchMode, arguments, operation_name, storage, without_torch_function
+from ...kernels.word_key import word_key
+from ..region import current
+from .net import NOWHERE, Net, Varying, activate, joined, nbytes
+from .numbers import numbers_in
+
+# What these make has an input's shape and nothing of its values.
+_SHAPES_ONLY = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"}
+_SHAPES_ONLY |= {"new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "sym_size", "sym_numel"}
+_OVERWRITES = {"copy_", "fill_", "zero_", "random_", "normal_", "uniform_", "bernoulli_", "exponential_", "set_"}
+_OVERWRITES |= {"_foreach_copy_", "_foreach_zero_"}
+_PROBABILITIES = ("dropout_p", "dropout", "p")
+
+
+@contextlib.contextmanager
+def follow(net: Net | None) -> Iterator[None]:
+    """Follow what a `with` block computes."""
+    if net is None:
+        yield
+        return
+    with activate(net), _Operations(net), _Numbers(net):
+        yield
+
+
+class _Operations(DispatchMode):
+    def __init__(self, net: Net):
+        super().__init__()
+        self._net = net
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._net.paused:
+            return func(*args, **kwargs)
+        with without_torch_function():
+            joins = _Join(self._net, func, args, kwargs)
+        result = func(*args, **kwargs)
+        with without_torch_function():
+            joins.settle(result)
+        return result
+
+
+class _Join:
+    """One operation: what it read and wrote, found before it runs."""
+
+    def __init__(self, net: Net, func: Any, args: tuple, kwargs: dict):
+        self._net = net
+        self._name, overload = operation_name(func)
+        self._by_index = self._name.startswith(("_foreach_", "_fused_"))
+        overwrites = self._name in _OVERWRITES or overload.endswith("out")
+        self.reads: list[tuple[Varying, list[Varying] | None]] = []  # of a list: each on its own as well
+        self.written: list[Any] = []
+        self._inputs: set[int] = set()
+        for index, argument in enumerate(arguments(func)):
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            if not isinstance(value, Tensor | list | tuple):
+                continue
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if (
+                written and argument.name != "state_steps"
+            ):  # counts, of which fused optimizers read nothing but themselves
+                self.written.append(value)
+            self._inputs.update(_key(tensor) for tensor in tensors_in(value))
+            if written and overwrites:
+                continue
+            if isinstance(value, Tensor):
+                self.reads.append((net.of(value), None))
+            else:
+                each = [joined(net.of(tensor) for tensor in tensors_in(item)) for item in value]
+                self.reads.append((joined(each), each))
+        if self._name == "native_batch_norm" and args[5]:  # training; the schema does not tell that these are written
+            self.written += [stat for stat in args[3:5] if stat is not None]
+        self._overwrites = overwrites
+        shapes_only = self._name in _SHAPES_ONLY
+        self._all = NOWHERE if shapes_only else joined(whole for whole, _ in self.reads)
+        if _draws(func, args, kwargs):
+            self._all = joined([self._all, _of_randomnumbers_in(net)])
+
+    def _at(self, index: int, count: int) -> Varying:
+        """What entry `index` of a list of `count` was computed of."""
+        if not self._by_index or self._all is NOWHERE:
+            return self._all
+        return joined(each[index] if each is not None and len(each) == count else whole for whole, each in self.reads)
+
+    def settle(self, result: Any) -> None:
+        net = self._net
+        for value in self.written:
+            items = list(value) if isinstance(value, list | tuple) else [value]
+            for index, item in enumerate(items):
+                for tensor in tensors_in(item):
+                    varying = self._at(index, len(items)) if isinstance(value, list | tuple) else self._all
+                    if self._overwrites and tensor.numel() * tensor.element_size() >= nbytes(tensor):
+                        net.made(tensor, varying)
+                    elif varying.origins or not self._overwrites:
+                        net.written(tensor, varying)
+        changed = {id(tensor) for value in self.written for tensor in tensors_in(value)}
+        outputs = list(result) if isinstance(result, list | tuple) else [result]
+        for index, item in enumerate(outputs):
+            for tensor in tensors_in(item):
+                if id(tensor) in changed:
+                    continue
+                varying = self._at(index, len(outputs))
+                if _key(tensor) in self._inputs:
+                    net.view(tensor, varying)
+                else:
+                    net.made(tensor, varying)
+
+
+def _key(tensor: Tensor) -> int:
+    return storage(tensor) or id(tensor)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an operation takes numbers from the generator that the region has seeded on each rank."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for index, argument in enumerate(arguments(func)):
+        value = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+        if argument.name == "generator" and value is not None:
+            return False  # the body's own, seeded with who knows what
+        if (argument.name in _PROBABILITIES and value == 0.0) or (argument.name in ("train", "training") and not value):
+            return False
+    region = current()
+    return region is None or torch.default_generator.initial_seed() == word_key("rng", *region.random)
+
+
+def _of_randomnumbers_in(net: Net) -> Varying:
+    region = current()
+    axes = net.axes if region is None else net.axes - region.alike
+    return Varying(dict.fromkeys(axes, "random numbers, which each rank draws for itself"))
+
+
+class _Numbers(TorchFunctionMode):
+    """Joins into what torch makes of a rank's number what that differs along."""
+
+    def __init__(self, net: Net):
+        super().__init__()
+        self._net = net
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        numbers = [*numbers_in(args), *numbers_in((kwargs or {}).values())]
+        if numbers and not self._net.paused:
+            with without_torch_function():
+                self._join(joined(number.varying for number in numbers), args, result)
+        return result
+
+    def _join(self, varying: Varying, args: Any, result: Any) -> None:
+        net = self._net
+        inputs = {_key(tensor) for tensor in tensors_in(list(args))}
+        if result is None and args and isinstance(args[0], Tensor):  # `x[i] = y`
+            net.written(args[0], varying)
+        for tensor in tensors_in(result):
+            if any(tensor is value for value in args):
+                net.written(tensor, varying)
+            elif _key(tensor) in inputs:
+                net.view(tensor, joined([net.of(tensor), varying]))
+            else:
+                net.made(tensor, joined([net.of(tensor), varying]))

@@ -1,0 +1,200 @@
+"""Along which axes of the mesh tensors differ: what the library knows of single tensors, and the net that follows all.
+
+A mark is a fact: this tensor differs along these axes, and along no others. It decides over which axes a gradient is
+summed, in every call. The net (`Net`) joins marks through everything that a body computes; it is there on a call whose
+replicas are compared, and finds a forgotten `psum` even where the values agree by chance. Example: the batch is marked
+{"data"}; `loss = (w * x).sum()` has joined it from `x`, and `psum(loss, "data")` has cleared it.
+Invariant: without a net nothing is followed, and a mark costs an attribute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...kernels.callsite import user_line
+from ...kernels.torch_private import base, keep_storage_apart, storage, version
+
+# -- marks -------------------------------------------------------------------------------------------------------------
+
+
+def mark(tensor: Any, axes: frozenset[str], origin: str = "") -> Any:
+    """Note that a tensor differs along `axes`, and is the same along all others; `origin` says why, for messages."""
+    tensor._spmd_axes = axes
+    tensor._spmd_version = version(tensor)
+    net = active()
+    if net is not None:
+        net.override(tensor, axes, origin)
+    return tensor
+
+
+def marked(tensor: Any) -> frozenset[str] | None:
+    """The axes that a tensor was marked with, or the one that it is a view of; None if nothing is known."""
+    axes = getattr(tensor, "_spmd_axes", None)
+    if axes is None:
+        axes = getattr(base(tensor), "_spmd_axes", None)
+    return axes
+
+
+def differs_over(tensor: Any) -> frozenset[str] | None:
+    """The axes of a tensor's own mark; None if it has none, or was changed in place since."""
+    axes = getattr(tensor, "_spmd_axes", None)
+    return axes if axes is None or getattr(tensor, "_spmd_version", None) in (None, version(tensor)) else None
+
+
+# -- the net -----------------------------------------------------------------------------------------------------------
+
+
+class Varying(NamedTuple):
+    """How a tensor may differ between ranks.
+
+    Attributes:
+        origins: by axis, what made it so first: `argument batch['x']`.
+        line: where the user's program last computed with it: `train.py:12`.
+    """
+
+    origins: dict[str, str]
+    line: str = ""
+
+    @property
+    def axes(self) -> frozenset[str]:
+        return frozenset(self.origins)
+
+    def without(self, axes: Iterable[str]) -> Varying:
+        gone = set(axes)
+        return self._replace(origins={name: why for name, why in self.origins.items() if name not in gone})
+
+
+NOWHERE = Varying({})
+
+
+def joined(parts: Iterable[Varying]) -> Varying:
+    """What was computed of several: varies along each axis that one of them varies along."""
+    origins: dict[str, str] = {}
+    for part in parts:
+        if part.origins:
+            origins = {**part.origins, **origins}
+    return Varying(origins, user_line()) if origins else NOWHERE
+
+
+class Net:
+    """The axes along which each tensor of one region may differ.
+
+    Most is known by storage, which views, detached tensors and what autograd saves have in common. A view of which more
+    or less is known than of the rest of its storage (one rank's rows of a whole tensor, a leaf of a bucket) has that
+    noted on itself, until it is changed in place.
+
+    Args:
+        sizes: of the mesh's axes; along one of size 1 nothing differs.
+    """
+
+    def __init__(self, sizes: dict[str, int]):
+        self.axes = frozenset(name for name, size in sizes.items() if size > 1)
+        self.asked = False
+        """Whether the body has asked for its place in the mesh, and so may do other things elsewhere."""
+        self._storages: dict[int, tuple[Any, Varying]] = {}  # which keep addresses from being used again
+        self._paused = 0
+
+    def of(self, tensor: Any) -> Varying:
+        """How a tensor may differ."""
+        own = getattr(tensor, "_spmd_varying", None)
+        if own is not None and own[0] is self and own[1] == version(tensor):
+            return own[2]
+        found = self._storages.get(storage(tensor))
+        return NOWHERE if found is None else found[1]
+
+    def override(self, tensor: Tensor, axes: frozenset[str], origin: str) -> None:
+        """Note exactly how a tensor differs, whatever is known of others in the same memory."""
+        before = self.of(tensor).origins
+        origins = {name: origin or before.get(name, "") for name in axes & self.axes}
+        self.note(tensor, Varying(origins, user_line() if origins else ""))
+
+    def note(self, tensor: Any, varying: Varying) -> None:
+        tensor._spmd_varying = (self, version(tensor), varying)
+
+    def view(self, tensor: Tensor, varying: Varying) -> None:
+        """Note how a tensor in the memory of another differs."""
+        if self.of(tensor).origins != varying.origins:
+            self.note(tensor, varying)
+
+    def made(self, tensor: Tensor, varying: Varying) -> None:
+        """Note how a tensor in memory of its own, or all of which was overwritten, differs."""
+        key = storage(tensor)
+        if not key:
+            self.note(tensor, varying)
+        elif varying.origins:
+            self._storages[key] = (keep_storage_apart(tensor), varying)
+        else:
+            self._storages.pop(key, None)
+
+    def written(self, tensor: Tensor, varying: Varying) -> None:
+        """Note what was written to a part of a tensor's memory."""
+        whole = joined([self.of(tensor), varying])
+        found = self._storages.get(storage(tensor))
+        self.made(tensor, whole if found is None else joined([found[1], whole]))
+
+    def result(self, tensor: Tensor, varying: Varying) -> None:
+        """Note exactly how a result of the library's own, which was made unfollowed, differs."""
+        self.note(tensor, varying)
+        if 2 * tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            self.made(tensor, varying)
+
+    def uncovered(self, tensor: Tensor, axes: frozenset[str]) -> tuple[tuple[str, ...], str] | None:
+        """Along which axes but these a result may differ, and why; None if along none."""
+        found = self.of(tensor).without(axes)
+        if not found.origins:
+            return None
+        origins = ", ".join(dict.fromkeys(found.origins.values()))
+        return tuple(sorted(found.axes)), f"comes of {origins}" + (f", computed at {found.line}" if found.line else "")
+
+    @property
+    def paused(self) -> bool:
+        return self._paused > 0
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Follow nothing for the length of a block: the library's own work, whose results it notes itself."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Of the whole of a tensor's storage; 0 if it has none."""
+    return tensor.untyped_storage().nbytes() if storage(tensor) else 0
+
+
+_nets = threading.local()
+
+
+def active() -> Net | None:
+    """The net of the region that runs on this thread, if its tensors are followed."""
+    return getattr(_nets, "net", None)
+
+
+@contextlib.contextmanager
+def activate(net: Net | None) -> Iterator[None]:
+    """Make `net` the active one."""
+    before = active()
+    _nets.net = net
+    try:
+        yield
+    finally:
+        _nets.net = before
+
+
+@contextlib.contextmanager
+def unfollowed() -> Iterator[None]:
+    """Pause the active net, if there is one."""
+    net = active()
+    if net is None:
+        yield
+    else:
+        with net.pause():
+            yield

@@ -1,0 +1,146 @@
+"""How far a program has got on a mesh: what its random numbers are keyed by, what failed, what it goes on from.
+
+It lives as long as the ranks that it is about: a mesh that is restarted begins with a new one. Checkpoints record it.
+Invariants: on launched ranks, which all run the whole script, it is the same on all of them; a call that failed and is
+made again has the number that it had, and so draws what it would have drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from ..kernels.errors import PeerLost
+
+RECENT_CALLS = 16  # more than are ever under way at once
+
+
+class Started(Protocol):
+    """What a call has started, which may fail later."""
+
+    failure: Any  # None unless it has
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Call:
+    """One call of an @spmd function; its number, from 1 on, is what its random numbers are keyed by."""
+
+    name: str
+    number: int
+    started: Started | None = None
+
+
+class RunState:
+    """One program's run on one mesh.
+
+    Attributes:
+        functions: name of an @spmd function that was called -> whether it is a data_parallel step.
+        settings: name of a data_parallel step -> what it was made with that is seen in the bits, each once.
+        resumed: what was restored, that the run goes on from.
+        failed: when somebody last saw a call fail (`time.monotonic`); None once the run has gone on, or was resumed.
+    """
+
+    def __init__(self) -> None:
+        self.functions: dict[str, bool] = {}
+        self.settings: dict[str, list[dict[str, Any]]] = {}
+        self.resumed: Any = None
+        self.failed: float | None = None
+        self._calls = self._runs = self._operations = 0
+        self._aside = False
+        self._last_called = ""  # the @spmd function called last, or the one that failed
+        self._seen: Started | None = None  # what failed then
+        self._recent: deque[Call] = deque(maxlen=RECENT_CALLS)
+        self._failed_calls: list[Call] = []  # whose numbers are for those that are made again
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """How many calls of @spmd functions and of `Mesh.run` there have been; set, the run goes on from there."""
+        return self._calls, self._runs
+
+    @position.setter
+    def position(self, position: tuple[int, int]) -> None:
+        if position != self.position:
+            self._recent.clear()
+            self._failed_calls.clear()
+        self._calls, self._runs = position
+
+    def begin_call(self, name: str, *, counted: bool) -> Call:
+        """An @spmd function is called: if it is the one that failed, the run goes on from where it was.
+
+        Args:
+            counted: its random numbers are keyed by its number, not by its batch.
+        """
+        if self._aside:
+            return Call(name, -self._operations)
+        if self.failed is not None:
+            self._fail_recent()
+        if self.failed is None or name == self._last_called:
+            self.failed, self._last_called = None, name
+        if not counted:
+            return Call(name, 0)
+        again = next((call for call in self._failed_calls if call.name == name), None)
+        if again is None:
+            self._calls += 1
+        else:
+            self._failed_calls.remove(again)
+        call = Call(name, self._calls if again is None else again.number)
+        self._recent.append(call)
+        return call
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is called within is no step of the program: the random numbers of its steps do not move."""
+        self._operations += 1
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
+
+    def fail_call(self, call: Call) -> None:
+        """A call has failed: the next one of this function is the same call made again."""
+        if call in self._recent:
+            self._recent.remove(call)
+            self._failed_calls = sorted([*self._failed_calls, call], key=lambda call: call.number)
+
+    def _fail_recent(self) -> None:
+        """The call whose failure was seen, and those after it that failed with it; nobody asked for those before."""
+        recent = [(call, call.started) for call in self._recent if call.started is not None]
+        first = next((index for index, (_, started) in enumerate(recent) if started is self._seen), 0)
+        for call, started in recent[first:]:
+            if started is self._seen or started.failure is not None:
+                self.fail_call(call)
+
+    def next_run(self) -> int:
+        """The number of this call of `Mesh.run` or `Mesh.submit`, from 1 on."""
+        self._runs += 1
+        return self._runs
+
+    def note_failure(self, started: Started | None = None) -> None:
+        """Somebody sees that a call, or something else that it `started`, has failed."""
+        self.failed, self._seen = time.monotonic(), started
+
+    def go_on(self) -> None:
+        """The run goes on from where it is, whatever has failed."""
+        self.failed = None
+        self._failed_calls.clear()
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What `Mesh.run` does within draws no random numbers, such as saving: those of other calls do not move.
+
+        Unless a rank is lost in it, its failure is none of the program's steps.
+        """
+        failed, runs = self.failed, self._runs
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, PeerLost | KeyboardInterrupt):
+                self.failed = failed
+            raise
+        finally:
+            self._runs = runs

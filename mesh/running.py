@@ -1,0 +1,114 @@
+"""`Mesh.run` and `Mesh.submit`: a function called on ranks as it is, whose result comes back whole."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from ..kernels.errors import MeshError, message
+from . import protocol, wire
+from .ambient import Ambient, ambient, under
+from .driver.session import DriverSession
+from .launch import launched
+from .rank.session import RankSession
+from .region import Region, current, generators, inside, reseed, restore_generators
+from .run_state import RunState
+
+
+class MeshView(Protocol):
+    """The mesh, as far as it is seen from here."""
+
+    seed: int
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def is_driver(self) -> bool: ...
+    @property
+    def driver(self) -> DriverSession: ...
+    @property
+    def session(self) -> RankSession: ...
+    @property
+    def run_state(self) -> RunState: ...
+
+
+def run(mesh: MeshView, fn: Callable[..., Any], args: tuple, ranks: Sequence[int] | None) -> list[Any]:
+    """Call `fn(*args)` on ranks: the results in rank order."""
+    chosen = _checked(mesh, ranks)
+    key = (mesh.seed, "run", mesh.run_state.next_run())
+    if mesh.is_driver:
+        if not chosen:
+            return []
+        driver, settings = mesh.driver, ambient()
+        function = driver.shipped.ship_function(fn).key
+        task = driver.submit(
+            functools.partial(protocol.CallFunction, function=function, key=key),
+            lambda: driver.content((settings, args), lambda: _named(args)),
+            ranks=chosen,
+            region=True,
+        )
+        return driver.wait(task).values()
+    rank, settings = mesh.session.rank, ambient()
+
+    def here() -> tuple[Any, list[bytes]]:
+        result = _call_here(mesh, fn, args, key, settings) if rank in chosen else None
+        mine = wire.to_bytes(result, lambda obj: ("mesh",) if isinstance(obj, type(mesh)) else None)
+        return result, mesh.session.comm().all_gather_bytes(mine)
+
+    result, everyone = launched.call(mesh.session, here)
+    return [result if peer == rank else wire.from_bytes(everyone[peer], lambda name: mesh) for peer in chosen]
+
+
+def submit(mesh: MeshView, fn: Callable[..., Any], args: tuple, rank: int) -> Future:
+    """Start `fn(*args)` on one rank."""
+    (chosen,) = _checked(mesh, [rank])
+    future: Future = Future()
+    future.set_running_or_notify_cancel()
+    if mesh.is_driver:
+        driver, settings = mesh.driver, ambient()
+        function = driver.shipped.ship_function(fn).key
+        key = (mesh.seed, "run", mesh.run_state.next_run())
+        driver.submit(
+            functools.partial(protocol.CallFunction, function=function, key=key),
+            lambda: driver.content((settings, args), lambda: _named(args)),
+            ranks=[chosen],
+            future=future,
+        )
+        return future
+    try:
+        future.set_result(run(mesh, fn, args, [chosen])[0])
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def _call_here(mesh: MeshView, fn: Callable[..., Any], args: tuple, key: tuple, settings: Ambient | None) -> Any:
+    state = generators()
+    region = Region(mesh.session, key, mesh)
+    reseed(region, mesh.session.rank)
+    try:
+        with inside(region), under(settings):
+            return fn(*args)
+    finally:
+        restore_generators(state)
+
+
+def _named(args: tuple) -> list[tuple[str, Any]]:
+    """A plain function's arguments, and what to call them in a message."""
+    return [(f"argument {index}", arg) for index, arg in enumerate(args)]
+
+
+def _checked(mesh: MeshView, ranks: Sequence[int] | None) -> list[int]:
+    if current() is not None:
+        raise MeshError(
+            message("mesh.run and mesh.submit were called inside a region", remedy="call the function directly there")
+        )
+    chosen = list(range(mesh.size)) if ranks is None else [int(rank) for rank in ranks]
+    for rank in chosen:
+        if not 0 <= rank < mesh.size:
+            raise MeshError(message("there is no such rank", got=rank, expected=f"0 to {mesh.size - 1}"))
+    if len(set(chosen)) < len(chosen):
+        raise MeshError(message("a rank is named twice", got=chosen, remedy="name each rank once"))
+    return chosen

@@ -1,0 +1,116 @@
+"""`check`: a step's types on a mesh of any size, in this process: shapes, specs, and a forgotten `psum`.
+
+The step runs as on the first rank and as on the last, on fake tensors, which have shapes and no values, under the net
+of `mesh.replication`. Its communicators only make shapes. Where it asks for a number it gets 1, and goes where that
+leads.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ._spmd import Spmd, spmd
+from .kernels.errors import SpecError, message
+from .kernels.torch_private import FakeTensors, PretendedNumbers
+from .mesh import trees
+from .mesh.agreement import OutputMeta, path_in, refuse_varying
+from .mesh.array import Array, meta
+from .mesh.program import CompiledCall
+from .mesh.rank.planned import PlannedSession
+from .mesh.replication.values import Check
+from .mesh.request import Request
+from .mesh.spec import RAGGED, REPLICATED, Layout
+
+
+class _PlannedMesh:
+    """A mesh without ranks, as far as arguments and bodies look at one."""
+
+    is_driver, device, backend = False, "cpu", "planned"
+
+    def __init__(self, layout: Layout):
+        self.layout, self.axes, self.size = layout, layout.axes, layout.size
+
+    def describe(self) -> str:
+        return f"Mesh({self.axes}), checked only"
+
+    def same_as(self, other: Any) -> bool:
+        return True
+
+
+def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
+    """What a step gives on a mesh of any size, or the error that it would raise there, without a rank.
+
+    >>> step = spmd(lambda x: psum(x.sum(), "data"), in_specs=P("data"))
+    >>> check(step, {"data": 4096}, torch.empty(8192, 3, device="meta"))
+    Meta(shape=(), dtype=torch.float32, spec=P())
+
+    Args:
+        step: what `spmd` returned, of whatever mesh, or a function for it.
+        axes: the axes and their sizes, as for `Mesh`.
+        args: as of a call; of tensors only shapes and dtypes count, so that they may be on torch's meta device.
+
+    Returns:
+        The tree of the results: for a tensor its global `shape` (-1 where ranks differ), `dtype` and `spec`.
+
+    Raises:
+        SpecError: a spec does not fit, a replicated result may differ between ranks. Whatever the step raises.
+
+    The step runs as on the first rank and as on the last. Values are not seen: a number that it takes out of a tensor
+    is 1.
+    """
+    for name, size in axes.items():
+        if not isinstance(size, int) or size < 1:
+            raise SpecError(message("check got a bad axis", got=f"{name!r}: {size!r}", expected="sizes of at least 1"))
+    wrapped: Spmd = step if isinstance(step, Spmd) else spmd(step)
+    mesh: Any = _PlannedMesh(Layout(tuple(axes.items())))
+    fakes = FakeTensors()
+    wanted = wrapped.request(mesh, trees.map(lambda leaf: _plain(leaf, fakes), args), {})
+    first = _run(wrapped, mesh, wanted, 0, fakes)
+    shapes = [[about.shape for about in first.metas]]
+    if mesh.size > 1:
+        last = _run(wrapped, mesh, wanted, mesh.size - 1, fakes)
+        if last.treedef != first.treedef:
+            got = f"{first.treedef} and {last.treedef}"
+            raise SpecError(
+                message(f"{wrapped.program.name} returns other trees on other ranks", got=got, where=mesh.describe())
+            )
+        shapes.append([about.shape for about in last.metas])
+    results = [
+        leaf if about.spec is None else _whole(mesh.layout, about, [each[index] for each in shapes])
+        for index, (leaf, about) in enumerate(zip(first.leaves, first.metas, strict=True))
+    ]
+    return trees.unflatten(first.treedef, results)
+
+
+def _plain(leaf: Any, fakes: FakeTensors) -> Any:
+    if isinstance(leaf, Array):
+        about = leaf.hint()
+        return fakes.empty(about.shape, about.dtype)
+    return fakes.like(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _run(step: Spmd, mesh: Any, wanted: Request, rank: int, fakes: FakeTensors) -> Any:
+    session = PlannedSession(mesh.layout, rank, mesh.describe())
+    call = CompiledCall(session, mesh, step.program, wanted.treedef, wanted.plan(None))
+    with warnings.catch_warnings(), fakes, PretendedNumbers():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # where memory may be shared
+        outcome = call(wanted.leaves, [], (0, "check"), check=Check.TYPES)
+    for index, about in enumerate(outcome.metas):
+        what = f"result {path_in(outcome.treedef, index)} of {step.program.name}"
+        refuse_varying(mesh.layout, about, what, mesh.describe())
+    return outcome
+
+
+def _whole(layout: Layout, about: OutputMeta, shapes: Sequence[tuple[int, ...]]) -> Any:
+    """The global value of which the first rank's and the last one's parts have these shapes."""
+    spec = about.spec or REPLICATED
+    sizes = [
+        size * layout.parts(spec.dim_axes(dim)) if all(shape[dim] == size for shape in shapes) else RAGGED
+        for dim, size in enumerate(shapes[0])
+    ]
+    assert about.dtype is not None
+    return meta(tuple(sizes), about.dtype, spec)

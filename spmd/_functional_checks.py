@@ -1,0 +1,59 @@
+"""What `functional` refuses: things that are no modules, and parameters under other names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .kernels.errors import SpecError, SpmdError, message
+
+
+def check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        hint = f"call it first, functional({module.__name__}(...))" if isinstance(module, type) else "pass a module"
+        raise SpecError(
+            message(
+                "functional got an unexpected type for argument 'module'",
+                expected="a torch.nn.Module",
+                got=repr(module) if isinstance(module, type) else type(module).__name__,
+                remedy=hint,
+            )
+        )
+    if any(isinstance(submodule, torch.jit.ScriptModule) for submodule in module.modules()):
+        raise SpmdError(
+            message("functional cannot empty a scripted module", remedy="pass the module from before torch.jit.script")
+        )
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise SpecError(
+                message(
+                    f"functional got a module whose {name!r} is not initialised yet",
+                    remedy="run the module once on a sample batch, so that its lazy layers learn their shapes",
+                )
+            )
+
+
+def check_names(argument: str, given: Any, expected: Mapping[str, Any]) -> None:
+    if not isinstance(given, Mapping):
+        raise SpecError(
+            message(
+                f"apply got an unexpected type for argument {argument!r}",
+                expected=f"a dictionary with the {len(expected)} names that functional returned",
+                got=type(given).__name__,
+            )
+        )
+    if given.keys() == expected.keys():
+        return
+    missing = [name for name in expected if name not in given]
+    extra = [name for name in given if name not in expected]
+    problem = f"misses {missing[0]!r}" if missing else f"has an unexpected {extra[0]!r}"
+    raise SpecError(
+        message(
+            f"argument {argument!r} of apply {problem}",
+            got=f"{len(missing)} missing: {missing[:5]}, {len(extra)} unexpected: {extra[:5]}",
+            remedy="pass the dictionary that functional returned, with every value under its own name",
+        )
+    )

@@ -1,0 +1,91 @@
+"""What launched ranks are about to save, compared before anything is written.
+
+Each rank runs the whole script, and one of them may have come to another tree, step or number to keep. Invariant: all
+ranks go on, or all raise the same error, which says which ranks differ in what.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from .._loader import Loader
+from ..kernels.errors import SpmdError, message
+from ..mesh import trees
+from ..mesh.array import Array
+from ..mesh.failure import ranks_text
+from ..mesh.mesh import Mesh
+from ..mesh.put import as_tensor, is_array
+
+SHOWN = 5  # of what differs
+
+
+def agree(mesh: Mesh, problem: Exception | None, asked: Mapping[str, Any], tree: Any) -> None:
+    """Raise what went wrong on a rank, or what the ranks differ in; called by all ranks of a launched mesh.
+
+    Args:
+        problem: why this rank can't save.
+        asked: the arguments of `save` by name.
+    """
+    mine = {**{name: repr(value) for name, value in asked.items()}, **_leaves(tree)}
+    digest = hashlib.sha256(repr(mine).encode()).hexdigest()
+    with mesh.run_state.uncounted():
+        everyones = mesh.run(_itself, (problem, digest))
+    for failed, _ in everyones:
+        if failed is not None:
+            raise failed
+    if len({digest for _, digest in everyones}) > 1:
+        with mesh.run_state.uncounted():
+            everyone = mesh.run(_itself, mine)
+        raise SpmdError(
+            message(
+                "the ranks do not agree on what to save",
+                got="; ".join(_differences(everyone)) or "the same leaves in another order",
+                where=mesh.describe(),
+                remedy="have all ranks call save with the same arguments, and leave out what differs between them",
+            )
+        )
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def _leaves(tree: Any) -> dict[str, str]:
+    leaves = trees.leaves(tree, is_leaf=is_array)
+    return {
+        f"leaf {path or 'the whole'}": _kind(as_tensor(leaf))
+        for path, leaf in zip(trees.paths(tree, is_leaf=is_array), leaves, strict=True)
+    }
+
+
+def _kind(leaf: Any) -> str:
+    """What the ranks must agree on; of times and other fractions the first rank's are saved."""
+    if isinstance(leaf, Array):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}, {leaf.spec}"
+    if isinstance(leaf, torch.Tensor):
+        kind = "" if leaf.layout is torch.strided else f", {leaf.layout}"
+        shape = "(nested)" if leaf.is_nested else list(leaf.shape)
+        return f"{str(leaf.dtype).removeprefix('torch.')}{shape}{kind}, a plain tensor{' on meta' * leaf.is_meta}"
+    if isinstance(leaf, Loader):
+        return f"a Loader at {leaf.state_dict()}"
+    if isinstance(leaf, bool | str | type(None)):
+        return repr(leaf)
+    if isinstance(leaf, int | np.integer):
+        return hex(leaf) if abs(int(leaf)) >> 64 else str(int(leaf))
+    return type(leaf).__name__
+
+
+def _differences(everyone: list[dict[str, str]]) -> list[str]:
+    found = []
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        groups: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(everyone):
+            groups.setdefault(theirs.get(name, "nothing"), []).append(rank)
+        if len(groups) > 1:
+            found.append(f"{name}: {', '.join(f'{what} on {ranks_text(ranks)}' for what, ranks in groups.items())}")
+    return [*found[:SHOWN], *([f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else [])]

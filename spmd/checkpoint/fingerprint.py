@@ -1,0 +1,214 @@
+"""What the bits of a run depend on besides its program: recorded in a checkpoint, compared when it is resumed.
+
+Of the checkpoints that a program restores, one is its run's own, and others may be a teacher's, or the best one:
+nothing says which. Invariant: random numbers move forwards only, so that a run that is stopped and resumed draws what
+it would have drawn; but after a call that failed they go back to what is restored, to run again from there. What the
+steps were made with is reported where it is as in none of the checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..kernels.callsite import warn
+from ..mesh.mesh import Mesh
+from ..mesh.run_state import RunState
+
+# Backends that combine in one order, in this library's own arithmetic.
+_IN_ORDER = ("shm", "gloo", "mpi")
+
+Position = tuple[int, int]  # as `RunState.position`
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Restored:
+    """A checkpoint: its folder, what its manifest tells of the run, how far that had got, and when it was restored."""
+
+    where: str
+    fingerprint: Mapping[str, Any]
+    position: Position | None
+    when: float
+
+
+@dataclasses.dataclass(slots=True)
+class Resumed:
+    """What a mesh goes on from.
+
+    Attributes:
+        restored: by fingerprint, the last restored last, each with the furthest position of its kind.
+        compared: names of the steps that have run since.
+    """
+
+    restored: dict[str, Restored] = dataclasses.field(default_factory=dict)
+    compared: set[str] = dataclasses.field(default_factory=set)
+
+    def add(self, one: Restored) -> None:
+        key = json.dumps(one.fingerprint, sort_keys=True)
+        before = self.restored.pop(key, None)
+        position = _furthest(other.position for other in (before, one) if other is not None)
+        self.restored[key] = dataclasses.replace(one, position=position)
+
+
+# What was restored as plain tensors since a step last ran, for the mesh that goes on with them.
+_unplaced = Resumed()
+
+
+def _furthest(positions: Iterable[Position | None]) -> Position | None:
+    known = [position for position in positions if position is not None]
+    return (max(calls for calls, _ in known), max(runs for _, runs in known)) if known else None
+
+
+# -- recorded ---------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(mesh: Mesh | None) -> dict[str, Any]:
+    """As far as it is known: without a mesh only what this process says."""
+    found: dict[str, Any] = {
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    return found if mesh is None else {**found, **_of_mesh(mesh)}
+
+
+def _of_mesh(mesh: Mesh) -> dict[str, Any]:
+    backend = "in order" if mesh.backend in _IN_ORDER else mesh.backend
+    return {"seed": mesh.seed, "threads": mesh.pinned_threads, "backend class": backend}
+
+
+def of_run(mesh: Mesh | None) -> dict[str, Any]:
+    """What a manifest tells of the run that saves: its fingerprint, its steps, and how far it has got.
+
+    Steps that have not run since the run was resumed are those of the checkpoint that it was resumed from.
+    """
+    if mesh is not None:
+        run = mesh.run_state
+        _go_on_unplaced(mesh, at_first=not any(run.functions.values()))
+        restored = [] if run.resumed is None else [*run.resumed.restored.values()]
+        ran = {name: list(seen) for name, seen in run.settings.items()}
+        steps = {**_steps_of(restored, but=ran), **ran}
+        run.go_on()  # from what is saved
+        return {"fingerprint": {**fingerprint(mesh), "steps": steps}, "position": run.position}
+    restored = [*_unplaced.restored.values()]
+    position = _furthest(one.position for one in restored)
+    if position is None:
+        return {"fingerprint": fingerprint(None)}
+    last = max(restored, key=lambda one: one.position or (-1, -1))
+    known = {name: value for name, value in last.fingerprint.items() if name in ("seed", "threads", "backend class")}
+    return {"fingerprint": {**fingerprint(None), **known, "steps": _steps_of(restored)}, "position": position}
+
+
+def _steps_of(restored: Iterable[Restored], but: Mapping[str, Any] | None = None) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for one in restored:
+        for name, made_with in one.fingerprint.get("steps", {}).items():
+            if name not in (but or {}):
+                seen = found.setdefault(name, [])
+                seen += [settings for settings in made_with if settings not in seen]
+    return found
+
+
+# -- resumed ----------------------------------------------------------------------------------------------------------
+
+
+def resume(mesh: Mesh | None, manifest: Mapping[str, Any], where: str) -> None:
+    """Have a mesh go on as a run that was saved; None is the one that next runs its first step."""
+    position = manifest.get("position")
+    position = None if position is None else (position[0], position[1])
+    one = Restored(where, manifest["fingerprint"], position, time.monotonic())
+    if mesh is None:
+        _unplaced.add(one)
+    else:
+        _go_on(mesh.run_state, [one])
+
+
+def _go_on(run: RunState, restored: list[Restored]) -> None:
+    """Forwards to the furthest of some checkpoints, or, after a call that failed, to where they are."""
+    failed, before = run.failed, run.position
+    since = [one for one in restored if one.position is not None and failed is not None and one.when > failed]
+    if since:
+        run.resumed, run.failed = Resumed(), None
+        restored, start = since, None
+    else:
+        start = before
+    if run.resumed is None:
+        run.resumed = Resumed(compared=set(run.settings))
+    for one in restored:
+        run.resumed.add(one)
+    run.position = _furthest([start, *(one.position for one in restored)]) or before
+    if run.position != before:  # its steps go on from there, also those that have run here before
+        run.resumed.compared.clear()
+
+
+def _go_on_unplaced(mesh: Mesh, *, at_first: bool, of_steps: bool = True) -> None:
+    """Take up what was restored as plain tensors: at the first call of a function, or after a call that failed.
+
+    Args:
+        of_steps: also runs that have data_parallel steps, whose other calls are before or beside them.
+    """
+    failed = mesh.run_state.failed
+    waiting = {key: one for key, one in _unplaced.restored.items() if of_steps or one.fingerprint.get("steps") == {}}
+    if waiting and (at_first or (failed is not None and any(one.when > failed for one in waiting.values()))):
+        if mesh.run_state.resumed is None:  # else the mesh has been compared
+            _compare([*waiting.values()], _of_mesh(mesh), "")
+        _go_on(mesh.run_state, [*waiting.values()])
+    for key in waiting:
+        del _unplaced.restored[key]
+
+
+# -- compared ---------------------------------------------------------------------------------------------------------
+
+
+def begin_step(mesh: Mesh, name: str, settings: dict[str, Any] | None) -> None:
+    """Before an @spmd function is called: have the mesh go on with what was restored for it.
+
+    Args:
+        settings: what a data_parallel step was made with that is seen in the bits, which is noted, and compared with
+            that of the run resumed; None for other functions.
+    """
+    run = mesh.run_state
+    if _unplaced.restored:
+        _go_on_unplaced(mesh, at_first=name not in run.functions, of_steps=settings is not None)
+    run.functions[name] = run.functions.get(name, False) or settings is not None
+    if settings is None or name == "<lambda>":  # a name that all of them have
+        return
+    taken = run.resumed
+    if taken is not None and name not in taken.compared:
+        taken.compared.add(name)
+        steps = [
+            dataclasses.replace(one, fingerprint=made_with)
+            for one in taken.restored.values()
+            for made_with in one.fingerprint.get("steps", {}).get(name, [])
+        ]
+        _compare(steps, settings, f" of {name}")
+    seen = run.settings.setdefault(name, [])
+    if settings not in seen:
+        seen.append(settings)
+
+
+def _compare(restored: list[Restored], now: Mapping[str, Any], of: str) -> None:
+    """Warn if what is now is as in none of several checkpoints."""
+    if restored and all(_other(one.fingerprint, now) for one in restored):
+        last = restored[-1]
+        before = {f"{key}{of}": value for key, value in last.fingerprint.items()}
+        warn_if_other(before, {f"{key}{of}": value for key, value in now.items()}, last.where)
+
+
+def warn_if_other(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
+    """Say what differs of what both tell; the steps are compared when they run."""
+    other = _other({name: value for name, value in before.items() if name != "steps"}, now)
+    if other:
+        listed = "; ".join(f"{name}: {was}, now {is_}" for name, (was, is_) in other.items())
+        warn(
+            f"this run goes on from {where} under another fingerprint, so that its bits will differ from those of a "
+            f"run that never stopped ({listed})"
+        )
+
+
+def _other(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {name: (was, now[name]) for name, was in before.items() if name in now and now[name] != was}

@@ -1,0 +1,318 @@
+"""A directory of checkpoints: folders of safetensors files and a manifest, there in full or not at all.
+
+    runs/step-00000120/checkpoint.json            what is where, with a SHA-256 of every file and of itself
+    runs/step-00000120/rank-00000.safetensors     what each rank wrote; any reader of safetensors reads it
+
+Files are written beside their place, forced to disk and renamed, the folder last. Invariant: under its own name a
+folder is whole from the first moment on, and is never written to again; what `save` did not write is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+from ..kernels import processes
+from ..kernels.errors import SpecError, message
+from .manifest import MANIFEST, RANK_FILE, seal, unsealed
+from .schema import Invalid
+
+_NAME = re.compile(r"step-(\d+)")
+# Being written or removed ("tmp"), or whole and about to be replaced ("aside").
+_TEMPORARY = re.compile(r"\.(?P<of>step-\d+)\.(?P<kind>tmp|aside)-(?P<pid>\d+)-[0-9a-f]+-(?P<host>.*)")
+_PIECE = 1 << 20
+_HERE, _RENAME_EXCHANGE = -100, 2  # Linux's AT_FDCWD and RENAME_EXCHANGE
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
+# The names, which no two have alike, of folders that this process is writing into.
+_writing: set[str] = set()
+
+
+def is_name(name: str) -> bool:
+    """Whether a folder of this name is a checkpoint's."""
+    return _NAME.fullmatch(name) is not None
+
+
+def steps(path: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of what has a checkpoint's name in a directory, the latest first.
+
+    One that was set aside counts until another has its name.
+    """
+    found: dict[str, Path] = {}
+    aside: dict[str, Path] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for entry in path.iterdir():
+            if is_name(entry.name):
+                found[entry.name] = entry
+            elif (temporary := _TEMPORARY.fullmatch(entry.name)) and temporary["kind"] == "aside":
+                aside[temporary["of"]] = entry
+    return sorted(((int(name.partition("-")[2]), folder) for name, folder in {**aside, **found}.items()), reverse=True)
+
+
+def next_step(path: Path) -> int:
+    """The number after the last one there."""
+    return next((last + 1 for last, _ in steps(path)), 0)
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Whether there is anything of a checkpoint in a folder, whole or not.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    try:
+        names = os.listdir(folder)
+    except NotADirectoryError:
+        return False
+    except PermissionError:
+        return True
+    return MANIFEST in names or any(map(RANK_FILE.fullmatch, names))
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether `save` made it, and may remove it."""
+    with contextlib.suppress(FileNotFoundError):
+        return not folder.is_symlink() and holds_checkpoint(folder)
+    return False
+
+
+def _check_replaceable(final: Path) -> None:
+    if os.path.lexists(final) and not is_ours(final):
+        raise SpecError(
+            message(
+                f"save cannot write {final}: something that is no checkpoint has this name",
+                got="a folder" if final.is_dir() else "a file",
+                remedy="move it elsewhere, or save with another step or path",
+            )
+        )
+
+
+def set_aside(final: Path) -> Path | None:
+    """Where a checkpoint is that was about to be replaced when its writer ended; None if it has its name."""
+    if os.path.lexists(final) or not final.parent.is_dir():
+        return None
+    return next(final.parent.glob(f".{final.name}.aside-*"), None)
+
+
+def put_back(path: Path) -> None:
+    """Give checkpoints back the names that writers, which are gone, took from them to replace them."""
+    for entry in path.glob(".step-*.aside-*"):
+        found = _TEMPORARY.fullmatch(entry.name)
+        if (
+            found
+            and entry.name not in _writing
+            and is_left_over(entry.name)
+            and not os.path.lexists(path / found["of"])
+        ):
+            with contextlib.suppress(OSError):  # where nothing may be written, it is read where it is
+                os.rename(entry, path / found["of"])
+
+
+def begin(path: Path, step: int) -> Path:
+    """A new folder to write a checkpoint into; what writers that are gone have left there is removed.
+
+    Raises:
+        SpecError: something else has the checkpoint's name.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    put_back(path)
+    _check_replaceable(path / f"step-{step:08d}")
+    for entry in path.glob(".step-*"):
+        found = _TEMPORARY.fullmatch(entry.name)
+        if found is None or entry.name in _writing or not is_left_over(entry.name):
+            continue
+        if found["kind"] == "tmp" or os.path.lexists(path / found["of"]):
+            remove(entry)
+    folder = path / _temporary(step)
+    _writing.add(folder.name)  # first, or another thread that begins would take it for left over
+    try:
+        folder.mkdir()
+    except BaseException:
+        _writing.discard(folder.name)
+        raise
+    return folder
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, renamed first, so that none is there in part."""
+    gone = folder.parent / _temporary(0)
+    with contextlib.suppress(OSError):
+        os.rename(folder, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def keep_last(path: Path, count: int, written: Path) -> None:
+    """Remove all checkpoints but the `count` written last, and nothing that is no checkpoint.
+
+    The one just `written` stays. One that can't be read doesn't count, and goes.
+    """
+    others = [folder for _, folder in steps(path) if folder != written and is_name(folder.name) and is_ours(folder)]
+    times = {folder: _written_at(folder) for folder in others}
+    others.sort(key=lambda folder: (times[folder] is not None, times[folder] or 0.0, folder.name), reverse=True)
+    for folder in others[sum(times[folder] is not None for folder in others[: count - 1]) :]:
+        remove(folder)
+
+
+def _written_at(folder: Path) -> float | None:
+    """When a checkpoint was written whose files are as long as it says; their checksums are not computed."""
+    try:
+        with open_plain(MANIFEST, folder) as file:
+            manifest, _ = unsealed(file.read())
+            when = os.fstat(file.fileno()).st_mtime
+        sizes = [(os.lstat(folder / about["file"]).st_size, about["bytes"]) for about in manifest["files"]]
+    except (OSError, Invalid):
+        return None
+    return when if all(size == expected for size, expected in sizes) else None
+
+
+def open_plain(name: str, folder: str | Path | int) -> Any:
+    """A plain file of a folder (a path, or an open one); nothing else that may have its name is waited for.
+
+    Raises:
+        Invalid: it is something else.
+    """
+    at = folder if isinstance(folder, int) else os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        number = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
+    finally:
+        if at is not folder:
+            os.close(at)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise Invalid("the file", "something else", "a plain file")
+    return os.fdopen(number, "rb", buffering=0)
+
+
+def _temporary(step: int) -> str:
+    return f".step-{step:08d}{_suffix()}"
+
+
+def _suffix(kind: str = "tmp") -> str:
+    return f".{kind}-{os.getpid()}-{secrets.token_hex(4)}-{processes.namespace()}"
+
+
+def is_left_over(name: str) -> bool:
+    """Whether the process that made a temporary folder is known to be gone; of another host's nothing is."""
+    found = _TEMPORARY.fullmatch(name)
+    if found is None:
+        return False
+    mine = (found["host"], int(found["pid"])) == this_process()
+    return mine or processes.gone(found["host"], int(found["pid"]))
+
+
+def this_process() -> tuple[str, int]:
+    """(namespace, pid), as `processes.gone` takes them."""
+    return processes.namespace(), os.getpid()
+
+
+def abandon(folder: Path) -> None:
+    """Remove a folder in which other ranks may still begin files."""
+    aside = folder.with_name(f"{folder.name.partition('.tmp-')[0]}{_suffix()}")
+    with contextlib.suppress(OSError):
+        folder.rename(aside)  # from now on they find no folder
+    for found in (folder, aside):
+        shutil.rmtree(found, ignore_errors=True)
+    _writing.discard(folder.name)
+
+
+def write(file: Path, data: bytes) -> dict[str, Any]:
+    """Write a file in pieces and force it to disk.
+
+    Raises:
+        OSError: what the file system says, with the file's name.
+    """
+    try:
+        with open(file, "xb", buffering=0) as out:
+            view = memoryview(data)
+            while len(view):
+                view = view[out.write(view[:_PIECE]) :]
+            os.fsync(out.fileno())
+    except OSError as error:
+        error.filename = str(file)  # which system calls on what is open do not know
+        raise
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def commit(folder: Path, path: Path, step: int, manifest: dict[str, Any], *, replace: bool) -> Path:
+    """Give a folder that is complete but for its manifest the checkpoint's name.
+
+    Args:
+        replace: take the place of a checkpoint of this step; else, where another writer was faster, the next number.
+    """
+    while True:
+        manifest = {**manifest, "step": step}
+        (folder / MANIFEST).unlink(missing_ok=True)
+        write(folder / MANIFEST, seal(manifest))
+        _sync(folder)
+        final = path / f"step-{step:08d}"
+        if replace:
+            _check_replaceable(final)
+        if _take_name(folder, final, replace=replace):
+            break
+        step = step if replace else max(next_step(path), step + 1)
+    _sync(path)
+    _writing.discard(folder.name)
+    return final
+
+
+def _take_name(folder: Path, final: Path, *, replace: bool) -> bool:
+    """Rename a folder; False if another writer was faster."""
+    if not os.path.lexists(final):
+        try:
+            os.rename(folder, final)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            return False
+        return True
+    if not replace or not _exchange(folder, final):
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    return True
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders, in one step where the system can (Linux's renameat2).
+
+    A folder can't be renamed over another. False if another writer has removed or replaced the other one meanwhile.
+    """
+    with contextlib.suppress(AttributeError):
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+            return True
+    # Not every file system can. Whoever looks for the old one, after a kill between the two, knows this name.
+    between = other.with_name(f".{other.name}{_suffix('aside')}")
+    _writing.add(between.name)
+    try:
+        try:
+            os.rename(other, between)
+        except FileNotFoundError:
+            return False
+        try:
+            os.rename(one, other)
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno in _TAKEN:
+                shutil.rmtree(between, ignore_errors=True)
+                return False
+            os.rename(between, other)
+            raise
+        os.rename(between, one)
+        return True
+    finally:
+        _writing.discard(between.name)
+
+
+def _sync(folder: Path) -> None:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

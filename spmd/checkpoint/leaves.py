@@ -1,0 +1,198 @@
+"""Leaves: the pieces that ranks write of a value, how they are put together and cut again, what `like` may have there.
+
+Invariants: a value is cut again only where every part is what it was when it was saved, or where the program says how;
+everywhere else it is whole on all ranks. A value never takes the place of one that the program could not use instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._loader import Loader
+from ..kernels.errors import SpecError, message
+from ..mesh import strides
+from ..mesh.array import Array
+from ..mesh.mesh import Mesh
+from ..mesh.spec import Layout, P
+from ..transforms import Sampler
+from .manifest import numbers_of, parts_of
+
+Entry = Mapping[str, Any]  # what a manifest says of a leaf
+_ALIGNED = 64  # a sharded optimizer's slices begin and end at multiples of this
+
+# -- written ----------------------------------------------------------------------------------------------------------
+
+
+def cut(array: Array) -> dict[str, Any]:
+    """What a manifest says of how an Array is cut: its spec, and for every dimension the sizes of the axes that do."""
+    spec = array.spec
+    if not spec.entries:
+        return {"spec": []}
+    return {"spec": list(spec.entries), "parts": _sizes(array.mesh.layout, spec)}
+
+
+def place_of(layout: Layout, spec: P, rank: int) -> int | list[int]:
+    """Which piece a rank holds: its number in every dimension, or, if only the first is cut, in that."""
+    place = [layout.part(rank, spec.dim_axes(dim)) for dim in range(len(spec.entries))]
+    return place[0] if len(place) == 1 else place
+
+
+def about(value: Tensor, whole: Sequence[int]) -> dict[str, Any]:
+    """What a manifest says of a value of this shape besides, which those know who hold (a part of) it."""
+    found: dict[str, Any] = {}
+    if not strides.is_standard(value):
+        layout = strides.joined(whole, value.shape, strides.dense(value.shape, value.stride()))
+        if layout != strides.standard(whole):
+            found["strides"] = list(layout)
+    if isinstance(value, torch.nn.Parameter) and not value.requires_grad:
+        found["frozen"] = True
+    elif value.requires_grad and value.is_leaf:
+        found["trainable"] = "parameter" if isinstance(value, torch.nn.Parameter) else "tensor"
+    return found
+
+
+# -- put together -----------------------------------------------------------------------------------------------------
+
+
+def whole(entry: Entry, pieces: Sequence[tuple[int | list[int], Tensor]]) -> Tensor:
+    """The value of a leaf, from its places and pieces, which fit together."""
+    if entry["dtype"].startswith("complex"):
+        pieces = [(place, torch.view_as_complex(piece)) for place, piece in pieces]
+    if len(pieces) == 1 and "strides" not in entry:
+        return pieces[0][1]
+    shape = entry["shape"]
+    extents: list[dict[int, int]] = [{} for _ in shape]
+    for place, piece in pieces:
+        for known, number, size in zip(extents, numbers_of(place), piece.shape, strict=False):
+            known[number] = size
+    out = torch.empty_strided(shape, entry.get("strides") or strides.standard(shape), dtype=pieces[0][1].dtype)
+    for place, piece in pieces:
+        starts = [sum(map(known.__getitem__, range(n))) for known, n in zip(extents, numbers_of(place), strict=False)]
+        index = [slice(start, start + size) for start, size in zip(starts, piece.shape, strict=False)]
+        out[tuple(index)].copy_(piece)
+    return out
+
+
+def marked(entry: Entry, tensor: Tensor) -> Tensor:
+    """The tensor as the parameter that it was, if it was one."""
+    if entry.get("frozen"):
+        return torch.nn.Parameter(tensor, requires_grad=False)
+    if trainable := entry.get("trainable"):
+        return torch.nn.Parameter(tensor) if trainable == "parameter" else tensor.requires_grad_()
+    return tensor
+
+
+# -- cut again --------------------------------------------------------------------------------------------------------
+
+
+def spec_on(mesh: Mesh, entry: Entry, wanted: Any) -> P:
+    """How to cut a value on this mesh: as `like`'s Array is, or else as it was, if that makes the same parts there."""
+    saved = P(*[tuple(one) if isinstance(one, list) else one for one in entry["spec"]])
+    if isinstance(wanted, Array) and _suits(mesh, entry, wanted.spec, saved, wanted):
+        return wanted.spec
+    # Slices of a sharded optimizer are of no use to another number of ranks.
+    return saved if _fits(mesh, entry, saved) and _is_cut_alike(mesh, entry, saved) else P()
+
+
+def _suits(mesh: Mesh, entry: Entry, spec: P, saved: P, wanted: Array) -> bool:
+    """Whether to cut a value as an Array of `like` is cut: if it is cut into the same parts here."""
+    if tuple(entry["shape"]) != tuple(wanted.shape) or not _fits(mesh, entry, spec):
+        return False
+    if _sizes(mesh.layout, spec) != _sizes(wanted.mesh.layout, spec):
+        return False
+    # Over several axes a sharded optimizer lays out its state by their sizes, whatever the length of the whole.
+    several = any(len(spec.dim_axes(dim)) > 1 for dim in range(len(spec.entries)))
+    return spec != saved or not several or _is_cut_alike(mesh, entry, saved)
+
+
+def _fits(mesh: Mesh, entry: Entry, spec: P) -> bool:
+    try:
+        mesh.layout.check_shape(tuple(entry["shape"]), spec)
+    except SpecError:
+        return False
+    return True
+
+
+def _is_cut_alike(mesh: Mesh, entry: Entry, saved: P) -> bool:
+    return _sizes(mesh.layout, saved) == entry.get("parts", [])
+
+
+def _sizes(layout: Layout, spec: P) -> list[list[int]]:
+    axes = layout.axes
+    return [[axes[name] for name in spec.dim_axes(dim)] for dim in range(len(spec.entries))]
+
+
+# -- compared with `like` ---------------------------------------------------------------------------------------------
+
+
+def check_alike(path: str, entry: Entry, leaf: Any) -> None:
+    """Compare what a manifest says of a leaf with that of `like`.
+
+    Raises:
+        SpecError: they differ in shape, dtype or kind.
+    """
+    here, there = _kind(leaf), _kind_saved(entry)
+    if "tensor" in (here, there) and {here, there} <= {"tensor", "number"}:
+        # A count or a loss is a number before the first step, and a tensor after it.
+        if here == there or (tuple(leaf.shape) if here == "tensor" else tuple(entry["shape"])) == ():
+            return _check_tensor(path, entry, leaf) if here == there else None
+    elif here == there or (there == "None" and here in ("number", "string")):
+        return None
+    what = f"{there} of shape {tuple(entry['shape'])}" if there == "tensor" else there
+    raise _differs("kind", path, what, f"{here} of shape {tuple(leaf.shape)}" if here == "tensor" else here)
+
+
+def _check_tensor(path: str, entry: Entry, leaf: Any) -> None:
+    if tuple(entry["shape"]) != tuple(leaf.shape) and not _is_padded_alike(entry, leaf):
+        raise _differs("shape", path, tuple(entry["shape"]), tuple(leaf.shape))
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    if entry["dtype"] != dtype:
+        raise _differs("dtype", path, entry["dtype"], dtype)
+
+
+def _is_padded_alike(entry: Entry, leaf: Any) -> bool:
+    """Whether both may be the same state of a sharded optimizer, padded for different numbers of ranks."""
+    if len(entry["shape"]) != 1 or len(leaf.shape) != 1:
+        return False
+    is_cut = isinstance(leaf, Array) and bool(leaf.spec.entries)
+    if not entry["spec"] and not is_cut:
+        return False
+    one, other = entry["shape"][0], leaf.shape[0]
+    if one % _ALIGNED or other % _ALIGNED:
+        return False
+    padding = _ALIGNED * math.prod(parts_of(entry))
+    padding_here = _ALIGNED * (leaf.mesh.layout.parts(leaf.spec.dim_axes(0)) if is_cut else 1)
+    return one - padding < other and other - padding_here < one  # there is a length that both are padded from
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor | Array):
+        return "tensor"
+    if isinstance(leaf, bool | int | float | np.generic):
+        return "number"
+    return "string" if isinstance(leaf, str) else type(leaf).__name__
+
+
+def _kind_saved(entry: Entry) -> str:
+    kinds = {"tensor": "tensor", "loader": Loader.__name__, "sampler": Sampler.__name__}
+    found = next((kind for name, kind in kinds.items() if name in entry), None)
+    if found is not None:
+        return found
+    return "None" if entry["value"] is None else _kind(entry["value"])
+
+
+def _differs(what: str, path: str, saved: Any, wanted: Any) -> SpecError:
+    return SpecError(
+        message(
+            f"like has another {what} than the checkpoint for {path}",
+            got=f"{saved} in the checkpoint",
+            expected=wanted,
+            remedy="make the program's state as it was when it was saved, or leave this out of like",
+        )
+    )

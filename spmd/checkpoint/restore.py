@@ -1,0 +1,160 @@
+"""`restore`: the last checkpoint that is whole, on a mesh of any size or as plain tensors.
+
+Invariant: nothing of a checkpoint is used before all of its files were found to be what was written, and launched ranks
+go on from the same one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from .._loader import Loader
+from ..kernels.callsite import warn
+from ..kernels.errors import message
+from ..mesh import trees
+from ..mesh.array import Array
+from ..mesh.mesh import Mesh
+from ..mesh.put import is_array, put
+from ..mesh.region import current
+from . import leaves
+from . import tree as described
+from .fingerprint import fingerprint, resume, warn_if_other
+from .read import Damaged, Gone, Opened, open_last
+from .write import failures
+
+# How often launched ranks look for the same checkpoint, and how long they wait in between for their file systems.
+TRIES = 5
+PAUSE_SECONDS = 0.2
+
+
+def restore(path: str | os.PathLike, *, like: Any = None, mesh: Mesh | None = None) -> Any:
+    """Read the last checkpoint that `save` wrote to a directory, or the one whose folder is given.
+
+    A damaged one, and one that could not be written in the background, is named in a warning, and the one before it is
+    read. The mesh goes on with the random numbers of the run that was saved, if that has got further than the mesh;
+    after a call that failed it goes back to them. All launched ranks of a mesh call it; they go on from what the first
+    one finds.
+
+    Args:
+        path: as given to `save`, or the folder of one checkpoint.
+        like: a tree such as was saved, needed where that had named tuples or other classes, which are taken from it.
+            `Loader`s in it are set to the position that was saved, and a loop over one goes on from there. Dicts in it,
+            within whatever classes, may have fewer entries, and all come back; or more, where the dict that was saved
+            had none. Its tensors must have the shapes and dtypes of those that were saved; None in it stands for
+            anything, a whole tree of dicts, lists and tuples, too.
+        mesh: place tensors on this mesh, of whatever size: cut as an Array of `like` there is, or else as they were if
+            its axes have the sizes that cut them, else replicated. None gives plain tensors, or places them where
+            `like` has Arrays.
+
+    Returns:
+        The tree; without `like` of dicts, lists and tuples, with a state dictionary for a `Loader`. Tensors have the
+        strides that they had, but for gaps and overlaps, and are parameters, and trainable, if they were; their memory
+        is their own, whatever becomes of the files.
+
+    Raises:
+        SpecError: `like` is of another structure, or a leaf of another shape, dtype or kind. SpmdError: there is no
+            checkpoint, or none that is whole, or that all ranks see; the message names the files.
+    """
+    path = Path(path).absolute()
+    for directory in (path, path.parent):
+        for error in failures(directory):
+            warn(f"a checkpoint could not be written in the background ({type(error).__name__}: {error})")
+    placed = mesh or _mesh_of(like)
+    opened, problems = _open(path, placed)
+    with opened:
+        for problem in problems:
+            warn(f"{problem}; going on from {opened.folder}")
+        return _read(opened, like, mesh, placed)
+
+
+def _open(path: Path, mesh: Mesh | None) -> tuple[Opened, list[str]]:
+    if mesh is None or mesh.is_driver or current() is not None:
+        return open_last(path)
+    return _open_together(path, mesh)
+
+
+def _open_together(path: Path, mesh: Mesh) -> tuple[Opened, list[str]]:
+    """On launched ranks, whose file systems may show them different things: the first one's choice, or an error."""
+    for number in range(TRIES):
+        time.sleep(PAUSE_SECONDS if number else 0)
+        mine: Opened | Exception | None = None
+        chosen: Any = None
+        try:
+            if mesh.rank == 0:
+                mine, chosen = _chosen(path)
+            with mesh.run_state.uncounted():
+                chosen = mesh.run(_itself, chosen)[0]
+            if isinstance(chosen, Exception):
+                raise chosen
+            name, digest, folder, problems = chosen
+            if mine is None:
+                mine = _same(path / name, digest)
+            with mesh.run_state.uncounted():
+                wrong = mesh.run(_itself, str(mine) if isinstance(mine, Exception) else None)
+        except BaseException:
+            if isinstance(mine, Opened):
+                mine.close()
+            raise
+        if isinstance(mine, Opened):
+            if not any(wrong):
+                return mine, problems
+            mine.close()
+    raise Damaged(
+        message(
+            "the ranks do not see the same checkpoint",
+            got="; ".join(f"on rank {rank}: {text}" for rank, text in enumerate(wrong) if text),
+            expected=f"{folder} as the first has it",
+            remedy="give all ranks the same file system, and let nobody write there meanwhile",
+        )
+    )
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def _chosen(path: Path) -> tuple[Opened | None, Any]:
+    """The first rank's choice, and what the others hear of it: name, digest, folder and problems, or what failed."""
+    try:
+        opened, problems = open_last(path)
+    except Exception as error:
+        return None, error
+    return opened, (os.path.relpath(opened.folder, path), opened.digest, str(opened.folder), problems)
+
+
+def _same(folder: Path, digest: str) -> Opened | Exception:
+    try:
+        opened = Opened(Path(os.path.normpath(folder)))
+    except (Damaged, Gone) as error:
+        return error
+    if opened.digest == digest:
+        return opened
+    opened.close()
+    return Damaged(message(f"{folder} is another checkpoint", got=opened.digest[:12], expected=digest[:12]))
+
+
+def _read(opened: Opened, like: Any, mesh: Mesh | None, placed: Mesh | None) -> Any:
+    manifest, where = opened.manifest, str(opened.folder)
+    described.check(manifest["tree"], manifest["leaves"], like)
+    before, now = described.deals(manifest["leaves"], like)
+    warn_if_other({**manifest["fingerprint"], **before}, {**fingerprint(placed), **now}, where)
+    resume(placed, manifest, where)
+
+    def value(entry: dict[str, Any], wanted: Any) -> Any:
+        found = [(place, opened.tensor(file, name)) for place, file, name in manifest["pieces"][entry["key"]]]
+        tensor = leaves.marked(entry, leaves.whole(entry, found))
+        where = mesh or (wanted.mesh if isinstance(wanted, Array) else None)
+        return tensor if where is None else put(tensor, leaves.spec_on(where, entry, wanted), mesh=where)
+
+    return described.rebuild(manifest["tree"], manifest["leaves"], like, value)
+
+
+def _mesh_of(like: Any) -> Mesh | None:
+    """The mesh that a run goes on on, as far as `like` says."""
+    found = [] if like is None else trees.leaves(like, is_leaf=is_array)
+    of_arrays = (leaf.mesh for leaf in found if isinstance(leaf, Array))
+    of_loaders = (leaf.mesh for leaf in found if isinstance(leaf, Loader) and leaf.mesh is not None)
+    return next(of_arrays, None) or next(of_loaders, None)

@@ -1,0 +1,117 @@
+"""`save`: state that outlives its processes, written by the ranks that hold it, to be read by any number of them.
+
+Values never change, so that a checkpoint in the background only has to hold on to them. Invariant: whatever happens to
+the writer, the checkpoints that are there stay as they are, and what is read is what was written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._loader import Loader
+from ..kernels.errors import MeshError, SpecError, message
+from ..mesh import trees
+from ..mesh.array import Array
+from ..mesh.mesh import Mesh, nearest
+from ..mesh.put import is_array
+from ..mesh.region import current
+from . import tree as described
+from .agreement import agree
+from .fingerprint import of_run
+from .write import Saved, Writing, raise_failure, start
+
+
+def save(
+    path: str | os.PathLike,
+    tree: Any,
+    *,
+    step: int | None = None,
+    keep: int | None = None,
+    background: bool = False,
+) -> Future:
+    """Write a checkpoint, `path/step-00000120` for step 120: there in full, or not at all.
+
+    Every rank writes the shards that it holds (of what all hold, its share) to a safetensors file of its own. On
+    launched ranks all call it, with a path that all of them see.
+
+    Args:
+        path: a directory, made if need be.
+        tree: of tensors, Arrays, numbers, strings, None, `Loader`s (their positions) and `Sampler`s.
+        step: the number that the checkpoint is named by, where it takes the place of one that is there; None is the
+            one after the last there, and never one that another program or thread has taken meanwhile.
+        keep: remove all but the last so many checkpoints afterwards; what is no checkpoint stays.
+        background: return at once, and write while the program goes on. What went wrong is raised by `result()` of
+            what is returned, or else by the next `save` to this path, by the mesh when it closes, or printed when the
+            program ends; `restore` from this path says it in a warning. All of them wait for it.
+
+    Returns:
+        A future of the checkpoint's folder; without `background` it is there.
+
+    Raises:
+        SpecError: a leaf cannot be saved, or something that is no checkpoint has the checkpoint's name. OSError: what
+            the file system says, of a full disk for one, with the file's name. The checkpoints that were there before
+            are as they were. SpmdError: launched ranks do not agree on what to save; it says which differ in what.
+            Launched ranks all raise what one of them does.
+    """
+    if current() is not None:
+        raise MeshError(message("save was called inside a region", remedy="save what the step returns"))
+    path = Path(path).absolute()
+    leaves, _ = trees.flatten(tree, is_leaf=is_array)
+    mesh = _mesh_of(leaves)
+    writes = mesh is not None and (not mesh.is_driver or any(isinstance(leaf, Array) for leaf in leaves))
+    problem = _problem(path, step, keep)
+    if mesh is not None and not mesh.is_driver:
+        agree(mesh, problem, {"step": step, "keep": keep, "background": background}, tree)
+    elif problem is not None:
+        raise problem
+    step = None if step is None else int(step)
+    structure, entries, tensors = described.describe(tree)
+    manifest = {"tree": structure, "leaves": entries, **of_run(mesh)}
+    writing = Writing(path, step, keep, mesh if writes else None, manifest, tensors, background=background)
+    future = Saved()
+    try:
+        writing.start()
+        if background:
+            start(path, future, writing.finish)
+        else:
+            future.complete(writing.finish)
+    except Exception as error:
+        future.set_exception(error)
+        if background:
+            start(path, future)
+    if not background:
+        future.result()
+    elif mesh is not None:
+        mesh.at_close = [*(one for one in mesh.at_close if not one.done()), future]
+    return future
+
+
+def _problem(path: Path, step: Any, keep: int | None) -> Exception | None:
+    """Why nothing can be saved here: the arguments, or what went wrong in the background and nobody has seen."""
+    if keep is not None and keep < 1:
+        return SpecError(message("save got a bad keep", got=keep, expected="at least 1, or None"))
+    if step is not None and (not isinstance(step, int | np.integer) or isinstance(step, bool) or step < 0):
+        return SpecError(message("save got a bad step", got=repr(step), expected="a whole number from 0 on, or None"))
+    try:
+        raise_failure(path)
+    except Exception as error:
+        return error
+    return None
+
+
+def _mesh_of(leaves: Sequence[Any]) -> Mesh | None:
+    """The mesh of a run: that of its values, of its Loader, or the one that this process is a rank of."""
+    for leaf in leaves:
+        if isinstance(leaf, Array):
+            return leaf.mesh
+    for leaf in leaves:
+        if isinstance(leaf, Loader) and leaf.mesh is not None:
+            return leaf.mesh
+    here = nearest()
+    return None if here is None or here.is_driver else here

@@ -1,0 +1,267 @@
+"""Trees as a manifest tells of them: structure and leaves in JSON, and the tree again.
+
+What was saved says which leaves there are, `like` gives the classes. A state often has more entries when it is saved
+than when the program begins, since optimizers make theirs in the first step. Invariant: a dict comes back with the
+entries that it had when it was saved, within whatever classes it was.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .._loader import Loader
+from ..kernels.errors import SpecError, message
+from ..mesh import trees
+from ..mesh.array import Array
+from ..mesh.put import as_tensor, is_array
+from ..transforms import Sampler
+from . import leaves as values
+from .manifest import CODES, named_leaves
+from .schema import LONGEST_NUMBER, Invalid
+
+DICTS = (dict, collections.OrderedDict, collections.defaultdict)
+_NOTHING = object()  # what `like` has in the place of something that it does not know of
+
+# -- to JSON ----------------------------------------------------------------------------------------------------------
+
+
+def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
+    """(structure, an entry for each leaf, its tensors by key)."""
+    structure = structure_of(tree)
+    entries, tensors = [], {}
+    try:
+        places = list(named_leaves(structure))
+    except Invalid as error:
+        raise SpecError(
+            message("save got a tree that it cannot write", got=error.args[1], expected=error.args[2])
+        ) from None
+    for (path, key), leaf in zip(places, trees.leaves(tree, is_leaf=is_array), strict=True):
+        leaf = as_tensor(leaf)
+        entries.append({"key": key, "path": path, **_entry(leaf, path or "the whole")})
+        if isinstance(leaf, torch.Tensor | Array):
+            tensors[key] = leaf
+    return structure, entries, tensors
+
+
+def structure_of(node: Any) -> Any:
+    """A tree's structure.
+
+    >>> structure_of({"w": 1, "b": (2, [])})
+    {'dict': ['w', 'b'], 'of': ['leaf', {'tuple': ['leaf', {'list': []}]}]}
+    """
+    if type(node) in DICTS and all(isinstance(key, str | int) and not isinstance(key, bool) for key in node):
+        found = {"dict": list(node), "of": [structure_of(value) for value in node.values()]}
+        return found if type(node) is dict else {**found, "class": type(node).__name__}
+    if type(node) in (list, tuple):
+        return {type(node).__name__: [structure_of(value) for value in node]}
+    pieces, children, _ = _one_level(node)
+    if len(children) == 1 and children[0] is node:
+        return "leaf"
+    return {"class": type(node).__name__, "at": pieces, "of": [structure_of(child) for child in children]}
+
+
+def _entry(leaf: Any, path: str) -> dict[str, Any]:
+    """What a manifest says of a leaf."""
+    if isinstance(leaf, np.generic):
+        leaf = leaf.item()
+    if isinstance(leaf, torch.Tensor | Array):
+        _check_storable(leaf, path)
+        cut = values.cut(leaf) if isinstance(leaf, Array) else {"spec": []}
+        return {"tensor": True, "dtype": str(leaf.dtype).removeprefix("torch."), "shape": list(leaf.shape), **cut}
+    if isinstance(leaf, Loader):
+        return {"loader": leaf.state_dict(), "deals": leaf.settings}
+    if isinstance(leaf, Sampler):
+        names = [field.name for field in dataclasses.fields(leaf) if field.name != "_"]
+        return {"sampler": {name: getattr(leaf, name) for name in names}}
+    if isinstance(leaf, bool | float | str | None) or (isinstance(leaf, int) and leaf.bit_length() <= LONGEST_NUMBER):
+        return {"value": leaf}
+    if isinstance(leaf, int):
+        raise _unwritable(path, f"a number of {leaf.bit_length()} bits", f"at most {LONGEST_NUMBER}")
+    expected = "a tensor, an Array, a number, a string, None, a Loader or a Sampler"
+    raise _unwritable(path, type(leaf).__name__, expected)
+
+
+def _check_storable(leaf: Any, path: str) -> None:
+    if str(leaf.dtype).removeprefix("torch.") not in CODES and not getattr(leaf, "is_quantized", False):
+        raise _unwritable(path, f"a tensor of {leaf.dtype}", f"one of {', '.join(CODES)}")
+    if not isinstance(leaf, torch.Tensor):
+        return
+    if leaf.is_meta:
+        found, remedy = "a tensor without data", "give it values"
+    elif leaf.is_quantized:
+        found, remedy = "a quantized tensor", "save what dequantize() gives, and its scale"
+    elif leaf.is_nested:
+        found, remedy = "a nested tensor", "save what unbind() gives"
+    elif leaf.layout is not torch.strided:
+        found, remedy = f"a tensor of layout {leaf.layout}", "save what to_dense() gives"
+    else:
+        return
+    raise _unwritable(path, found, "a dense tensor", remedy)
+
+
+def _unwritable(path: str, got: str, expected: str, remedy: str = "") -> SpecError:
+    return SpecError(
+        message(f"save got a leaf that it cannot write, {path}", got=got, expected=expected, remedy=remedy)
+    )
+
+
+# -- and back ---------------------------------------------------------------------------------------------------------
+
+
+def check(structure: Any, entries: Sequence[Mapping[str, Any]], like: Any) -> None:
+    """Compare what was saved with `like`, before anything of the program's is changed.
+
+    Raises:
+        SpecError: `like` is of another structure, lacks a class, or has a leaf of another shape, dtype or kind.
+    """
+    if like is None:
+        if _has_classes(structure):
+            remedy = "pass like=, a tree of the classes that were saved"
+            raise SpecError(message("restore cannot make this tree alone", remedy=remedy))
+        return
+    saved = {entry["path"]: entry for entry in entries}
+    wanted = _by_path(like)
+    empty = list(_empty_dicts(structure, ""))
+    missing = [
+        path
+        for path, leaf in wanted.items()
+        if path not in saved
+        and not any(path.startswith(f"{where}[") for where in empty)
+        and not (leaf is None and any(other.startswith((f"{path}[", f"{path}.")) for other in saved))
+    ]
+    if missing:
+        raise SpecError(
+            message(
+                "like is of another structure than what was saved",
+                got=f"{missing[:5]} not in the checkpoint",
+                remedy="pass a tree like the one given to save",
+            )
+        )
+    _check_classes(structure, like, "")
+    for path, leaf in wanted.items():
+        if leaf is not None and path in saved:
+            values.check_alike(path or "the whole", saved[path], as_tensor(leaf))
+
+
+def rebuild(structure: Any, entries: Sequence[dict[str, Any]], like: Any, value: Callable[..., Any]) -> Any:
+    """The tree, with the classes of `like`, which was checked; `value(entry, like's leaf)` gives a tensor."""
+    wanted = {} if like is None else _by_path(like)
+    leaves = (_leaf(entry, wanted.get(entry["path"]), value) for entry in entries)
+    return _build(structure, leaves, _NOTHING if like is None else like, "")
+
+
+def deals(entries: Sequence[Mapping[str, Any]], like: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(before, now): what the batches depend on, of the `Loader`s that were saved and of those in `like`."""
+    before, now = {}, {}
+    saved = {entry["path"]: entry["deals"] for entry in entries if "deals" in entry}
+    for path, leaf in _by_path(like).items():
+        if isinstance(leaf, Loader) and path in saved:
+            before.update({f"{name} of the Loader {path}": value for name, value in saved[path].items()})
+            now.update({f"{name} of the Loader {path}": value for name, value in leaf.settings.items()})
+    return before, now
+
+
+def _by_path(like: Any) -> dict[str, Any]:
+    return dict(zip(trees.paths(like, is_leaf=is_array), trees.leaves(like, is_leaf=is_array), strict=True))
+
+
+def _leaf(entry: dict[str, Any], wanted: Any, value: Callable[..., Any]) -> Any:
+    if "tensor" in entry:
+        return value(entry, wanted)
+    if "loader" in entry:
+        if not isinstance(wanted, Loader):
+            return entry["loader"]
+        wanted.load_state_dict(entry["loader"])
+        return wanted
+    return Sampler(**entry["sampler"]) if "sampler" in entry else entry["value"]
+
+
+def _children(structure: Any) -> list[Any]:
+    if structure == "leaf":
+        return []
+    return structure["of"] if "of" in structure else structure["list"] if "list" in structure else structure["tuple"]
+
+
+def _has_classes(structure: Any) -> bool:
+    """Whether it takes `like` to build it again."""
+    return structure != "leaf" and ("class" in structure or any(map(_has_classes, _children(structure))))
+
+
+def _empty_dicts(structure: Any, path: str) -> Iterator[str]:
+    """Where dicts had no entries: before the first step an optimizer has none."""
+    if structure != "leaf" and structure.get("dict") == []:
+        yield path
+    for part, _, below in _within(structure, _NOTHING, path, strict=False):
+        yield from _empty_dicts(part, below)
+
+
+def _check_classes(structure: Any, like: Any, path: str) -> None:
+    for part, known, below in _within(structure, like, path):
+        _check_classes(part, known, below)
+
+
+def _build(structure: Any, leaves: Iterator[Any], like: Any, path: str) -> Any:
+    if structure == "leaf":
+        return next(leaves)
+    made = [_build(part, leaves, known, below) for part, known, below in _within(structure, like, path)]
+    if "dict" in structure:
+        items = zip(structure["dict"], made, strict=True)
+        if isinstance(like, collections.defaultdict):
+            return collections.defaultdict(like.default_factory, items)
+        return type(like)(items) if type(like) in DICTS else dict(items)
+    if "class" in structure:
+        pieces, _, treedef = _one_level(like)
+        children = dict(zip(structure["at"], made, strict=True))
+        return trees.unflatten(treedef, [children[piece] for piece in pieces])
+    return made if "list" in structure else tuple(made)
+
+
+def _within(structure: Any, like: Any, path: str, *, strict: bool = True) -> list[tuple[Any, Any, str]]:
+    """The structures that one consists of, in the order of their leaves, with what `like` has there, and where."""
+    parts = _children(structure)
+    if structure == "leaf":
+        return []
+    if "dict" in structure:
+        known = like if type(like) in DICTS else {}
+        if known is not like and "class" in structure and strict:
+            raise _lacks(structure, path)
+        keys = structure["dict"]
+        return [(part, known.get(key, _NOTHING), f"{path}[{key!r}]") for key, part in zip(keys, parts, strict=True)]
+    if "class" in structure:
+        pieces, children, _ = _one_level(like)
+        found = dict(zip(pieces, children, strict=True))
+        if strict and {*pieces} != {*structure["at"]}:
+            raise _lacks(structure, path)
+        return [
+            (part, found.get(piece, _NOTHING), path + piece) for piece, part in zip(structure["at"], parts, strict=True)
+        ]
+    there = [*like] if type(like) in (list, tuple) else []
+    there += [_NOTHING] * (len(parts) - len(there))
+    return [(part, there[index], f"{path}[{index}]") for index, part in enumerate(parts)]
+
+
+def _one_level(node: Any) -> tuple[list[str], list[Any], Any]:
+    """What a node consists of: where its children are, as Python expressions behind it; they; and how to make it."""
+
+    def stops(found: Any) -> bool:
+        return found is not node or is_array(found)
+
+    children, treedef = trees.flatten(node, is_leaf=stops)
+    return trees.paths(node, is_leaf=stops), children, treedef
+
+
+def _lacks(structure: Any, path: str) -> SpecError:
+    entries = structure.get("at") or [f"[{key!r}]" for key in structure.get("dict", [])]
+    return SpecError(
+        message(
+            f"like has no {structure['class']} as was saved, {path or 'the whole'}",
+            got=f"one of {entries[:5]} in the checkpoint",
+            remedy="pass a tree of the classes that were saved",
+        )
+    )

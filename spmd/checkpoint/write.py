@@ -1,0 +1,340 @@
+"""A checkpoint being written: every rank writes a file, and one process commits when all are there.
+
+What a rank has written it reports in a file too, so that ranks and the one who commits meet on the disk only: a thread
+that waits there disturbs no collective. Invariants: all ranks raise the same, or return the same folder. What goes
+wrong in the background is reported once: by the future, by the next `save` to the directory or `restore` from it, by
+the mesh when it closes, or at the end of the program.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..kernels.errors import MeshError, PeerLost, SpecError, SpmdError, message
+from ..kernels.network.hosts import out_of_reach
+from ..kernels.processes import gone
+from ..mesh import strides
+from ..mesh.array import Array
+from ..mesh.mesh import Mesh
+from ..mesh.region import require
+from . import folder as folders
+from . import leaves, tensor_file
+from .manifest import FORMAT
+
+POLL_SECONDS = 0.01
+STORE_SECONDS = 0.05  # between two questions to the process that has the store, of every rank
+
+
+class Writing:
+    """A checkpoint on its way to disk."""
+
+    def __init__(
+        self,
+        path: Path,
+        step: int | None,
+        keep: int | None,
+        mesh: Mesh | None,
+        manifest: dict,
+        tensors: dict[str, Any],
+        *,
+        background: bool,
+    ):
+        self._path, self._step, self._keep, self._mesh = path, step, keep, mesh
+        self._launched = mesh is not None and not mesh.is_driver
+        self._first = mesh is None or mesh.is_driver or mesh.rank == 0
+        self._background, self._manifest, self._tensors = background, manifest, tensors
+        self._ranks = 1 if mesh is None else mesh.size
+        if background:
+            # Arrays never change; what the caller has of plain tensors may.
+            self._tensors = {key: _copied(value) for key, value in tensors.items()}
+
+    def start(self) -> None:
+        """Have every rank begin to write, or do it, if nothing else goes on meanwhile."""
+        started = _attempt(self._begin) if self._first else None
+        if self._launched:
+            started = self._on_ranks(lambda: started)[0]  # the first rank's, or all others would wait for it
+        self._folder, self._number = _result(started)
+        self._pids = self._processes()
+        if self._mesh is None:
+            return
+        try:
+            self._writers = self._on_ranks(_write_part, self._folder, self._tensors, not self._background)
+        except BaseException:
+            if self._first:
+                folders.abandon(self._folder)
+            raise
+
+    def _begin(self) -> tuple[Path, int]:
+        step = folders.next_step(self._path) if self._step is None else self._step
+        return folders.begin(self._path, step), step
+
+    def finish(self) -> Path:
+        """Wait for all ranks' files, and commit; on launched ranks all hear of how it went."""
+        outcome = _attempt(self._commit) if self._first else None
+        if self._launched and not self._background:
+            outcome = self._on_ranks(lambda: outcome)[0]
+        elif self._launched:
+            outcome = self._shared(outcome)
+        return _result(outcome)
+
+    def _on_ranks(self, call: Callable[..., Any], *args: Any) -> list[Any]:
+        assert self._mesh is not None
+        with self._mesh.run_state.uncounted():
+            return self._mesh.run(call, *args)
+
+    def _commit(self) -> Path:
+        folder = self._folder
+        try:
+            if self._mesh is None:
+                _write_here(0, 1, folder, self._tensors, {})
+            parts = [self._part(rank) for rank in range(self._ranks)]
+            written: dict[str, list[Any]] = {}
+            for part in parts:
+                for key, place, name in part["pieces"]:
+                    written.setdefault(key, []).append([place, part["file"], name])
+            about = {key: more for part in reversed(parts) for key, more in part["about"].items()}  # the first one's
+            manifest = {
+                "format": FORMAT,
+                "files": [{key: part[key] for key in ("file", "bytes", "sha256")} for part in parts],
+                "pieces": written,
+                **self._manifest,
+                "leaves": [{**entry, **about.get(entry["key"], {})} for entry in self._manifest["leaves"]],
+            }
+            for rank in range(self._ranks):
+                (folder / f"rank-{rank:05d}.json").unlink()
+            final = folders.commit(folder, self._path, self._number, manifest, replace=self._step is not None)
+        except BaseException:
+            folders.abandon(folder)
+            raise
+        if self._keep is not None:
+            folders.keep_last(self._path, self._keep, final)
+        return final
+
+    def _shared(self, outcome: Any) -> Any:
+        """In threads, where no collective may run, the ranks get the outcome through the store that they met in."""
+        assert self._mesh is not None
+        store, key = self._mesh.session.store(), f"checkpoint/{self._folder.name}"
+        try:
+            if self._first:
+                store.set(key, json.dumps(_encoded(outcome)))
+                return outcome
+            while not store.check([key]):
+                if self._mesh.closed or folders.is_left_over(self._folder.name):
+                    return MeshError(message(f"the first rank was lost before {self._path} was written"))
+                time.sleep(STORE_SECONDS)
+            return _decoded(json.loads(store.get(key)))
+        except dist.DistError as error:
+            return outcome if self._first else PeerLost(out_of_reach(self._mesh.session.rank, error), 0)
+
+    def _processes(self) -> list[int]:
+        return self._mesh.driver.pids if self._mesh is not None and self._mesh.is_driver else []
+
+    def _part(self, rank: int) -> dict[str, Any]:
+        """What a rank says that it has written."""
+        file = self._folder / f"rank-{rank:05d}.json"
+        while not file.exists():
+            if self._mesh is not None and self._mesh.closed:
+                raise MeshError(message(f"the mesh was closed before {self._path} was written"))
+            # A driver's mesh is ready for what comes next once it has replaced them.
+            if self._processes() != self._pids or (self._launched and gone(*self._writers[rank])):
+                raise MeshError(message(f"a rank was lost before {self._path} was written"))
+            if not file.parent.exists():
+                raise SpmdError(message(f"{file.parent} could not be written", remedy="make room on the disk"))
+            time.sleep(POLL_SECONDS)
+        report = json.loads(file.read_text())
+        if "error" in report:
+            raise _decoded(report)
+        return report
+
+
+_ERRORS = {kind.__name__: kind for kind in (SpmdError, SpecError, MeshError, PeerLost)}
+
+
+def _encoded(outcome: Path | BaseException) -> dict[str, Any]:
+    """What came of something, for another process; a store or a file is no place for pickles."""
+    if isinstance(outcome, Path):
+        return {"path": str(outcome)}
+    text = str(outcome.args[-1] if isinstance(outcome, OSError) and outcome.args else outcome)
+    number, file = getattr(outcome, "errno", None), getattr(outcome, "filename", None)
+    return {"error": text, "kind": type(outcome).__name__, "errno": number, "file": file}
+
+
+def _decoded(found: dict[str, Any]) -> Any:
+    if "path" in found:
+        return Path(found["path"])
+    if found["errno"]:
+        return OSError(found["errno"], found["error"], *([found["file"]] if found["file"] else []))
+    return _ERRORS.get(found["kind"], SpmdError)(found["error"])
+
+
+def _copied(value: Any) -> Any:
+    """A plain tensor as it is now."""
+    if not isinstance(value, Tensor):
+        return value
+    copy = strides.copied(value.detach())
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(copy, requires_grad=value.requires_grad)
+    return copy.requires_grad_() if value.requires_grad and value.is_leaf else copy
+
+
+def _attempt(call: Callable[[], Any]) -> Any:
+    """What a call returns, or the exception that it raises."""
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
+def _result(outcome: Any) -> Any:
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def _write_part(folder: Path, tensors: dict[str, Any], wait: bool) -> tuple[str, int]:
+    """On a rank: write what it holds, in a thread of its own if nobody waits. Returns the process, (namespace, pid)."""
+    session = require("save").session
+    rank, size = session.rank, session.layout.size
+    # Taken before this returns, and thereby disowned: a step that the Arrays are donated to will not overwrite them.
+    held = {key: value.local for key, value in tensors.items() if isinstance(value, Array)}
+    if wait:
+        _write_here(rank, size, folder, tensors, held)
+    else:
+        arguments = (rank, size, folder, tensors, held)
+        threading.Thread(target=_write_quietly, args=arguments, name="spmd-checkpoint").start()
+    return folders.this_process()
+
+
+def _write_quietly(rank: int, size: int, folder: Path, tensors: dict[str, Any], held: dict[str, Tensor]) -> None:
+    try:
+        _write_here(rank, size, folder, tensors, held)
+    except BaseException as error:
+        (folder / f"rank-{rank:05d}.safetensors").unlink(missing_ok=True)  # makes room for the message
+        try:
+            _report(folder, rank, _encoded(error))
+        except OSError:
+            folders.abandon(folder)  # its absence tells
+
+
+def _write_here(rank: int, size: int, folder: Path, tensors: dict[str, Any], held: dict[str, Tensor]) -> None:
+    mine: dict[str, Tensor] = {}
+    written: list[Any] = []
+    about: dict[str, Any] = {}
+    shares = [0] * size  # bytes of replicated leaves that each rank writes
+    for key, value in tensors.items():
+        place: int | list[int] = 0
+        shape = value.shape
+        if isinstance(value, Array):
+            layout, spec = value.mesh.layout, value.spec
+            nbytes = held[key].numel() * held[key].element_size()
+            if spec.entries:
+                if layout.owner(spec, rank) != rank:
+                    continue
+                place = leaves.place_of(layout, spec, rank)
+            else:
+                writer = min(range(size), key=lambda one: shares[one])
+                shares[writer] += nbytes
+                if writer != rank:
+                    continue
+            value = held[key]
+        elif rank != 0:
+            continue
+        if more := leaves.about(value, shape):
+            about[key] = more
+        written.append([key, place, key])
+        value = value.detach().resolve_conj().resolve_neg()
+        mine[key] = (torch.view_as_real(value) if value.is_complex() else value).contiguous().clone()
+    name = f"rank-{rank:05d}.safetensors"
+    sums = folders.write(folder / name, tensor_file.to_bytes(mine))
+    _report(folder, rank, {"file": name, **sums, "pieces": written, "about": about})
+
+
+def _report(folder: Path, rank: int, report: dict[str, Any]) -> None:
+    """Where the one who commits looks for it."""
+    part = folder / f".rank-{rank:05d}.json"
+    folders.write(part, json.dumps(report).encode())
+    os.rename(part, folder / f"rank-{rank:05d}.json")
+
+
+# -- in the background -------------------------------------------------------------------------------------------------
+
+
+class Saved(Future):
+    """A future that knows whether anybody has asked for its result."""
+
+    reported = False
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return super().result(timeout)
+        finally:
+            self.reported = self.reported or self.done()
+
+    def complete(self, call: Callable[[], Any]) -> None:
+        """Take over what a call returns or raises."""
+        try:
+            self.set_result(call())
+        except BaseException as error:
+            self.set_exception(error)
+
+
+# Those of each directory, of whatever threads, until somebody asks.
+_started: dict[Path, list[Saved]] = {}
+_lock = threading.Lock()
+
+
+def start(path: Path, future: Saved, call: Callable[[], Any] | None = None) -> None:
+    """Call in a thread, before whose end the interpreter does not end; None if the future is done already."""
+    with _lock:
+        _started.setdefault(path, []).append(future)
+    if call is not None:
+        threading.Thread(target=future.complete, args=(call,), name="spmd-checkpoint").start()
+
+
+def failures(path: Path) -> list[BaseException]:
+    """Wait for those of a directory; all that went wrong and nobody has seen, which is hereby reported."""
+    failed = _failed(path)
+    for future in failed:
+        future.reported = True
+    return [error for future in failed if (error := future.exception()) is not None]
+
+
+def raise_failure(path: Path) -> None:
+    """Wait for those of a directory, and raise the first thing that went wrong and nobody has seen."""
+    failed = _failed(path)
+    if failed:
+        with _lock:
+            _started[path] = [*failed[1:], *_started.get(path, [])]
+        failed[0].result()
+
+
+def _failed(path: Path) -> list[Saved]:
+    """Wait for those of a directory, and forget them; those that failed and that nobody has asked."""
+    with _lock:
+        before = [*_started.get(path, [])]
+    wait(before)
+    with _lock:
+        failed = [future for future in before if future in _started.get(path, []) and not future.reported]
+        _started[path] = [future for future in _started.get(path, []) if future not in before]
+        if not _started[path]:
+            del _started[path]
+    return [future for future in failed if future.exception() is not None]
+
+
+@atexit.register
+def _report_at_exit() -> None:
+    """The last chance: Python prints what is raised here."""
+    for path in [*_started]:
+        raise_failure(path)

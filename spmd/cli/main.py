@@ -1,0 +1,130 @@
+"""The command line: `spmd run`, on torch's elastic launcher, `spmd bench`, `spmd doctor` and `spmd verify`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from .. import __version__
+
+USAGE = "spmd run [-n N] [options of torchrun] script.py [arguments of the script]"
+HELP = """\
+Run a script on many processes, each of which is one rank of the script's Mesh.
+
+  spmd run train.py                  as many ranks as this host has cores
+  spmd run -n 4 train.py --lr 0.1    four ranks; what follows the script is the script's own
+  spmd run -n 4 -m package.train     a module, as with python -m
+  spmd run -n 8 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host0:29500 --rdzv-id 1 train.py
+                                     sixteen ranks: the same command on each of two hosts
+
+Every option of torchrun is taken. Without one that says where the ranks meet, they meet on this host.
+"""
+MEETING = (
+    *("nnodes", "node_rank", "master_addr", "master_port"),
+    *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: without the program's name; None is `sys.argv`'s.
+
+    Returns:
+        The exit status.
+    """
+    own = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="spmd", description="Functional SPMD for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"spmd {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    commands.add_parser("run", add_help=False, help=f"run a script on many processes: {USAGE}")
+    commands.add_parser("bench", add_help=False, help="measure this machine, or this job's ranks, in about a minute")
+    commands.add_parser("doctor", help="say what is found here, what a Mesh would do, and whether the transports work")
+    commands.add_parser("verify", add_help=False, help="compare the bits of a script at several numbers of ranks")
+    command = parser.parse_args(own[:1]).command  # anything but a command ends here
+    if command == "run":
+        return run(own[1:])
+    if command == "bench":
+        from .bench.command import main as bench
+
+        return bench(own[1:])
+    if command == "verify":
+        from .verify import verify
+
+        return verify(own[1:])
+    parser.parse_args(own)  # it takes no arguments
+    from .doctor import doctor
+
+    return doctor()
+
+
+def run(arguments: list[str]) -> int:
+    """Launch a script with torch's elastic launcher; the exit status, that of the first rank that failed."""
+    from torch.distributed.run import run as launch
+
+    from ..mesh.rank.memory import tunables
+    from . import one_host
+
+    # A Mesh sets its ranks' threads; unless told a number torchrun prints a page about it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["GLIBC_TUNABLES"] = tunables(os.environ.get("GLIBC_TUNABLES"))
+    options = parse(arguments)
+    with contextlib.ExitStack() as stack:
+        if options.standalone:
+            options.standalone, options.rdzv_backend, options.rdzv_endpoint = False, one_host.BACKEND, "localhost"
+            stack.enter_context(one_host.meeting_place())
+        return _launched(launch, options)
+
+
+def _launched(launch: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        launch(options)
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        _, first = error.get_first_failure()
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # as a shell tells of a signal
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The options for torch's launcher.
+
+    Args:
+        arguments: what follows `spmd run`.
+
+    Returns:
+        As torchrun's own parser would, but for what nobody set, on the command line or in torchrun's PET_* variables:
+        the ranks are as many as this host's cores, and they meet on this host.
+    """
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.prog, parser.usage, parser.description = "spmd run", USAGE, HELP
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "-n", dest="nproc_per_node", type=_count, metavar="N", help="number of ranks on this host (default: its cores)"
+    )
+    if "PET_NPROC_PER_NODE" not in os.environ:
+        parser.set_defaults(nproc_per_node=str(len(os.sched_getaffinity(0))))
+    options = parser.parse_args(arguments)
+    # argparse leaves alone what a namespace already has, so that None stays where nothing was given.
+    given = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(MEETING)))
+    told = any(getattr(given, name) is not None or f"PET_{name.upper()}" in os.environ for name in MEETING)
+    options.standalone = options.standalone or not told
+    return options
+
+
+def _count(text: str) -> str:
+    """A number of ranks, as the text that torchrun takes."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number, at least 1, got {text!r}")
+    return text

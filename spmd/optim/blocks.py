@@ -1,0 +1,187 @@
+"""New parameters and state, written once: a block is copied to where the new values go, and stepped there in place.
+
+While a block is in the cache, an optimizer may go over it as often as it likes; the traffic to memory is that of one
+that reads the old values and writes the new ones. Memory that may be overwritten (`mesh.donation`) is stepped where it
+is. Invariants: the old values stay whole, unless they were donated; blocks are cut at multiples of 64 elements, so that
+the tails of vectors, which torch may round otherwise, fall where they do in a step on the whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.copying import copy
+from ..kernels.shm.arena import Arena
+from ..mesh import donation, trees
+from ..mesh.region import current
+from .leaves import State
+
+# Elements: 1 MB of each array in float32. Smaller blocks save less traffic than their calls cost.
+BLOCK = 1 << 18
+
+
+class Lent(NamedTuple):
+    """What torch steps in place."""
+
+    param: Tensor
+    grad: Tensor
+    state: State
+
+
+class WholeJob:
+    """A parameter of any layout, with state of any kind, stepped in one block."""
+
+    def __init__(self, param: Tensor, grad: Tensor, state: State):
+        self.param, self._grad, self.state = param, grad, state
+        self.copies, self.is_cpu = not donation.may_take(param), param.is_cpu
+
+    def blocks(self, length: int | None) -> Iterator[tuple[int, int]]:
+        yield 0, self.param.numel()
+
+    def lend(self, start: int, stop: int) -> Lent:
+        shared = shared_memory()
+        return Lent(_own(self.param, shared), self._grad, _own_all(self.state, shared))
+
+    def take_back(self, start: int, stop: int, lent: Lent, after: State) -> None:
+        self.param, self.state = lent.param, after
+
+
+class Piece(NamedTuple):
+    """A part of a flat parameter, from `start` on: its old values, unless they are there already, and its gradient."""
+
+    start: int
+    source: Tensor | None
+    grad: Tensor
+
+
+class FlatJob:
+    """A flat parameter, made of pieces, whose optimizer treats every element alike.
+
+    Args:
+        out: where the new values go.
+        pieces: in order; what lies between them belongs to nobody.
+        state: of the whole; what isn't of the parameter's shape is shared by all elements.
+        shape: of the parameter; without it, it is flat.
+    """
+
+    def __init__(self, out: Tensor, pieces: Sequence[Piece], state: State, shape: torch.Size | None = None):
+        self.out, self._pieces, self._given = out, pieces, state
+        self._shape = out.shape if shape is None else shape
+        shared = shared_memory()
+        arrays = {name: value for name, value in state.items() if is_laid_out_as(value, self._shape)}
+        self._old = {name: value.view(-1) for name, value in arrays.items()}
+        self._new = {name: room(value, shared).view(-1) for name, value in arrays.items()}
+        self._after: State = {}
+        self.is_cpu = out.is_cpu
+        self.copies = any(piece.source is not None for piece in pieces) or any(
+            self._new[name].data_ptr() != value.data_ptr() for name, value in self._old.items()
+        )
+        ends = [*(piece.start for piece in pieces[1:]), len(out)]
+        self._ends = {piece.start + len(piece.grad): end for piece, end in zip(pieces, ends, strict=True)}
+        self._at: dict[int, tuple[Piece, int]] = {}
+
+    def blocks(self, length: int | None) -> Iterator[tuple[int, int]]:
+        for piece in self._pieces:
+            size = len(piece.grad)
+            for first in range(0, size, length or max(size, 1)):
+                self._at[piece.start + first] = piece, first
+                yield piece.start + first, piece.start + min(first + (length or size), size)
+
+    def lend(self, start: int, stop: int) -> Lent:
+        piece, first = self._at[start]
+        part = slice(first, first + stop - start)
+        param = self.out[start:stop]
+        if piece.source is not None:
+            copy(param, piece.source[part])
+        state: State = {}
+        for name, value in self._given.items():
+            if name not in self._old:
+                state[name] = trees.map(_cloned, value)  # every block has the one from before the step
+                continue
+            old, new = self._old[name], self._new[name]
+            if old.data_ptr() != new.data_ptr():
+                end = self._ends.get(stop, stop)  # with what lies behind the piece
+                copy(new[start:end], old[start:end])
+            state[name] = new[start:stop]
+        return Lent(param, piece.grad[part], state)
+
+    def take_back(self, start: int, stop: int, lent: Lent, after: State) -> None:
+        for name, value in after.items():
+            if not isinstance(value, Tensor) or not value.ndim or value.shape != lent.param.shape:
+                continue
+            if name not in self._new:  # torch made it in this step, the first
+                self._new[name] = value.new_zeros(len(self.out))
+            if name not in lent.state or value.data_ptr() != lent.state[name].data_ptr():
+                self._new[name][start:stop].copy_(value)
+        self._after = after
+
+    @property
+    def state(self) -> State:
+        """What it is after the step."""
+        return {
+            name: self._new[name].view(self._shape) if name in self._new else value
+            for name, value in self._after.items()
+        }
+
+
+Block = tuple[WholeJob | FlatJob, int, int]  # where it starts and stops
+
+
+def batches(jobs: Sequence[WholeJob | FlatJob], length: int | None) -> Iterator[list[Block]]:
+    """The blocks of all jobs, as many together as make up `length` elements."""
+    size, together = 0, list[Block]()
+    for job in jobs:
+        for start, stop in job.blocks(length):
+            if together and length is not None and size + stop - start > length:
+                yield together
+                size, together = 0, []
+            together.append((job, start, stop))
+            size += stop - start
+    if together:
+        yield together
+
+
+def shared_memory() -> Arena | None:
+    """Where tensors may lie that other ranks read."""
+    region = current()
+    return None if region is None else region.session.leases
+
+
+def room(value: Tensor, shared: Arena | None) -> Tensor:
+    """Where what comes after a tensor may be written: its own memory, if nobody else reads it, or new memory."""
+    if donation.may_take(value) and not (shared is not None and shared.is_leased(value)):
+        return donation.take(value)
+    return torch.empty_like(value)
+
+
+def is_laid_out_as(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == shape
+
+
+def _own_all(state: State, shared: Arena | None) -> State:
+    """The values of a state, as `_own` has them."""
+    return {
+        name: _own(value, shared)
+        if isinstance(value, Tensor)
+        else trees.map(functools.partial(_own, shared=shared), value)
+        for name, value in state.items()
+    }
+
+
+def _own(value: Any, shared: Arena | None) -> Any:
+    """A tensor that may be written to in the place of this one."""
+    if not isinstance(value, Tensor):
+        return value
+    if not (value.is_cpu and value.is_contiguous()) and not donation.may_take(value):
+        return value.clone()
+    here = room(value, shared)
+    return here if here.data_ptr() == value.data_ptr() else copy(here, value)
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

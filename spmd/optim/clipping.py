@@ -1,0 +1,46 @@
+"""Clipping by the norm of all gradients together, of which each rank may have a part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import transforms
+from ..kernels.errors import SpecError, message
+from ..mesh.region import current
+from .leaves import Leaf, layout_of
+
+
+def check(clip: Any) -> None:
+    if isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0:
+        raise SpecError(
+            message(
+                "optimizer got an unexpected argument 'clip'", got=repr(clip), expected="a positive number: the norm"
+            )
+        )
+
+
+@torch.no_grad()
+def scale_of(clip: float, leaves: Sequence[Leaf]) -> Tensor | None:
+    """What every gradient is multiplied by, so that all together have at most the norm; None where that is 1.
+
+    That of `torch.nn.utils.clip_grad_norm_`. Parts of a leaf that is cut are on other ranks, and their squares are
+    summed over the axes that cut it.
+    """
+    cut: dict[tuple[str, ...], list[Tensor]] = {}
+    for leaf in leaves:
+        if leaf.grad is not None:
+            axes = tuple(sorted(layout_of(leaf.param).axes)) if current() is not None else ()
+            cut.setdefault(axes, []).append(leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad)
+    if not cut:
+        return None
+    norms = []
+    for axes, gradients in cut.items():
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norms.append(transforms.psum(norm.square(), axes).sqrt() if axes else norm)
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    scale = torch.clamp(clip / (norm + 1e-6), max=1.0)
+    return None if scale.is_cpu and scale.item() == 1.0 else scale

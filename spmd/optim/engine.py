@@ -1,0 +1,273 @@
+"""What makes a torch optimizer pure: an `Engine` lends it what it may write to for the length of a call.
+
+That is, block by block, what `blocks` has copied to where the new values go, or memory that the step may take.
+Invariant: inputs keep their values unless they were donated, the bits are those of torch's own step on the whole, and
+between two calls an engine holds no tensor of the caller's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import transforms
+from ..kernels.errors import SpecError, SpmdError, message
+from ..mesh import trees
+from .blocks import BLOCK, Block, FlatJob, Piece, WholeJob, batches, room, shared_memory
+from .leaves import REFUSED, Leaf, State
+
+# What torch has fused kernels for that start from the same state as the others (SGD's begin with any momentum in half
+# precision).
+_FUSED = (torch.float32, torch.float64)
+
+
+class Engine:
+    """Instances of one torch optimizer class, each lent to one call at a time."""
+
+    def __init__(self, cls: type[torch.optim.Optimizer], options: dict[str, Any]):
+        self.cls = cls
+        self.options = options
+        self._light = _light(cls)
+        # Whether any part of a parameter can be stepped alone.
+        self._elementwise = cls.__module__.startswith("torch.optim") and cls.__name__ not in REFUSED
+        self._idle: dict[bool, list[tuple[torch.optim.Optimizer, dict[str, Any]]]] = {True: [], False: []}
+        chosen = options.get("fused") is not None or options.get("foreach") is not None
+        known = cls.__module__.startswith("torch.optim") and "fused" in inspect.signature(cls.__init__).parameters
+        self._may_fuse = known and not chosen
+        self._fuses: dict[str, bool] = {}  # by kind of device
+
+    def __reduce__(self):
+        return Engine, (self.cls, self.options)
+
+    def hyper(self) -> dict[str, Any]:
+        """The numeric hyper-parameters with their starting values."""
+        instance, options = self._take(False)
+        self._idle[False].append((instance, options))
+        return {name: value for name, value in options.items() if _is_numeric(value)}
+
+    def create(self, leaves: Sequence[Leaf]) -> list[State]:
+        """The state that the constructor makes; most classes make none before the first step."""
+        if not leaves:
+            return []
+        params = [leaf.param.detach() for leaf in leaves]
+        instance = self._construct(params)
+        return [dict(instance.state.get(param, {})) for param in params]
+
+    def update(
+        self, leaves: Sequence[Leaf], states: Sequence[State], hyper: Mapping[str, Any], scale: Tensor | None = None
+    ) -> tuple[list[Tensor], list[State], dict[str, Any]]:
+        """One step: the new parameters, states and hyper-parameters. Leaves without gradient pass through."""
+        params, states = [leaf.param for leaf in leaves], list(states)
+        jobs: dict[int, WholeJob | FlatJob] = {}
+        by_kernel: dict[bool, list[WholeJob | FlatJob]] = {True: [], False: []}
+        for index, leaf in enumerate(leaves):
+            if leaf.grad is not None:
+                fused = self._is_fused(leaf.param, leaf.grad)
+                jobs[index] = self._job(leaf.param, leaf.grad, self._counted(states[index], leaf.param, fused))
+                by_kernel[fused].append(jobs[index])
+        new_hyper = dict(hyper)
+        for fused, some in by_kernel.items():
+            if some or not (fused or jobs):
+                new_hyper = self._run(some, hyper, fused, scale)
+        for index, job in jobs.items():
+            params[index] = job.param if isinstance(job, WholeJob) else job.out.view(params[index].shape)
+            states[index] = job.state
+        return params, states, new_hyper
+
+    def update_flat(
+        self, out: Tensor, pieces: Sequence[Piece], state: State, hyper: Mapping[str, Any], scale: Tensor | None = None
+    ) -> tuple[State, dict[str, Any]]:
+        """One step of a flat parameter that lies in pieces, written to `out`: its state and the hyper-parameters."""
+        fused = self._is_fused(out, pieces[0].grad)
+        job = FlatJob(out, pieces, self._counted(state, out, fused))
+        new_hyper = self._run([job], hyper, fused, scale)
+        self._check_flat(job.state)
+        return job.state, new_hyper
+
+    def _job(self, param: Tensor, grad: Tensor, state: State) -> WholeJob | FlatJob:
+        arrays = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
+        if self._elementwise:
+            # Torch's fused kernels read past the end of state that is too short.
+            for name, value in arrays.items():
+                if value.shape != param.shape:
+                    problem = f"opt_state has a {name!r} that does not fit its parameter"
+                    got, expected = (f"shape {tuple(one.shape)}" for one in (value, param))
+                    raise SpecError(message(problem, got=got, expected=expected))
+        if not (
+            self._elementwise
+            and param.is_cpu
+            and param.numel() > BLOCK
+            and all(one.layout is torch.strided and one.is_contiguous() for one in (param, grad, *arrays.values()))
+        ):
+            return WholeJob(param, grad, state)
+        out = room(param, shared_memory())
+        source = None if out.data_ptr() == param.data_ptr() else param.view(-1)
+        return FlatJob(out.view(-1), [Piece(0, source, grad.view(-1))], state, param.shape)
+
+    @torch.no_grad()
+    def _run(
+        self, jobs: Sequence[WholeJob | FlatJob], hyper: Mapping[str, Any], fused: bool, scale: Tensor | None
+    ) -> dict[str, Any]:
+        """Do the jobs, block by block; the new hyper-parameters."""
+        instance, options = self._take(fused)
+        lent = _lent(options, hyper)
+        group = instance.param_groups[0]
+        group.clear()
+        group.update(options, params=[], **lent)
+        # A GPU has no cache to keep a block in, and a launch for each; a kernel that goes over everything once needs
+        # blocks only where something is copied first.
+        once = bool(options.get("fused")) and not any(job.copies for job in jobs)
+        length = None if once or not all(job.is_cpu for job in jobs) else BLOCK
+        for batch in batches(jobs, length):
+            self._step(instance, batch, scale)
+        return self._give_back(fused, instance, options, lent, hyper)
+
+    def _step(self, instance: Any, batch: Sequence[Block], scale: Tensor | None) -> None:
+        lent = [job.lend(start, stop) for job, start, stop in batch]
+        for one in lent:
+            one.param.grad = self._private(one.grad) if scale is None else one.grad * scale.to(one.grad.dtype)
+            if one.state:
+                instance.state[one.param] = one.state
+        instance.param_groups[0]["params"] = [one.param for one in lent]
+        instance.step()
+        for (job, start, stop), one in zip(batch, lent, strict=True):
+            one.param.grad = None
+            job.take_back(start, stop, one, instance.state.pop(one.param, {}))
+
+    def _is_fused(self, param: Tensor, grad: Tensor) -> bool:
+        """Whether torch's fused kernel steps this parameter, where the user leaves the choice to us.
+
+        Not under `data_parallel(shards=)`, whose bits are those of torch's defaults.
+        """
+        if not self._may_fuse or param.dtype not in _FUSED or grad.layout is not torch.strided:
+            return False
+        if transforms.current_plan().virtual is not None:
+            return False
+        device = param.device.type
+        if device not in self._fuses:
+            self._fuses[device] = self._can_fuse(param.device)
+        return self._fuses[device]
+
+    def _can_fuse(self, device: torch.device) -> bool:
+        """Whether the class takes these options together with `fused`, found by trying."""
+        param = torch.zeros(1, device=device)
+        param.grad = torch.zeros_like(param)
+        try:
+            self._light([param], **{**self.options, "fused": True}).step()
+        except (ValueError, TypeError, RuntimeError):
+            return False
+        return True
+
+    def _check_flat(self, state: State) -> None:
+        """Refuse state that is not known to be of a part of the parameter, and so would be that of its last piece."""
+        for name, value in state.items():
+            nested = () if isinstance(value, Tensor | numbers.Number) else trees.leaves(value)
+            if any(isinstance(leaf, Tensor) and leaf.ndim for leaf in nested):
+                raise SpecError(
+                    message(
+                        f"optimizer cannot shard {self.cls.__name__}, whose state has tensors within other values",
+                        got=f"state[{name!r}] of {trees.shown(value)}",
+                        expected="a tensor of the parameter's shape under each name",
+                        remedy="give each of these tensors a name of its own in the state, or leave shard out",
+                    )
+                )
+
+    def _counted(self, state: State, param: Tensor, fused: bool) -> State:
+        """With the count of steps where torch reads it, whatever it was made by."""
+        step = state.get("step")
+        if not isinstance(step, Tensor):
+            return state
+        beside = fused or self.options.get("capturable") or self.options.get("fused")
+        device = param.device if beside else torch.device("cpu")
+        return state if step.device == device else {**state, "step": step.to(device)}
+
+    def _give_back(
+        self, is_fused: bool, instance: Any, options: dict, lent: dict, hyper: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Keep the instance for the next call (not after an error); the new hyper-parameters."""
+        if instance.state:
+            raise SpmdError(
+                message(
+                    f"{self.cls.__name__} keeps state that belongs to no parameter",
+                    got=repr([*instance.state][:3]),
+                    remedy="keep it per parameter, or as a number in the defaults of its parameter group",
+                )
+            )
+        group = instance.param_groups[0]
+        group["params"] = []
+        self._idle[is_fused].append((instance, options))
+        return {name: hyper[name] if group[name] is lent[name] else group[name] for name in hyper}
+
+    def _private(self, grad: Any) -> Tensor:
+        # A class from elsewhere may clip or scale gradients in place; of torch's own, foreach SGD with nesterov does.
+        if self.cls is torch.optim.SGD and self.options.get("nesterov"):
+            keeps = not self.options.get("foreach") and grad.is_cpu
+        else:
+            keeps = self.cls.__module__.startswith("torch.optim")
+        return grad.detach() if keeps else grad.detach().clone()
+
+    def _take(self, is_fused: bool) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        try:
+            return self._idle[is_fused].pop()
+        except IndexError:
+            instance = self._construct([torch.zeros(1, 1)], **({"fused": True} if is_fused else {}))
+            instance.state.clear()
+            return instance, {name: value for name, value in instance.param_groups[0].items() if name != "params"}
+
+    def _construct(self, params: Sequence[Tensor], **more: Any) -> torch.optim.Optimizer:
+        try:
+            return self._light(params, **{**self.options, **more})
+        except (ValueError, TypeError, RuntimeError) as error:
+            given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+            raise SpecError(
+                message(f"{self.cls.__name__} refuses its arguments: {error}", got=given or None)
+            ) from error
+
+
+def _light(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """The class without the wrappers by which torch tells its compiler to keep off these methods.
+
+    At their first call they import that compiler: a second and 100 MB, on every rank, for nothing. What they do
+    besides, switching gradients off and calling hooks, the engine does or has no use for.
+    """
+    if not cls.__module__.startswith("torch.optim"):
+        return cls
+    plain = {name: inspect.unwrap(getattr(cls, name)) for name in ("add_param_group", "step")}
+    return type(cls.__name__, (cls,), {**plain, "__module__": cls.__module__})
+
+
+def _is_numeric(value: Any) -> bool:
+    kind = type(value)
+    if kind is float or kind is int:  # most are; asking an abstract class takes longer
+        return True
+    if value is None or kind is bool:
+        return False
+    if isinstance(value, tuple):
+        return all(item is None or _is_numeric(item) for item in value)
+    return isinstance(value, numbers.Real | Tensor)
+
+
+def _lent(options: dict[str, Any], hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters as torch wants them: the user may have put a tensor for a number, a list for a tuple."""
+    expected = [name for name, value in options.items() if _is_numeric(value)]
+    if hyper.keys() != set(expected):
+        name = min(hyper.keys() ^ set(expected))
+        problem = f"opt_state['hyper'] {'misses' if name in expected else 'has an unknown'} {name!r}"
+        raise SpecError(message(problem, expected=f"the names {expected}", remedy="pass what opt.init returned"))
+
+    def lend(name: str, default: Any, value: Any) -> Any:
+        if isinstance(default, tuple) and isinstance(value, tuple | list) and len(value) == len(default):
+            return tuple(lend(name, *pair) for pair in zip(default, value, strict=True))
+        if isinstance(value, Tensor) and value.numel() == 1 and not isinstance(default, Tensor):
+            return value.item()
+        if value is not default and (isinstance(default, tuple) or isinstance(value, tuple) or not _is_numeric(value)):
+            problem = f"opt_state['hyper'][{name!r}] has an unexpected value"
+            raise SpecError(message(problem, got=repr(value), expected=f"something like {default!r}"))
+        return value
+
+    return {name: lend(name, options[name], value) for name, value in hyper.items()}

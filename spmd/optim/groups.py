@@ -1,0 +1,84 @@
+"""Parameter groups: which parameters are stepped with options of their own.
+
+Invariant: a parameter belongs to the first group that names it, and to the default one if none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from ..kernels.errors import SpecError, message
+from ..mesh import trees
+
+Groups = Sequence[Mapping[str, Any]]
+
+FORM = 'groups=[{"params": lambda name, p: name.endswith("bias"), "weight_decay": 0.0}]'
+
+
+def check(groups: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """What names the parameters of each group, and its options."""
+    if isinstance(groups, Sequence) and all(isinstance(one, Mapping) and "params" in one for one in groups):
+        return [(one["params"], {name: value for name, value in one.items() if name != "params"}) for one in groups]
+    raise SpecError(
+        message(
+            "optimizer got an unexpected argument 'groups'",
+            got=repr(groups),
+            expected='a list of dictionaries, each with "params" and the options of these parameters',
+            remedy=f"write {FORM}",
+        )
+    )
+
+
+def numbers_of(groups: Sequence[Any], params: Any) -> list[int]:
+    """The group of every leaf of `params`: 0 is the default, 1 the first of `groups`."""
+    leaves, treedef = trees.flatten(params)
+    if not groups:
+        return [0] * len(leaves)
+    names = names_of(treedef)
+    chosen = [0] * len(leaves)
+    for number, which in reversed([*enumerate(groups, 1)]):
+        for index, is_in in enumerate(_members(which, names, leaves, treedef, number)):
+            if is_in:
+                chosen[index] = number
+    return chosen
+
+
+def names_of(treedef: optree.PyTreeSpec) -> list[str]:
+    """The path of every leaf with dots, as `named_parameters` has it."""
+    return [".".join(str(entry) for entry in path) for path in treedef.paths()]
+
+
+def _members(which: Any, names: list[str], leaves: list[Any], treedef: optree.PyTreeSpec, number: int) -> list[bool]:
+    if callable(which):
+        named = zip(names, leaves, strict=True)
+        return [isinstance(leaf, Tensor) and bool(which(name, leaf)) for name, leaf in named]
+    if isinstance(which, list | tuple | set | frozenset) and all(isinstance(name, str) for name in which):
+        if unknown := sorted({*which} - {*names}):
+            problem = f"groups[{number - 1}] names {unknown[0]!r}, which is no parameter"
+            raise SpecError(message(problem, got=sorted(which)[:5], expected=f"some of {names[:5]}"))
+        return [name in which for name in names]
+    try:
+        return [bool(one) for one in trees.broadcast_to(which, treedef)]
+    except ValueError:
+        problem = f'"params" of groups[{number - 1}] does not fit the parameters'
+        expected = "a function of a name and a tensor, a list of names, or a tree of booleans, a prefix of theirs"
+        raise SpecError(message(problem, got=trees.shown(which), expected=expected)) from None
+
+
+def check_params(params: Any, options: Sequence[str]) -> None:
+    """Refuse groups in the form that torch's constructors take."""
+    grouped = isinstance(params, Sequence) and bool(params)
+    if grouped and all(isinstance(one, Mapping) and "params" in one for one in params):
+        named = next((name for one in params for name in one if name != "params" and name in options), None)
+        if named is not None:
+            raise SpecError(
+                message(
+                    "opt.init takes the tree of parameters, and their groups are given to optimizer",
+                    got=f'a list of dictionaries with "params" and {named!r}',
+                    remedy=f"write optimizer(..., {FORM}), and opt.init(params)",
+                )
+            )

@@ -1,0 +1,56 @@
+"""What an optimizer works on: parameters with their gradients and state, and how each is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..mesh.region import current
+from ..mesh.spec import P, Sharded
+
+State = dict[str, Any]  # of one parameter: {"exp_avg": tensor, ...}
+
+# Optimizers whose step mixes the elements of a parameter.
+REFUSED = {
+    "Adafactor": "factors the moments of whole matrices",
+    "LBFGS": "uses dot products of all parameters",
+    "Muon": "orthogonalises whole matrices",
+    "SparseAdam": "takes sparse gradients, which cannot be cut flat",
+}
+
+
+class Leaf(NamedTuple):
+    """A parameter to be optimised; its path names its state, and `group` the options it is stepped with."""
+
+    path: str
+    param: Tensor
+    grad: Tensor | None = None
+    group: int = 0
+
+
+def layout_of(param: Tensor) -> P:
+    """How a parameter in a region is cut, as it was passed in or marked."""
+    spec = getattr(param, "_spmd_spec", None)
+    return P(tuple(sorted(getattr(param, "_spmd_axes", ())))) if spec is None else spec
+
+
+def declared(own: State, shape: Sequence[int], spec: P) -> State:
+    """State as `Sharded` where it is laid out as the parameter is; a count of steps stays plain."""
+    return {
+        name: Sharded(value, spec) if isinstance(value, Tensor) and value.ndim and value.shape == shape else value
+        for name, value in own.items()
+    }
+
+
+def localized(own: State, param: Tensor, spec: P) -> State:
+    """State of a cut parameter as this rank has it, be it given so or (made in the driver, say) whole."""
+    local: State = {}
+    region = current()
+    for name, value in own.items():
+        value = value.local if isinstance(value, Sharded) else value
+        if region is not None and isinstance(value, Tensor) and value.ndim and value.shape != param.shape:
+            value = region.session.layout.cut(value, spec, region.session.rank)
+        local[name] = value
+    return local

@@ -1,0 +1,327 @@
+"""Any `torch.optim` optimizer as two pure functions: `init` makes its state, `step` makes new parameters and state.
+
+The torch optimizer itself does the arithmetic, so the bits are its own; `Engine` lends it what it works on.
+Invariant: inputs keep their values, and outputs are new tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from .._spmd import spmd
+from ..kernels import torch_compiled
+from ..kernels.errors import SpecError, SpmdError, message
+from ..mesh import donation, trees
+from ..mesh.array import Array
+from ..mesh.region import current
+from ..mesh.replication.net import differs_over, mark
+from . import clipping, parts
+from . import groups as grouping
+from .engine import Engine
+from .groups import Groups
+from .leaves import Leaf
+from .schedule import Schedule
+from .slices import Axis
+from .update import create, update
+
+
+class Optimizer(NamedTuple):
+    """A pair: `init(params) -> opt_state` and `step(params, grads, opt_state) -> (params, opt_state)`."""
+
+    init: Callable[[Any], dict[str, Any]]
+    step: Callable[[Any, Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
+
+
+def optimizer(
+    cls: type[torch.optim.Optimizer],
+    *,
+    shard: Axis | None = "auto",
+    groups: Groups | None = None,
+    schedule: Any = None,
+    clip: float | None = None,
+    **hyper: Any,
+) -> Optimizer:
+    """Make pure `init` and `step` functions of a torch optimizer class.
+
+    >>> opt = optimizer(torch.optim.SGD, lr=0.5, momentum=0.5)
+    >>> params = {"w": torch.tensor([1.0, 2.0]), "name": "linear"}
+    >>> opt_state = opt.init(params)
+    >>> params, opt_state = opt.step(params, {"w": torch.tensor([2.0, 0.0]), "name": None}, opt_state)
+    >>> params
+    {'w': tensor([0., 2.]), 'name': 'linear'}
+    >>> opt_state["state"]
+    {"['w']": {'momentum_buffer': tensor([2., 0.])}}
+    >>> opt_state["hyper"]["lr"] = 0.25  # any step may have its own
+    >>> opt.step(params, {"w": torch.tensor([0.0, 4.0]), "name": None}, opt_state)[0]
+    {'w': tensor([-0.2500,  1.0000]), 'name': 'linear'}
+
+    Args:
+        cls: a subclass of `torch.optim.Optimizer` whose `step` needs no closure.
+        shard: a mesh axis (or several). Inside a region each rank then updates one slice of the flattened parameters,
+            keeps the state of that slice only, and gathers the new parameters from all ranks. For optimizers that
+            treat every element alike. Outside a region it changes nothing. "auto": all axes over which a parameter and
+            its gradient are known to be the same (gradients as `value_and_grad` gives them), if `cls` is one of
+            torch's that treats every element alike, the ranks share one host's memory, and there are more than 8192
+            elements to share: of fewer each rank updates all sooner than it exchanges them. None: each rank updates
+            everything, and keeps all state.
+        groups: dictionaries, each with "params" (a function of a parameter's name and tensor, a list of names, or a
+            tree of booleans) and the options of these parameters: `{"params": is_bias, "weight_decay": 0.0}`. The
+            first that names a parameter has it; the others are stepped with `hyper`. Numbers start out in
+            `opt_state["groups"]`, one dictionary for each group.
+        schedule: the learning rate of every step: a number, or a function of the step's number, from 0; or a class of
+            `torch.optim.lr_scheduler`, or a function of an optimizer that makes one, such as
+            `lambda opt: CosineAnnealingLR(opt, T_max=100)`. Steps are counted in `opt_state["count"]`.
+        clip: gradients are scaled down to this norm of all of them together, as by
+            `torch.nn.utils.clip_grad_norm_`, which itself finds nothing to clip in a step, where no tensor has `.grad`.
+        hyper: keyword arguments of `cls`. Without `fused` and `foreach`, torch's fused implementation is taken where
+            there is one (float32 and float64; not under `data_parallel(shards=)`). Numbers and tuples of numbers start
+            out in `opt_state["hyper"]`, from which every step reads them; the others (`maximize`, ...) are fixed.
+
+    Returns:
+        `Optimizer(init, step)`. `params` is any tree and `grads` a tree like it. Frozen parameters (`nn.Parameter` with
+        `requires_grad=False`), integer tensors and leaves that are no tensors come back as they are, and so does a
+        leaf whose gradient is `None`. `opt_state` is `{"state": {path: {name: value}}, "hyper": {name: number}}`; its
+        state is filled when torch fills it, at the first step for most classes.
+
+    Raises:
+        SpecError: `cls` is no optimizer class, does not take these keywords or values, or cannot be sharded; groups,
+            schedule or clip are of no such form; later,
+            parameters, gradients and state do not fit one another.
+        SpmdError: the `step` of `cls` needs a closure (LBFGS).
+
+    Source: the `init`/`update` pair of optax; for `shard`, ZeRO stage 1, https://arxiv.org/abs/1910.02054.
+    """
+    _check_class(cls)
+    if shard == "auto":
+        shard = "auto" if parts.is_elementwise(cls) else None
+    elif shard is not None:
+        parts.check(cls, shard)
+    chosen = [] if groups is None else grouping.check(groups)
+    for own in (hyper, *(own for _, own in chosen)):
+        _check_keywords(cls, {**hyper, **own})
+    engines = tuple(Engine(cls, {**hyper, **own}) for own in ({}, *(own for _, own in chosen)))
+    # Makes an instance of each, so that torch refuses a bad value here and not in the first step.
+    starts = [engine.hyper() for engine in engines]
+    owned = [[], *([name for name in start if name in own] for start, (_, own) in zip(starts[1:], chosen, strict=True))]
+    if clip is not None:
+        clipping.check(clip)
+    scheduled = None if schedule is None else Schedule(schedule, starts, owned)
+    recipe = Recipe(engines, shard, tuple(which for which, _ in chosen), tuple(map(tuple, owned)), scheduled, clip)
+    return Optimizer(functools.partial(_init, recipe), functools.partial(_step, recipe))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recipe:
+    """What an optimizer was asked for.
+
+    Attributes:
+        engines: of each group; the first is for what is in none of `groups`.
+        groups: what names the parameters of each of the others.
+        owned: of each group the hyper-parameters that are its own.
+    """
+
+    engines: tuple[Engine, ...]
+    shard: Axis | None
+    groups: tuple[Any, ...]
+    owned: tuple[tuple[str, ...], ...]
+    schedule: Schedule | None
+    clip: float | None
+
+
+def _init(recipe: Recipe, params: Any) -> dict[str, Any]:
+    grouping.check_params(params, [*_arguments(recipe.engines[0].cls.__init__)])
+    leaves, treedef = trees.flatten(params)
+    # In the driver a parameter may live on the ranks; state of one that is cut is made where it is.
+    cut = [leaf for leaf in leaves if isinstance(leaf, Array) and leaf.spec.entries]
+    if cut and current() is None:
+        return spmd(functools.partial(_init, recipe), mesh=cut[0].mesh)(params)
+    leaves = [leaf.full() if isinstance(leaf, Array) else leaf for leaf in leaves]
+    groups = grouping.numbers_of(recipe.groups, trees.unflatten(treedef, leaves))
+    given = [
+        Leaf(path, leaf, None, group)
+        for path, leaf, group in zip(_paths(treedef), leaves, groups, strict=True)
+        if _is_trainable(leaf)
+    ]
+    state = {
+        "state": create(recipe.shard, recipe.engines, given),
+        **_written(recipe, [engine.hyper() for engine in recipe.engines]),
+    }
+    return {**state, "count": torch.zeros((), dtype=torch.int64)} if recipe.schedule is not None else state
+
+
+def _step(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    # What a compiler would trace here are writes to memory that it knows nothing of.
+    return torch_compiled.uncompiled(_stepped)(recipe, params, grads, opt_state)
+
+
+def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    leaves, treedef = trees.flatten(params)
+    groups = grouping.numbers_of(recipe.groups, params)
+    given, places = [], []
+    for index, (path, leaf, grad) in enumerate(zip(_paths(treedef), leaves, _matched(treedef, grads), strict=True)):
+        if isinstance(leaf, Array):
+            remedy = "pass it as an argument of an @spmd function, and step there"
+            raise SpecError(message("opt.step works on a rank's tensors", got=f"an Array, params{path}", remedy=remedy))
+        if _is_trainable(leaf):
+            _check_grad(path, leaf, grad)
+            given.append(Leaf(path, leaf, grad, groups[index]))
+            places.append(index)
+    state, hypers, count = _read(recipe, opt_state)
+    now = hypers if count is None or recipe.schedule is None else recipe.schedule.at(int(count), hypers)
+    scale = None if recipe.clip is None else clipping.scale_of(recipe.clip, given)
+    new_params, new_state, new_hypers = update(recipe.shard, recipe.engines, given, state, now, scale)
+    for index, leaf, new in zip(places, given, new_params, strict=True):
+        leaves[index] = new
+        _mark(new, leaf)
+    donation.close([leaf.param for leaf in given] + trees.leaves(state))
+    # What was scheduled for this step is no change of what the next one starts from.
+    kept = [
+        {name: hyper[name] if new[name] is scheduled[name] else new[name] for name in hyper}
+        for hyper, scheduled, new in zip(hypers, now, new_hypers, strict=True)
+    ]
+    new_opt_state = {"state": new_state, **_written(recipe, kept, hypers)}
+    if count is not None:
+        new_opt_state["count"] = count + 1
+    return trees.unflatten(treedef, leaves), new_opt_state
+
+
+def _written(recipe: Recipe, hypers: list[dict[str, Any]], before: Any = None) -> dict[str, Any]:
+    """The hyper-parameters as a state has them: all of the default group, and of the others what is their own."""
+    if not recipe.groups:
+        return {"hyper": hypers[0]}
+    own = []
+    for number, (hyper, names) in enumerate(zip(hypers[1:], recipe.owned[1:], strict=True), 1):
+        changed = () if before is None else [name for name in hyper if hyper[name] is not before[number][name]]
+        own.append({name: hyper[name] for name in hyper if name in names or name in changed})
+    return {"hyper": hypers[0], "groups": own}
+
+
+def _read(recipe: Recipe, opt_state: Mapping[str, Any]) -> tuple[Any, list[dict[str, Any]], Any]:
+    """A state's tensors, the hyper-parameters of every group, and how many steps were taken where that is counted."""
+    try:
+        state, hyper = opt_state["state"], opt_state["hyper"]
+        own = opt_state["groups"] if recipe.groups else []
+        count = None if recipe.schedule is None else opt_state["count"]
+        fits = len(own) == len(recipe.groups)
+    except (TypeError, KeyError, IndexError):
+        fits = False
+    if not fits:
+        more = {"groups": "[...]"} if recipe.groups else {}
+        more |= {"count": "..."} if recipe.schedule is not None else {}
+        form = ", ".join(f"{name!r}: {form}" for name, form in {"state": "...", "hyper": "...", **more}.items())
+        raise SpecError(
+            message(
+                "opt_state has an unexpected form",
+                got=repr([*opt_state]) if isinstance(opt_state, Mapping) else type(opt_state).__name__,
+                expected=f"{{{form}}}",
+                remedy="pass what opt.init or opt.step returned",
+            )
+        )
+    return state, [hyper, *({**hyper, **one} for one in own)], count
+
+
+def _mark(new: Tensor, leaf: Leaf) -> None:
+    """Carry over how a parameter is cut, and along which axes it differs, for `value_and_grad`.
+
+    That is where it or its gradient did. Of a gradient that the step has worked on nothing is known, nor of what it
+    is added to.
+    """
+    if new is leaf.param:
+        return
+    spec = getattr(leaf.param, "_spmd_spec", None)
+    if spec is not None:
+        new._spmd_spec = spec  # type: ignore[attr-defined]
+    axes, others = differs_over(leaf.param), differs_over(leaf.grad)
+    if axes is not None and others is not None:
+        mark(new, axes | others)
+
+
+def _is_trainable(leaf: Any) -> bool:
+    if not isinstance(leaf, Tensor) or (isinstance(leaf, nn.Parameter) and not leaf.requires_grad):
+        return False
+    return leaf.is_floating_point() or leaf.is_complex()
+
+
+@functools.lru_cache(maxsize=64)
+def _paths(treedef: optree.PyTreeSpec) -> list[str]:
+    return [accessor.codify("") for accessor in treedef.accessors()]
+
+
+def _matched(treedef: optree.PyTreeSpec, grads: Any) -> list[Any]:
+    """The gradients, in the order of the parameters."""
+    try:
+        return treedef.flatten_up_to(grads)
+    except (ValueError, TypeError) as error:
+        expected, got = _paths(treedef), trees.paths(grads)
+        missing = next((path for path in expected if path not in got), None)
+        extra = next((path for path in got if path not in expected), None)
+        problem = (
+            f"grads{missing} is missing"
+            if missing is not None
+            else f"grads{extra} belongs to no parameter"
+            if extra is not None
+            else str(error)
+        )
+        raise SpecError(
+            message(
+                f"grads has another structure than params: {problem}",
+                got=f"{len(got)} leaves",
+                expected=f"{len(expected)} leaves",
+                remedy="pass what value_and_grad gave for these parameters",
+            )
+        ) from None
+
+
+def _check_grad(path: str, param: Tensor, grad: Any) -> None:
+    if grad is None:
+        return
+    if not isinstance(grad, Tensor):
+        expected = "a tensor like its parameter, or None"
+        raise SpecError(message(f"grads{path} is no tensor", got=type(grad).__name__, expected=expected))
+    if grad.shape != param.shape or grad.dtype != param.dtype or grad.device != param.device:
+        got, expected = (f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (grad, param))
+        raise SpecError(message(f"grads{path} does not fit its parameter", got=got, expected=expected))
+
+
+def _check_class(cls: Any) -> None:
+    if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer) or cls is torch.optim.Optimizer:
+        raise SpecError(
+            message(
+                "optimizer got an unexpected argument 'cls'",
+                got=repr(cls),
+                expected="a subclass of torch.optim.Optimizer",
+                remedy="pass the class and its keywords, as in optimizer(torch.optim.AdamW, lr=1e-3)",
+            )
+        )
+
+
+def _check_keywords(cls: type[torch.optim.Optimizer], hyper: dict[str, Any]) -> None:
+    if any(argument.default is argument.empty for argument in _arguments(cls.step).values()):
+        raise SpmdError(
+            message(
+                f"{cls.__name__} evaluates a closure in its step, which a pure step(params, grads, state) has not",
+                remedy="take an optimizer that needs one gradient a step, such as AdamW, or use this one without spmd",
+            )
+        )
+    accepted = _arguments(cls.__init__)
+    accepted.pop("params", None)
+    open_ended = any(a.kind is a.VAR_KEYWORD for a in inspect.signature(cls.__init__).parameters.values())
+    unknown = next((name for name in hyper if name not in accepted and not open_ended), None)
+    missing = next((name for name, a in accepted.items() if a.default is a.empty and name not in hyper), None)
+    if unknown or missing:
+        problem = f"does not take {unknown!r}" if unknown else f"needs a value for {missing!r}"
+        raise SpecError(message(f"{cls.__name__} {problem}", expected=f"some of {[*accepted]}", got=f"{[*hyper]}"))
+
+
+def _arguments(method: Callable) -> dict[str, inspect.Parameter]:
+    """The named arguments after `self`."""
+    _, *rest = inspect.signature(method).parameters.values()
+    return {a.name: a for a in rest if a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)}

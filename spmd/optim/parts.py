@@ -1,0 +1,234 @@
+"""What a rank steps: which leaves whole, which laid end to end and sliced, and the state of each.
+
+State is kept by path for a leaf that is stepped whole, and for leaves that are sliced under the name of what they have
+in common: "float32", with "/model" for leaves that are cut over that axis, ":1" for those of the second group, "[0,2]"
+if not all such leaves are in it. Invariant: a leaf's state is in one place, and which one that is depends on nothing
+that differs between ranks; state in any form suits any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import transforms
+from ..kernels.errors import MeshError, SpecError, message
+from ..mesh.region import current
+from ..mesh.replication.net import differs_over
+from ..mesh.spec import Sharded
+from .leaves import REFUSED, Leaf, State, layout_of, localized
+from .slices import Axis, Ranks, Slice, divided, joined
+
+# Elements, all of one kind together: with "auto" no more than these are sliced. What an exchange costs does not shrink
+# with them: all ranks wait for each other once more, on busy cores for as long as a turn of another process takes.
+FEW = 1 << 13
+# Of a parameter without dimensions the shape does not tell.
+_ONE_FOR_A_LEAF = {"step", "eta", "mu", "mu_product"}
+
+
+def check(cls: type[torch.optim.Optimizer], shard: Any) -> None:
+    """Refuse an optimizer whose step mixes elements of a parameter, and an axis that is no axis."""
+    if reason := _refusal(cls):
+        raise SpecError(
+            message(
+                f"optimizer cannot shard {cls.__name__}, which {reason}",
+                got=f"shard={shard!r}",
+                remedy="leave shard out, or take an optimizer that treats every element alike, such as AdamW",
+            )
+        )
+    if not isinstance(shard, str) and not (isinstance(shard, tuple) and all(isinstance(name, str) for name in shard)):
+        raise SpecError(
+            message("optimizer got an unexpected argument 'shard'", got=repr(shard), expected="a mesh axis")
+        )
+
+
+def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
+    """Whether a class is known to treat every element alike: those of torch that are not in `REFUSED`."""
+    return cls.__module__.startswith("torch.optim") and _refusal(cls) is None
+
+
+def _refusal(cls: type[torch.optim.Optimizer]) -> str | None:
+    bases = (base.__name__ for base in cls.__mro__ if base.__module__.startswith("torch.optim"))
+    return next((REFUSED[name] for name in bases if name in REFUSED), None)
+
+
+def kind_of(leaf: Leaf) -> str:
+    """What leaves must have in common to be laid end to end."""
+    dtype = str(leaf.param.dtype).removeprefix("torch.")
+    axes = "".join(f"/{name}" for name in sorted(layout_of(leaf.param).axes))
+    return dtype + axes + (f":{leaf.group}" if leaf.group else "")
+
+
+class Parts:
+    """The leaves of one step, and the state that was given for them.
+
+    Args:
+        shard: the axis that was asked for; "auto" is every axis over which a leaf and its gradient are known to be the
+            same, where it pays, None is none.
+    """
+
+    def __init__(self, shard: Axis | None, leaves: Sequence[Leaf], state: Mapping[str, State]):
+        self._leaves, self._state = leaves, dict(state)
+        self._kinds: dict[str, list[int]] = {}
+        if shard is not None or any(key and key[0] not in "[." for key in state):
+            for index, leaf in enumerate(leaves):
+                self._kinds.setdefault(kind_of(leaf), []).append(index)
+        self._check_state()
+        few = self._few() if shard == "auto" and transforms.current_plan().virtual is None else ()
+        ranks = [
+            _ranks(shard, leaf) if leaf.grad is not None and index not in few else None
+            for index, leaf in enumerate(leaves)
+        ]
+        owners = {index: key for key in self._state for index in self._members(key) or ()}
+        together: dict[Any, list[int]] = {}
+        for kind, members in self._kinds.items():
+            for index in members:
+                if ranks[index] is not None:
+                    together.setdefault((kind, ranks[index], owners.get(index)), []).append(index)
+        kept = {key for (_, _, key), members in together.items() if key and members == self._members(key)}
+        for key in {*owners.values()} - kept:
+            self._dissolve(key)
+        self.slices = [
+            self._slice(kind, some, along)
+            for (kind, along, key), members in together.items()
+            for some in ([members] if key in kept else self._alike(members))
+            if along is not None
+        ]
+        self.whole = [leaf for leaf, along in zip(leaves, ranks, strict=True) if along is None]
+
+    def state_of(self, part: Slice) -> State:
+        """The state of a slice, as this rank keeps it."""
+        own = self._state.get(part.key)
+        if own is not None:
+            return part.localize({name: self._refetched(part, value) for name, value in own.items()})
+        states = [self.state_of_leaf(leaf) for leaf in part.leaves]
+        own = dict(states[0])
+        for name, value in states[0].items():
+            if _is_like(name, value, part.leaves[0]):
+                own[name] = part.cut_out(joined(part.leaves, [state[name] for state in states]))
+        return own
+
+    def _refetched(self, part: Slice, value: Any) -> Any:
+        """A value as it is, unless it was cut for another number of ranks."""
+        local = _plain(value)
+        if not isinstance(local, Tensor) or not local.ndim or part.cut or local.shape == (part.length,):
+            return value
+        return self._fetched(part.leaves, value)
+
+    def state_of_leaf(self, leaf: Leaf) -> State:
+        """The state of a leaf that is kept by itself, laid out as the leaf is here."""
+        return localized(self._state.get(leaf.path, {}), leaf.param, layout_of(leaf.param))
+
+    def _slice(self, kind: str, members: list[int], along: Ranks) -> Slice:
+        leaves = [self._leaves[index] for index in members]
+        some = self._kinds[kind]
+        key = kind if members == some else f"{kind}[{','.join(str(some.index(index)) for index in members)}]"
+        return Slice(key, leaves, along, tuple(sorted(layout_of(leaves[0].param).axes)))
+
+    def _few(self) -> set[int]:
+        """Leaves of which there is so little that all of them are stepped sooner than a slice of them is exchanged."""
+        few: set[int] = set()
+        for members in self._kinds.values():
+            if sum(self._leaves[index].param.numel() for index in members) <= FEW:
+                few.update(members)
+        return few
+
+    def _members(self, key: str) -> list[int] | None:
+        """The leaves whose state lies end to end under a key."""
+        kind, _, which = key.partition("[")
+        members = self._kinds.get(kind)
+        if members is None or not which:
+            return members
+        return [members[int(position)] for position in which.rstrip("]").split(",")]
+
+    def _alike(self, members: Iterable[int]) -> list[list[int]]:
+        """Leaves that can share the state of a slice: as many steps, and whatever else is one number for a leaf."""
+        found: dict[Any, list[int]] = {}
+        for index in members:
+            leaf = self._leaves[index]
+            own = self.state_of_leaf(leaf).items()
+            alike = tuple((name, None if _is_like(name, value, leaf) else _number(value)) for name, value in own)
+            found.setdefault(alike, []).append(index)
+        return [*found.values()]
+
+    def _dissolve(self, key: str) -> None:
+        """Keep state that lies end to end by leaf."""
+        leaves = [self._leaves[index] for index in self._members(key) or ()]
+        own = self._state.pop(key)
+        for name, value in own.items():
+            parts: Iterable[Any] = [value] * len(leaves)
+            if isinstance(_plain(value), Tensor) and _plain(value).ndim:
+                parts = divided(leaves, self._fetched(leaves, value))
+            for leaf, part in zip(leaves, parts, strict=True):
+                self._state.setdefault(leaf.path, {})[name] = part
+
+    def _fetched(self, leaves: Sequence[Leaf], value: Any) -> Tensor:
+        """All slices of a value, end to end."""
+        spec = value.spec if isinstance(value, Sharded) else getattr(value, "_spmd_spec", None)
+        names = () if spec is None else tuple(name for name in spec.axes if name not in layout_of(leaves[0].param).axes)
+        value = _plain(value)
+        if current() is not None and names:
+            value = transforms.all_gather(value, names, tiled=True)
+        return value
+
+    def _check_state(self) -> None:
+        known = {leaf.path for leaf in self._leaves}
+        unknown = [key for key in self._state if key not in known and self._members(key) is None]
+        if unknown:
+            raise SpecError(
+                message(
+                    "opt_state holds state of something that is no trainable parameter here",
+                    got=f"opt_state['state'][{min(unknown)!r}]",
+                    expected=f"some of {sorted(known)[:5]}",
+                    remedy="pass what opt.init or opt.step returned for these parameters",
+                )
+            )
+
+
+def _ranks(shard: Axis | None, leaf: Leaf) -> Ranks | None:
+    """The ranks among which a leaf is sliced; None if it is stepped whole."""
+    if shard is None:
+        return None
+    if shard == "auto":
+        return _known_ranks(leaf)
+    try:
+        ranks = Ranks(shard, transforms.axis_index(shard), transforms.axis_size(shard), True)
+    except MeshError:
+        ranks = Ranks(shard)
+    names = {shard} if isinstance(shard, str) else {*shard}
+    return None if ranks.inside and names & layout_of(leaf.param).axes else ranks
+
+
+def _known_ranks(leaf: Leaf) -> Ranks | None:
+    """Those that have the same parameter, and the same gradient, for all that is known, and read the same memory.
+
+    Over a network new parameters would have to be gathered, beside gradients that every rank has whole by then.
+    """
+    region = current()
+    own, others = differs_over(leaf.param), differs_over(leaf.grad)
+    if region is None or own is None or others is None or not others <= own or region.session.backend != "shm":
+        return None
+    layout = region.session.layout
+    axes = tuple(name for name, size in layout.axes.items() if name not in own and size > 1)
+    if axes:
+        return Ranks(axes, layout.part(region.session.rank, axes), layout.parts(axes), True)
+    # The same bits at any number of ranks: on a single one, too, state is that of slices.
+    alone = tuple(name for name in layout.axes if name not in own)
+    return Ranks(alone, inside=True) if transforms.current_plan().virtual is not None and alone else None
+
+
+def _plain(value: Any) -> Any:
+    return value.local if isinstance(value, Sharded) else value
+
+
+def _is_like(name: str, value: Any, leaf: Leaf) -> bool:
+    if not isinstance(value, Tensor) or value.shape != leaf.param.shape:
+        return False
+    return value.ndim > 0 or name not in _ONE_FOR_A_LEAF
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else repr(value)

@@ -1,0 +1,145 @@
+"""Learning-rate schedules: what torch's schedulers, or functions of the step, say for a step, as a pure function.
+
+A torch scheduler writes to the optimizer that it is made for; here that is one without parameters, in which it is
+played up to the step that is asked for. Invariant: what a schedule gives depends on the number of the step alone, so
+that a run taken up again goes on with it.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import lr_scheduler
+
+from ..kernels.errors import SpecError, message
+
+_FORMS = (
+    "a number, a function of the step's number that gives one, a class of torch.optim.lr_scheduler, or a function of "
+    "an optimizer that makes one"
+)
+
+
+class Schedule:
+    """The hyper-parameters of every group at every step.
+
+    Args:
+        given: what the user gave; see `optimizer`.
+        starts: of each group the hyper-parameters that it starts with.
+        own: of each group the names among them that are its own.
+    """
+
+    def __init__(self, given: Any, starts: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]):
+        self._given, self._starts, self._own = given, [dict(start) for start in starts], own
+        self._played: _Played | None = None
+        self._function: Callable[[int], Any] | None = None
+        if isinstance(given, numbers.Real) and not isinstance(given, bool):
+            self._function = lambda step: given
+        elif callable(given):
+            self._choose(given)
+        else:
+            raise SpecError(
+                message("optimizer got an unexpected argument 'schedule'", got=repr(given), expected=_FORMS)
+            )
+        if self._function is not None and any("lr" in names for names in own[1:]):
+            raise SpecError(
+                message(
+                    "a group has a learning rate of its own, which a schedule= that gives one for all does not know",
+                    got=f"schedule={given!r}",
+                    remedy="take a scheduler that scales what each group starts with, such as "
+                    "schedule=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, factor)",
+                )
+            )
+
+    def __reduce__(self) -> Any:
+        return Schedule, (self._given, self._starts, self._own)
+
+    def at(self, step: int, hypers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The hyper-parameters for a step, counted from 0; those that are not scheduled as in `hypers`."""
+        if self._function is not None:
+            rate = self._function(step)
+            return [{**hyper, "lr": _checked(rate, step, self._given)} for hyper in hypers]
+        assert self._played is not None
+        return [{**hyper, **new} for hyper, new in zip(hypers, self._played.at(step), strict=True)]
+
+    def _choose(self, given: Callable[..., Any]) -> None:
+        """Find out by a call whether a callable is a function of the step or makes a scheduler."""
+        errors: list[Exception] = []
+        is_class = isinstance(given, type) and issubclass(given, lr_scheduler.LRScheduler)
+        if not is_class:
+            try:
+                _checked(given(0), 0, given)
+            except Exception as error:
+                errors.append(error)
+            else:
+                self._function = given
+                return
+        try:
+            self._played = _Played(given, self._starts)
+        except SpecError:
+            raise
+        except Exception as error:
+            raise SpecError(
+                message(
+                    f"schedule= takes neither a step nor an optimizer: {type(error).__name__}: {error}",
+                    got=repr(given) + (f", which gave {errors[0]!r} for step 0" if errors else ""),
+                    expected=_FORMS,
+                )
+            ) from error
+
+
+class _Played:
+    """A torch scheduler, and what it has set for every step so far."""
+
+    def __init__(self, factory: Callable[[torch.optim.Optimizer], Any], starts: Sequence[Mapping[str, Any]]):
+        self._optimizer = _Groups(starts)
+        self._scheduler = factory(self._optimizer)
+        if isinstance(self._scheduler, lr_scheduler.ReduceLROnPlateau):
+            raise SpecError(
+                message(
+                    "ReduceLROnPlateau looks at a metric, and a schedule= at the number of the step alone",
+                    remedy='set opt_state["hyper"]["lr"] between steps, where the metric is known',
+                )
+            )
+        if not isinstance(self._scheduler, lr_scheduler.LRScheduler):
+            got = type(self._scheduler).__name__
+            raise SpecError(message("schedule= made no scheduler of an optimizer", got=got, expected=_FORMS))
+        self._starts = starts
+        self._steps = [self._now()]
+
+    def at(self, step: int) -> list[dict[str, Any]]:
+        while len(self._steps) <= step:
+            self._optimizer.step()
+            self._scheduler.step()
+            self._steps.append(self._now())
+        return self._steps[step]
+
+    def _now(self) -> list[dict[str, Any]]:
+        """Of each group what a scheduler may set, among what the group has."""
+        return [
+            {name: _plain(group[name]) for name in ("lr", "momentum", "betas") if name in start}
+            for group, start in zip(self._optimizer.param_groups, self._starts, strict=True)
+        ]
+
+
+class _Groups(torch.optim.Optimizer):
+    """Parameter groups and nothing to step."""
+
+    def __init__(self, starts: Sequence[Mapping[str, Any]]):
+        super().__init__([{"params": [torch.zeros(())], **start} for start in starts], dict(starts[0]))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing: the schedulers count these calls."""
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _checked(rate: Any, step: int, given: Any) -> Any:
+    if isinstance(rate, numbers.Real | Tensor) and not isinstance(rate, bool):
+        return rate
+    raise SpecError(message(f"schedule= gave no number for step {step}", got=repr(rate), expected=_FORMS))

@@ -1,0 +1,115 @@
+"""What tests do to the inside of the library, by name: the one helper that knows private modules.
+
+Tests that would otherwise speak through the public interface use these for the few things that it has no word for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def pretend_host(name: str) -> None:
+    """This launched rank says that it is on that host."""
+    from spmd.mesh.launch import launched
+
+    launched._host_identity = lambda: name
+
+
+@contextlib.contextmanager
+def without_shared_memory() -> Iterator[None]:
+    """As where no arena can be made."""
+    from spmd.kernels.shm.arena import Arena
+
+    def refuse(*_: object) -> None:
+        raise OSError("no shared memory here")
+
+    real, Arena.__init__ = Arena.__init__, refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Arena.__init__ = real  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def mpi_chunks(nbytes: int) -> Iterator[None]:
+    """What goes through MPI goes in pieces of so many bytes."""
+    from spmd.kernels.network import mpi
+
+    before, mpi._CHUNK = mpi._CHUNK, nbytes
+    try:
+        yield
+    finally:
+        mpi._CHUNK = before
+
+
+def change_partial_sums(push: Callable[[Any, int, Tensor], None]) -> None:
+    """In this process a rank's sums over virtual shards take in a shard's value so."""
+    from spmd.transforms.exact import tree_sums
+
+    tree_sums.Partials.push = push  # type: ignore[method-assign]
+
+
+def add_in_rank_order() -> None:
+    """In this process add as one would without the tree: a rank's shards one by one, then the ranks one by one."""
+    from spmd.transforms.exact import tree_sums
+
+    def push(self: Any, shard: int, value: Tensor) -> None:
+        if self.nodes:
+            ((node, total),) = self.nodes
+            self.nodes = [(node, total + value)]
+        else:
+            self.nodes = [((0, shard), value)]
+
+    def one_by_one(nodes: Any) -> Tensor:
+        first, *others = (value for _, value in sorted(nodes.items()))
+        return sum(others, first)
+
+    change_partial_sums(push)
+    tree_sums.combine = one_by_one
+    tree_sums.maximal_nodes = lambda shards: [(0, min(shards))] if shards else []
+
+
+def share_a_gpu(monkeypatch: Any) -> str | None:
+    """Let several ranks be on one GPU; why that can't be here, or None."""
+    from spmd.kernels.cuda import nccl_library
+
+    for name, text in nccl_library.SHARED_GPU_ENVIRONMENT.items():
+        monkeypatch.setenv(name, text)
+    library = nccl_library.load()
+    return None if nccl_library.may_share_gpu(library) else f"several ranks on it need NCCL 2.30: {library.describe()}"
+
+
+def pretend_nccl(monkeypatch: Any, version: int, path: str, cupy: str) -> None:
+    """A driver, and an NCCL of this version, are there."""
+    from spmd.kernels.cuda import nccl_library
+
+    library = nccl_library.Library(None, version, path, cupy)
+    monkeypatch.setattr(nccl_library, "check_driver", lambda: None)
+    monkeypatch.setattr(nccl_library, "load", lambda: library)
+
+
+def close_all_meshes() -> None:
+    """As at this process's exit."""
+    from spmd.mesh.driver.open_sessions import close_all
+
+    close_all()
+
+
+def forget_restored() -> None:
+    """No mesh that is made from now on goes on from what was restored as plain tensors."""
+    from spmd.checkpoint import fingerprint
+
+    fingerprint._unplaced.restored.clear()
+
+
+def values_held() -> int:
+    """On a driver's rank: how many values it holds."""
+    from spmd.mesh.rank.values import Values
+
+    (values,) = [obj for obj in gc.get_objects() if isinstance(obj, Values)]
+    return len(values)

@@ -1,0 +1,51 @@
+"""A `np.memmap` travels as its path: no process reads it whole."""
+
+import sys
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+
+from spmd import Loader, Sampler
+from spmd.mesh import wire
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture
+def mapped(tmp_path):
+    whole = np.arange(60, dtype=np.int64).reshape(20, 3)
+    with open(tmp_path / "data", "wb") as file:
+        file.write(b"header.." + whole.tobytes())
+    return np.memmap(tmp_path / "data", np.int64, "r", offset=8, shape=(20, 3)), whole
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(5, 9), (slice(4, 5), slice(1, 3)), 7], ids=str)
+def test_parts_are_found_in_the_file(mapped, part):
+    array, whole = mapped
+    packet = wire.dumps(array[part])
+    assert len(packet.data) < 600
+    found = wire.loads(packet)
+    assert isinstance(found, np.memmap) and np.array_equal(found, whole[part])
+
+
+def test_with_gaps_and_private_ones_are_copied(mapped):
+    array, whole = mapped
+    assert np.array_equal(wire.loads(wire.dumps(array[::2, ::2])), whole[::2, ::2])
+    own = np.memmap(array.filename, np.int64, "c", offset=8, shape=(20, 3))
+    own[0, 0] = -1
+    assert wire.loads(wire.dumps(own))[0, 0] == -1
+    assert np.array_equal(wire.loads(wire.dumps(array + 1)), whole + 1)
+
+
+def test_captured_and_as_a_dataset(shared_mesh, mapped):
+    array, whole = mapped
+    mesh = shared_mesh({"data": 2})
+    assert mesh.run(lambda: (type(array).__name__, int(array.sum()))) == [("memmap", whole.sum())] * 2
+    for dataset in (array, {"x": array}):
+        for step, batch in enumerate(Loader(dataset, 8, mesh=mesh, seed=3)):
+            batch = batch["x"] if isinstance(batch, dict) else batch
+            ids = Sampler(20, 8, seed=3).batch(0, step)
+            parts = [torch.from_numpy(whole)[ids[rank::2]] for rank in range(2)]
+            assert all(torch.equal(*pair) for pair in zip(batch.shards(), parts, strict=True))

@@ -1,0 +1,362 @@
+"""Ranks that disagree: the driver learns at once who called what and where, and the mesh works afterwards."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from patience import soon
+
+from spmd import CollectiveMismatch, Mesh, PeerLost, SpmdError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SECONDS = 2.5
+Communicator = Any  # what mesh.comm() gives
+LARGE = 40_000  # elements, past the threshold of one phase
+
+
+@pytest.fixture(params=["shm", "gloo"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def works(mesh: Mesh) -> None:
+    """The mesh can be used again: also by operations in two phases and by messages."""
+
+    def body() -> tuple[float, float, float]:
+        comm = mesh.comm()
+        target = torch.empty(())
+        work = comm.isend(torch.tensor(float(comm.rank)), (comm.rank + 1) % comm.size)
+        comm.recv(target, (comm.rank - 1) % comm.size)
+        work.wait()
+        return float(comm.all_reduced(torch.ones(2))[0]), float(comm.all_reduced(torch.ones(LARGE))[-1]), float(target)
+
+    size = mesh.size
+    assert mesh.run(body) == [(size, size, (rank - 1) % size) for rank in range(size)]
+
+
+def refused(mesh: Mesh, body: Callable[[Communicator], Any]) -> str:
+    """The text of the CollectiveMismatch that ends `body`, raised in good time."""
+    began = time.monotonic()
+    with pytest.raises(CollectiveMismatch) as caught:
+        mesh.run(lambda: body(mesh.comm()))
+    assert soon(SECONDS, began)
+    return str(caught.value)
+
+
+# -- other calls -------------------------------------------------------------------------------------------------------
+# Rank 1 of three differs from the others. Each side's text: what the others call, what rank 1 calls.
+
+
+def other_operation(comm: Communicator) -> None:
+    comm.broadcast(torch.ones(2)) if comm.rank == 1 else comm.all_reduce(torch.ones(2))
+
+
+def other_order(comm: Communicator) -> None:
+    calls: list[Callable[[], Any]] = [comm.barrier, lambda: comm.all_reduce(torch.ones(2), "max")]
+    for call in reversed(calls) if comm.rank == 1 else calls:
+        call()
+
+
+def other_shape(comm: Communicator) -> None:
+    comm.all_reduce(torch.ones(2, 2 + (comm.rank == 1)))
+
+
+def other_large_shape(comm: Communicator) -> None:
+    comm.all_reduce(torch.ones(LARGE + (comm.rank == 1)))
+
+
+def same_bytes_in_another_shape(comm: Communicator) -> None:
+    comm.all_reduce(torch.ones((3, 2) if comm.rank == 1 else (2, 3)))
+
+
+def other_dtype(comm: Communicator) -> None:
+    comm.all_reduce(torch.ones(2, dtype=torch.int32 if comm.rank == 1 else torch.float32))
+
+
+def other_op(comm: Communicator) -> None:
+    comm.all_reduce(torch.ones(2), "max" if comm.rank == 1 else "min")
+
+
+def other_root(comm: Communicator) -> None:
+    comm.broadcast(torch.ones(2), 1 if comm.rank == 1 else 0)
+
+
+def other_destination(comm: Communicator) -> None:
+    comm.reduce(torch.ones(2), 1 if comm.rank == 1 else 0)
+
+
+def large_against_small(comm: Communicator) -> None:
+    comm.all_reduce(torch.ones(2 if comm.rank == 1 else LARGE))
+
+
+def after_many(comm: Communicator) -> None:
+    for _ in range(40):
+        comm.all_reduce(torch.ones(2))
+    comm.barrier() if comm.rank == 1 else comm.all_reduce(torch.ones(2))
+
+
+def after_a_long_wait(comm: Communicator) -> None:
+    """What a rank said while it waited earlier is not what it calls now."""
+    for late in range(3):
+        if comm.rank == late:
+            time.sleep(0.03)
+        comm.all_reduce(torch.ones(5))
+    comm.barrier() if comm.rank == 1 else comm.all_reduce(torch.ones(2))
+
+
+CALLS: dict[str, tuple[Callable[[Communicator], Any], str, str]] = {
+    "operation": (other_operation, "all_reduce float32[2] (sum)", "broadcast float32[2] (src=0)"),
+    "order": (other_order, "barrier", "all_reduce float32[2] (max)"),
+    "shape": (other_shape, "all_reduce float32[2, 2] (sum)", "all_reduce float32[2, 3] (sum)"),
+    "large shape": (other_large_shape, f"all_reduce float32[{LARGE}] (sum)", f"all_reduce float32[{LARGE + 1}] (sum)"),
+    "same bytes": (same_bytes_in_another_shape, "all_reduce float32[2, 3] (sum)", "all_reduce float32[3, 2] (sum)"),
+    "dtype": (other_dtype, "all_reduce float32[2] (sum)", "all_reduce int32[2] (sum)"),
+    "op": (other_op, "all_reduce float32[2] (min)", "all_reduce float32[2] (max)"),
+    "root": (other_root, "broadcast float32[2] (src=0)", "broadcast float32[2] (src=1)"),
+    "destination": (other_destination, "reduce float32[2] (sum, dst=0)", "reduce float32[2] (sum, dst=1)"),
+    "phases": (large_against_small, f"all_reduce float32[{LARGE}] (sum)", "all_reduce float32[2] (sum)"),
+    "after many": (after_many, "all_reduce float32[2] (sum)", "barrier"),
+    "after a long wait": (after_a_long_wait, "all_reduce float32[2] (sum)", "barrier"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_other_call(make_mesh: Callable[..., Mesh], backend: str, name: str) -> None:
+    body, most, one = CALLS[name]
+    mesh = make_mesh({"data": 3}, backend=backend)
+    text = refused(mesh, body)
+    assert "group (0, 1, 2)" in text
+    for rank, call in enumerate((most, one, most)):
+        site = rf"{re.escape(__file__)}:\d+ in {body.__name__}" if name != "order" else re.escape(__file__)
+        assert re.search(rf"rank {rank}: {re.escape(call)}, .*at {site}", text), text
+    works(mesh)
+
+
+def test_the_line_is_that_of_the_call(make_mesh: Callable[..., Mesh], backend: str) -> None:
+    """Also of an asynchronous one, which is found wrong only when it is waited for."""
+    mesh = make_mesh({"data": 2}, backend=backend)
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            work = comm.all_reduce(torch.ones(2), async_op=True)
+        else:
+            work = comm.barrier(async_op=True)
+        time.sleep(0)
+        work.wait()
+
+    first = body.__code__.co_firstlineno
+    text = refused(mesh, body)
+    assert f"test_mismatch.py:{first + 2} in body" in text
+    assert f"test_mismatch.py:{first + 4} in body" in text
+    works(mesh)
+
+
+def test_a_piece_of_another_size(make_mesh: Callable[..., Mesh], backend: str) -> None:
+    mesh = make_mesh({"data": 3}, backend=backend)
+
+    def body(comm: Communicator) -> None:
+        outs = [torch.empty(4 if comm.rank == 2 and r == 1 else 3) for r in range(3)]
+        comm.all_gather(outs, torch.ones(3))
+
+    text = refused(mesh, body)
+    assert "all_gather float32[3]: rank 1 sends 12 bytes, rank 2 expects 16" in text
+    assert "test_mismatch.py:" in text
+    works(mesh)
+
+
+def test_in_a_group(make_mesh: Callable[..., Mesh], backend: str) -> None:
+    mesh = make_mesh({"a": 2, "b": 2}, backend=backend)
+
+    def body(_: Communicator) -> None:
+        comm = mesh.comm("b")
+        comm.barrier() if mesh.rank == 3 else comm.all_reduce(torch.ones(()))
+
+    text = refused(mesh, body)
+    assert "group (2, 3)" in text
+    assert "rank 2: all_reduce float32[] (sum)" in text
+    assert "rank 3: barrier" in text
+    works(mesh)
+
+
+# -- ranks that do not come --------------------------------------------------------------------------------------------
+
+
+def never_calls(comm: Communicator) -> None:
+    if comm.rank != 1:
+        comm.all_reduce(torch.ones(2))
+
+
+def calls_less_often(comm: Communicator) -> None:
+    for _ in range(2 if comm.rank == 1 else 3):
+        comm.all_reduce(torch.ones(2))
+
+
+def calls_far_less_often(comm: Communicator) -> None:
+    outstanding = [comm.all_reduce(torch.ones(2), async_op=True) for _ in range(2 if comm.rank == 1 else 40)]
+    for work in outstanding:
+        work.wait()
+
+
+def is_late_and_never_calls(comm: Communicator) -> None:
+    if comm.rank == 1:
+        time.sleep(0.3)
+    else:
+        comm.barrier()
+
+
+def does_not_wait_for_a_large_one(comm: Communicator) -> None:
+    comm.barrier()
+    work = comm.all_reduce(torch.ones(LARGE), async_op=True)
+    if comm.rank != 1:
+        work.wait()
+
+
+def is_only_asked_about(comm: Communicator) -> None:
+    """Polling, too, must come to an end."""
+    if comm.rank != 1:
+        work = comm.all_reduce(torch.ones(2), async_op=True)
+        while not work.is_completed():
+            time.sleep(1e-4)
+
+
+ABSENCES: dict[str, tuple[Callable[[Communicator], Any], str]] = {
+    "never": (never_calls, "all_reduce float32[2] (sum)"),
+    "less often": (calls_less_often, "all_reduce float32[2] (sum)"),
+    "far less often": (calls_far_less_often, "all_reduce float32[2] (sum)"),
+    "late": (is_late_and_never_calls, "barrier"),
+    "no wait": (does_not_wait_for_a_large_one, f"all_reduce float32[{LARGE}] (sum)"),
+    "polled": (is_only_asked_about, "all_reduce float32[2] (sum)"),
+}
+
+
+@pytest.mark.parametrize("name", ABSENCES)
+@pytest.mark.parametrize("opened", [True, False], ids=["opened", "first use"])
+def test_absence(make_mesh: Callable[..., Mesh], backend: str, name: str, opened: bool) -> None:
+    body, call = ABSENCES[name]
+    mesh = make_mesh({"data": 3}, backend=backend)
+    if opened:
+        works(mesh)
+    text = refused(mesh, body)
+    waiting = re.search(r"rank 1 left the region without its part in (.*), for which rank [02] waits at (.*) \[", text)
+    assert waiting, text
+    assert waiting[1] in (call, "a collective")
+    assert f"{__file__}:" in waiting[2]
+    works(mesh)
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_never_uses_the_group(make_mesh: Callable[..., Mesh], backend: str, absent: int) -> None:
+    mesh = make_mesh({"data": 2}, backend=backend)
+    text = ""
+    began = time.monotonic()
+    with pytest.raises(CollectiveMismatch) as caught:
+        mesh.run(lambda: mesh.comm().all_reduced(torch.ones(2)) if mesh.rank != absent else None)
+    assert soon(SECONDS, began)
+    text = str(caught.value)
+    assert f"rank {absent} left the region" in text
+    works(mesh)
+
+
+def test_some_ranks_only(make_mesh: Callable[..., Mesh], backend: str) -> None:
+    """Ranks that `ranks=` leaves out count as gone."""
+    mesh = make_mesh({"data": 3}, backend=backend)
+    began = time.monotonic()
+    with pytest.raises(CollectiveMismatch, match="rank 2 left the region"):
+        mesh.run(lambda: mesh.comm().barrier(), ranks=[0, 1])
+    assert soon(SECONDS, began)
+    works(mesh)
+
+
+# -- giving up ---------------------------------------------------------------------------------------------------------
+
+
+def test_abort(make_mesh: Callable[..., Mesh], backend: str) -> None:
+    mesh = make_mesh({"data": 3}, backend=backend)
+    mesh.run(lambda: mesh.comm().barrier())
+
+    def body() -> None:
+        comm = mesh.comm()
+        if comm.rank == 1:
+            comm.abort("had enough")
+        comm.barrier()
+
+    began = time.monotonic()
+    with pytest.raises(SpmdError, match=r"rank 1 aborted the region .*had enough") as caught:
+        mesh.run(body)
+    assert type(caught.value) is SpmdError
+    assert soon(SECONDS, began)
+    works(mesh)
+
+
+# -- what is left behind -----------------------------------------------------------------------------------------------
+
+
+def test_what_was_under_way_is_void(make_mesh: Callable[..., Mesh], backend: str) -> None:
+    """An operation of a region that failed neither disturbs the next one nor seems to succeed there."""
+    mesh = make_mesh({"a": 2, "b": 2}, backend=backend)
+
+    def fail() -> None:
+        import builtins
+
+        other = mesh.comm("a")
+        other.barrier()
+        kept = [other.all_reduce(torch.ones(LARGE), async_op=True)] if other.rank == 0 else []
+        kept.append(other.irecv(torch.empty(1), other.rank, tag=77))
+        builtins.kept = kept  # type: ignore[attr-defined]
+        mesh.comm("b").barrier() if mesh.rank else mesh.comm("b").broadcast(torch.ones(1))
+
+    with pytest.raises(CollectiveMismatch):
+        mesh.run(fail)
+
+    def go_on() -> list[str]:
+        import builtins
+
+        mesh.comm("b").all_reduced(torch.ones(LARGE))
+        said = []
+        for work in builtins.kept:  # type: ignore[attr-defined]
+            try:
+                work.wait()
+            except PeerLost as error:
+                said.append(str(error))
+        mesh.comm("a").barrier()
+        return said
+
+    for rank, said in enumerate(mesh.run(go_on)):
+        assert len(said) == (2 if rank < 2 else 1)
+        assert all("was under way when a region failed" in text for text in said)
+    works(mesh)
+
+
+def test_memory_is_used_again_after_failures(make_mesh: Callable[..., Mesh]) -> None:
+    mesh = make_mesh({"data": 2})
+
+    def fail(comm: Communicator) -> None:
+        large = torch.ones(1 << 18)
+        outstanding = [comm.all_reduced(large, async_op=True) for _ in range(4)]
+        held = [comm.all_reduced(large), *(work.wait() for work in outstanding)]
+        comm.isend(large, 1 - comm.rank)
+        comm.all_reduced(large, async_op=True)
+        comm.barrier() if comm.rank else comm.all_reduce(large)
+        del held
+
+    def used() -> int:
+        """Bytes handed out and not given back: how many blocks were in use at once depends on who came first."""
+        heap = mesh.comm().arena.heap  # type: ignore[attr-defined]
+        free = [heap._kept, heap._emptied]
+        return heap._top - sum(size * len(blocks) for sizes in free for size, blocks in sizes.items())
+
+    found = []
+    for _ in range(5):
+        refused(mesh, fail)
+        works(mesh)
+        found.append(mesh.run(used))
+    for before, after in zip(found[1], found[-1], strict=True):
+        assert after - before <= 1 << 21

@@ -1,0 +1,81 @@
+"""Backend "mpi": the suite of the communication layer under mpirun, and what is said where MPI is missing."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import operations_table as table
+import pytest
+from jobs import environ_without, mpirun, needs_mpi
+from patience import HANGS
+
+HERE = Path(__file__).parents[1]
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_suite(ranks: int, tmp_path: Path) -> None:
+    path = tmp_path / "cells.pickle"
+    done = mpirun(ranks, "mpi_suite.py", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    counted = re.fullmatch(r"ok (\d+) checks\n", done.stdout)
+    assert counted, done.stdout
+    assert int(counted[1]) > 40
+    if ranks == table.RANKS:
+        page = (HERE.parent / "docs" / "operations.md").read_text()
+        section = table.section("mpi", pickle.loads(path.read_bytes()))
+        assert "\n".join(section) in page, "make docs/operations.md again"
+
+
+@needs_mpi
+def test_a_failure_that_nobody_catches_ends_the_job() -> None:
+    script = (
+        "import torch; from spmd import Mesh; mesh = Mesh(backend='mpi', timeout=10)\n"
+        "def body():\n"
+        "    mesh.comm().isend(torch.ones(10**6), 1 - mesh.rank)\n"
+        "    raise ValueError('on purpose')\n"
+        "mesh.run(body)"
+    )
+    done = mpirun(2, "-c", script)
+    assert done.returncode
+    assert "ValueError: on purpose" in done.stderr
+
+
+def run_alone(code: str, **environ: str) -> str:
+    """A script of one launched rank that mpirun did not start."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environ_without("SPMD_", "OMPI_", "PMI"), "SPMD_RANK": "0", "SPMD_SIZE": "1", **environ},
+        capture_output=True,
+        text=True,
+        timeout=HANGS,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stderr
+
+
+USE = "from spmd import Mesh; mesh = Mesh(backend='mpi', timeout=5); mesh.run(lambda: mesh.comm().barrier())"
+
+
+def test_not_under_mpirun() -> None:
+    assert re.search("MeshError: backend 'mpi' needs a process that mpirun started.*run under mpirun", run_alone(USE))
+
+
+def test_without_mpi4py() -> None:
+    hidden = f"import sys; sys.modules['mpi4py'] = None; {USE}"
+    text = run_alone(hidden, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1")
+    assert re.search(r"MeshError: backend 'mpi' needs mpi4py.*pip install spmd\[mpi\], and run under mpirun", text)
+
+
+def test_listed_without_being_imported() -> None:
+    code = (
+        "import sys, spmd\n"
+        "try: spmd.Mesh({'data': 1}, backend='none')\n"
+        "except spmd.MeshError as error: print('mpi' in str(error), 'mpi4py' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANGS)
+    assert done.stdout == "True False\n"

@@ -1,0 +1,311 @@
+"""Private parts of torch: each does what it is used for with this version of torch, and no other file names one."""
+
+import ast
+import pathlib
+from collections.abc import Callable
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import spmd
+from spmd.kernels import torch_private
+
+
+class Followed(torch.Tensor):
+    seen: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append("function")
+        with torch_private.without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append("dispatch")
+        with torch_private.below_subclasses():
+            return func(*args, **(kwargs or {}))
+
+
+def version() -> None:
+    x = torch.zeros(2)
+    before = torch_private.version(x)
+    x.view(-1).add_(1)
+    assert torch_private.version(x) == before + 1
+    with torch.inference_mode():
+        assert torch_private.version(torch.zeros(2)) == 0
+
+
+def base() -> None:
+    x = torch.zeros(2)
+    assert torch_private.base(x[:1]) is x
+    assert torch_private.base(x) is None
+
+
+def storage() -> None:
+    x = torch.zeros(2, device="meta")
+    assert torch_private.storage(x[:1].detach()) == torch_private.storage(x) != 0
+    assert torch_private.storage(torch.zeros(2).to_sparse()) == 0
+
+
+def keep_storage_apart() -> None:
+    x = torch.zeros(2)
+    number, kept = torch_private.storage(x), torch_private.keep_storage_apart(x)
+    del x
+    others = [torch.zeros(2) for _ in range(100)]
+    assert kept.expired() and number not in [torch_private.storage(other) for other in others]
+
+
+def operation_name() -> None:
+    assert torch_private.operation_name(torch.ops.aten.add.out) == ("add", "out")
+    assert torch_private.operation_name(torch.ops.aten.add_.Tensor) == ("add_", "Tensor")
+
+
+def below_subclasses() -> None:
+    x = torch.zeros(2).as_subclass(Followed)
+    Followed.seen.clear()
+    assert x.add(1).tolist() == [1, 1]
+    assert Followed.seen == ["function", "dispatch"]
+    Followed.seen.clear()
+    with torch_private.below_subclasses():
+        assert x.add(1).tolist() == [1, 1]
+    assert Followed.seen == []
+
+
+def without_torch_function() -> None:
+    x = torch.zeros(2).as_subclass(Followed)
+    Followed.seen.clear()
+    with torch_private.without_torch_function():
+        x.add(1)
+    assert Followed.seen == ["dispatch"]
+
+
+def arguments() -> None:
+    found = torch_private.arguments(torch.ops.aten.add.out)
+    assert [one.name for one in found] == ["self", "other", "alpha", "out"]
+    assert [one.alias_info is not None and one.alias_info.is_write for one in found] == [False, False, False, True]
+    assert [one.kwarg_only for one in found] == [False, False, True, True]
+
+
+def item() -> None:
+    seen = []
+
+    class Seen(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            seen.append(func.overloadpacket)
+            with torch_private.below_subclasses():
+                return func(*args, **(kwargs or {}))
+
+    assert torch.tensor(3.0).as_subclass(Seen).item() == 3
+    assert torch_private.ITEM in seen
+
+
+def saved() -> None:
+    x, w = torch.ones(2, 3), torch.ones(4, 3, requires_grad=True)
+    for y, name in ((nn.functional.linear(x, w), "self"), (nn.functional.linear(x, w, torch.ones(4)), "mat1")):
+        assert y.grad_fn.name() in ("MmBackward0", "AddmmBackward0")
+        assert torch.equal(torch_private.saved(y.grad_fn, name), x)
+        assert torch.equal(torch_private.saves_itself(y.grad_fn, name), x)
+        assert not torch_private.scales(y.grad_fn)
+
+
+def packed() -> None:
+    """The tensor of a layer whose activations are computed again is not taken."""
+    w, b = torch.ones(4, 3, requires_grad=True), torch.ones(4, requires_grad=True)
+    y = checkpoint(lambda x: nn.functional.linear(x, w, b), torch.ones(2, 3, requires_grad=True), use_reentrant=False)
+    assert torch_private.saves_itself(y.grad_fn, "mat1") is None
+
+
+def scales() -> None:
+    w = torch.ones(3, 4, requires_grad=True)
+    assert torch_private.scales(torch.addmm(torch.ones(4), torch.ones(2, 3), w, alpha=2).grad_fn)
+
+
+def sums_up() -> None:
+    x, mse = torch.ones(2, requires_grad=True), torch.nn.functional.mse_loss
+    assert torch_private.sums_up(mse(x, torch.zeros(2), reduction="sum").grad_fn)
+    assert not torch_private.sums_up(mse(x, torch.zeros(2)).grad_fn)
+
+
+def order() -> None:
+    x = torch.ones(1, requires_grad=True)
+    first, second = x + 1, x * 2
+    assert torch_private.order(first.grad_fn) < torch_private.order(second.grad_fn)
+
+
+def in_backward() -> None:
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append((torch_private.in_backward(), torch_private.backward_keeps_tape())))
+    y = 2 * x
+    assert not torch_private.in_backward()
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert seen == [(True, True), (True, False)]
+
+
+def hooks_made() -> None:
+    before = torch_private.hooks_made()
+    torch.ones(1, requires_grad=True).register_hook(lambda gradient: None)
+    nn.Linear(1, 1).register_forward_hook(lambda *_: None)
+    assert torch_private.hooks_made() >= before + 2
+
+
+def in_torch_func() -> None:
+    seen = []
+
+    def f(x):
+        seen.append(torch_private.in_torch_func())
+        with torch_private.outside_torch_func():
+            seen.append(torch_private.in_torch_func())
+        return x * 2
+
+    torch.func.vmap(f)(torch.ones(2))
+    assert (*seen, torch_private.in_torch_func()) == (True, False, False)
+
+
+def tables() -> None:
+    layer = nn.BatchNorm1d(2)
+    torch_private.parameters(layer)["weight"] = torch.tensor([2.0, 3.0])
+    torch_private.buffers(layer)["running_mean"] = torch.tensor([1.0, 1.0])
+    assert layer.weight.tolist() == [2, 3] and layer.running_mean.tolist() == [1, 1]
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def inject_parametrizations() -> None:
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    parametrize.register_parametrization(layer, "weight", Twice())
+    layer.__class__ = nn.Linear
+    torch_private.inject_parametrizations(layer, ["weight"])
+    assert layer.weight.item() == 2
+
+
+def tree_node_of() -> None:
+    apart, anew = torch_private.tree_node_of(list)
+    parts, context = apart([1, 2])
+    assert anew(parts, context) == [1, 2]
+    assert torch_private.tree_node_of(Followed) is None
+
+
+def gloo_options() -> None:
+    options = torch_private.gloo_options(7.0, "127.0.0.1")
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
+    group.allreduce([torch.ones(1)]).wait()
+
+
+# Of what torch may move: what in this library depends on it.
+PARTS: dict[Callable[[], None], str] = {
+    version: "finding inputs that a step changed, and captured tensors that changed",
+    base: "knowing over which axes a view differs",
+    storage: "following which axes a value differs over, and with it the error for a forgotten psum",
+    keep_storage_apart: "following which axes a value differs over, and with it the error for a forgotten psum",
+    operation_name: "following which axes a value differs over, and with it the error for a forgotten psum",
+    below_subclasses: "following what a step computes from its batch under shards=",
+    without_torch_function: "following what a step computes from its batch under shards=",
+    arguments: "refusing writes of what was computed from the batch under shards=",
+    item: "refusing numbers taken from the batch under shards=",
+    saved: "gradients of linear layers computed in their buckets",
+    packed: "gradients of linear layers computed in their buckets",
+    scales: "gradients of linear layers computed in their buckets",
+    sums_up: "refusing losses that are sums over samples",
+    order: "gradients of linear layers computed in their buckets",
+    in_backward: "refusing gradients of the batch under shards=, and backward passes within another",
+    hooks_made: "leaving a backward pass to torch where the function has hooks",
+    in_torch_func: "collectives and grad within transforms of torch.func",
+    tables: "functional, and looking for changes of captured modules",
+    inject_parametrizations: "shipping modules with parametrizations",
+    tree_node_of: "batches and results in classes that are registered with torch's trees",
+    gloo_options: "the backend gloo",
+}
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
+def test_private_parts_are_where_they_were(part: Callable[[], None]) -> None:
+    try:
+        part()
+    except Exception as error:
+        pytest.fail(
+            f"torch {torch.__version__} has moved or changed a private part, torch_private.{part.__name__}: "
+            f"{type(error).__name__}: {error}. What depends on it: {PARTS[part]}. Look for a public way first, and "
+            "write what was found beside the entry."
+        )
+
+
+def test_no_other_file_names_a_private_part_of_torch() -> None:
+    folders = {pathlib.Path(folder).resolve() for folder in spmd.__path__}
+    files = {
+        file
+        for folder in folders
+        for name in ("spmd", "kernels", "mesh", "transforms")
+        for file in _files(folder, name)
+    }
+    trees = {file: ast.parse(file.read_text()) for file in files if file.name != "torch_private.py"}
+    assert len(trees) > 100
+    own = {name for tree in trees.values() for node in ast.walk(tree) for name in _defined(node)}
+    found = [
+        f"{file.name}:{node.lineno} {name}"
+        for file, tree in trees.items()
+        for node in ast.walk(tree)
+        for name in _foreign(node, own)
+    ]
+    assert not found, "private names of others; those of torch belong in kernels/torch_private.py"
+
+
+PUBLIC = {"_exit", "_getframe", "_replace", "_asdict", "_fields", "_make", "_render_traceback_"}  # documented elsewhere
+OF_TORCH = {
+    name
+    for thing in (torch, torch.Tensor, torch.optim.SGD, nn.Linear(1, 1), torch.UntypedStorage, torch.ops.aten.add.out)
+    for name in dir(thing)
+    if name.startswith("_") and not name.startswith("__")
+}
+
+
+def _files(folder: pathlib.Path, name: str) -> list[pathlib.Path]:
+    beside = folder if folder.name == name else folder / name
+    return [file for file in beside.rglob("*.py") if ".venv" not in file.parts]
+
+
+def _defined(node: ast.AST) -> list[str]:
+    """Names that our own classes, functions and fields bear."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+        return [node.attr]
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.AnnAssign | ast.NamedExpr) and isinstance(node.target, ast.Name):
+        return [node.target.id]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []
+
+
+def _foreign(node: ast.AST, own: set[str]) -> list[str]:
+    """Names with an underscore that a node takes from something that isn't ours."""
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+        names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+    elif isinstance(node, ast.Import):
+        names = [part for alias in node.names if alias.name.startswith("torch") for part in alias.name.split(".")]
+    elif isinstance(node, ast.Attribute) and not (
+        isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+    ):
+        names = [node.attr] if node.attr not in own or node.attr in OF_TORCH else []
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+        text = node.args[1]
+        names = [text.value] if isinstance(text, ast.Constant) and text.value in OF_TORCH else []
+        names += (
+            ["_saved"] if isinstance(text, ast.JoinedStr) and ast.unparse(text).startswith(("f'_s", "f'_r")) else []
+        )
+    else:
+        names = []
+    hidden = [name for name in names if name.startswith("_") and not name.startswith(("__", "_spmd_"))]
+    return [name for name in hidden if name not in PUBLIC]

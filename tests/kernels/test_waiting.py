@@ -1,0 +1,158 @@
+"""Waiting: what ends it, and how soon."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from patience import soon
+
+from spmd import PeerLost
+from spmd.kernels.errors import Aborted
+from spmd.kernels.waiting import PEER_CHECK_SECONDS, SPINS, wait_until
+
+
+class FakeWatch:
+    """Counts the looks; raises when told to."""
+
+    def __init__(self) -> None:
+        self.generation = 1
+        self.checks = self.peer_checks = 0
+        self.aborted = self.lost = self.debugged = False
+
+    def abort(self, text: str) -> None:
+        self.aborted = True
+
+    def check(self) -> None:
+        self.checks += 1
+        if self.aborted:
+            raise Aborted("given up")
+
+    def check_peers(self) -> None:
+        self.peer_checks += 1
+        if self.lost:
+            raise PeerLost("rank 1 died", 1)
+
+    def in_debugger(self) -> bool:
+        return self.debugged
+
+
+def on_timeout() -> BaseException:
+    return TimeoutError("on_timeout")
+
+
+@pytest.fixture(params=[True, False], ids=["oversubscribed", "roomy"])
+def oversubscribed(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+def test_ready_at_once(oversubscribed: bool) -> None:
+    watch, calls = FakeWatch(), []
+    wait_until(
+        lambda: calls.append(1) is None, watch, timeout=1.0, oversubscribed=oversubscribed, on_timeout=on_timeout
+    )
+    assert len(calls) == 1
+    assert watch.checks == 0
+
+
+def test_spins_only_where_there_is_room() -> None:
+    for oversubscribed, spins in ((True, 0), (False, SPINS)):
+        watch, calls = FakeWatch(), []
+        wait_until(
+            lambda: calls.append(1) or watch.checks >= 3,  # type: ignore[func-returns-value]  # noqa: B023
+            watch,
+            timeout=1.0,
+            oversubscribed=oversubscribed,
+            on_timeout=on_timeout,
+        )
+        assert len(calls) == spins + 4
+
+
+def test_timeout(oversubscribed: bool) -> None:
+    watch = FakeWatch()
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="on_timeout"):
+        wait_until(lambda: False, watch, timeout=0.05, oversubscribed=oversubscribed, on_timeout=on_timeout)
+    assert time.monotonic() - began >= 0.05 and soon(0.5, began)
+    assert watch.peer_checks >= 2
+
+
+def test_no_timeout_while_a_peer_is_in_a_debugger(oversubscribed: bool) -> None:
+    watch, went_on = FakeWatch(), threading.Event()
+    watch.debugged = True
+
+    def go_on() -> None:
+        watch.debugged = False
+        went_on.set()
+
+    timer = threading.Timer(0.3, go_on)
+    timer.start()
+    with pytest.raises(TimeoutError):
+        wait_until(lambda: False, watch, timeout=0.05, oversubscribed=oversubscribed, on_timeout=on_timeout)
+    assert went_on.is_set()
+    timer.join()
+
+
+def test_an_abort_ends_it(oversubscribed: bool) -> None:
+    watch = FakeWatch()
+    timer = threading.Timer(0.03, watch.abort, ("",))
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(Aborted, match="given up"):
+        wait_until(lambda: False, watch, timeout=5.0, oversubscribed=oversubscribed, on_timeout=on_timeout)
+    assert soon(1.0, began)
+    timer.join()
+
+
+def test_a_lost_peer_ends_it(oversubscribed: bool) -> None:
+    watch = FakeWatch()
+    watch.lost = True
+    with pytest.raises(PeerLost) as caught:
+        wait_until(lambda: False, watch, timeout=5.0, oversubscribed=oversubscribed, on_timeout=on_timeout)
+    assert caught.value.rank == 1
+
+
+def test_looks_for_the_reason_now_and_then() -> None:
+    watch, looks = FakeWatch(), []
+
+    def on_stall() -> None:
+        looks.append(time.monotonic())
+        if len(looks) == 3:
+            raise ValueError("that is why")
+
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="that is why"):
+        wait_until(lambda: False, watch, timeout=5.0, oversubscribed=True, on_timeout=on_timeout, on_stall=on_stall)
+    assert looks[0] - began >= PEER_CHECK_SECONDS
+    assert looks[2] - looks[0] >= 1.9 * PEER_CHECK_SECONDS
+    assert watch.peer_checks == 3
+
+
+def test_sleeps_until_it_is_woken() -> None:
+    """Where who is waited for can wake it; a moment's sleep is given what it waits for, to look once more."""
+    woken = threading.Event()
+    timer = threading.Timer(0.05, woken.set)
+    timer.start()
+    sleeps: list[bool] = []
+
+    def sleep(ready: Callable[[], bool]) -> None:
+        sleeps.append(ready())
+        woken.wait(5.0)
+
+    wait_until(woken.is_set, FakeWatch(), timeout=5.0, oversubscribed=True, on_timeout=on_timeout, sleep=sleep)
+    assert sleeps == [False]
+    timer.join()
+
+
+def test_a_long_wait_costs_little() -> None:
+    """It sleeps: a tenth of a second of waiting takes far less of a core."""
+    calls: list[int] = []
+    used = time.process_time()
+    with pytest.raises(TimeoutError):
+        wait_until(
+            lambda: calls.append(1) is not None, FakeWatch(), timeout=0.2, oversubscribed=True, on_timeout=on_timeout
+        )
+    assert time.process_time() - used < 0.1
+    assert len(calls) < 20_000

@@ -1,0 +1,115 @@
+"""`spmd.check`: the types of a step on a mesh of any size, in one process and in seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from spmd import (
+    P,
+    SpecError,
+    all_gather,
+    axis_index,
+    check,
+    data_parallel,
+    functional,
+    mean_of,
+    optimizer,
+    psum,
+    psum_scatter,
+    spmd,
+    value_and_grad,
+)
+
+HUGE = {"data": 4096, "model": 8}
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def refused(step, *args, axes=HUGE) -> str:
+    with pytest.raises(SpecError) as caught:
+        check(step, axes, *args)
+    return str(caught.value)
+
+
+def test_global_shapes_and_specs():
+    def body(x):
+        return {
+            "sum": psum(x.sum(), ("data", "model")),
+            "same": x * 2,
+            "rows": all_gather(x, "data", tiled=True).to(torch.float64),
+            "scattered": psum_scatter(all_gather(x, "model", dim=1, tiled=True).T, "model", tiled=True),
+            "number": 3,
+        }
+
+    specs = {"sum": P(), "same": P("data", "model"), "rows": P(None, "model"), "number": P()}
+    step = spmd(body, in_specs=P("data", "model"), out_specs={**specs, "scattered": P("model", "data")})
+    found = check(step, HUGE, meta(8192, 16))
+    assert found.pop("number") == 3
+    shown = {name: (about.shape, about.dtype, about.spec) for name, about in found.items()}
+    assert shown == {
+        "sum": ((), torch.float32, P()),
+        "same": ((8192, 16), torch.float32, P("data", "model")),
+        "rows": ((8192, 16), torch.float64, P(None, "model")),
+        "scattered": ((16, 8192), torch.float32, P("model", "data")),
+    }
+    assert not multiprocessing.active_children()
+
+
+def test_what_the_call_would_refuse():
+    cut = P("data")
+    text = refused(spmd(lambda x: {"loss": x.sum()}, in_specs=cut), meta(8192))
+    assert (
+        "result ['loss'] of <lambda> may differ between ranks along data; it comes of argument 0, computed at" in text
+    )
+    assert "test_check.py" in text and "psum or pmean it over 'data'" in text
+    assert "axis_index" in refused(spmd(lambda x: x * axis_index("model")), torch.ones(3))
+    assert "size 8192 is not divisible by axis data of size 3000" in refused(
+        spmd(lambda x: x, in_specs=cut), meta(8192), axes={"data": 3000}
+    )
+    assert 'psum got an unknown "axis"' in refused(spmd(lambda x: psum(x, "rows")), torch.ones(3))
+    assert "expected sizes of at least 1" in refused(spmd(lambda x: x), torch.ones(3), axes={"data": -1})
+    with pytest.raises(RuntimeError, match="dim"):
+        check(spmd(lambda x: x @ torch.ones(3, 3), in_specs=cut), HUGE, meta(8192, 4))
+
+
+@pytest.mark.parametrize("shard", [("data", "model"), "auto"])
+def test_a_train_step(shard):
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 10))
+    apply, params = functional(model)
+    opt = optimizer(torch.optim.AdamW, lr=1e-3, shard=shard)
+    opt_state = opt.init(params)
+
+    def loss_fn(params, batch):
+        return F.cross_entropy(apply(params, batch["x"]), batch["y"])
+
+    def weighted(params, batch):
+        return mean_of(loss_fn(params, batch), batch["y"].numel())
+
+    @spmd
+    @data_parallel
+    def train_step(params, opt_state, batch):
+        loss, grads = value_and_grad(loss_fn)(params, batch)
+        value_and_grad(weighted)(params, batch)
+        params, opt_state = opt.step(params, grads, opt_state)
+        return params, opt_state, loss
+
+    state = torch.get_rng_state()
+    batch = {"x": meta(8192, 16), "y": meta(8192, dtype=torch.int64)}
+    after, after_state, loss = check(train_step, HUGE, params, opt_state, batch)
+    assert {name: about.shape for name, about in after.items()} == {name: p.shape for name, p in params.items()}
+    assert all(about.spec == P() for about in after.values()) and loss.shape == ()
+    specs = {about.spec for own in after_state["state"].values() for about in own.values() if about.shape}
+    assert specs == {P() if shard == "auto" else P(("data", "model"))}  # no memory is shared by so many ranks
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(type(p) is torch.Tensor and p.isfinite().all() for p in params.values())
+
+    forgotten = spmd(data_parallel(loss_fn))
+    assert "it comes of argument 1['x']" in refused(forgotten, params, batch)
+    check(train_step, {"data": 3000, "model": 2}, params, opt_state, batch)  # an uneven batch

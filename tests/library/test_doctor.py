@@ -1,0 +1,72 @@
+"""`spmd doctor`: what it finds, why, and its exit status."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from jobs import environ_without, mpirun, needs_mpi, section
+from patience import HANGS
+
+BARE = environ_without("SPMD_", "OMPI_", "PMI", "GLOO_")
+SHARED = platform.machine() in ("x86_64", "AMD64")  # elsewhere plain stores are not trusted
+
+
+def doctor(*launcher: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *(launcher or ("-m", "spmd")), "doctor"]
+    return subprocess.run(
+        command, env={**BARE, "OMP_NUM_THREADS": "1", **environ}, capture_output=True, text=True, timeout=HANGS
+    )
+
+
+def test_alone() -> None:
+    done = doctor(SPMD_RANKS="3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("spmd ") and f"torch {torch.__version__}," in done.stdout
+    assert section(done.stdout, "packages")["numpy"][0].isdigit()
+    assert "cores for this process" in section(done.stdout, "devices")["cpu"]
+    launched = section(done.stdout, "launched by")
+    assert launched["torchrun"] == "no RANK and WORLD_SIZE are not set"
+    assert launched["so"] == "a Mesh made here starts its own ranks: 3"
+    assert section(done.stdout, "network")["lo"] == "127.0.0.1"
+    assert section(done.stdout, "backend")["auto"].startswith("shm" if SHARED else "gloo")
+    transports = section(done.stdout, "transports")
+    assert re.fullmatch(r"works 2 ranks, 4 MiB reduced in [\d.]+ ms", transports["gloo"])
+    assert transports["shm"].split()[0] == ("works" if SHARED else "absent:")
+    assert transports["mpi"].split()[0] in ("works", "absent")
+    assert transports["nccl"].split()[0] in ("present:", "absent:")
+
+
+def test_under_torchrun() -> None:
+    done = doctor("-m", "spmd", "run", "-n", "2", "-m", "spmd")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("launched by") == 1  # rank 0 alone prints
+    # `spmd run` on one host has its ranks meet in a file.
+    assert re.fullmatch(
+        "yes rank 0 of 2, local rank 0 of 2, meeting at file:///.*", section(done.stdout, "launched by")["torchrun"]
+    )
+    assert re.match(
+        r"works \w+: 2 ranks, 4 MiB reduced in [\d.]+ ms \(2 on ", section(done.stdout, "transports")["auto"]
+    )
+
+
+@needs_mpi
+def test_under_mpirun() -> None:
+    done = mpirun(2, "-m", "spmd", "doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert section(done.stdout, "launched by")["so"] == "this process is rank 0 of 2, as openmpi says"
+
+
+def test_a_contradiction_fails_and_names_the_variables() -> None:
+    done = doctor(SPMD_RANK="3", SPMD_SIZE="2")
+    assert done.returncode == 1
+    assert "failed: the environment variables of spmd contradict each other" in done.stdout
+    assert "SPMD_RANK='3', SPMD_SIZE='2'" in section(done.stdout, "launched by")["spmd"]
+
+
+def test_readme_names_it() -> None:
+    assert "spmd doctor" in (Path(__file__).parents[2] / "README.md").read_text()

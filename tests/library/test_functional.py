@@ -1,0 +1,380 @@
+import copy
+import gc
+import threading
+import weakref
+
+import cloudpickle
+import pytest
+import torch
+import torch.nn.functional as F
+from patience import HANGS
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from spmd import SpecError, SpmdError, functional, functional_with_buffers
+
+
+class Tied(nn.Module):
+    """A token embedding whose weight is the last layer's too, as language models have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.norm = nn.LayerNorm(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(self.norm(self.embedding(ids)))
+
+
+MODULES = {
+    "linear": (lambda: nn.Linear(3, 2), lambda: (torch.randn(4, 3),)),
+    "nested": (
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.GELU(), nn.Linear(4, 2))),
+        lambda: (torch.randn(4, 3),),
+    ),
+    "tied": (Tied, lambda: (torch.tensor([0, 3, 3]),)),
+    "shared submodule": (lambda: nn.Sequential(*[nn.Linear(3, 3)] * 2), lambda: (torch.randn(4, 3),)),
+    "lstm": (lambda: nn.LSTM(3, 4, num_layers=2), lambda: (torch.randn(5, 2, 3),)),
+    "transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), lambda: (torch.randn(3, 2, 8),)),
+    "batch norm": (lambda: nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)), lambda: (torch.randn(4, 2, 3, 3),)),
+    "channels last": (
+        lambda: nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last),
+        lambda: (torch.randn(1, 2, 5, 5),),
+    ),
+    "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(3, 2)), lambda: (torch.randn(4, 3),)),
+    "spectral norm": (lambda: parametrizations.spectral_norm(nn.Linear(3, 2)), lambda: (torch.randn(4, 3),)),
+    "bfloat16": (lambda: nn.Linear(3, 2).bfloat16(), lambda: (torch.randn(4, 3).bfloat16(),)),
+}
+
+
+def first(out):
+    return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_apply_computes_what_the_module_computes(name):
+    torch.manual_seed(0)
+    make, inputs = MODULES[name]
+    module, args = make(), inputs()
+    before = copy.deepcopy(module.state_dict())
+    apply, params = functional(module)
+    shipped = cloudpickle.loads(cloudpickle.dumps(apply))
+    outs = [first(f(params, *args)) for f in (apply, apply, shipped)]
+    assert all(torch.equal(value, module.state_dict()[key]) for key, value in before.items())
+    expected = first(module(*args))
+    for out in outs:
+        assert torch.equal(out, expected)
+    doubled = {key: value * 2 for key, value in params.items()}
+    if name != "weight norm":
+        assert not torch.equal(first(apply(doubled, *args)), expected)
+    assert torch.equal(first(apply(params, *args)), expected)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_gradients_are_those_of_the_module(name):
+    torch.manual_seed(0)
+    make, inputs = MODULES[name]
+    module, args = make(), inputs()
+    apply, params = functional(module)
+    leaves = {key: value.requires_grad_() for key, value in params.items()}
+    first(apply(leaves, *args)).square().sum().backward()
+    first(module(*args)).square().sum().backward()
+    for key, param in module.named_parameters():
+        assert torch.equal(leaves[key].grad, param.grad), key
+
+
+def test_params_are_detached_copies_in_the_order_of_named_parameters():
+    module = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last))
+    _, params = functional(module)
+    assert type(params) is dict
+    assert list(params) == [name for name, _ in module.named_parameters()]
+    for name, param in module.named_parameters():
+        value = params[name]
+        assert type(value) is torch.Tensor
+        assert not value.requires_grad
+        assert torch.equal(value, param)
+        assert value.stride() == param.stride()
+        assert value.data_ptr() != param.data_ptr()
+    with torch.no_grad():
+        params["0.weight"].zero_()
+    assert module[0].weight.abs().sum() > 0
+
+
+def test_a_tied_parameter_appears_once_under_its_first_name():
+    module = Tied()
+    apply, params = functional(module)
+    assert list(params) == ["embedding.weight", "norm.weight", "norm.bias"]
+    zeros = {**params, "embedding.weight": torch.zeros(5, 3)}
+    assert torch.equal(apply(zeros, torch.tensor([1])), torch.zeros(1, 5))
+
+
+def test_a_frozen_parameter_stays_a_frozen_parameter():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[0].requires_grad_(False)
+    module.count = nn.Parameter(torch.tensor(3), requires_grad=False)
+    _, params = functional(module)
+    frozen = {name for name, value in params.items() if isinstance(value, nn.Parameter)}
+    assert frozen == {"0.weight", "0.bias", "count"}
+    assert not any(value.requires_grad for value in params.values())
+
+
+def test_a_parameter_that_is_not_there_is_none_still():
+    apply, params = functional(nn.Linear(2, 2, bias=False))
+    assert list(params) == ["weight"]
+    assert apply(params, torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_the_module_is_neither_changed_nor_followed():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    apply, params = functional(module)
+    x = torch.ones(64, 2)
+    module.eval()
+    assert (apply(params, x) == 0).any(), "the mode is that of the call to functional"
+    evaluate, _ = functional(module)
+    module.train()
+    assert torch.equal(evaluate(params, x), F.linear(x, params["0.weight"], params["0.bias"]))
+    with torch.no_grad():
+        module[0].weight.zero_()
+    assert params["0.weight"].abs().sum() > 0
+
+
+def test_args_and_kwargs_reach_forward_even_those_named_like_ours():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x, *, params, self_=1, buffers=0):
+            return self.w * x + params + buffers
+
+    apply, params = functional(Scale())
+    assert apply(params, torch.tensor(3.0), params=1.0, buffers=10.0) == 17
+
+
+def test_buffers_are_constants_of_functional():
+    module = nn.BatchNorm1d(2)
+    apply, params = functional(module)
+    x = torch.randn(8, 2) * 3 + 5
+    size = len(cloudpickle.dumps(apply))
+    expected = F.batch_norm(x, None, None, module.weight, module.bias, training=True)
+    for _ in range(2):
+        assert torch.equal(apply(params, x), expected)
+    assert torch.equal(module.running_mean, torch.zeros(2))
+    assert len(cloudpickle.dumps(apply)) == size
+    evaluate, _ = functional(module.eval())
+    assert torch.allclose(evaluate(params, x), x, atol=1e-3)
+
+
+def test_functional_with_buffers_returns_new_buffers_and_leaves_the_old():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    apply, params, buffers = functional_with_buffers(module)
+    assert list(buffers) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    old = {name: value.clone() for name, value in buffers.items()}
+    x = torch.randn(8, 3)
+    state = buffers
+    for step in range(3):
+        out, state = apply(params, state, x)
+        assert torch.equal(out, module(x))
+        assert state["1.num_batches_tracked"] == step + 1
+    for name, value in module.named_buffers():
+        assert torch.equal(value, state[name])
+        assert torch.equal(buffers[name], old[name])
+        assert state[name].data_ptr() != buffers[name].data_ptr()
+    shipped = cloudpickle.loads(cloudpickle.dumps(apply))
+    assert torch.equal(shipped(params, buffers, x)[1]["1.running_mean"], apply(params, buffers, x)[1]["1.running_mean"])
+
+
+class Counter(nn.Module):
+    """Buffers of every kind: tied, not persistent, rebound, absent."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0), persistent=False)
+        self.register_buffer("same", self.count)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("absent", None)
+        self.child = nn.Module()
+        self.child.register_buffer("count", self.count)
+
+    def forward(self, x):
+        self.count += 1
+        self.mean = self.mean + x
+        self.absent = x
+        return self.child.count + self.same
+
+
+def test_tied_nonpersistent_and_rebound_buffers():
+    apply, params, buffers = functional_with_buffers(Counter())
+    assert params == {}
+    assert list(buffers) == ["count", "mean"]
+    out, new = apply(params, buffers, torch.ones(2))
+    assert out == 2
+    assert new["count"] == 1
+    assert torch.equal(new["mean"], torch.ones(2))
+    assert buffers["count"] == 0
+    constant, _ = functional(Counter())
+    assert [constant({}, torch.ones(2)).item() for _ in range(2)] == [2, 2]
+
+
+def test_nothing_that_forward_assigns_outlives_the_call():
+    class Caching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            self.hidden = self.layer(x)
+            return self.hidden * self.calls
+
+    apply, params = functional(Caching())
+    size = len(cloudpickle.dumps(apply))
+    x = torch.ones(1, 2)
+    params = {name: value.requires_grad_() for name, value in params.items()}
+    first_out, second_out = apply(params, x), apply(params, x)
+    assert torch.equal(first_out, second_out)
+    assert len(cloudpickle.dumps(apply)) == size
+    activation = weakref.ref(first_out)
+    del first_out, second_out
+    gc.collect()
+    assert activation() is None
+
+
+def test_the_parameters_of_a_call_are_not_kept_alive():
+    for make, inputs in MODULES.values():
+        module, args = make(), inputs()
+        apply, params = functional(module)
+        apply(params, *args)
+        alive = [weakref.ref(value) for value in params.values()]
+        del params
+        gc.collect()
+        assert not any(ref() is not None for ref in alive)
+
+
+def test_a_failed_call_leaves_no_trace():
+    apply, params = functional(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    expected = apply(params, torch.eye(2))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        apply(params, torch.ones(2, 5))
+    assert torch.equal(apply(params, torch.eye(2)), expected)
+
+
+def test_the_skeleton_weighs_nothing():
+    apply, params, _ = functional_with_buffers(nn.Sequential(nn.Linear(1000, 1000), nn.BatchNorm1d(1000)))
+    assert len(cloudpickle.dumps(apply)) < 10_000
+    apply(
+        params,
+        {
+            "1.running_mean": torch.zeros(1000),
+            "1.running_var": torch.ones(1000),
+            "1.num_batches_tracked": torch.tensor(0),
+        },
+        torch.zeros(2, 1000),
+    )
+    assert len(cloudpickle.dumps(apply)) < 10_000
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_call_does_not_change_the_pickled_bytes(name):
+    make, inputs = MODULES[name]
+    apply, params = functional(make())
+    before = cloudpickle.dumps(apply)
+    apply(params, *inputs())
+    assert cloudpickle.dumps(apply) == before
+
+
+def test_several_threads_may_call_the_same_function():
+    meet = threading.Barrier(3, timeout=HANGS)
+
+    class Meeting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor(0.0))
+
+        def forward(self):
+            meet.wait()
+            return self.w + 0
+
+    apply, _ = functional(Meeting())
+    results = [None] * 3
+    threads = [
+        threading.Thread(target=lambda i=i: results.__setitem__(i, apply({"w": torch.tensor(float(i))})))
+        for i in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results == [0.0, 1.0, 2.0]
+
+
+def test_torch_func_transforms_work_on_apply():
+    apply, params = functional(nn.Linear(3, 1))
+    xs = torch.randn(5, 3)
+    grads = torch.func.vmap(torch.func.grad(lambda p, x: apply(p, x).sum()), in_dims=(None, 0))(params, xs)
+    assert torch.equal(grads["weight"][:, 0], xs)
+    stacked = {name: torch.stack([value, 2 * value]) for name, value in params.items()}
+    both = torch.func.vmap(apply, in_dims=(0, None))(stacked, xs)
+    assert torch.allclose(both[1], 2 * both[0])
+
+
+def test_hooks_run():
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(lambda module, args, out: out + 1)
+    apply, params = functional(module)
+    assert torch.equal(apply(params, torch.ones(1, 2)), module(torch.ones(1, 2)))
+
+
+def test_plain_tensors_stay_even_those_with_a_history():
+    class Derived(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.scale = torch.tensor(3.0)
+            self.derived = self.layer.weight * 2
+
+        def forward(self, x):
+            return self.layer(x) @ self.derived * self.scale
+
+    module = Derived()
+    apply, params = functional(module)
+    assert torch.equal(apply(params, torch.ones(1, 2)), module(torch.ones(1, 2)))
+    cloudpickle.dumps(apply)
+
+
+def test_a_module_that_cannot_be_copied_is_refused_by_name():
+    class Locked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lock = threading.Lock()
+
+    with pytest.raises(SpmdError, match=r"cannot copy the module Locked .*lock"):
+        functional(Locked())
+
+
+@pytest.mark.parametrize("function", [functional, functional_with_buffers])
+def test_what_is_no_module_is_refused(function):
+    with pytest.raises(SpecError, match=r"expected a torch.nn.Module, got dict"):
+        function({"w": torch.zeros(2)})
+    with pytest.raises(SpecError, match=r"functional\(Linear\(...\)\)"):
+        function(nn.Linear)
+    with pytest.raises(SpecError, match="'weight' is not initialised"):
+        function(nn.LazyLinear(2))
+
+
+def test_wrong_names_are_refused_by_name():
+    apply, params = functional(nn.Linear(2, 2))
+    x = torch.ones(1, 2)
+    with pytest.raises(SpecError, match="misses 'bias'"):
+        apply({"weight": params["weight"]}, x)
+    with pytest.raises(SpecError, match="unexpected 'extra'"):
+        apply({**params, "extra": x}, x)
+    with pytest.raises(SpecError, match="got list"):
+        apply(list(params.values()), x)
+    apply, params, _ = functional_with_buffers(nn.BatchNorm1d(2))
+    with pytest.raises(SpecError, match="'buffers' of apply misses 'running_mean'"):
+        apply(params, {}, x)

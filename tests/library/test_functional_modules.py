@@ -1,0 +1,127 @@
+"""From functions back to modules, and batch norm over the whole batch."""
+
+import sys
+
+import cloudpickle
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.nn.utils import parametrizations
+
+from spmd import SpecError, data_parallel, functional, functional_with_buffers, optimizer, put, spmd, value_and_grad
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5)
+        self.head.weight = self.embedding.weight
+        self.head.bias.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.norm(self.embedding(x)))
+
+
+def test_back_to_a_module_with_tied_names(shared_mesh):
+    module = Tied()
+    apply, params = functional(module)
+    doubled = {name: value * 2 for name, value in params.items()}
+    for given in (doubled, put(doubled, mesh=shared_mesh({"data": 2}))):
+        found = apply.to_module(given)
+        assert found.head.weight is found.embedding.weight
+        assert torch.equal(found.head.weight, 2 * module.head.weight)
+        assert [p.requires_grad for p in found.parameters()] == [p.requires_grad for p in module.parameters()]
+        state = apply.state_dict(given)
+        assert [*state] == [*module.state_dict()] and torch.equal(state["head.weight"], state["embedding.weight"])
+        other = Tied()
+        other.load_state_dict(state)
+        x = torch.tensor([0, 3, 4])
+        assert torch.equal(other(x), found(x)) and torch.equal(found(x), apply(doubled, x))
+    found.embedding.weight.data.zero_()
+    assert doubled["embedding.weight"].abs().sum() > 0
+    with pytest.raises(SpecError, match=r"misses 'embedding.weight'"):
+        apply.to_module({})
+
+
+def test_a_plain_state_dict_is_taken():
+    module, other = Tied(), Tied()
+    apply, params = functional(module)
+    taken = apply.params(other.state_dict())
+    assert [*taken] == [*params] and isinstance(taken["head.bias"], nn.Parameter)
+    x = torch.tensor([1, 2])
+    assert torch.equal(apply(taken, x), other(x))
+    with pytest.raises(SpecError, match=r"misses 'embedding.weight'"):
+        apply.params(nn.Linear(3, 5).state_dict())
+
+
+def test_buffers_and_parametrizations_come_back():
+    norm = nn.BatchNorm1d(2)
+    apply, params, buffers = functional_with_buffers(norm)
+    _, new = apply(params, buffers, torch.randn(4, 2))
+    assert torch.equal(apply.to_module(params, new).running_mean, new["running_mean"])
+    layer = parametrizations.weight_norm(nn.Linear(3, 2))
+    apply, params = functional(layer)
+    assert torch.equal(apply.to_module(params).weight, layer.weight)
+
+
+def convolutions(momentum):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, momentum=momentum), nn.ReLU(), nn.Flatten()),
+        *(nn.Linear(3 * 4, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3)),
+    ).double()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("momentum", "samples"), [(0.3, 7), (None, 7), (0.1, 2)])
+def test_batch_norm_of_the_whole_batch(shared_mesh, size, momentum, samples):
+    """Uneven and empty parts give what one device with the whole batch gives."""
+    module = convolutions(momentum)
+    apply, params, buffers = functional_with_buffers(module, sync=True)
+    opt = optimizer(optim.SGD, lr=0.1, momentum=0.9)
+    opt_state = opt.init(params)
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(samples, 2, 4, 4, dtype=torch.float64, generator=generator), torch.arange(samples) % 3
+
+    def loss_fn(params, buffers, batch):
+        out, new = apply(params, buffers, batch["x"])
+        return F.cross_entropy(out, batch["y"]), new
+
+    @spmd(mesh=shared_mesh({"data": size}), check="always")
+    @data_parallel
+    def step(params, buffers, opt_state, batch):
+        (loss, buffers), grads = value_and_grad(loss_fn, has_aux=True)(params, buffers, batch)
+        params, opt_state = opt.step(params, grads, opt_state)
+        return params, buffers, opt_state, loss
+
+    reference = optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        params, buffers, opt_state, loss = step(params, buffers, opt_state, {"x": x, "y": y})
+        reference.zero_grad()
+        expected = F.cross_entropy(module(x), y)
+        expected.backward()
+        reference.step()
+        assert loss.item() == pytest.approx(expected.item())
+    for name, value in module.named_parameters():
+        torch.testing.assert_close(params[name].full(), value.detach())
+    for name, value in module.named_buffers():
+        torch.testing.assert_close(buffers[name].full(), value)
+
+
+def test_synced_batch_norm_elsewhere(shared_mesh):
+    module = convolutions(0.1)
+    apply, params, buffers = functional_with_buffers(module, sync=True)
+    x = torch.randn(5, 2, 4, 4, dtype=torch.float64)
+    torch.testing.assert_close(apply(params, buffers, x)[0], module(x))
+    assert isinstance(module[1], nn.BatchNorm2d)  # stays as it is
+    step = spmd(lambda params, buffers, x: apply(params, buffers, x)[0], mesh=shared_mesh({"data": 2}))
+    with pytest.raises(SpecError, match=r"sync=True\) knows of no batch that is split"):
+        step(params, buffers, x)
+    module.eval()
+    apply, params, buffers = functional_with_buffers(module, sync=True)
+    torch.testing.assert_close(apply(params, buffers, x)[0], module(x))

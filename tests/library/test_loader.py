@@ -1,0 +1,370 @@
+import os
+import random
+import sys
+from collections import namedtuple
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from spmd import Array, Loader, P, Sampler, SpecError, data_parallel, psum, spmd
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+on_both = pytest.mark.parametrize("backend", ["shm", "gloo"])
+Pair = namedtuple("Pair", "x y")
+
+
+def dealt(ids, parts):
+    """A minibatch as the ranks hold it: dealt out one by one."""
+    return [ids[rank::parts] for rank in range(parts)]
+
+
+class Squares(Dataset):
+    """Sample i is {"x": [i, i * i], "y": i}; notes who read what if told where."""
+
+    def __init__(self, length, notes=None, fails_at=None):
+        self.length, self.notes, self.fails_at = length, notes, fails_at
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if self.notes is not None:
+            with open(os.path.join(self.notes, str(os.getpid())), "a") as file:
+                file.write(f"{index}\n")
+        if index == self.fails_at:
+            raise LookupError(f"no such square: {index}")
+        return {"x": torch.tensor([index, index**2]), "y": index}
+
+
+# -- what a dataset may be --------------------------------------------------------------------------------------------
+
+
+@on_both
+def test_trees_of_tensors_and_arrays(shared_mesh, backend):
+    mesh = shared_mesh({"data": 3}, backend)
+    x, y = torch.randn(20, 2), np.arange(20)
+    sampler = Sampler(20, 6, seed=1)
+    datasets = {
+        "dict": {"x": x, "y": {"z": y}},
+        "tuple": (x, y),
+        "pair": Pair(x, y),
+        "tensor": x,
+        "array": y,
+        "half": x.bfloat16(),
+        "flags": x > 0,
+    }
+    for name, dataset in datasets.items():
+        loader = Loader(dataset, 6, mesh=mesh, seed=1)
+        assert len(loader) == 4
+        for step, batch in enumerate(loader):
+            ids = sampler.batch(0, step)
+            if name == "dict":
+                assert list(batch) == ["x", "y"]
+                found, wanted = (batch["x"], batch["y"]["z"]), (x, torch.from_numpy(y))
+            elif name in ("tuple", "pair"):
+                assert type(batch) is type(dataset)
+                found, wanted = tuple(batch), (x, torch.from_numpy(y))
+            else:
+                found, wanted = (batch,), (torch.as_tensor(dataset),)
+            for array, whole in zip(found, wanted, strict=True):
+                assert isinstance(array, Array) and array.spec == P("data") and array.dtype is whole.dtype
+                assert array.shape == (len(ids), *whole.shape[1:])
+                for shard, part in zip(array.shards(), dealt(ids, 3), strict=True):
+                    assert torch.equal(shard, whole[part])
+
+
+@on_both
+def test_map_style_datasets_are_collated(shared_mesh, backend):
+    mesh = shared_mesh({"data": 2}, backend)
+    sampler = Sampler(11, 4, seed=2)
+    for dataset in (Squares(11), [Squares(11)[i] for i in range(11)]):
+        for step, batch in enumerate(Loader(dataset, 4, mesh=mesh, seed=2)):
+            for shard, ids in zip(batch["x"].shards(), dealt(sampler.batch(0, step), 2), strict=True):
+                assert torch.equal(shard, torch.stack([ids, ids**2], 1))
+            assert batch["y"].dtype is torch.int64
+            assert sorted(batch["y"].full().tolist()) == sorted(sampler.batch(0, step).tolist())
+    pairs = TensorDataset(torch.arange(8.0), torch.arange(8))
+    x, y = next(iter(Loader(pairs, 8, mesh=mesh, shuffle=False)))
+    assert x.full().tolist() == y.full().tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert next(iter(Loader([1.5, 2.5], 2, mesh=mesh, shuffle=False))).full().tolist() == [1.5, 2.5]
+
+
+def test_a_collate_function_of_ones_own(shared_mesh):
+    def pad(samples):
+        longest = 5
+        out = torch.zeros(len(samples), longest, dtype=torch.int64)
+        for row, sample in zip(out, samples, strict=True):
+            row[: len(sample)] = torch.tensor(sample)
+        return {"ids": out, "kind": "padded", "limit": longest, "scale": torch.tensor(0.5), "np": np.ones(len(samples))}
+
+    sentences = [[1], [1, 2], [1, 2, 3], [4], [5, 6]]
+    batches = list(Loader(sentences, 3, mesh=shared_mesh({"data": 2}), shuffle=False, collate_fn=pad))
+    assert batches[0]["ids"].full().tolist() == [[1, 0, 0, 0, 0], [1, 2, 3, 0, 0], [1, 2, 0, 0, 0]]
+    assert batches[1]["ids"].shards()[1].tolist() == [[5, 6, 0, 0, 0]]
+    assert batches[0]["kind"] == "padded" and batches[0]["limit"] == 5
+    assert batches[0]["scale"].spec == P() and batches[0]["scale"].item() == 0.5
+    assert batches[0]["np"].spec == P("data") and batches[0]["np"].dtype is torch.float64
+    # Of tensors too: the tree is then a map-style dataset.
+    swapped = Loader(
+        torch.arange(4), 2, mesh=shared_mesh({"data": 2}), shuffle=False, collate_fn=lambda s: -torch.stack(s)
+    )
+    assert [batch.full().tolist() for batch in swapped] == [[0, -1], [-2, -3]]
+
+
+def test_strings_are_refused_with_a_way_out(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+    samples = [{"x": torch.tensor(i), "name": f"sample {i}"} for i in range(4)]
+    with pytest.raises(SpecError, match=r"str in the batch's \['name'\]\[0\].*collate_fn"):
+        next(iter(Loader(samples, 4, mesh=mesh)))
+    with pytest.raises(SpecError):  # strings of one's own making have to agree
+        next(iter(Loader(samples, 4, mesh=mesh, collate_fn=lambda batch: [sample["name"] for sample in batch])))
+    kept = Loader(samples, 4, mesh=mesh, shuffle=False, collate_fn=lambda batch: torch.stack([s["x"] for s in batch]))
+    assert next(iter(kept)).shards()[1].tolist() == [1, 3]
+
+
+def test_what_it_cannot_read_is_refused(shared_mesh):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([1, 2])
+
+    mesh = shared_mesh({"data": 2})
+    with pytest.raises(SpecError, match=r"differ in length.*\['x'\]: 3.*\['y'\]: 4"):
+        Loader({"x": torch.ones(3), "y": torch.ones(4)}, 2, mesh=mesh)
+    with pytest.raises(SpecError, match="differ in length"):
+        Loader((torch.ones(3), torch.tensor(1.0)), 2, mesh=mesh)
+    with pytest.raises(SpecError, match="IterableDataset"):
+        Loader(Stream(), 2, mesh=mesh)
+    for nothing in ({"x": [1, 2]}, 3, None, {"x": "text"}, {}):
+        with pytest.raises(SpecError, match="can't read"):
+            Loader(nothing, 2, mesh=mesh)
+    with pytest.raises(SpecError, match="prefetch"):
+        Loader(torch.ones(3), 2, mesh=mesh, prefetch=-1)
+    with pytest.raises(SpecError, match="batch_size"):
+        Loader(torch.ones(3), 0, mesh=mesh)
+
+
+# -- epochs and positions ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [0, 2, 5])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_epochs_follow_the_sampler_whatever_is_read_ahead(shared_mesh, prefetch, drop_last):
+    mesh = shared_mesh({"data": 2})
+    loader = Loader(torch.arange(10), 4, mesh=mesh, seed=3, prefetch=prefetch, drop_last=drop_last)
+    sampler = Sampler(10, 4, seed=3, drop_last=drop_last)
+    seen = []
+    for epoch in range(3):
+        assert loader.state_dict() == {"epoch": epoch, "step": 0}
+        for step, batch in enumerate(loader):
+            assert torch.equal(batch.full(), torch.cat(dealt(sampler.batch(epoch, step), 2)))
+            last = step == len(loader) - 1
+            assert loader.state_dict() == (
+                {"epoch": epoch + 1, "step": 0} if last else {"epoch": epoch, "step": step + 1}
+            )
+            seen.append(tuple(batch.shape))
+    assert seen == [(4,), (4,), (2,)] * 3 if not drop_last else [(4,), (4,)] * 3
+    first, second = (torch.cat([sampler.batch(epoch, step) for step in range(len(sampler))]) for epoch in range(2))
+    assert not torch.equal(first, second)
+    assert "prefetch" not in repr(loader) and "length=10" in repr(loader)
+
+
+def test_breaking_off_and_starting_again(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+    loader = Loader(torch.arange(10), 4, mesh=mesh)
+    first = [next(iter(loader)).full().tolist() for _ in range(2)]
+    for batch in loader:
+        assert batch.full().tolist() == first[0] == first[1]
+        break
+    assert loader.state_dict() == {"epoch": 0, "step": 1}
+    whole = [batch.full().tolist() for batch in loader]
+    assert whole[0] == first[0] and len(whole) == 3 and loader.state_dict() == {"epoch": 1, "step": 0}
+    assert next(iter(loader)).full().tolist() != first[0]
+
+
+@on_both
+def test_going_on_with_another_number_of_ranks(shared_mesh, backend):
+    """The minibatches that remain are the same ones; only who holds what differs."""
+    data = Squares(23)
+    for reached in (1, 3, 5, 6):
+        loader = Loader(data, 5, mesh=shared_mesh({"data": 2}, backend), seed=4)
+        batches = iter(loader)
+        for _ in range(min(reached, 5)):
+            next(batches)
+        if reached > 5:
+            batches = iter(loader)
+            next(batches)
+        state = loader.state_dict()
+        assert state == ({"epoch": 0, "step": reached} if reached < 5 else {"epoch": 1, "step": reached - 5})
+        other = Loader(data, 5, mesh=shared_mesh({"data": 4}, backend), seed=4)
+        other.load_state_dict(state)
+        assert other.state_dict() == state
+        rest = [sorted(batch["y"].full().tolist()) for batch in batches]
+        if reached == 5:
+            rest = [sorted(batch["y"].full().tolist()) for batch in loader]
+        assert [sorted(batch["y"].full().tolist()) for batch in other] == rest != []
+        again = [sorted(batch["y"].full().tolist()) for batch in other]
+        assert again == [sorted(batch["y"].full().tolist()) for batch in loader] and len(again) == 5
+
+
+def test_positions_that_are_not_there(shared_mesh):
+    loader = Loader(torch.arange(10), 4, mesh=shared_mesh({"data": 2}))
+    for state in ({"epoch": -1, "step": 0}, {"epoch": 0, "step": 4}, {"epoch": 0, "step": -1}):
+        with pytest.raises(SpecError, match="bad state"):
+            loader.load_state_dict(state)
+    loader.load_state_dict({"epoch": 2, "step": 3})
+    assert loader.state_dict() == {"epoch": 3, "step": 0}
+    sampler = Sampler(10, 4)
+    assert torch.equal(next(iter(loader)).full(), torch.cat(dealt(sampler.batch(3, 0), 2)))
+
+
+def test_no_batches_at_all(shared_mesh):
+    loader = Loader(torch.arange(3), 4, mesh=shared_mesh({"data": 2}), drop_last=True)
+    assert len(loader) == 0 and list(loader) == [] and loader.state_dict() == {"epoch": 0, "step": 0}
+
+
+@on_both
+def test_fewer_samples_than_ranks(shared_mesh, backend):
+    mesh = shared_mesh({"data": 4}, backend)
+    for dataset in (Squares(5), {"x": torch.stack([torch.arange(5), torch.arange(5) ** 2], 1), "y": torch.arange(5)}):
+        batches = list(Loader(dataset, 3, mesh=mesh, shuffle=False))
+        assert [tuple(batch["x"].shape) for batch in batches] == [(3, 2), (2, 2)]
+        assert [shard.tolist() for shard in batches[0]["x"].shards()] == [[[0, 0]], [[1, 1]], [[2, 4]], []]
+        assert [tuple(shard.shape) for shard in batches[1]["x"].shards()] == [(1, 2), (1, 2), (0, 2), (0, 2)]
+        assert [shard.tolist() for shard in batches[1]["y"].shards()] == [[3], [4], [], []]
+
+
+# -- who reads what ---------------------------------------------------------------------------------------------------
+
+
+def test_each_rank_reads_its_own_samples_and_once(shared_mesh, tmp_path):
+    mesh = shared_mesh({"data": 3})
+    list(Loader(Squares(20, notes=str(tmp_path)), 6, mesh=mesh, seed=5, prefetch=3))
+    sampler = Sampler(20, 6, seed=5)
+    for rank, pid in enumerate(mesh.run(os.getpid)):
+        read = [int(line) for line in (tmp_path / str(pid)).read_text().split()]
+        assert read == torch.cat([sampler.shard(0, step, rank, 3) for step in range(4)]).tolist()
+    assert not (tmp_path / str(os.getpid())).exists()
+
+
+def test_reading_ahead_is_bounded(shared_mesh, tmp_path):
+    mesh = shared_mesh({"data": 1})
+    (pid,) = mesh.run(os.getpid)
+    for prefetch in (0, 2):
+        folder = tmp_path / str(prefetch)
+        folder.mkdir()
+        batches = iter(Loader(Squares(20, notes=str(folder)), 2, mesh=mesh, prefetch=prefetch))
+        next(batches)
+        mesh.run(lambda: None)  # behind what was asked for
+        assert len((folder / str(pid)).read_text().split()) == 2 * (1 + prefetch)
+
+
+def test_the_axis_is_data_or_the_first(shared_mesh):
+    x = torch.arange(4)
+    two = next(iter(Loader(x, 4, mesh=shared_mesh({"model": 2, "data": 2}), shuffle=False)))
+    assert two.spec == P("data") and [s.tolist() for s in two.shards()] == [[0, 2], [1, 3]] * 2
+    other = next(iter(Loader(x, 4, mesh=shared_mesh({"a": 2, "b": 2}), shuffle=False)))
+    assert other.spec == P("a") and [s.tolist() for s in other.shards()] == [[0, 2], [0, 2], [1, 3], [1, 3]]
+
+
+def test_two_loaders_at_once(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+    train, test = Loader(torch.arange(8), 4, mesh=mesh, seed=1), Loader(torch.arange(100, 106), 3, mesh=mesh, seed=2)
+    seen = [(a.full().sum().item(), b.full().sum().item()) for a, b in zip(train, test, strict=True)]
+    assert sum(a for a, _ in seen) == 28 and sum(b for _, b in seen) == sum(range(100, 106))
+    for _ in train:
+        assert len(list(test)) == 2
+
+
+def test_the_mesh_is_the_enclosing_one(make_mesh):
+    loader = Loader(torch.arange(4), 2, shuffle=False)
+    with make_mesh({"data": 2}) as mesh:
+        assert [batch.mesh is mesh for batch in loader] == [True, True]
+
+
+def test_random_numbers_of_a_sample_are_its_own(shared_mesh):
+    """An augmentation depends on the seed, the epoch and the sample, not on the rank that reads it."""
+
+    class Noisy(Dataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            return {"id": index, "noise": torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])}
+
+    def epoch(axes, seed=0, skip=0):
+        mesh = shared_mesh(axes)
+        loader = Loader(Noisy(), 4, mesh=mesh, seed=seed)
+        loader.load_state_dict({"epoch": skip, "step": 0})
+        noise = {}
+        for batch in loader:
+            noise.update(zip(batch["id"].full().tolist(), map(tuple, batch["noise"].full().tolist()), strict=True))
+        return noise
+
+    one = epoch({"data": 1})
+    assert len(set(one.values())) == 6 and one == epoch({"data": 3}) == epoch({"data": 3})
+    assert one != epoch({"data": 1}, seed=1) and one != epoch({"data": 1}, skip=1)
+
+    mesh = shared_mesh({"data": 1})
+    mesh.run(lambda: (np.random.seed(1), random.seed(1)))
+    before = mesh.run(lambda: (np.random.get_state()[1].tolist(), random.getstate()))
+    list(Loader(Noisy(), 4, mesh=mesh))
+    assert mesh.run(lambda: (np.random.get_state()[1].tolist(), random.getstate())) == before
+
+
+# -- when it goes wrong -----------------------------------------------------------------------------------------------
+
+
+@on_both
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_a_dataset_that_raises_is_named_and_leaves_the_mesh_usable(shared_mesh, backend, prefetch):
+    mesh = shared_mesh({"data": 2}, backend)
+    loader = Loader(Squares(12, fails_at=5), 4, mesh=mesh, shuffle=False, prefetch=prefetch)
+    seen = []
+    with pytest.raises(LookupError, match="no such square: 5") as caught:
+        for batch in loader:
+            seen.append(sorted(batch["y"].full().tolist()))
+    assert seen in ([[0, 1, 2, 3]], [])  # a failure ends what was asked for behind it, too
+    assert "in __getitem__" in str(caught.value.__cause__)
+    if sys.version_info >= (3, 11):
+        assert "[reading sample 5 of the Loader's Squares]" in "".join(caught.value.__notes__)
+    assert len(list(Loader(Squares(12), 4, mesh=mesh))) == 3
+    assert loader.state_dict() in ({"epoch": 0, "step": len(seen)}, {"epoch": 0, "step": 1})
+
+
+def test_a_loader_shipped_to_no_one_costs_nothing_and_one_is_shipped_once(shared_mesh):
+    """The dataset travels with the first batch only."""
+    travelled = []
+
+    class Counted(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return index
+
+        def __reduce__(self):
+            travelled.append(1)
+            return Counted, ()
+
+    mesh = shared_mesh({"data": 2})
+    loader = Loader(Counted(), 2, mesh=mesh)
+    assert not travelled
+    for _ in range(2):
+        assert len(list(loader)) == 4
+    assert len(travelled) == 1
+
+
+def test_a_step_takes_the_batches_as_they_are(shared_mesh):
+    mesh = shared_mesh({"data": 4})
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def count(batch):
+        return psum(torch.tensor(len(batch["x"])), "data"), psum(batch["y"].sum(), "data")
+
+    totals = [tuple(int(v) for v in count(batch)) for batch in Loader(Squares(11), 5, mesh=mesh)]
+    assert [n for n, _ in totals] == [5, 5, 1] and sum(total for _, total in totals) == 55

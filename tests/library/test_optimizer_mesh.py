@@ -1,0 +1,388 @@
+"""`optimizer` on real ranks: the bits of plain torch, and with `shard=` one part of the state on each rank."""
+
+import inspect
+import sys
+
+import cloudpickle
+import pytest
+import pytrees
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+from spmd import (
+    Array,
+    P,
+    Sharded,
+    axis_index,
+    data_parallel,
+    functional,
+    grad,
+    optimizer,
+    pmean,
+    psum,
+    put,
+    spmd,
+    value_and_grad,
+)
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+on_both = pytest.mark.parametrize("backend", ["shm", "gloo"])
+CLASSES = [
+    (optim.AdamW, {"lr": 0.01, "betas": (0.8, 0.9)}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.5}),
+    (optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
+]
+
+
+def drawn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def mixed(seed=0):
+    return {
+        "matrix": drawn(13, 11, seed=seed),
+        "scalar": drawn(seed=seed + 1),
+        "empty": torch.ones(0, 2),
+        "double": drawn(70, dtype=torch.float64, seed=seed + 2),
+        "half": drawn(9, dtype=torch.bfloat16, seed=seed + 3),
+        "strided": drawn(5, 4, seed=seed + 4).t(),
+        "frozen": nn.Parameter(torch.ones(3), requires_grad=False),
+        "integer": torch.arange(3),
+        "name": "linear",
+    }
+
+
+def sequential(cls, hyper, params, grads_of_steps, schedule=None):
+    """The same steps by torch itself."""
+    leaves = {name: nn.Parameter(p.detach().clone()) for name, p in params.items() if _is_trained(p)}
+    half = [leaf for leaf in leaves.values() if leaf.dtype == torch.bfloat16]
+    rest = [leaf for leaf in leaves.values() if leaf.dtype != torch.bfloat16]
+    references = [cls(rest, **{**_fused(cls), **hyper})] + ([cls(half, **hyper)] if half else [])
+    for step, grads in enumerate(grads_of_steps):
+        if schedule is not None:
+            for reference in references:
+                reference.param_groups[0]["lr"] = schedule(step)
+        for name, leaf in leaves.items():
+            leaf.grad = grads[name].clone()
+        for reference in references:
+            reference.step()
+    return {name: leaf.detach() for name, leaf in leaves.items()}
+
+
+def _fused(cls):
+    """What `optimizer` takes where the user says nothing of it."""
+    return {"fused": True} if "fused" in inspect.signature(cls).parameters else {}
+
+
+def _is_trained(p):
+    return isinstance(p, torch.Tensor) and p.is_floating_point() and not isinstance(p, nn.Parameter)
+
+
+def zeros_for(params, grads):
+    return {name: grads[name] if _is_trained(p) else None for name, p in params.items()}
+
+
+def arrays(tree):
+    return [leaf for leaf in pytrees.leaves(tree, is_leaf=lambda x: isinstance(x, Array)) if isinstance(leaf, Array)]
+
+
+@pytest.mark.parametrize("shard", ["auto", None, "data"])
+@pytest.mark.parametrize(("cls", "hyper"), CLASSES, ids=lambda v: getattr(v, "__name__", ""))
+def test_steps_on_any_number_of_ranks_are_torchs_bit_for_bit(shared_mesh, shard, cls, hyper):
+    opt = optimizer(cls, shard=shard, **hyper)
+    grads_of_steps = [zeros_for(mixed(), mixed(10 * i + 5)) for i in range(3)]
+    wanted = sequential(cls, hyper, mixed(), grads_of_steps)
+    for size in (1, 2, 3, 4):
+        mesh = shared_mesh({"data": size})
+        step = spmd(lambda params, grads, opt_state: opt.step(params, grads, opt_state), mesh=mesh, check="always")
+        for where in ("driver", "region"):
+            params = mixed()
+            opt_state = opt.init(params) if where == "driver" else spmd(opt.init, mesh=mesh)(params)
+            for grads in grads_of_steps:
+                params, opt_state = step(params, grads, opt_state)
+            for name, value in wanted.items():
+                assert torch.equal(params[name].full(), value), name
+            assert params["frozen"].full().tolist() == [1, 1, 1] and params["name"] == "linear"
+            assert params["integer"].full().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("backend", "sizes"), [("shm", (1, 2, 4)), ("gloo", (2,))])
+def test_each_rank_keeps_one_part_of_the_state(shared_mesh, backend, sizes):
+    """The shards of all ranks together are the state once, but for padding to multiples of 64."""
+    params = {"w": drawn(100, 30), "b": drawn(100, seed=1), "d": drawn(300, dtype=torch.float64, seed=2)}
+    grads = {name: torch.ones_like(value) for name, value in params.items()}
+    for size in sizes:
+        opt = optimizer(optim.AdamW, shard="data")
+        mesh = shared_mesh({"data": size}, backend)
+        new, opt_state = spmd(opt.step, mesh=mesh)(params, grads, opt.init(params))
+        moments = {leaf for leaf in arrays(opt_state["state"]) if leaf.shape}
+        assert len(moments) == 4 and all(leaf.spec == P("data") for leaf in moments)
+        held = [sum(leaf.shards()[rank].numel() for leaf in moments) for rank in range(size)]
+        assert len(set(held)) == 1
+        whole = 2 * (3100 + 300)
+        assert whole <= sum(held) <= whole + 4 * 64 * size
+        assert all(leaf.spec == P() for leaf in arrays(new))
+        plain = optimizer(optim.AdamW, shard=None)
+        replicated = spmd(plain.step, mesh=mesh)(params, grads, plain.init(params))[1]
+        assert all(leaf.spec == P() for leaf in arrays(replicated))
+
+
+@on_both
+@pytest.mark.parametrize("shard", ["auto", None, "data"])
+def test_state_passes_through_steps_that_do_other_things_with_it(shared_mesh, backend, shard):
+    mesh, opt = shared_mesh({"data": 2}, backend), optimizer(optim.AdamW, shard=shard, lr=0.1)
+    params = {"w": drawn(200)}
+
+    @spmd(mesh=mesh, check="always")
+    @data_parallel
+    def step(carry, batch):
+        (params, opt_state), count = carry
+        value, grads = value_and_grad(lambda params: ((batch @ params["w"]) ** 2).mean())(params)
+        return (opt.step(params, grads, opt_state), count + 1), value
+
+    carry, x = ((params, opt.init(params)), torch.tensor(0)), drawn(5, 200, seed=1)
+    for _ in range(3):
+        carry, value = step(carry, x)
+    carry = spmd(lambda carry: carry, mesh=mesh)(carry) if shard is None else carry
+    (found, opt_state), count = carry
+    assert count.item() == 3 and value.full().isfinite()
+    w = nn.Parameter(params["w"].clone())
+    reference = optim.AdamW([w], lr=0.1)
+    for _ in range(3):
+        reference.zero_grad()
+        ((x @ w) ** 2).mean().backward()
+        reference.step()
+    torch.testing.assert_close(found["w"].full(), w.detach(), rtol=1e-4, atol=1e-4)
+    (key,) = opt_state["state"]
+    assert opt_state["state"][key]["step"].item() == 3
+    torch.testing.assert_close(
+        opt_state["state"][key]["exp_avg"].full()[:200], reference.state[w]["exp_avg"], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_state_goes_on_at_another_number_of_ranks(shared_mesh):
+    opt = optimizer(optim.AdamW, shard="data", lr=0.1)
+    params = expected = {"w": drawn(13, 11), "b": drawn(70, seed=1)}
+    opt_state, plain = opt.init(params), optimizer(optim.AdamW, lr=0.1)
+    reference = plain.init(expected)
+    for size in (2, 4, 1, 3):
+        grads = {name: torch.full_like(value, float(size)) for name, value in params.items()}
+        params, opt_state = spmd(opt.step, mesh=shared_mesh({"data": size}))(params, grads, opt_state)
+        # As from a checkpoint.
+        fetch = lambda leaf: leaf.full() if isinstance(leaf, Array) else leaf  # noqa: E731
+        params, opt_state = pytrees.map(fetch, (params, opt_state), is_leaf=lambda x: isinstance(x, Array))
+        expected, reference = plain.step(expected, grads, reference)
+        for name in params:
+            assert torch.equal(params[name], expected[name])
+
+
+def test_hyper_parameters_may_be_scheduled(shared_mesh):
+    schedule = [0.1, 0.05, 0.2]
+    params = {"w": drawn(70)}
+    grads_of_steps = [{"w": drawn(70, seed=i)} for i in range(3)]
+    wanted = sequential(optim.AdamW, {}, params, grads_of_steps, schedule.__getitem__)
+    for shard in (None, "data"):
+        opt = optimizer(optim.AdamW, shard=shard)
+
+        def step(params, grads, opt_state, lr, opt=opt):
+            return opt.step(params, grads, {**opt_state, "hyper": {**opt_state["hyper"], "lr": lr}})
+
+        run = spmd(step, mesh=shared_mesh({"data": 2}))
+        for given in (float, torch.tensor):
+            new, opt_state = params, opt.init(params)
+            for grads, lr in zip(grads_of_steps, schedule, strict=True):
+                new, opt_state = run(new, grads, opt_state, given(lr))
+                found = opt_state["hyper"]["lr"]
+                assert float(found) == pytest.approx(lr)
+            torch.testing.assert_close(new["w"].full(), wanted["w"])
+
+
+# -- parameters that are cut ------------------------------------------------------------------------------------------
+
+SPECS = {"w1": P(None, "model"), "b1": P("model"), "w2": P("model"), "b2": P()}
+
+
+def tensor_parallel_params():
+    return {"w1": drawn(5, 6), "b1": drawn(6, seed=1), "w2": drawn(6, 3, seed=2), "b2": drawn(3, seed=3)}
+
+
+def tensor_parallel_loss(params, batch, combine):
+    h = torch.tanh(batch["x"] @ params["w1"] + params["b1"])
+    return F.mse_loss(combine(h @ params["w2"]) + params["b2"], batch["y"])
+
+
+@on_both
+@pytest.mark.parametrize("shard", ["auto", None, "data", "model", ("data", "model")], ids=str)
+@pytest.mark.parametrize(("cls", "hyper"), CLASSES[:3:2], ids=lambda v: getattr(v, "__name__", ""))
+def test_parameters_cut_over_an_axis(shared_mesh, backend, shard, cls, hyper):
+    """Tensor parallelism and data parallelism at once: state is cut as its parameter is, and sliced if asked for."""
+    mesh, opt = shared_mesh({"data": 2, "model": 2}, backend), optimizer(cls, shard=shard, **hyper)
+
+    def step(params, opt_state, batch):
+        loss = lambda params: tensor_parallel_loss(params, batch, lambda h: psum(h, "model"))  # noqa: E731
+        value, grads = value_and_grad(loss)(params)
+        return *opt.step(params, grads, opt_state), value
+
+    run = spmd(data_parallel(step), mesh=mesh, out_specs=(SPECS, P(), P()), check="always")
+    batch = {"x": drawn(7, 5, seed=4), "y": drawn(7, 3, seed=5)}
+    plain = {name: nn.Parameter(value) for name, value in tensor_parallel_params().items()}
+    reference = cls(plain.values(), **hyper)
+    for _ in range(3):
+        reference.zero_grad()
+        tensor_parallel_loss(plain, batch, lambda h: h).backward()
+        reference.step()
+    for where in ("driver", "region"):
+        params = put(tensor_parallel_params(), SPECS, mesh=mesh)
+        opt_state = opt.init(params) if where == "driver" else spmd(opt.init, mesh=mesh)(params)
+        for _ in range(3):
+            params, opt_state, _ = run(params, opt_state, batch)
+        for name, value in plain.items():
+            assert params[name].spec == SPECS[name]
+            torch.testing.assert_close(params[name].full(), value.detach(), rtol=1e-4, atol=1e-5)
+        if shard in (None, "auto"):  # there is too little to be sliced by default
+            for name, spec in SPECS.items():
+                for key, value in opt_state["state"][f"[{name!r}]"].items():
+                    if value.shape:
+                        assert value.spec == spec
+                        torch.testing.assert_close(
+                            value.full(), reference.state[plain[name]][key], rtol=1e-3, atol=1e-5
+                        )
+        else:
+            slices = [leaf for leaf in arrays(opt_state["state"]) if leaf.shape]
+            assert slices and all(leaf.spec.entries for leaf in slices)
+
+
+@pytest.mark.parametrize(
+    ("shard", "key", "spec"), [(None, "['w']", P(None, "model")), ("auto", "float32/model", P(("data", "model")))]
+)
+def test_whole_state_is_cut_as_its_parameter_is(shared_mesh, shard, key, spec):
+    """State made in the driver of whole parameters, for parameters that are cut on their way in."""
+    mesh = shared_mesh({"data": 2, "model": 2})
+    opt = optimizer(optim.Adagrad, shard=shard, initial_accumulator_value=0.5)
+    params = {"w": drawn(64, 258), "b": drawn(3)}
+    grads = {"w": drawn(64, 258, seed=1), "b": drawn(3, seed=1)}
+    specs = {"w": P(None, "model"), "b": P()}
+    opt_state = opt.init(params)
+    wanted, _ = opt.step(params, grads, opt_state)
+    run = spmd(opt.step, mesh=mesh, in_specs=(specs, specs, None), out_specs=(specs, P()))
+    found, state = run(params, grads, opt_state)
+    assert torch.equal(found["w"].full(), wanted["w"]) and torch.equal(found["b"].full(), wanted["b"])
+    assert state["state"][key]["sum"].spec == spec
+
+
+def test_few_parameters_are_stepped_whole_by_default(shared_mesh):
+    """And what was sliced, of as few, is put together again; the bits are those of replicas."""
+    mesh = shared_mesh({"data": 2})
+    for width, sliced in ((64, False), (300, True)):
+        params, grads = {"w": drawn(32, width)}, {"w": drawn(32, width, seed=1)}
+        steps = {
+            shard: spmd(optimizer(optim.AdamW, shard=shard, fused=True).step, mesh=mesh)
+            for shard in ("auto", None, "data")
+        }
+        state = optimizer(optim.AdamW, fused=True).init(params)
+        found = {shard: step(params, grads, state) for shard, step in steps.items()}
+        again = {shard: steps["auto"](new, grads, its_state) for shard, (new, its_state) in found.items()}
+        for results in (found, again):
+            for new, _ in results.values():
+                assert torch.equal(new["w"].full(), results[None][0]["w"].full())
+        for _, its_state in (found["auto"], *again.values()):
+            moments = [leaf for leaf in arrays(its_state["state"]) if leaf.shape]
+            assert len(moments) == 2 and all(bool(leaf.spec.entries) is sliced for leaf in moments)
+
+
+# -- several steps in one region --------------------------------------------------------------------------------------
+
+
+def test_many_steps_in_one_region(shared_mesh):
+    """What one step makes is differentiated by the next, clipped or not."""
+    x = drawn(8, 5)
+    params = {"w": drawn(5)}
+
+    def train(params, opt_state, batch, clip):
+        def loss(params):
+            return ((batch @ params["w"] - 1) ** 2).mean()
+
+        for _ in range(4):
+            grads = grad(loss)(params)
+            if clip:
+                norm = torch.linalg.vector_norm(grads["w"])
+                grads = {"w": grads["w"] / norm}
+            params, opt_state = opt.step(params, grads, opt_state)
+        return params, opt_state
+
+    for shard in (None, "data"):
+        opt = optimizer(optim.AdamW, shard=shard, lr=0.05)
+        for clip in (False, True):
+            found, _ = spmd(data_parallel(train), mesh=shared_mesh({"data": 2}), check="always")(
+                params, opt.init(params), x, clip
+            )
+            wanted, _ = train(params, opt.init(params), x, clip)
+            torch.testing.assert_close(found["w"].full(), wanted["w"])
+
+
+def test_local_steps_then_an_average(shared_mesh):
+    """Local SGD: each rank goes its own way by its own gradients, and the ways are averaged."""
+    opt = optimizer(optim.SGD, lr=0.1)
+
+    def train(w, x):
+        opt_state = opt.init(w)
+        for _ in range(3):
+            w, opt_state = opt.step(w, grad(lambda w: ((w - x) ** 2).sum(), axes=())(w), opt_state)
+        mine = grad(lambda w: (w * x).sum())(w)  # they differ now, so each has a gradient of its own
+        return pmean(w, "data"), Sharded(mine, P("data"))
+
+    x = torch.tensor([[1.0], [3.0]])
+    mean, mine = spmd(train, mesh=shared_mesh({"data": 2}), in_specs=(P(), P("data")))(torch.zeros(1, 1), x)
+    ways = [float(value) * (1 - 0.8**3) for value in x]
+    assert mean.item() == pytest.approx(sum(ways) / 2)
+    assert mine.full().flatten().tolist() == [0.5, 1.5]
+
+
+def test_a_failed_step_can_be_run_again(shared_mesh):
+    mesh, opt = shared_mesh({"data": 2}), optimizer(optim.AdamW, shard="data")
+    params = {"w": drawn(100)}
+    opt_state = opt.init(params)
+
+    def step(params, opt_state, fails):
+        new = opt.step(params, {"w": torch.ones(100)}, opt_state)
+        if fails and axis_index("data") == 1:
+            raise RuntimeError("on one rank")
+        return new
+
+    run = spmd(step, mesh=mesh)
+    params, opt_state = run(params, opt_state, False)
+    before = params["w"].full().clone()
+    with pytest.raises(RuntimeError, match="on one rank"):
+        run(params, opt_state, True)
+    assert torch.equal(params["w"].full(), before)
+    again, _ = run(params, opt_state, False)
+    plain = optimizer(optim.AdamW)
+    expected, state = {"w": drawn(100)}, plain.init({"w": drawn(100)})
+    for _ in range(2):
+        expected, state = plain.step(expected, {"w": torch.ones(100)}, state)
+    assert torch.equal(again["w"].full(), expected["w"])
+
+
+def test_a_model_with_a_tied_weight(shared_mesh):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    module[2].weight = module[0].weight
+    apply, params = functional(module)
+    opt, x = optimizer(optim.AdamW, shard="data", lr=0.1), drawn(6, 4)
+
+    def step(params, opt_state, batch):
+        grads = grad(lambda params: apply(params, batch).pow(2).mean())(params)
+        return opt.step(params, grads, opt_state)
+
+    opt_state = opt.init(params)
+    reference = optim.AdamW(module.parameters(), lr=0.1)
+    for _ in range(3):
+        params, opt_state = spmd(data_parallel(step), mesh=shared_mesh({"data": 3}))(params, opt_state, x)
+        reference.zero_grad()
+        module(x).pow(2).mean().backward()
+        reference.step()
+    for name, value in module.named_parameters():
+        torch.testing.assert_close(params[name].full(), value.detach(), rtol=1e-4, atol=1e-5)

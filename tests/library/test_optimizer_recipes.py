@@ -1,0 +1,337 @@
+"""Groups, schedules, clipping and averages, against plain torch on the whole batch, at 1, 2 and 3 ranks."""
+
+import doctest
+import sys
+
+import cloudpickle
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import spmd as library
+from spmd import P, Sharded, SpecError, data_parallel, ema, functional, grad, optimizer, spmd, value_and_grad
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Tied(nn.Module):
+    """An embedding and a head with one weight, of sizes that no number of ranks divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 7)
+        self.norm = nn.LayerNorm(7)
+        self.inner = nn.Linear(7, 7)
+        self.head = nn.Linear(7, 11)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.inner(self.norm(self.embedding(x)))))
+
+
+def model():
+    torch.manual_seed(0)
+    return Tied()
+
+
+X = torch.randint(0, 11, (13,), generator=torch.Generator().manual_seed(1))
+Y = torch.randint(0, 11, (13,), generator=torch.Generator().manual_seed(2))
+STEPS = 5
+
+
+def is_plain(name, p):
+    return p.ndim < 2
+
+
+def trained(mesh, opt, steps=STEPS, resume=None):
+    apply, params = functional(model())
+    opt_state = opt.init(params)
+
+    @spmd(mesh=mesh, check="always")
+    @data_parallel
+    def step(params, opt_state, batch):
+        loss, grads = value_and_grad(lambda params, batch: F.cross_entropy(apply(params, batch["x"]), batch["y"]))(
+            params, batch
+        )
+        params, opt_state = opt.step(params, grads, opt_state)
+        return params, opt_state, loss
+
+    for _ in range(steps):
+        params, opt_state, _ = step(params, opt_state, {"x": X, "y": Y})
+    return {name: value.full() for name, value in params.items()}, opt_state
+
+
+def by_torch(make, steps=STEPS):
+    """The same by torch: `make(module)` gives an optimizer, and a function to be called before and after its step."""
+    module = model()
+    reference, before, after = make(module)
+    for _ in range(steps):
+        reference.zero_grad()
+        F.cross_entropy(module(X), Y).backward()
+        before()
+        reference.step()
+        after()
+    return {name: value.detach() for name, value in module.named_parameters()}
+
+
+def assert_close(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def nothing():
+    pass
+
+
+def torch_groups(module):
+    named = dict(module.named_parameters())
+    return [
+        {"params": [p for p in named.values() if p.ndim >= 2]},
+        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0, "lr": 0.02},
+    ]
+
+
+ranks = pytest.mark.parametrize("size", [1, 2, 3])
+shards = pytest.mark.parametrize("shard", ["auto", None, "data"])
+
+
+@ranks
+@shards
+def test_groups(shared_mesh, size, shard):
+    wanted = by_torch(lambda module: (optim.AdamW(torch_groups(module), lr=0.01, weight_decay=0.3), nothing, nothing))
+    names = [name for name, p in model().named_parameters() if p.ndim < 2]
+    booleans = {name: p.ndim < 2 for name, p in model().named_parameters()}
+    for which in (is_plain, names, booleans):
+        groups = [{"params": which, "weight_decay": 0.0, "lr": 0.02}]
+        opt = optimizer(optim.AdamW, shard=shard, groups=groups, lr=0.01, weight_decay=0.3)
+        found, opt_state = trained(shared_mesh({"data": size}), opt)
+        assert_close(found, wanted)
+        assert opt_state["groups"] == [{"lr": 0.02, "weight_decay": 0.0}]
+
+
+def test_the_first_group_that_names_a_parameter_has_it():
+    params = {"a": {"w": torch.ones(1), "b": torch.ones(1)}, "c": torch.ones(1)}
+    groups = [
+        {"params": lambda name, p: name == "a.b", "lr": 2.0},
+        {"params": {"a": True, "c": False}, "lr": 3.0, "momentum": 0.5},
+    ]
+    opt = optimizer(optim.SGD, lr=1.0, groups=groups)
+    opt_state = opt.init(params)
+    new, opt_state = opt.step(params, params, opt_state)
+    assert (new["a"]["b"], new["a"]["w"], new["c"]) == (-1, -2, 0)
+    assert [*opt_state["state"]] == ["['a']['w']"]
+    # What a group has not of its own follows the others.
+    opt_state["hyper"]["weight_decay"] = 1.0
+    opt_state["groups"][1]["lr"] = 0.0
+    new, _ = opt.step(params, params, opt_state)
+    assert (new["a"]["b"], new["a"]["w"], new["c"]) == (-3, 1, -1)
+
+
+@ranks
+@pytest.mark.parametrize("shard", ["auto", None])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda opt: lr_scheduler.CosineAnnealingLR(opt, T_max=7),
+        lambda opt: lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=12),
+        lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step)),
+        lambda opt: lr_scheduler.SequentialLR(
+            opt, [lr_scheduler.LinearLR(opt, 0.1, total_iters=2), lr_scheduler.ExponentialLR(opt, 0.5)], [2]
+        ),
+        lr_scheduler.ExponentialLR,
+    ],
+    ids=["cosine", "one-cycle", "lambda", "sequential", "class"],
+)
+def test_schedulers_of_torch(shared_mesh, size, shard, make):
+    factory = make if not isinstance(make, type) else lambda opt: make(opt, gamma=0.7)
+
+    def reference(module):
+        own = optim.SGD(torch_groups(module), lr=0.05, momentum=0.9)
+        return own, nothing, factory(own).step
+
+    groups = [{"params": is_plain, "weight_decay": 0.0, "lr": 0.02}]
+    opt = optimizer(optim.SGD, shard=shard, groups=groups, schedule=factory, lr=0.05, momentum=0.9)
+    found, opt_state = trained(shared_mesh({"data": size}), opt)
+    assert_close(found, by_torch(reference))
+    assert int(opt_state["count"]) == STEPS and opt_state["hyper"]["lr"] == 0.05
+
+
+@pytest.mark.parametrize("shard", ["auto", None])
+def test_functions_of_the_step_and_numbers(shared_mesh, shard):
+    def rates(step):
+        return 0.1 / (step + 1)
+
+    def reference(module):
+        own = optim.AdamW(module.parameters())
+        steps = iter(range(STEPS))
+        return own, lambda: own.param_groups[0].update(lr=rates(next(steps))), nothing
+
+    mesh = shared_mesh({"data": 2})
+    assert_close(trained(mesh, optimizer(optim.AdamW, shard=shard, schedule=rates))[0], by_torch(reference))
+    constant = by_torch(lambda module: (optim.AdamW(module.parameters(), lr=0.02), nothing, nothing))
+    assert_close(trained(mesh, optimizer(optim.AdamW, shard=shard, schedule=0.02))[0], constant)
+
+
+def test_a_run_taken_up_goes_on_with_its_schedule():
+    params = {"w": torch.ones(3)}
+    make = lambda: optimizer(optim.SGD, lr=1.0, schedule=lambda opt: lr_scheduler.StepLR(opt, 2, 0.1))  # noqa: E731
+    opt = make()
+    opt_state = opt.init(params)
+    for _ in range(3):
+        params, opt_state = opt.step(params, {"w": torch.ones(3)}, opt_state)
+    again, _ = make().step(params, {"w": torch.ones(3)}, opt_state)
+    assert torch.equal(again["w"], opt.step(params, {"w": torch.ones(3)}, opt_state)[0]["w"])
+    torch.testing.assert_close(params["w"], torch.full((3,), 1 - 2.1))
+
+
+@ranks
+@shards
+@pytest.mark.parametrize("clip", [0.05, 100.0])
+def test_clipping(shared_mesh, size, shard, clip):
+    def reference(module):
+        own = optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+        return own, lambda: nn.utils.clip_grad_norm_(module.parameters(), clip), nothing
+
+    opt = optimizer(optim.SGD, shard=shard, clip=clip, lr=0.5, momentum=0.9)
+    assert_close(trained(shared_mesh({"data": size}), opt)[0], by_torch(reference))
+
+
+@pytest.mark.parametrize("shard", ["auto", None, "data"])
+def test_clipping_by_the_norm_of_parameters_that_are_cut(shared_mesh, shard):
+    mesh = shared_mesh({"data": 2, "model": 2})
+    opt = optimizer(optim.SGD, shard=shard, clip=0.5, lr=1.0)
+    params = {"cut": torch.ones(4), "whole": torch.ones(3)}
+
+    def step(params, opt_state):
+        grads = {"cut": params["cut"] * 3.0, "whole": params["whole"] * 4.0}
+        return opt.step(params, grads, opt_state)[0]
+
+    specs = {"cut": P("model"), "whole": P()}
+    found = spmd(step, mesh=mesh, in_specs=(specs, None), out_specs=specs)(params, opt.init(params))
+    norm = (4 * 9 + 3 * 16) ** 0.5
+    torch.testing.assert_close(found["cut"].full(), 1 - 3 * 0.5 / norm * torch.ones(4))
+    torch.testing.assert_close(found["whole"].full(), 1 - 4 * 0.5 / norm * torch.ones(3))
+
+
+@ranks
+@pytest.mark.parametrize("shard", ["auto", None])
+def test_averages_compose_with_the_rest(shared_mesh, size, shard):
+    averaged = []
+
+    def reference(module):
+        own = optim.AdamW(torch_groups(module), lr=0.01, weight_decay=0.3)
+        average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        average.update_parameters(module)  # the first makes it a copy
+        averaged.append(average.module)
+        return (
+            own,
+            lambda: nn.utils.clip_grad_norm_(module.parameters(), 0.1),
+            lambda: average.update_parameters(module),
+        )
+
+    groups = [{"params": is_plain, "weight_decay": 0.0, "lr": 0.02}]
+    opt = ema(optimizer(optim.AdamW, shard=shard, groups=groups, clip=0.1, lr=0.01, weight_decay=0.3), decay=0.9)
+    found, opt_state = trained(shared_mesh({"data": size}), opt)
+    assert_close(found, by_torch(reference))
+    wanted = {name: value.detach() for name, value in averaged[0].named_parameters()}
+    assert_close({name: value.full() for name, value in opt_state["ema"].items()}, wanted)
+
+
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.Adagrad, optim.Muon] if hasattr(optim, "Muon") else [optim.AdamW])
+def test_state_sharded_by_itself_goes_on_anywhere(shared_mesh, tmp_path, cls):
+    """On two ranks, one, in the driver without any, on three: with checkpoints between, as if it had been one run."""
+    opt, plain = optimizer(cls, lr=0.1), optimizer(cls, shard=None, lr=0.1)
+    params = expected = {"w": torch.randn(13, 11, generator=torch.Generator().manual_seed(0)), "v": torch.ones(7, 10)}
+    opt_state, reference = opt.init(params), plain.init(params)
+    for turn, size in enumerate((2, 1, None, 3, 2)):
+        grads = {name: value * (turn + 1) for name, value in expected.items()}
+        if size is None:
+            params, opt_state = opt.step(params, grads, opt_state)
+        else:
+            mesh = shared_mesh({"data": size})
+            params, opt_state = spmd(opt.step, mesh=mesh)(params, grads, opt_state)
+            library.save(tmp_path / str(turn), {"params": params, "opt_state": opt_state})
+            restored = library.restore(tmp_path / str(turn))
+            params, opt_state = restored["params"], restored["opt_state"]
+        expected, reference = plain.step(expected, grads, reference)
+        for name in expected:
+            assert torch.equal(params[name], expected[name]), (turn, name)
+
+
+def test_a_gradient_missing_for_a_while_in_a_sharded_step(shared_mesh):
+    """The state of the leaf that has none stays as it is, as torch leaves it."""
+    opt, plain = optimizer(optim.AdamW, lr=0.1), optimizer(optim.AdamW, shard=None, lr=0.1)
+    params = expected = {"a": torch.ones(70), "b": torch.ones(130), "c": torch.ones(3)}
+    opt_state, reference = opt.init(params), plain.init(params)
+    run = spmd(opt.step, mesh=shared_mesh({"data": 2}))
+    for missing in (None, "b", "b", "a", None, None):
+        grads = {name: None if name == missing else torch.full_like(p, 0.5) for name, p in expected.items()}
+        params, opt_state = run(params, grads, opt_state)
+        expected, reference = plain.step(expected, grads, reference)
+        for name in expected:
+            assert torch.equal(params[name].full(), expected[name]), (missing, name)
+
+
+def test_gradients_of_their_own_are_not_taken_for_one(shared_mesh):
+    """Ranks that go their own ways, and gradients that the step has worked on: nothing is sharded by itself."""
+    opt = optimizer(optim.AdamW, lr=0.1)
+
+    def own_ways(w, x):
+        opt_state = opt.init(w)
+        for _ in range(2):
+            w, opt_state = opt.step(w, grad(lambda w: ((w - x) ** 2).sum(), axes=())(w), opt_state)
+        return Sharded(w, P("data"))
+
+    x = torch.tensor([[1.0], [-1.0]])
+    found = spmd(own_ways, mesh=shared_mesh({"data": 2}), in_specs=(P(), P("data")))(torch.zeros(1, 1), x)
+    assert found.full()[0] > 0.1 and found.full()[1] < -0.1
+
+
+def test_the_examples_in_the_documentation_are_right():
+
+    assert doctest.testmod(spmd_module("averaging")).failed == 0
+
+
+def spmd_module(name):
+    return sys.modules[f"spmd.optim.{name}"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"groups": {"a": 1}}, r"unexpected argument 'groups' .*write groups=\[\{"),
+        ({"groups": [{"params": ["w"], "momentum": 1}]}, "AdamW does not take 'momentum'"),
+        ({"schedule": "cosine"}, "unexpected argument 'schedule'"),
+        ({"schedule": lambda step: "fast"}, "schedule= made no scheduler"),
+        ({"schedule": lambda opt: lr_scheduler.ReduceLROnPlateau(opt)}, "ReduceLROnPlateau looks at a metric"),
+        ({"schedule": lr_scheduler.StepLR}, "missing 1 required positional argument: 'step_size'"),
+        ({"schedule": lambda step: 0.1, "groups": [{"params": ["w"], "lr": 1.0}]}, "learning rate of its own"),
+        ({"clip": -1.0}, "unexpected argument 'clip' .*positive"),
+        ({"clip": True}, "unexpected argument 'clip'"),
+    ],
+)
+def test_what_is_refused_at_once(options, text):
+    with pytest.raises(SpecError, match=text):
+        optimizer(optim.AdamW, **options)
+
+
+def test_what_is_refused_with_the_parameters():
+    params = {"w": torch.ones(2)}
+    with pytest.raises(SpecError, match=r"names 'v', which is no parameter"):
+        optimizer(optim.AdamW, groups=[{"params": ["v"], "lr": 1.0}]).init(params)
+    with pytest.raises(SpecError, match=r"of groups\[0\] does not fit the parameters"):
+        optimizer(optim.AdamW, groups=[{"params": {"v": True}, "lr": 1.0}]).init(params)
+    with pytest.raises(SpecError, match=r"groups are given to optimizer .*write optimizer\(\.\.\., groups="):
+        optimizer(optim.AdamW).init([{"params": [params["w"]], "weight_decay": 0.0}])
+    assert optimizer(optim.AdamW).init([{"params": params["w"]}])["state"] == {}  # a tree like another
+    opt = optimizer(optim.AdamW, schedule=0.1)
+    with pytest.raises(SpecError, match=r"unexpected form .*'count'"):
+        opt.step(params, params, optimizer(optim.AdamW).init(params))
+    with pytest.raises(SpecError, match="ema got an unexpected argument 'decay'"):
+        ema(opt, 2.0)
+    with pytest.raises(SpecError, match="opt_state has no 'ema'"):
+        ema(opt).step(params, params, opt.init(params))

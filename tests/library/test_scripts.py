@@ -1,0 +1,194 @@
+"""Programs as users run them: what `__main__` defines travels, errors reach the terminal, nothing stays behind."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from patience import end_within
+from scripts import run, script
+
+PROGRAM = """
+import collections, dataclasses, os
+from typing import NamedTuple
+import optree, torch
+from spmd import Mesh, P, SpecError, axis_index, put, spmd
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+@optree.dataclasses.dataclass(namespace="spmd")
+class Layer:
+    w: torch.Tensor
+    name: str = optree.dataclasses.field(default="", pytree_node=False)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 1)
+    def forward(self, x):
+        return helper(self.linear(x))
+
+class Broken(Exception):
+    def __init__(self, code, detail):
+        super().__init__(f"broken {code}")
+        self.code, self.detail = code, detail
+    def __reduce__(self):
+        return Broken, (self.code, self.detail)
+
+class Unpicklable(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+@dataclasses.dataclass
+class Options:
+    width: int
+
+def helper(x):
+    return x * SCALE
+
+SCALE = 2.0
+mesh = Mesh({"data": 2})
+print("pids", *mesh.driver.pids)
+model = Model()
+
+@spmd(mesh=mesh)
+def step(point, layer, options):
+    return Point(point.x + layer.w, helper(point.y)), Layer(layer.w * options.width, layer.name + "!"), options
+
+@spmd(mesh=mesh)
+def forward(x):
+    return model(x)
+
+for scale in (2.0, 3.0):
+    SCALE = scale
+    point, layer, options = step(Point(torch.ones(2), torch.ones(1)), Layer(torch.ones(2), "first"), Options(4))
+    print(type(point).__name__, point.x.full().tolist(), point.y.item())
+    print(type(layer) is Layer, layer.name, layer.w.full().tolist(), options)
+x = torch.randn(3, 2)
+print("model", torch.allclose(forward(x).full(), model(x)))
+try:
+    mesh.run(lambda: (_ for _ in ()).throw(Broken(7, ["more"])))
+except Broken as error:
+    print("caught", error, error.code, error.detail)
+def unpicklable():
+    raise Unpicklable("one", "two")
+try:
+    mesh.run(unpicklable)
+except Exception as error:
+    print("caught", type(error).__name__, error)
+print("main", mesh.run(lambda: __name__))
+print("mesh in a class", mesh.run(type("Holder", (), {"__call__": lambda self: mesh.rank})()))
+mesh.run(lambda: print("printed by", axis_index("data")))
+print("last")
+
+@spmd(mesh=mesh)
+def late(x):
+    if float(x) == 2.0 and axis_index("data") == 1:
+        raise ValueError("noticed at exit")
+    return x + 1
+
+late(late(late(torch.tensor(0.0))))
+"""
+
+EXPECTED = """Point [2.0, 2.0] 2.0
+True first! [4.0, 4.0] Options(width=4)
+Point [2.0, 2.0] 3.0
+True first! [4.0, 4.0] Options(width=4)
+model True
+caught broken 7 7 ['more']
+caught Unpicklable one and two
+main ['__main__', '__main__']
+mesh in a class [0, 1]
+printed by 0
+[rank 1] printed by 1
+last
+"""
+
+
+@pytest.mark.parametrize("how", ["file", "-c"])
+def test_a_program(how, tmp_path):
+    arguments = (script(tmp_path, PROGRAM),) if how == "file" else ("-c", PROGRAM)
+    _, out, err = run(*arguments)
+    pids, out = out.split("\n", 1)
+    assert out == EXPECTED, err
+    assert "ValueError: noticed at exit" in err and "on rank 1 of Mesh" in err
+    if how == "file":
+        assert re.search(r'program.py", line \d+, in late\n\s+raise ValueError', err)
+    assert end_within(2, [int(pid) for pid in pids.split()[1:]])
+
+
+def test_a_session_typed_into_a_repl():
+    typed = """
+import torch
+from spmd import Mesh, P, psum, spmd
+mesh = Mesh({"data": 2})
+rate = 2
+
+def scaled(x):
+    return x * rate
+
+@spmd(mesh=mesh, in_specs=P("data"))
+def total(x):
+    return psum(scaled(x).sum(), "data")
+
+print("first", float(total(torch.ones(4))))
+rate = 3
+print("second", float(total(torch.ones(4))))
+def scaled(x):
+    return x + 100
+
+print("third", float(total(torch.ones(4))))
+total(torch.ones(5))
+mesh.run(lambda: 1 / 0)
+print("still", mesh.run(lambda: rate))
+print(mesh.describe())
+"""
+    code, out, err = run("-i", "-q", text=typed)
+    assert code == 0, err
+    assert [line for line in out.splitlines() if line] == [
+        "first 8.0", "second 12.0", "third 404.0", "still [3, 3]", "Mesh({'data': 2}, backend='shm', device='cpu')",
+    ], err  # fmt: skip
+    assert "SpecError: dimension 0 of size 5 is not divisible" in err and "ZeroDivisionError: division by zero" in err
+    frames = re.findall(r'File ".*/(?:spmd|mesh|transforms|kernels)/.*", line', err)
+    assert len(frames) == 2, err  # that of the call itself for each error, and no other of the library's
+
+
+def test_modules_beside_the_script(tmp_path):
+    """A module that makes a mesh when it is imported is imported on the ranks too: there it means the same mesh."""
+    (tmp_path / "library.py").write_text("""
+import torch
+from spmd import Mesh, P, psum, spmd
+mesh = Mesh({"data": 2})
+
+def helper(x):
+    return x + mesh.size
+
+@spmd(mesh=mesh, in_specs=P("data"))
+def step(x):
+    return psum(helper(x).sum(), "data")
+
+def where():
+    return mesh.rank
+""")
+    (tmp_path / "wrong.py").write_text("from spmd import Mesh\nmesh = Mesh({'data': 3})\ndef f(): return 1\n")
+    program = """
+import torch, library
+print(float(library.step(torch.ones(4))), library.mesh.run(library.where))
+import wrong
+try:
+    library.mesh.run(wrong.f)
+except Exception as error:
+    print(type(error).__name__, error)
+print(library.mesh.run(library.where))
+"""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("json", "torch", "spmd"):  # files in the current folder, which is not on the path of a script
+        (elsewhere / f"{name}.py").write_text("raise ImportError('this was not meant')")
+    _, out, err = run(script(tmp_path, program), cwd=elsewhere)
+    lines = out.splitlines()
+    assert lines[0] == "12.0 [0, 1]" and lines[2] == "[0, 1]", err
+    assert "MeshError a rank made a Mesh, most likely by importing a module that makes one" in lines[1]
+    assert "expected those of Mesh({'data': 2}" in lines[1] and "got axes {'data': 3}" in lines[1]

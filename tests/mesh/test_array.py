@@ -1,0 +1,134 @@
+"""Arrays: what is known of a value on a mesh without fetching it, and how it is fetched."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from spmd import Array, MeshError, P, SpecError, put, spmd
+
+DEVICES = "Mesh({'data': 2, 'model': 2}, backend='shm', device='cpu')"
+
+
+@pytest.fixture
+def mesh(shared_mesh):
+    return shared_mesh({"data": 2, "model": 2})
+
+
+def test_what_is_known_of_it(mesh):
+    array = put(torch.arange(8.0).reshape(4, 2), P("data", "model"), mesh=mesh)
+    assert isinstance(array, Array) and array.mesh is mesh
+    assert isinstance(array.shape, torch.Size) and array.shape == (4, 2)
+    assert (array.ndim, len(array), array.dtype, array.spec) == (2, 4, torch.float32, P("data", "model"))
+    assert repr(array) == f"Array(float32[4, 2], P('data', 'model'), {DEVICES})"
+    assert [shard.tolist() for shard in array.shards()] == [[[0], [2]], [[1], [3]], [[4], [6]], [[5], [7]]]
+    assert torch.equal(array.full(), torch.arange(8.0).reshape(4, 2))
+    with pytest.raises(AttributeError):
+        array.anything = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [(torch.tensor(2.5), 2.5), (torch.tensor([[3]]), 3), (torch.tensor(True), True), (torch.tensor(1 + 2j), 1 + 2j)],
+)
+def test_numbers(mesh, value, number):
+    array = put(value, mesh=mesh)
+    assert array.item() == number and type(array.item()) is type(number)
+    assert bool(array) and complex(array) == number
+    if not isinstance(number, complex):
+        assert float(array) == float(number) and int(array) == int(number)
+    assert f"{array:.1f}" == f"{number:.1f}" and f"{array}" == str(array)
+
+
+def test_what_is_no_number(mesh):
+    array = put(torch.arange(4), P("data"), mesh=mesh)
+    with pytest.raises(RuntimeError):
+        array.item()
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        bool(array)
+    with pytest.raises(TypeError, match=r"len\(\) of a 0-d Array"):
+        len(put(1.0, mesh=mesh))
+
+
+def test_numpy(mesh):
+    array = put(torch.arange(4, dtype=torch.int16), P("data"), mesh=mesh)
+    assert np.asarray(array).dtype == np.int16 and np.asarray(array).tolist() == [0, 1, 2, 3]
+    assert np.asarray(array, dtype=np.float64).dtype == np.float64
+    assert np.array(array, copy=True).sum() == 6 and np.mean(array) == 1.5
+    assert np.asarray(put(torch.ones(2, dtype=torch.bfloat16), mesh=mesh)).dtype == np.float32
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    assert np.asarray(put({"w": frozen}, mesh=mesh)["w"]).tolist() == [1, 1]
+    assert np.asarray(put(torch.tensor([1 - 1j]).conj(), mesh=mesh)).tolist() == [1 + 1j]
+
+
+def test_what_is_fetched_belongs_to_the_caller(mesh):
+    source = torch.zeros(3)
+    array = put(source, mesh=mesh)
+    source += 1
+    array.full().add_(5)
+    np.asarray(array)[0] = 9
+    array.shards()[0].add_(3)
+    assert array.full().tolist() == [0, 0, 0]
+
+
+def test_parameters_keep_what_they_are(mesh):
+    frozen, trainable = torch.nn.Parameter(torch.ones(1), requires_grad=False), torch.nn.Parameter(torch.ones(1))
+    arrays = put({"frozen": frozen, "trainable": trainable}, mesh=mesh)
+    sharded = put(torch.nn.Parameter(torch.ones(4), requires_grad=False), P("data"), mesh=mesh)
+    assert all(isinstance(shard, torch.nn.Parameter) and not shard.requires_grad for shard in sharded.shards())
+    assert not put(torch.ones(4, requires_grad=True) * 2, P("data"), mesh=mesh).shards()[0].requires_grad
+    kept = arrays["frozen"].full()
+    assert isinstance(kept, torch.nn.Parameter) and not kept.requires_grad
+    kinds = spmd(lambda t: {k: type(v).__name__ + str(v.requires_grad) for k, v in t.items()}, mesh=mesh)
+    assert kinds(arrays) == kinds({"frozen": frozen, "trainable": trainable})
+    assert kinds(arrays) == {"frozen": "ParameterFalse", "trainable": "TensorFalse"}
+
+
+def test_the_driver_holds_no_shard(mesh):
+    with pytest.raises(MeshError, match=r"the driver is not a rank and holds no shard: use \.shards"):
+        put(torch.ones(2), mesh=mesh).local  # noqa: B018
+
+
+def test_an_array_stays_where_it_is(mesh):
+    array = put(torch.ones(2), mesh=mesh)
+    assert copy.deepcopy({"x": array})["x"] is array and copy.copy(array) is array  # values never change
+    for thing in (array, mesh):
+        with pytest.raises(MeshError, match="cannot be pickled"):
+            pickle.dumps({"x": thing})
+
+
+def test_donated(mesh):
+    @spmd(mesh=mesh, donate=("state", "more"))
+    def step(state, x, more=None):
+        return {"w": state["w"] + x}
+
+    state, x, more = put({"w": torch.ones(2)}, mesh=mesh), put(torch.ones(2), mesh=mesh), put(1.0, mesh=mesh)
+    new = step(state, x, more=[more])
+    assert new["w"].full().tolist() == [2, 2] and x.full().tolist() == [1, 1]
+    assert repr(state["w"]) == "Array(donated to step)" and repr(more) == "Array(donated to step)"
+    for use in (
+        lambda: state["w"].full(),
+        lambda: state["w"].shards(),
+        lambda: np.asarray(state["w"]),
+        lambda: put(state["w"], mesh=mesh),
+        lambda: step(state, x),
+        lambda: mesh.run(lambda: state["w"].local),
+    ):
+        with pytest.raises(SpecError, match="this Array was donated to step and its memory reused: use the value"):
+            use()
+    assert state["w"].shape == (2,)  # what it was may still be asked
+
+
+def test_a_closed_mesh(make_mesh):
+    mesh = make_mesh({"data": 2})
+    array = put(torch.arange(4), P("data"), mesh=mesh)
+    result = spmd(lambda x: x.sum()[None], mesh=mesh, out_specs=P("data"))(array)
+    mesh.close()
+    for use in (array.full, array.shards, lambda: result.full(), lambda: put(array, P(), mesh=mesh)):
+        with pytest.raises(MeshError, match=r"this mesh is closed: Mesh.close\(\) was called.*: make a new Mesh"):
+            use()
+    assert array.shape == (4,) and "P('data')" in repr(array)

@@ -1,0 +1,115 @@
+"""Calls like an earlier one are sent as a few names; they must mean the same, also after failures and changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from spmd import P, Sharded, axis_index, put, spmd
+
+
+@pytest.fixture
+def spied(make_mesh, monkeypatch):
+    """A mesh, and the kinds of what was told to its ranks."""
+    mesh, told = make_mesh({"data": 2}), []
+    tell = mesh.driver.tell
+
+    def spy(message, packet=None, ranks=None):
+        first = getattr(message, "check", 0) == 3  # whose types are followed
+        brief = getattr(message, "values", None) is not None and not first
+        told.append("brief" if brief else type(message).__name__)
+        tell(message, packet, ranks)
+
+    monkeypatch.setattr(mesh.driver, "tell", spy)
+    return mesh, told
+
+
+def test_like_calls_are_brief_and_mean_the_same(spied):
+    mesh, told = spied
+
+    @spmd(mesh=mesh)
+    def scaled(tree, by, *, plus):
+        return {name: leaf * by + plus for name, leaf in tree.items()}
+
+    tree = put({"a": torch.ones(2), "b": torch.zeros(3)}, mesh=mesh)
+    for turn in range(5):
+        by = 1.0 + turn
+        tree = scaled(tree, by, plus=0.5)
+    assert told.count("brief") == 4
+    expected = 1.0
+    for turn in range(5):
+        expected = expected * (1.0 + turn) + 0.5
+    assert tree["a"].full().tolist() == [expected] * 2
+    told.clear()
+    tensor = scaled(tree, torch.tensor(0.0), plus=1.0)  # another kind of argument: sent whole
+    assert tensor["b"].full().tolist() == [1.0] * 3 and told.count("brief") == 0
+
+
+def test_cut_and_dealt_arguments(spied):
+    mesh, told = spied
+
+    @spmd(mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    def shifted(x):
+        return x + axis_index("data")
+
+    x = torch.zeros(4)
+    for _ in range(3):
+        x = shifted(x)
+    assert x.full().tolist() == [0.0, 0.0, 3.0, 3.0] and told.count("brief") == 1
+
+
+def test_other_results_from_like_arguments(spied):
+    mesh, _ = spied
+
+    @spmd(mesh=mesh)
+    def first_of(x, count):
+        return Sharded(x[: int(count)].clone(), P("data"))
+
+    x, counts = put(torch.arange(4.0), mesh=mesh), [put(torch.tensor(n), mesh=mesh) for n in (1, 2, 2, 3, 1)]
+    found = [first_of(x, count) for count in counts]
+    assert [one.full().tolist() for one in found] == [[*range(n)] * 2 for n in (1, 2, 2, 3, 1)]
+    assert [tuple(one.shape) for one in found] == [(2,), (4,), (4,), (6,), (2,)]
+
+
+def test_after_a_failure_and_a_lost_rank(spied):
+    mesh, _ = spied
+
+    @spmd(mesh=mesh)
+    def halved(x):
+        if float(x.sum()) < 0.25:
+            raise ValueError("too small")
+        return x / 2
+
+    start = put(torch.ones(1), mesh=mesh)
+    for _ in range(2):
+        x = start
+        with pytest.raises(ValueError, match="too small"):
+            for _ in range(9):
+                x = halved(x)
+            x.full()
+        assert float(halved(halved(start)).full()) == 0.25
+    kill = threading.Timer(0.3, os.kill, (mesh.driver.pids[1], signal.SIGKILL))
+    kill.start()
+    with pytest.raises(Exception, match="rank 1"):
+        spmd(lambda x: time.sleep(30) or x, mesh=mesh)(start).full()
+    kill.join()
+    for _ in range(3):
+        assert float(halved(start).full()) == 0.5
+
+
+def test_a_function_that_is_made_again_and_again(spied):
+    mesh, _ = spied
+    x = put(torch.ones(1), mesh=mesh)
+    for _ in range(4):  # of one content, so that the ranks know it by one name
+
+        def same(x):
+            return x + 1
+
+        step = spmd(same, mesh=mesh)
+        assert [float(step(x).full()) for _ in range(3)] == [2.0] * 3
+        del step, same

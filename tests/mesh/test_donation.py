@@ -1,0 +1,213 @@
+"""Donated memory: taken over where nothing else shows it, and never read again."""
+
+import sys
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn, optim
+
+from spmd import SpecError, functional, optimizer, put, spmd
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+CASES = [
+    (optim.AdamW, {"lr": 0.01}),
+    (optim.AdamW, {"lr": 0.01, "fused": True}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+]
+SHAPES = {"first": (400, 300), "second": (200_001,), "third": (7,)}
+
+
+def drawn(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def params_of(seed=0):
+    return {name: drawn(shape, seed + index) for index, (name, shape) in enumerate(SHAPES.items())}
+
+
+def place_of(tree):
+    return {name: array._source.value(0).data_ptr() for name, array in tree.items()}
+
+
+def trained(mesh, cls, hyper, shard, donate, steps=4):
+    """Parameters after each step, and on every rank where they lay."""
+    opt = optimizer(cls, shard=shard, **hyper)
+
+    @spmd(mesh=mesh, donate=donate)
+    def step(params, state, grads):
+        return opt.step(params, grads, state)
+
+    params, state = put(params_of(), mesh=mesh), opt.init(params_of())
+    found, places = [], []
+    for turn in range(steps):
+        params, state = step(params, state, put(params_of(100 * turn + 10), mesh=mesh))
+        found.append({name: value.full() for name, value in params.items()})
+        places.append(mesh.run(place_of, params))
+    return found, places
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("shard", [None, "data"])
+@pytest.mark.parametrize(("cls", "hyper"), CASES)
+def test_the_same_bits_in_the_same_place(shared_mesh, backend, shard, cls, hyper):
+    mesh = shared_mesh({"data": 2}, backend=backend)
+    expected, fresh = trained(mesh, cls, hyper, shard, ())
+    found, places = trained(mesh, cls, hyper, shard, ("params", "state"))
+    for turn, (a, b) in enumerate(zip(expected, found, strict=True)):
+        assert all(torch.equal(a[name], b[name]) for name in SHAPES), turn
+    # The first call's arguments were put there and own nothing; from then on everything stays where it is.
+    assert places[1] == places[0] == places[3]
+    assert fresh[1] != fresh[0]
+
+
+def test_a_tensor_is_refused_after_its_memory_was_taken(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+    opt = optimizer(optim.SGD, lr=1.0)
+
+    @spmd(mesh=mesh, donate=("params", "late"))
+    def step(params, late):
+        new, _ = opt.step(params, {"w": torch.ones(3)}, opt.init(params))
+        return new, (new["w"] - params["w"] if late else torch.zeros(3))
+
+    params, _ = step(put({"w": torch.zeros(3)}, mesh=mesh), False)
+    params, _ = step(params, False)
+    with pytest.raises(SpecError, match=r"a donated tensor was used after opt\.step had taken over its memory"):
+        step(params, True)
+    with pytest.raises(SpecError, match="this Array was donated to step"):  # the call had begun to overwrite it
+        params["w"].full()
+
+
+def test_what_something_else_shows_is_left_alone(shared_mesh):
+    """A view returned beside, a result passed through, an Array passed twice, memory handed out by `.local`."""
+    mesh = shared_mesh({"data": 2})
+    opt = optimizer(optim.SGD, lr=1.0)
+
+    @spmd(mesh=mesh, donate="params")
+    def step(params, other=None):
+        new, _ = opt.step(params, {"w": torch.ones(4)}, opt.init(params))
+        return new
+
+    @spmd(mesh=mesh)
+    def same(params):
+        return params
+
+    @spmd(mesh=mesh)
+    def part(params):
+        return params["w"][1:3]
+
+    @spmd(mesh=mesh, donate="params")
+    def with_view(params):
+        new, _ = opt.step(params, {"w": torch.ones(4)}, opt.init(params))
+        return new, new["w"][:2]
+
+    def fresh():
+        return step(put({"w": torch.zeros(4)}, mesh=mesh))
+
+    passed = fresh()
+    kept = same(passed)
+    assert step(passed)["w"].full().tolist() == [-2.0] * 4 and kept["w"].full().tolist() == [-1.0] * 4
+    viewed = fresh()
+    view = part(viewed)
+    assert step(viewed)["w"].full().tolist() == [-2.0] * 4 and view.full().tolist() == [-1.0] * 2
+    twice = fresh()
+    assert step(twice, twice["w"])["w"].full().tolist() == [-2.0] * 4
+    params, beside = with_view(fresh())
+    assert step(params)["w"].full().tolist() == [-3.0] * 4 and beside.full().tolist() == [-2.0] * 2
+
+    shown = fresh()
+
+    def held(params):
+        held.tensor = params["w"].local
+        return
+
+    mesh.run(held, shown)
+    assert step(shown)["w"].full().tolist() == [-2.0] * 4
+
+
+def test_a_launched_rank_that_looks_at_its_parameters_disagrees_with_nobody(shared_mesh):
+    """What only one rank has handed out, no rank overwrites."""
+    mesh = shared_mesh({"data": 2})
+    opt = optimizer(optim.SGD, shard="data", lr=1.0)
+
+    @spmd(mesh=mesh, donate=("params", "state"))
+    def step(params, state):
+        return opt.step(params, {"w": torch.ones(20_000)}, state)
+
+    params, state = step(put({"w": torch.zeros(20_000)}, mesh=mesh), opt.init({"w": torch.zeros(20_000)}))
+    mesh.run(lambda params: params["w"].local.sum() if mesh.rank == 1 else None, params)
+    before = mesh.run(place_of, params)
+    params, state = step(params, state)
+    assert params["w"].full().unique().tolist() == [-2.0]
+    assert mesh.run(place_of, params) != before
+
+
+def test_sharded_over_one_of_two_axes(shared_mesh):
+    mesh = shared_mesh({"data": 2, "model": 2})
+    opt = optimizer(optim.AdamW, shard="data", lr=0.1)
+
+    @spmd(mesh=mesh, donate=("params", "state"))
+    def step(params, state, grads):
+        return opt.step(params, grads, state)
+
+    params = put(params_of(), mesh=mesh)
+    state = opt.init(params_of())
+    plain = {name: nn.Parameter(value) for name, value in params_of().items()}
+    reference = optim.AdamW(plain.values(), lr=0.1)
+    for turn in range(3):
+        grads = params_of(7 * turn)
+        params, state = step(params, state, put(grads, mesh=mesh))
+        for name, value in plain.items():
+            value.grad = grads[name]
+        reference.step()
+    for name, value in plain.items():
+        assert torch.allclose(params[name].full(), value.detach(), atol=1e-6)
+
+
+def test_a_module_trained_with_donation(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 5))
+    apply, start = functional(model)
+    x, y = drawn((16, 20), 1), drawn((16, 5), 2)
+
+    def losses(donate):
+        from spmd import data_parallel, value_and_grad
+
+        opt = optimizer(optim.AdamW, lr=0.01, shard="data")
+
+        @spmd(mesh=mesh, donate=donate)
+        @data_parallel
+        def step(params, state, batch):
+            loss, grads = value_and_grad(lambda p: ((apply(p, batch["x"]) - batch["y"]) ** 2).mean())(params)
+            params, state = opt.step(params, grads, state)
+            return params, state, loss
+
+        params, state, found = put(start, mesh=mesh), opt.init(start), []
+        for _ in range(5):
+            params, state, loss = step(params, state, {"x": x, "y": y})
+            found.append(float(loss))
+        return found
+
+    assert losses(()) == losses(("params", "state"))
+
+
+def test_results_that_overlap_are_not_taken(shared_mesh):
+    """Of a call's results those that share an element with another own nothing; the others do."""
+    mesh = shared_mesh({"data": 2})
+    opt = optimizer(optim.SGD, lr=1.0, shard=None)
+    names = ("first", "second", "third", "last")
+
+    @spmd(mesh=mesh, donate=())
+    def cut(whole):
+        whole = whole.clone()
+        return dict(zip(names, (whole[:10], whole[10:20], whole[15:30], whole[40:]), strict=True))
+
+    @spmd(mesh=mesh, donate="params")
+    def step(params):
+        return opt.step(params, {name: torch.ones_like(value) for name, value in params.items()}, opt.init(params))[0]
+
+    for _ in range(2):
+        params = step(step(cut(torch.zeros(100))))
+        assert all(value.full().unique().tolist() == [-2.0] for value in params.values())

@@ -1,0 +1,278 @@
+"""Ctrl-C, and the death of the driver: what the user sees, and that the ranks do not outlive what they worked for."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from patience import HANGS, end_within
+from scripts import left_in_shm, script, started
+
+from spmd import Mesh, MeshError, axis_index, barrier, psum, put, spmd
+from spmd.mesh.rank.interrupts import uninterrupted
+
+INTERRUPTED = """
+import os, signal, sys, threading, time, traceback
+from pathlib import Path
+import torch
+from patience import soon
+from spmd import Mesh, axis_index, barrier, psum, put, spmd
+
+mesh, begun = Mesh({"data": 2}), Path(sys.argv[1])
+print("pids", *mesh.driver.pids)
+value = put(torch.ones(2), mesh=mesh)
+add = spmd(lambda x: psum(x, "data"), mesh=mesh)
+add(value)
+
+def interrupted(what, call, *delays):
+    pressed = []
+
+    def press():
+        while not begun.exists():
+            time.sleep(0.01)
+        for delay in delays:
+            time.sleep(delay)
+            pressed.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+    begun.unlink(missing_ok=True)
+    threading.Thread(target=press).start()
+    try:
+        call()
+    except KeyboardInterrupt as error:
+        in_time = soon(1.3, pressed[0])
+        print(what, "interrupted", error, "soon" if in_time else f"after {time.monotonic() - pressed[0]} s")
+    else:
+        print(what, "not interrupted")
+    if mesh.closed:
+        return
+    began = time.monotonic()
+    quiet = mesh.run(lambda: "quiet")
+    print(what, quiet, float(add(value).full()[0]), "at once" if soon(0.5, began) else "late")
+
+def compute():
+    begun.touch()
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        torch.ones(100, 100) @ torch.ones(100, 100)
+
+def collective():
+    begun.touch()
+    if axis_index("data") == 0:
+        time.sleep(30)
+    barrier()
+
+@spmd(mesh=mesh)
+def slow(x, seconds):
+    begun.touch()
+    time.sleep(float(seconds))
+    return x + 1
+
+interrupted("compute", lambda: mesh.run(compute), 0.3)
+interrupted("collective", lambda: mesh.run(collective), 0.3)
+zero, long = put(torch.tensor(0.0), mesh=mesh), put(torch.tensor(30.0), mesh=mesh)
+slow(value, zero)
+waiting = slow(value, long)
+interrupted("fetch", lambda: (begun.touch(), waiting.full()), 0.3)
+try:
+    waiting.full()
+except Exception as error:
+    print(type(error).__name__, error)
+
+def many():
+    x = value
+    while True:
+        x = slow(x, zero)
+
+interrupted("calls", many, 0.3)
+short = put(torch.tensor(0.15), mesh=mesh)
+x = slow(value, short)
+
+def loop():
+    global x
+    while True:
+        x = slow(x, short)
+
+interrupted("loop", loop, 0.5)
+print("state", float(x.full()[0]) >= 3)  # what was about to end has ended
+
+def swallow():
+    begun.touch()
+    for _ in range(4):
+        try:
+            time.sleep(30)
+        except KeyboardInterrupt:
+            print("swallowed") if axis_index("data") == 0 else None
+
+interrupted("swallow", lambda: mesh.run(swallow), 0.3)
+
+def deaf():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    barrier()
+    begun.touch()
+    time.sleep(30)
+
+sys.stdout.flush()
+interrupted("twice", lambda: mesh.run(deaf), 0.3, 0.9)
+try:
+    value.full()
+except Exception as error:
+    print(type(error).__name__, error)
+time.sleep(30)
+"""
+
+MESH = "Mesh({'data': 2}, backend='shm', device='cpu')"
+
+
+def test_ctrl_c(tmp_path):
+    with started(script(tmp_path, INTERRUPTED), str(tmp_path / "begun")) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        pids = [int(pid) for pid in next(lines).split()[1:]]
+        seen: list[str] = []
+        for line in lines:
+            seen.append(line.rstrip())
+            if "this mesh is closed" in line:
+                break
+        text = "\n".join(seen)
+        for what in ("compute", "collective", "fetch", "calls", "loop"):
+            assert f"{what} interrupted  soon" in text, text
+            assert f"{what} ['quiet', 'quiet'] 2.0 at once" in text, text
+        assert f"MeshError this call was interrupted, and has no results [{MESH}]: call it again" in text
+        assert "state True" in text and "swallow interrupted" in text and text.count("swallowed") == 4
+        assert re.search(r"^twice interrupted mesh killed: \d values that were on its ranks are lost", text, re.M), text
+        assert re.search(
+            r"^MeshError this mesh is closed: killed by a second Ctrl-C; \d values that were on it", text, re.M
+        )
+        assert end_within(1, pids)
+        process.send_signal(signal.SIGINT)  # with nothing to interrupt, Ctrl-C is Python's own
+        assert process.wait(HANGS) == -signal.SIGINT
+
+
+def test_a_block_that_is_not_interrupted():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with uninterrupted(), uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append("whole")
+        done.append("never")
+    assert done == ["whole"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_interrupts_at_any_moment(make_mesh):
+    """Whatever the driver does when Ctrl-C comes, the ranks agree on what they were told, and go on."""
+    mesh = make_mesh({"data": 2})
+    step = spmd(lambda x: psum(x, "data") / 2, mesh=mesh)
+    x = step(put(torch.ones(2), mesh=mesh))
+    for number in range(25):
+        timer = threading.Timer(
+            0.002 + 0.0011 * number, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            y = x
+            while True:
+                y = step(y)
+                mesh.run(len, "x" * number)
+        assert mesh.run(lambda: barrier()) == [None, None]
+    assert x.full().tolist() == [1, 1]
+
+
+# -- the driver dies ---------------------------------------------------------------------------------------------------
+
+DRIVER = """
+import sys, time
+import torch
+from spmd import Mesh, axis_index, barrier
+
+mesh, idle = Mesh({"data": 2}, backend=sys.argv[1]), Mesh({"data": 1})
+
+def busy():
+    while axis_index("data") == 0:
+        torch.ones(100, 100) @ torch.ones(100, 100)
+    barrier()
+
+mesh.run(lambda: barrier()), idle.run(lambda: 1)
+print(mesh.driver.ranks.all[0]._zygote._process.pid, *mesh.driver.pids, *idle.driver.pids, flush=True)
+mesh.run(busy)
+"""
+
+
+@pytest.mark.parametrize(("backend", "number"), [("shm", signal.SIGKILL), ("gloo", signal.SIGTERM)])
+def test_the_driver_is_killed(tmp_path, backend, number):
+    """Ranks that compute, wait for others, or have nothing to do all end with it, and leave nothing in /dev/shm."""
+    before = set(os.listdir("/dev/shm"))
+    with started(script(tmp_path, DRIVER), backend) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 4
+        time.sleep(0.2)
+        process.send_signal(number)
+        process.wait(HANGS)
+        assert end_within(1.0, pids)
+    assert not left_in_shm(before)
+
+
+def test_a_mesh_that_could_not_be_made_leaves_nothing():
+    """The last of its ranks cannot be started."""
+    import spmd.mesh.driver.ranks as module
+
+    start, made = module.Rank, []
+
+    def start_two(rank, *rest):
+        if rank == 2:
+            raise MeshError("no more processes")
+        made.append(start(rank, *rest))
+        return made[-1]
+
+    before = len(os.listdir("/proc/self/fd"))
+    module.Rank = start_two
+    try:
+        with pytest.raises(MeshError, match="no more processes"):
+            Mesh({"data": 3})
+    finally:
+        module.Rank = start
+    assert end_within(1, [rank.pid for rank in made])
+    assert len(os.listdir("/proc/self/fd")) <= before, sys.version
+
+
+def test_an_import_is_not_cut_short(make_mesh, tmp_path, monkeypatch):
+    """A rank that imports while another fails has the whole module, then and afterwards."""
+    package = tmp_path / "slowly"
+    package.mkdir()
+    (package / "__init__.py").write_text("import time\nfrom . import part\ntime.sleep(1.0)\nwhole = part.value\n")
+    (package / "part.py").write_text("value = 7\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    mesh = make_mesh({"data": 2})
+
+    @spmd(mesh=mesh)
+    def step(x):
+        if axis_index("data") == 1:
+            time.sleep(0.3)
+            raise ZeroDivisionError
+        import slowly
+
+        return psum(x + slowly.whole, "data")
+
+    with pytest.raises(ZeroDivisionError):
+        step(torch.ones(2))
+
+    @spmd(mesh=mesh)
+    def again(x):
+        import slowly
+
+        return psum(x + slowly.whole + slowly.part.value, "data")
+
+    assert again(torch.zeros(2)).tolist() == [28.0, 28.0]

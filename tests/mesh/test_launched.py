@@ -1,0 +1,274 @@
+"""Launched ranks: what a program computes there is what it computes from a driver, and failures reach all of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from scripts import run, script
+
+COMMON = """
+import time
+import typing
+import numpy as np
+import torch
+from patience import soon
+from spmd import Mesh, MeshError, P, PeerLost, Sharded, axis_index, barrier, data_parallel, pmean, psum, put, spmd
+from spmd import value_and_grad
+
+def plain(x):
+    if isinstance(x, (list, tuple)):
+        return [plain(one) for one in x]
+    return x.tolist() if isinstance(x, torch.Tensor) else x
+
+class Pair(typing.NamedTuple):
+    first: object
+    second: object
+
+def results(mesh):
+    found = {}
+    whole = torch.arange(8.0).reshape(4, 2)
+
+    cut = {"cut": P("data"), "uneven": P("data"), **dict.fromkeys(("mean", "noise", "number", "same"))}
+
+    @spmd(mesh=mesh, in_specs=(P("data"), None), out_specs=cut)
+    def step(x, scale):
+        return {
+            "cut": x * scale,
+            "mean": pmean(x, "data"),
+            "noise": Sharded(torch.rand(1, 2), P("data")),
+            "uneven": torch.full((1 + 2 * axis_index("data"),), axis_index("data")),
+            "number": int(scale) + 1,
+            "same": torch.tensor(5.0),
+        }
+
+    for name, x in (("tensor", whole), ("array", put(whole, P("data"), mesh=mesh)), ("numpy", whole.numpy())):
+        for scale in (2, 3):
+            out = step(x, scale)
+            found[f"step {name} {scale}"] = {k: plain(getattr(v, "full", lambda: v)()) for k, v in out.items()}
+            arrays = [value for key, value in out.items() if key != "number"]
+            found[f"kinds {name} {scale}"] = [[list(v.shape), str(v.spec), str(v.dtype)] for v in arrays]
+            found[f"shards {name}"] = plain(out["uneven"].shards())
+    turn = spmd(lambda x: x, mesh=mesh, in_specs=P(None, "data"), out_specs=P("data"))
+    found["resharded"] = plain(turn(whole).shards())
+
+    for _ in range(2):
+        pair = spmd(lambda x: Pair(x + 1, [x]), mesh=mesh)(whole)
+    found["a class of the script"] = [type(pair).__name__, plain(pair.first.full()), plain(pair.second[0].full())]
+
+    frozen = put(torch.nn.Parameter(torch.ones(2), requires_grad=False), mesh=mesh)
+    for value in (frozen, spmd(lambda x: x, mesh=mesh)(frozen)):
+        found.setdefault("frozen", []).append([type(value.full()).__name__, value.full().requires_grad])
+
+    weight = put(torch.ones(2), mesh=mesh)
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def train(w, batch):
+        loss, gradient = value_and_grad(lambda w, b: ((b @ w) ** 2).mean())(w, batch)
+        return w - 0.01 * gradient, loss
+
+    for length in (4, 3, 1):  # uneven, and with nothing on one rank
+        weight, loss = train(weight, whole[:length])
+    found["trained"] = [plain(weight.full()), round(float(loss), 4), np.asarray(weight).shape]
+
+    found["put"] = [plain(put(whole, spec, mesh=mesh).full()) for spec in (P(), P("data"), P(None, "data"))]
+    large = put(torch.arange(1 << 17), P("data"), mesh=mesh)
+    found["large"] = [int(large.full().sum()), float(spmd(lambda x: psum(x.double().sum(), "data"), mesh=mesh)(large))]
+    found["run"] = plain(mesh.run(lambda a: (mesh.rank, a, torch.full((2,), mesh.rank)), "text"))
+    found["random"] = plain(mesh.run(lambda: torch.rand(2)))
+    found["ranks"] = [mesh.run(lambda: mesh.rank, ranks=ranks) for ranks in ([1], [1, 0], [])]
+    found["submit"] = [mesh.submit(lambda: mesh.rank + 10, rank=1).result(), mesh.submit(lambda: mesh.size).result()]
+    found["random after"] = plain(mesh.run(lambda: torch.rand(1)))
+    found["mesh"] = mesh.run(lambda: mesh)[1] is mesh
+    captured = put(whole, P("data"), mesh=mesh)
+    found["captured"] = plain(spmd(lambda x: {"w": captured, "x": captured.full() + x}, mesh=mesh)(1.0)["w"].full())
+
+    mine = torch.zeros(2)
+    kept, same = put(mine, mesh=mesh), spmd(lambda x: x, mesh=mesh)(mine)
+    mine += 1
+    kept.full().add_(7)
+    found["own memory"] = [plain(kept.full()), plain(same.full())]
+
+    def later(x, how):
+        return [x, x[:1], x.double()][int(how)]
+    changing = spmd(later, mesh=mesh)
+    found["changing"] = [plain([changing(torch.ones(2), torch.tensor(how)).shape for how in (0, 1, 2, 0)])]
+    return found
+
+def failures(mesh):
+    found = {}
+
+    def attempt(name, call):
+        began = time.monotonic()
+        try:
+            call()
+        except BaseException as error:
+            text = str(error) + (str(error.__cause__) if error.__cause__ is not None else "")
+            found[name] = [type(error).__name__, text]
+        else:
+            found[name] = "nothing"
+        found[name + " soon"] = soon(1.5, began)
+        found[name + " goes on"] = mesh.run(lambda: int(psum(torch.tensor(1), "data")))
+
+    class Local(Exception):
+        pass
+
+    def one(x):
+        if axis_index("data") == 1:
+            raise Local("only here")
+        return psum(x, "data")
+
+    def before(x):
+        if axis_index("data") == 0:
+            raise ValueError("at once")
+        return x
+
+    def last(x):
+        out = psum(x, "data")
+        if axis_index("data") == 0:
+            raise KeyError("after all collectives")
+        return out
+
+    def every(x):
+        raise RuntimeError(f"rank {axis_index('data')}")
+
+    x = torch.ones(2)
+    for body in (one, before, last, every):
+        attempt(body.__name__, lambda: spmd(body, mesh=mesh)(x))
+    attempt("run", lambda: mesh.run(one, x))
+    attempt("run on one", lambda: mesh.run(before, x, ranks=[0]))
+    attempt("submit", lambda: mesh.submit(before, x, rank=0).result())
+    attempt("differs", lambda: spmd(lambda: torch.tensor(axis_index("data")), mesh=mesh)())
+    attempt("number differs", lambda: spmd(lambda: axis_index("data"), mesh=mesh)())
+    attempt("trees", lambda: spmd(lambda: [1] * axis_index("data"), mesh=mesh)())
+    attempt("spec", lambda: spmd(one, mesh=mesh, in_specs=P("data"))(torch.ones(3)))
+    attempt("in place", lambda: spmd(lambda x: x.add_(1), mesh=mesh)(x.clone()))
+    attempt("mismatch", lambda: spmd(lambda x: psum(x[: 1 + axis_index("data")], "data"), mesh=mesh)(x))
+    attempt("left out", lambda: spmd(lambda x: psum(x, "data") if axis_index("data") else x, mesh=mesh)(x))
+    attempt("later", lambda: [later_fails(mesh)(x, torch.tensor(n)) for n in range(4)])
+    return found
+
+def later_fails(mesh):
+    def body(x, n):
+        return x[: int(n) == 2] if axis_index("data") == 1 and int(n) == 2 else x
+    return spmd(body, mesh=mesh)
+"""
+
+LAUNCHED = (
+    COMMON
+    + """
+import json, os, signal, sys
+
+def tell(what, value):
+    with open(f"{sys.argv[1]}/{os.environ['RANK']}", "a") as file:
+        print(json.dumps([what, value]), file=file)
+
+try:
+    Mesh({"data": 3})
+except MeshError as error:
+    tell("misfit", str(error))
+for backend in ("shm", "gloo"):
+    mesh = Mesh({"data": -1}, backend=backend, timeout=30)
+    tell(f"kind {backend}", [mesh.rank, mesh.size, mesh.is_driver, mesh.backend, mesh.coords()])
+    tell(f"results {backend}", results(mesh))
+    tell(f"failures {backend}", failures(mesh))
+    mesh.close()
+    mesh.close()
+    try:
+        mesh.run(len, "x")
+    except MeshError as error:
+        tell(f"closed {backend}", str(error))
+with Mesh() as mesh:
+    tell("default", [mesh.backend, float(put(torch.tensor(2.0)))])
+mesh = Mesh({"data": 2})
+if mesh.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+began = time.monotonic()
+try:
+    mesh.run(lambda: barrier())
+except PeerLost as error:
+    tell("lost", [error.rank, str(error), soon(1.5, began)])
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> dict[str, dict[int, object]]:
+    """What the ranks of one launched program told, by subject and rank."""
+    folder = tmp_path_factory.mktemp("launched")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    _, out, err = run(*launcher, script(folder, LAUNCHED), str(folder))
+    found: dict[str, dict[int, object]] = {}
+    for rank in (0, 1):
+        for line in (folder / str(rank)).read_text().splitlines():
+            what, value = json.loads(line)
+            found.setdefault(what, {})[rank] = value
+    assert "lost" in found, out + err
+    return found
+
+
+def space() -> dict:
+    names: dict = {"__name__": "__main__"}
+    exec(compile(COMMON, "<program>", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_results_are_those_of_a_driver(told, shared_mesh, make_mesh, backend):
+    expected = json.loads(json.dumps(space()["results"](make_mesh({"data": 2}, backend=backend))))
+    for rank in (0, 1):
+        found = told[f"results {backend}"][rank]
+        for name, value in expected.items():
+            assert found[name] == value, name
+    assert told[f"kind {backend}"] == {rank: [rank, 2, False, backend, {"data": rank}] for rank in (0, 1)}
+
+
+SAME = [
+    ("one", "Local", "only here", "on rank 1 of Mesh", 'raise Local("only here")'),
+    ("before", "ValueError", "at once", "on rank 0 of Mesh"),
+    ("last", "KeyError", "after all collectives", "on rank 0 of Mesh"),
+    ("every", "RuntimeError", "rank 0", "on ranks 0-1 of Mesh"),
+    ("run", "Local", "only here", "on rank 1"),
+    ("run on one", "ValueError", "at once", "on rank 0"),
+    ("submit", "ValueError", "at once"),
+    ("differs", "SpecError", "should be the same on all ranks along data"),
+    ("number differs", "SpecError", "rank 0: 0; rank 1: 1"),
+    ("trees", "SpecError", "returned different trees on rank 0 and rank 1"),
+    ("spec", "SpecError", "dimension 0 of size 3 is not divisible", "[argument 0 of one]"),
+    ("in place", "SpecError", "changed its input argument 0 in place"),
+    ("mismatch", "CollectiveMismatch", "ranks disagree on the next collective", "float32[1]", "float32[2]"),
+    ("left out", "CollectiveMismatch"),
+    ("later", "SpecError", "should be the same"),
+]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_failures_are_raised_on_all_ranks(told, backend):
+    found = told[f"failures {backend}"]
+    for name, kind, *words in SAME:
+        for rank in (0, 1):
+            assert found[rank][name][0] == kind, (name, rank, found[rank][name])
+            assert all(word in found[rank][name][1] for word in words), (name, found[rank][name])
+            assert found[rank][f"{name} soon"], (name, rank)
+            assert found[rank][f"{name} goes on"] == [2, 2], (name, rank)
+
+
+def test_a_mesh_that_does_not_fit_the_job(told):
+    for rank in (0, 1):
+        text = told["misfit"][rank]
+        assert (
+            "the mesh does not fit the job (got {'data': 3}, 3 ranks, but this job has 2 ranks (from torchrun's" in text
+        )
+        assert "start as many ranks as the mesh has, or give one axis the size -1" in text
+
+
+def test_the_end(told):
+    for rank in (0, 1):
+        assert told["default"][rank] == ["shm", 2.0]
+        assert "this mesh is closed" in told["closed shm"][rank] and "this mesh is closed" in told["closed gloo"][rank]
+
+
+def test_a_rank_that_dies_is_noticed(told):
+    rank, text, soon = told["lost"][0]
+    assert rank == 1 and "rank 1" in text and soon and 1 not in told["lost"]

@@ -1,0 +1,90 @@
+"""docs/launching.md: its blocks start its script, and all ways give the same losses; ranks' lines stay whole."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import launchers
+import pytest
+import slurm
+from jobs import BARE
+from patience import HANGS
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses on one rank."""
+    folder = tmp_path_factory.mktemp("alone")
+    environ = {**launchers.prepare(folder), "SPMD_RANKS": "1"}
+    return list(map(float, launchers.told([sys.executable, "train.py"], folder, environ).split()[1:]))
+
+
+@pytest.fixture(scope="module")
+def own_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str] | None]:
+    """A Slurm for all tests that want one; None where there can be none."""
+    if slurm.missing() is not None:
+        yield None
+        return
+    with slurm.slurm(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+@pytest.mark.parametrize("way", launchers.WAYS)
+def test_a_block_of_the_page(way: str, tmp_path: Path, expected: list[float], request: pytest.FixtureRequest) -> None:
+    if reason := launchers.reason_against(way):
+        pytest.skip(reason)
+    running = request.getfixturevalue("own_slurm") if way == "srun" else None
+    found = list(map(float, launchers.losses(way, tmp_path, running)))
+    assert len(found) == 6
+    assert found == pytest.approx(expected, abs=2e-5)
+
+
+def test_srun_replayed(tmp_path: Path, expected: list[float]) -> None:
+    """What stands in where there is no Slurm."""
+    text = launchers.replayed(tmp_path, launchers.prepare(tmp_path))
+    assert list(map(float, text.split()[1:])) == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing()))
+def test_shells_of_slurm_are_no_ranks(tmp_path: Path, own_slurm: dict[str, str]) -> None:
+    """A real batch script and a real allocation: the script drives ranks of its own; in a step it is a rank."""
+    environ = {**launchers.prepare(tmp_path), "SPMD_RANKS": "1", **own_slurm}
+    (tmp_path / "who.py").write_text("import spmd; mesh = spmd.Mesh(); print('rank', mesh.rank, 'of', mesh.size)\n")
+    said = launchers.told(["salloc", "-n", "2", "python", "who.py"], tmp_path, environ)
+    assert said == "rank None of 1\n"
+    assert launchers.told(["srun", "-n", "1", "python", "who.py"], tmp_path, environ) == "rank 0 of 1\n"
+    job = "#!/bin/bash\n#SBATCH --ntasks=2\npython who.py\nsrun python who.py | sort\n"
+    assert launchers.submitted(job, tmp_path, environ) == "rank None of 1\nrank 0 of 2\nrank 1 of 2\n"
+
+
+LINES = """
+import sys
+from spmd import Mesh
+mesh = Mesh(timeout=30)
+for number in range(2000):
+    print("rank", mesh.rank, "line", number, "." * (number % 90), "end", file=sys.stderr if number % 2 else sys.stdout)
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_lines_stay_whole(unbuffered: str, tmp_path: Path) -> None:
+    (tmp_path / "lines.py").write_text(LINES)
+    done = subprocess.run(
+        [sys.executable, "-m", "spmd", "run", "-n", "3", "lines.py"],
+        cwd=tmp_path,
+        env={**BARE, "PYTHONUNBUFFERED": unbuffered},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=HANGS,
+    )
+    assert done.returncode == 0, done.stdout
+    lines = [line for line in done.stdout.splitlines() if "line" in line]
+    assert len(lines) == 3 * 2000
+    for line in lines:
+        found = re.fullmatch(r"rank [012] line (\d+) (\.*) end", line)
+        assert found and len(found[2]) == int(found[1]) % 90, line

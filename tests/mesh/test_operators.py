@@ -1,0 +1,162 @@
+"""Torch's functions and Python's operators on Arrays: what they give is what they give on plain tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spmd import Array, Loader, P, SpecError, data_parallel, fetch, put, spmd
+
+SPECS = {"whole": P(), "rows": P("data"), "columns": P(None, "model"), "both": P("data", "model")}
+
+# x and y are 4 x 6, v is a row of 6, w is 6 x 4, i is of integers and b of booleans, 4 x 6.
+ELEMENT_BY_ELEMENT = """
+x + y; x - y; x * y; x / y; x // y; x % y; x ** 2; 2 ** x; 1 - x; 1 / (x + 4); 7 // (x + 4); -x; +x; abs(x)
+x + 1; 2 * x; x + v; v * x; x - v; x > y; x >= y; x < y; x <= y; x == y; x != y; x > 0; x == 1.0
+i & 3; i | 1; i ^ i; ~b; b & b; b | ~b; torch.logical_and(b, ~b); torch.logical_xor(b, b)
+torch.abs(x); torch.exp(x); torch.log(x + 5); torch.sqrt(x + 5); torch.rsqrt(x + 5); torch.sin(x); torch.cos(x)
+torch.tan(x); torch.tanh(x); torch.sinh(x); torch.cosh(x); torch.asinh(x); torch.atan(x); torch.sigmoid(x)
+torch.relu(x); torch.square(x); torch.sign(x); torch.sgn(x); torch.ceil(x); torch.floor(x); torch.round(x)
+torch.trunc(x); torch.frac(x); torch.erf(x); torch.erfc(x); torch.expm1(x); torch.log1p(x + 4); torch.log2(x + 5)
+torch.log10(x + 5); torch.exp2(x); torch.neg(x); torch.reciprocal(x + 9); torch.isnan(x); torch.isfinite(x)
+torch.isinf(x); torch.clamp(x, -1, 1); x.clamp(min=0); torch.clip(x, 0, 1); torch.maximum(x, y); torch.minimum(x, y)
+torch.fmax(x, y); torch.fmin(x, y); torch.atan2(x, y); torch.hypot(x, y); torch.copysign(x, y); torch.lerp(x, y, 0.5)
+torch.where(x > 0, x, y); torch.where(b, x, y); torch.addcmul(x, x, y); torch.addcdiv(x, x, y + 9)
+torch.xlogy(x, y + 9)
+torch.nan_to_num(x); torch.heaviside(x, y); torch.fmod(x, y); torch.remainder(x, y); torch.float_power(x, 2)
+torch.logaddexp(x, y); torch.ones_like(x); torch.zeros_like(x); x.clone(); x.detach(); x.double(); x.long(); x.bool()
+x.to(torch.float64); x.int(); x.half(); torch.add(x, y, alpha=2); torch.sub(x, y, alpha=2); x.add(y); x.mul(2)
+F.relu(x); F.gelu(x); F.silu(x); F.elu(x); F.leaky_relu(x); F.softplus(x); F.logsigmoid(x); F.hardtanh(x); F.mish(x)
+"""
+OTHERS = """
+x.sum(); x.sum(0); x.sum(1, keepdim=True); x.mean(); x.mean(1); x.prod(1); x.std(); x.var(0); x.max(); x.min()
+x.max(1).values; x.argmax(1); x.argmin(0); x.amax(0); x.amin(1); x.norm(); x.median(); x.cumsum(0)
+x.cumsum(1); x.cumprod(1)
+torch.sum(x); torch.mean(x, 0); torch.logsumexp(x, 1); b.any(); b.all(); b.sum(); torch.count_nonzero(x); x.nansum()
+x.reshape(6, 4); x.view(24); x.flatten(); x.t(); x.T; x.transpose(0, 1); x.permute(1, 0); x.unsqueeze(0); x[None]
+x.squeeze(); x.expand(2, 4, 6); x.repeat(2, 1); x.flip(0); x.roll(1, 0); torch.cat([x, y]); torch.cat([x, y], 1)
+torch.stack([x, y]); x.chunk(2)[0]; x.split(2)[1]; torch.unbind(x)[1]; x.narrow(0, 1, 2); x.select(1, 2); x.diag()
+x[0]; x[1:3]; x[:, 2]; x[..., -1]; x[[0, 2]]; x[b]; x[1, 2]; x[::2]
+x[torch.tensor([1, 0])]; x.index_select(0, torch.tensor([1]))
+x @ w; torch.matmul(x, w); x.mm(w); torch.einsum("ij,jk->ik", x, w); torch.outer(v, v); v @ v; torch.dot(v, v); x @ v
+F.softmax(x, 1); F.log_softmax(x, 0); x.softmax(-1); F.layer_norm(x, (6,)); F.normalize(x); F.one_hot(i % 3)
+F.mse_loss(x, y); F.l1_loss(x, y); F.cross_entropy(x, i[:, 0] % 6); F.linear(x, w.t()); F.pad(x, (1, 1))
+x.sort(1).values; x.topk(2, 1).values; x.tril(); x.triu(); x.diagonal()
+torch.bincount(i.flatten() + 9)
+x.gather(1, i.abs() % 6); x.masked_fill(b, 0.0); x.scatter(1, i.abs() % 6, 0.0); torch.allclose(x, x); torch.equal(x, y)
+torch.linalg.norm(x); torch.linalg.svdvals(x); torch.cov(x); torch.cdist(x, y); x.unique(); torch.histc(x, 4)
+"""
+
+
+def expressions(text: str) -> list[str]:
+    return [one.strip() for line in text.strip().split("\n") for one in line.split("; ")]
+
+
+def operands() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 4, 6, generator=generator)
+    integers = torch.randint(-4, 5, (4, 6), generator=generator)
+    return {"x": x, "y": y, "v": torch.randn(6, generator=generator), "w": x.T.clone(), "i": integers, "b": x > y}
+
+
+def evaluated(text: str, names: dict[str, Any]) -> Any:
+    return eval(text, {"torch": torch, "F": torch.nn.functional, **names})
+
+
+def assert_as_plain(text: str, found: Any, expected: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(found, Array), text
+        assert found.dtype == expected.dtype and tuple(found.shape) == tuple(expected.shape), text
+        torch.testing.assert_close(found.full(), expected, equal_nan=True, msg=text)
+    else:
+        assert found == expected, text
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_results_are_those_of_plain_tensors(shared_mesh: Any, spec: P) -> None:
+    mesh, plain = shared_mesh({"data": 2, "model": 2}), operands()
+    arrays: dict[str, Any] = {name: put(value, mesh=mesh) for name, value in plain.items()}
+    arrays |= {name: put(plain[name], spec, mesh=mesh) for name in ("x", "y", "i", "b")}
+    alike, others = expressions(ELEMENT_BY_ELEMENT), expressions(OTHERS)
+    assert len(set(alike)) + len(set(others)) >= 150
+    for text in [*alike, *others]:
+        found = evaluated(text, arrays)
+        assert_as_plain(text, found, evaluated(text, plain))
+        if text in alike:
+            assert found.spec == spec, f"{text} stays cut as it was"
+    mixed = {**arrays, "y": plain["y"], "v": plain["v"], "w": plain["w"]}
+    for text in alike[:20]:
+        assert_as_plain(f"{text}, with plain tensors", evaluated(text, mixed), evaluated(text, plain))
+
+
+def test_uneven_shards(shared_mesh: Any) -> None:
+    mesh = shared_mesh({"data": 2})
+    (batch,) = Loader(torch.arange(7.0), batch_size=7, shuffle=False, mesh=mesh)
+    assert sorted((batch * 2).tolist()) == [0, 2, 4, 6, 8, 10, 12]
+    assert (batch * 2).spec == P("data")
+    torch.testing.assert_close((batch + torch.arange(7.0)).full(), batch.full() + torch.arange(7.0))
+
+
+def test_random_functions_agree_on_all_ranks_and_steps_draw_as_before(make_mesh: Any) -> None:
+    def draws(*, operate: bool) -> torch.Tensor:
+        mesh = make_mesh({"data": 2})
+        x = put(torch.zeros(5), mesh=mesh)
+        if operate:
+            first, second = torch.rand_like(x), torch.rand_like(x)
+            assert torch.equal(*first.shards()) and not torch.equal(first.full(), second.full())
+        return spmd(lambda x: x + torch.rand(5), mesh=mesh, out_specs=P("data"))(x).full()
+
+    assert torch.equal(draws(operate=True), draws(operate=False))
+
+
+def test_what_is_refused_says_what_to_write(shared_mesh: Any) -> None:
+    mesh = shared_mesh({"data": 2})
+    x = put(torch.ones(3), mesh=mesh)
+    with pytest.raises(SpecError, match="would change an Array, whose value never changes: write x = x \\+ y"):
+        x.add_(1)
+    with pytest.raises(SpecError, match="would change an Array"):
+        torch.add(x, 1, out=x)
+    with pytest.raises(SpecError, match="value_and_grad"):
+        x.sum().backward()
+    with pytest.raises(AttributeError, match=r"no attribute 'weight'; \.full\(\) is the whole value"):
+        _ = x.weight
+    with pytest.raises(RuntimeError, match="must match"):
+        (x + torch.ones(4)).full()
+    assert mesh.run(lambda: type(x.local)) == [torch.Tensor] * 2
+
+
+def test_values_are_shown_and_fetched(shared_mesh: Any) -> None:
+    mesh = shared_mesh({"data": 2})
+    loss = put(torch.tensor(0.25), mesh=mesh)
+    assert str(loss) == f"{loss}" == "Array(0.25, float32[], P())"
+    assert f"{loss:.3f}" == "0.250"
+    small = put(torch.arange(4), P("data"), mesh=mesh)
+    assert str(small).startswith("Array([0, 1, 2, 3], int64[4], P('data'))")
+    assert [one.item() for one in small] == small.tolist() == [0, 1, 2, 3]
+    assert isinstance(small.numpy(), np.ndarray)
+    found = fetch({"x": small, "name": "x", "more": [loss]})
+    assert torch.equal(found["x"], torch.arange(4)) and found["name"] == "x" and found["more"][0] == 0.25
+
+
+def test_a_module_takes_arrays_for_its_state(shared_mesh: Any) -> None:
+    mesh, module = shared_mesh({"data": 2}), torch.nn.Linear(2, 3)
+    state = {name: put(value.detach() + 1, mesh=mesh) for name, value in module.state_dict().items()}
+    other = torch.nn.Linear(2, 3)
+    other.load_state_dict(state)
+    assert torch.equal(other.weight, module.weight + 1)
+
+
+def test_a_metric_by_operators(shared_mesh: Any) -> None:
+    """Between steps, on what they return."""
+    mesh = shared_mesh({"data": 2})
+
+    @spmd(mesh=mesh, out_specs=P("data"))
+    @data_parallel
+    def predict(batch: torch.Tensor) -> torch.Tensor:
+        return batch * 3
+
+    x = torch.arange(6.0)
+    assert float(((predict(x) - put(3 * x, mesh=mesh)) ** 2).mean()) == 0.0

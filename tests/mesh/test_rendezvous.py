@@ -1,0 +1,269 @@
+"""Where launched ranks meet, and what each is told when they don't, within the timeout.
+
+The processes of all cases begin together when all have imported the library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from patience import HANGS, quick
+from scripts import run
+
+from spmd import MeshError, initialize
+
+TIMEOUT = 6
+
+# What each process runs, given how to start; it says how long it took, and what came of it.
+PROGRAM = f"""
+import datetime, os, sys, time
+import torch, torch.distributed as dist
+from spmd import Mesh, MeshError
+from spmd import initialize
+print("ready", flush=True)
+input()
+began = time.monotonic()
+try:
+    exec(sys.argv[1])
+    mesh = Mesh(timeout={TIMEOUT})
+    total = mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(()))))
+    text = f"rank {{mesh.rank}} of {{mesh.size}}: {{total}}"
+except MeshError as error:
+    text = f"MeshError: {{error}}"
+print(f"{{time.monotonic() - began:.3f}} s: {{text}}", flush=True)
+input()
+"""
+
+
+# torch is imported once, and the processes are forked from there, before it has run anything.
+PARENT = """
+import contextlib, json, os, sys
+import torch, torch.distributed, spmd
+program, programs = sys.argv[1], json.loads(sys.argv[2])
+every = {fd for _, *fds in programs for fd in fds}
+for start, given, told in programs:
+    if os.fork() == 0:
+        os.dup2(given, 0), os.dup2(told, 1), os.dup2(told, 2)
+        for fd in every:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        sys.argv = ["-c", start]
+        exec(program, {"__name__": "__main__"})
+        sys.exit()
+for fd in every:
+    os.close(fd)
+with contextlib.suppress(ChildProcessError):
+    while True:
+        os.wait()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def at(method: str) -> str:
+    """One process's start: `{rank}` and `{size}` are still to be filled in."""
+    return f"initialize({{rank}}, {{size}}, init_method={method!r})"
+
+
+def pair(start: str) -> list[str]:
+    return [start.format(rank=rank, size=2) for rank in range(2)]
+
+
+def stale_file(folder: Path) -> str:
+    """What a killed run leaves: rank 0, of a process that is no more, has signed in."""
+    code = "import sys; from spmd import Mesh, initialize; initialize(0, 2, init_method=sys.argv[1]); Mesh(timeout=60)"
+    left = folder / "stale"
+    with subprocess.Popen([sys.executable, "-c", code, f"file://{left}"], stderr=subprocess.DEVNULL) as process:
+        while not (left.exists() and b"rank/0" in left.read_bytes()):
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(0.2)  # the entry is whole
+        process.kill()
+    return f"file://{left}"
+
+
+def cases_in(folder: Path, busy: int) -> dict[str, list[str]]:
+    """What the processes of each case call."""
+    port = free_port()
+    environ = "os.environ.update(MASTER_ADDR='localhost', MASTER_PORT='{port}'); " + at("env://")
+    tcp_store = (
+        f"initialize({{rank}}, 2, store=dist.TCPStore('127.0.0.1', {free_port()}, None, {{rank}} == 0, "
+        "datetime.timedelta(seconds=20)))"
+    )
+    return {
+        "env": pair(environ.replace("{port}", str(free_port()))),
+        "tcp": pair(at(f"tcp://127.0.0.1:{port}")),
+        "file": pair(at(f"file://{folder}/file")),
+        "TCPStore": pair(tcp_store),
+        "FileStore": pair(f"initialize({{rank}}, 2, store=dist.FileStore('{folder}/store', 2))"),
+        "stale": [at(stale_file(folder)).format(rank=0, size=2)],
+        "busy": [at(f"tcp://127.0.0.1:{busy}").format(rank=0, size=2)],
+        "no rank 1": [at(f"tcp://127.0.0.1:{free_port()}").format(rank=0, size=3)],
+        "no rank 0": [at(f"tcp://127.0.0.1:{free_port()}").format(rank=1, size=2)],
+        "no rank 0 at a file": [at(f"file://{folder}/alone").format(rank=1, size=2)],
+        "twice": [at(f"file://{folder}/twice").format(rank=0, size=2)] * 2,
+        "sizes": [at(f"file://{folder}/sizes").format(rank=rank, size=2 + rank) for rank in range(2)],
+    }
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[tuple[float, str]]]]:
+    """For each case and process: the seconds it took, and what it said."""
+    bare = {
+        name: text for name, text in os.environ.items() if not name.startswith(("SPMD_", "MASTER_", "TORCHELASTIC"))
+    }
+    with socket.create_server(("", 0)) as stranger:
+        cases = cases_in(tmp_path_factory.mktemp("meet"), stranger.getsockname()[1])
+        starts = [(name, start) for name, group in cases.items() for start in group]
+        pipes = [(os.pipe(), os.pipe()) for _ in starts]
+        theirs = [(given[0], told[1]) for given, told in pipes]
+        programs = [[start, *fds] for (_, start), fds in zip(starts, theirs, strict=True)]
+        parent = subprocess.Popen(
+            [sys.executable, "-c", PARENT, PROGRAM, json.dumps(programs)],
+            env={**bare, "OMP_NUM_THREADS": "1"},
+            pass_fds=[fd for fds in theirs for fd in fds],
+            start_new_session=True,
+        )
+        for fds in theirs:
+            for fd in fds:
+                os.close(fd)
+        ours = [(os.fdopen(given[1], "w"), os.fdopen(told[0])) for given, told in pipes]
+        try:
+            for _, told in ours:
+                assert told.readline() == "ready\n"
+            for _ in range(2):  # begin; and end, when every process of the case has said what it has to say
+                for given, _ in ours:
+                    given.write("\n")
+                    given.flush()
+            parent.wait(timeout=HANGS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(parent.pid, signal.SIGKILL)
+            parent.wait()
+            said = [told.read() for _, told in ours]
+            for given, told in ours:
+                given.close()
+                told.close()
+        outs = {name: [out for (its, _), out in zip(starts, said, strict=True) if its == name] for name in cases}
+    found = {
+        name: [re.fullmatch(r"([\d.]+) s: (.*)\n", out, re.DOTALL) for out in group] for name, group in outs.items()
+    }
+    assert all(match for group in found.values() for match in group), outs
+    yield {name: [(float(match[1]), match[2]) for match in group if match] for name, group in found.items()}
+
+
+@pytest.mark.parametrize("place", ["env", "tcp", "file", "TCPStore", "FileStore"])
+def test_they_meet(told: dict[str, list[tuple[float, str]]], place: str) -> None:
+    assert [text for _, text in told[place]] == [f"rank {rank} of 2: [2.0, 2.0]" for rank in range(2)]
+
+
+# For each process of a case, what it must be told.
+FAILURES = {
+    "stale": [
+        r"the meeting place file:///.*/stale is left over from an earlier run \(process \d+, which has ended\).*remove"
+    ],
+    "busy": [r"rank 0 cannot meet the others at port \d+ \(got .*in use\): end what uses the port, or choose another"],
+    "no rank 1": [
+        rf"2 of 3 ranks did not come within {TIMEOUT} s: \[1, 2\] \[rank 0, at tcp://.*check that they were started"
+    ],
+    "no rank 0": [
+        rf"rank 1 of 2 \(from initialize\) found nobody at 127.0.0.1:\d+ within {TIMEOUT} s, where rank 0 should be"
+    ],
+    "no rank 0 at a file": [rf"1 of 2 ranks did not come within {TIMEOUT} s: \[0\] \[rank 1, at file:///.*/alone\]"],
+    "twice": [r"two processes are rank 0: \d+ on \S+ and \d+ on \S+ \[.*\]: (give each|correct the start)"] * 2,
+    "sizes": [
+        r"ranks disagree on how many there are: rank \d says \d, rank \d says \d.*: (start all|correct the start)"
+    ]
+    * 2,
+}
+AT_ONCE = ("stale", "busy", "twice", "sizes")
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_what_they_are_told(told: dict[str, list[tuple[float, str]]], case: str) -> None:
+    for (seconds, text), pattern in zip(told[case], FAILURES[case], strict=True):
+        assert re.match(f"MeshError: {pattern}", text), text
+        assert quick(seconds, 2 if case in AT_ONCE else TIMEOUT + 2), text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"rank": 2, "size": 2, "init_method": "env://"}, r"bad rank \(expected 0 to 1, got rank 2 of 2\)"),
+        ({"rank": -1, "size": 2, "init_method": "env://"}, "got rank -1 of 2"),
+        ({"rank": 0, "size": 0, "init_method": "env://"}, "bad rank"),
+        ({"rank": 0, "size": 1}, "one of init_method and store"),
+        ({"rank": 0, "size": 1, "init_method": "env://", "store": dist.HashStore()}, "one of init_method and store"),
+    ],
+)
+def test_bad_arguments(arguments: dict, text: str) -> None:
+    with pytest.raises(MeshError, match=text):
+        initialize(**arguments)
+
+
+BAD_PLACES = """
+import os
+from spmd import Mesh, MeshError
+from spmd import initialize
+def attempt(method, **environ):
+    os.environ.update(environ)
+    initialize(0, 1, init_method=method)
+    try:
+        Mesh(timeout=3)
+    except MeshError as error:
+        print(error)
+attempt("env://", MASTER_ADDR="localhost")
+attempt("env://", MASTER_PORT="http")
+for method in ("smoke://hill", "tcp://localhost", "tcp://localhost:99999", "file:///no/such/folder/file"):
+    attempt(method)
+"""
+
+
+def test_bad_places() -> None:
+    environ = {name: text for name, text in os.environ.items() if not name.startswith(("SPMD_", "MASTER_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", BAD_PLACES], env=environ, capture_output=True, text=True, timeout=HANGS, check=True
+    )
+    first, *others, last = done.stdout.splitlines()
+    assert first == "env:// needs MASTER_ADDR and MASTER_PORT (got no MASTER_PORT)"
+    for line, method in zip(
+        others, ("tcp://localhost:http", "smoke://hill", "tcp://localhost", "tcp://localhost:99999"), strict=True
+    ):
+        assert re.match(f"cannot meet there .*tcp://host:port.*got '{method}'", line), line
+    assert re.match("rank 0 cannot meet the others at file:///no/such/folder/file .*No such file.*another path", last)
+
+
+def test_a_process_with_other_sockets_meets_as_well() -> None:
+    """A pipe of multiprocessing is a socket without a name, and so without a port."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code = (
+        "import socket; pair = socket.socketpair(); from spmd import Mesh, initialize; "
+        f"initialize(0, 1, init_method='tcp://127.0.0.1:{port}'); print(Mesh().size)"
+    )
+    assert run("-c", code)[:2] == (0, "1\n")
+
+
+def test_the_meeting_place_is_removed(tmp_path: Path) -> None:
+    """Also if what keeps it lies in a cycle: at the end all is searched for garbage."""
+    code = "import sys; from spmd import Mesh, initialize; initialize(0, 1, init_method=sys.argv[1]); mesh = Mesh()"
+    subprocess.run(
+        [sys.executable, "-c", f"{code}; print(mesh.size)", f"file://{tmp_path}/meet"], timeout=HANGS, check=True
+    )
+    assert list(tmp_path.iterdir()) == []

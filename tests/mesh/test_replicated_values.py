@@ -1,0 +1,159 @@
+"""The net by value: what should be the same on all ranks is compared, numbers on every call, all else on some."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from scripts import launched, script
+
+from spmd import Mesh, P, Sharded, SpecError, axis_index, spmd
+
+
+@pytest.fixture(scope="module")
+def mesh(shared_mesh):
+    return shared_mesh({"data": 2})
+
+
+def calls(mesh: Mesh, apart: str, *, since: int, until: int = 20, fetch: bool = True, **options) -> tuple[int, str]:
+    """Which call of a step was refused whose result `apart` differs from call `since` on, and how; 0 for none."""
+
+    @spmd(mesh=mesh, **options)
+    def step(x, turn):
+        mine = mesh.rank * int(turn.item() >= since)
+        found = {"loss": x.sum(), "w": x.clone(), "one": x[:1].clone()}
+        if mine and apart in found:
+            found[apart] = found[apart] + mine
+        return found
+
+    for turn in range(1, until):
+        try:
+            out = step(torch.ones(3), torch.tensor(turn))
+            if fetch:
+                out["loss"].item()
+        except SpecError as error:
+            if fetch:  # else there may be more of them under way
+                assert step(torch.ones(3), torch.tensor(0))["loss"].item() == 3  # the mesh goes on
+            return turn, str(error)
+    return 0, ""
+
+
+@pytest.mark.parametrize("apart", ["loss", "one"])
+def test_numbers_are_compared_on_every_call(mesh, apart):
+    for since in (2, 3, 7):
+        turn, text = calls(mesh, apart, since=since)
+        assert turn == since
+        assert f"result ['{apart}'] of step should be the same on all ranks along data, and is not" in text
+        first, second = (3.0, 4.0) if apart == "loss" else (1.0, 2.0)
+        assert f"rank 0: {first}; rank 1: {second}" in text and 'out_specs=P("data")' in text
+
+
+def test_other_tensors_are_compared_on_some_calls(mesh):
+    assert [calls(mesh, "w", since=since)[0] for since in (2, 3, 5, 9)] == [2, 4, 8, 16]
+    text = calls(mesh, "w", since=3)[1]
+    assert "result ['w'] of step" in text
+    assert "rank 0: float32[3] with other bytes (sum 3); rank 1: float32[3] with other bytes (sum 6)" in text
+
+
+def test_always_and_never(mesh):
+    assert [calls(mesh, "w", since=since, check="always")[0] for since in (2, 3, 5)] == [2, 3, 5]
+    assert [calls(mesh, apart, since=since, check="never")[0] for apart in ("w", "loss") for since in (1, 3)] == [0] * 4
+
+
+def test_an_error_that_nobody_fetches_comes_with_a_later_call(mesh):
+    turn, text = calls(mesh, "loss", since=3, fetch=False)
+    assert 3 <= turn <= 20 and "['loss']" in text
+    for _ in range(16):  # as many as may have been under way
+        with contextlib.suppress(SpecError):
+            mesh.run(lambda: None)
+
+
+def test_nan_is_nan(mesh):
+    step = spmd(lambda x: x / x, mesh=mesh)
+    for _ in range(4):
+        assert step(torch.zeros(())).full().isnan()
+
+
+def test_replicas_along_one_of_two_axes(shared_mesh):
+    mesh = shared_mesh({"data": 2, "model": 2})
+
+    @spmd(mesh=mesh, in_specs=(P("model"), None))
+    def step(x, turn):
+        mine = int(turn.item() >= 3) * mesh.coords(mesh.rank)["data"]
+        each = Sharded(x * axis_index("data"), P(("data", "model")))
+        return {"w": Sharded(x + mine, P("model")), "all": torch.zeros(()), "each": each}
+
+    for turn in (1, 2, 3):
+        step(torch.ones(4), torch.tensor(turn))["all"].item()
+    with pytest.raises(
+        SpecError, match=r"result \['w'\] of step should be the same on all ranks along data, and is not"
+    ):
+        step(torch.ones(4), torch.tensor(4))["all"].item()
+
+
+LAUNCHED = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from spmd import Loader, Mesh, SpecError, data_parallel, spmd, value_and_grad
+
+mesh = Mesh({"data": 2})
+check, what = sys.argv[1:]
+data = TensorDataset(torch.arange(64.0), torch.arange(64.0) * 2)
+
+@spmd(mesh=mesh, check=check)
+@data_parallel
+def step(w, batch, scale=1.0):
+    return value_and_grad(lambda w, batch: ((w * batch["x"] - batch["y"]) ** 2).mean())(w, batch)
+
+w = torch.tensor(1.0)
+try:
+    if what == "loader":
+        torch.manual_seed(mesh.rank)  # as where nobody has given a seed
+        for x, y in DataLoader(data, batch_size=16, shuffle=True):
+            step(w, {"x": x, "y": y})
+    elif what == "seeded":
+        for x, y in DataLoader(data, batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(0)):
+            step(w, {"x": x, "y": y})
+    elif what == "weight":  # a number, on the third call
+        for turn in range(5):
+            step(w + (mesh.rank if turn == 2 else 0), {"x": torch.ones(4), "y": torch.ones(4)})
+    elif what == "number":
+        step(w, {"x": torch.ones(4), "y": torch.ones(4)}, scale=0.5 + mesh.rank)
+    elif what == "late":  # a result that differs from the third call on
+        differs = spmd(lambda x, turn: x + mesh.rank * (turn.item() > 2), mesh=mesh, check=check)
+        for turn in range(1, 5):
+            differs(w, torch.tensor(turn))
+    print("accepted")
+except SpecError as error:
+    print(turn + 1 if what == "weight" else turn if what == "late" else "", error)
+"""
+
+
+def said(tmp_path, what: str, check: str = "first") -> str:
+    """What both launched ranks printed, which is the same."""
+    code, out, err = launched(2, script(tmp_path, LAUNCHED), check, what)
+    lines = out.splitlines()
+    assert code == 0 and len(lines) == 2 and lines[0] == lines[1], out + err
+    return lines[0].strip()
+
+
+def test_launched_ranks_are_given_the_same(tmp_path):
+    text = said(tmp_path, "loader")
+    assert "argument 1['x'] of step should be the same on all ranks, and is not" in text
+    assert "rank 0: float32[16] with other bytes (sum " in text and "rank 1: float32[16]" in text
+    assert "generator=torch.Generator().manual_seed(0)" in text and "spmd.Loader" in text
+    assert said(tmp_path, "seeded") == "accepted"
+    assert said(tmp_path, "loader", "never") == "accepted"
+
+
+def test_numbers_and_shapes_that_launched_ranks_are_given(tmp_path):
+    text = said(tmp_path, "weight")
+    assert text.startswith("3 argument 0 of step") and "rank 0: 1.0; rank 1: 2.0" in text
+    assert "argument 2 of step" in (text := said(tmp_path, "number")) and "rank 0: 0.5; rank 1: 1.5" in text
+
+
+def test_results_of_launched_ranks(tmp_path):
+    text = said(tmp_path, "late")
+    assert text.startswith("3 result (the whole of it) of <lambda> should be the same") and "rank 1: 2" in text

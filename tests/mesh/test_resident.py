@@ -1,0 +1,284 @@
+"""Values that stay on the ranks: calls that do not wait, what is moved, what is freed, errors that are never lost."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+from internals import values_held
+from patience import until
+
+from spmd import Loader, MeshError, P, SpecError, axis_index, psum, put, spmd
+
+
+def resident(mesh) -> list[int]:
+    """How many values each rank holds."""
+    gc.collect()
+    return mesh.run(values_held)
+
+
+@pytest.fixture
+def mesh(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+    gc.collect()
+    mesh.run(len, "collect the garbage of earlier tests")
+    return mesh
+
+
+@pytest.fixture
+def sent(mesh, monkeypatch):
+    """The bytes of tensors sent to the ranks, one entry for each message."""
+    sizes: list[int] = []
+    tell = mesh.driver.tell
+
+    def spy(message, packet=None, ranks=None):
+        if packet is not None:
+            sizes.append(len(packet.inline) + (packet.fd is not None) * (1 << 30))
+        tell(message, packet, ranks)
+
+    monkeypatch.setattr(mesh.driver, "tell", spy)
+    return sizes
+
+
+# -- what is moved, and when -------------------------------------------------------------------------------------------
+
+
+def test_passing_results_on_moves_nothing(mesh, sent):
+    step = spmd(lambda w, x: w + x, mesh=mesh)
+    w, x = put(torch.zeros(1 << 16), mesh=mesh), torch.ones(1 << 16)
+    assert sent == [1 << 30]
+    x = put(x, mesh=mesh)
+    sent.clear()
+    for _ in range(10):
+        w = step(w, x)
+    assert sum(sent) == 0 and w.full()[0] == 10
+
+
+def test_another_spec_moves_what_it_must(mesh, sent):
+    mean = spmd(lambda x: psum(x.sum(0), "data"), mesh=mesh, in_specs=P("data"))
+    whole, cut, across = (put(torch.ones(4, 2), spec, mesh=mesh) for spec in (P(), P("data"), P(None, "data")))
+    sent.clear()
+    assert mean(whole).full().tolist() == mean(cut).full().tolist() == [4, 4] and sum(sent) == 0
+    assert mean(across).full().tolist() == [4, 4] and sum(sent) > 0
+    with pytest.raises(SpecError, match="dimension 0 of size 3 is not divisible"):
+        mean(put(torch.ones(3, 2), P(None, "data"), mesh=mesh))
+
+
+def test_calls_do_not_wait(mesh, tmp_path):
+    """Until more than a few are under way: then for the first of them."""
+    may_end = tmp_path / "may end"
+
+    @spmd(mesh=mesh)
+    def step(x):
+        end = time.monotonic() + 300
+        while not may_end.exists():
+            if time.monotonic() > end:
+                raise TimeoutError("the call is waited for")
+            time.sleep(0.01)
+        return x + 1
+
+    may_end.touch()
+    x = step(put(torch.tensor(0.0), mesh=mesh))  # the first call of a kind is waited for, to learn what it gives
+    may_end.unlink()
+    x = step(step(x))
+    assert x.mesh is mesh
+    timer = threading.Timer(0.3, may_end.touch)
+    timer.start()
+    for _ in range(8):
+        x = step(x)
+    assert may_end.exists()
+    assert x.shape == () and float(x) == 11.0
+    timer.join()
+
+
+def test_what_is_no_tensor_is_waited_for(mesh):
+    step = spmd(lambda x, n: {"x": x + n, "n": n + 1}, mesh=mesh)
+    x, n = torch.tensor(0.0), 0
+    for _ in range(4):
+        out = step(x, n)
+        x, n = out["x"], out["n"]
+    assert n == 4 and float(x) == 6.0
+
+
+# -- what is freed -----------------------------------------------------------------------------------------------------
+
+
+def test_values_go_with_their_arrays(mesh):
+    before = resident(mesh)
+    arrays = put({"a": torch.ones(2), "b": torch.ones(2)}, mesh=mesh)
+    out = spmd(lambda t: {k: v + 1 for k, v in t.items()}, mesh=mesh)(arrays)
+    assert resident(mesh) == [n + 4 for n in before]
+    del arrays["a"]
+    out.pop("b")
+    assert resident(mesh) == [n + 2 for n in before]
+    step = spmd(lambda x: x + 1, mesh=mesh)
+    x = out["a"]
+    for _ in range(20):
+        x = step(x)
+    assert float(x.full()[0]) == 22 and resident(mesh) == [n + 3 for n in before]
+    del arrays, out, x
+    assert resident(mesh) == before
+
+
+def test_what_a_failed_call_left_goes_too(mesh):
+    before = resident(mesh)
+
+    @spmd(mesh=mesh)
+    def f(x):
+        if axis_index("data") == 1:
+            raise ValueError("no")
+        return x + 1
+
+    for _ in range(3):
+        with pytest.raises(ValueError):
+            f(torch.ones(2))
+    assert resident(mesh) == before
+    differ = spmd(lambda: torch.tensor(float(axis_index("data"))), mesh=mesh)
+    with pytest.raises(SpecError):
+        differ()
+    assert resident(mesh) == before
+
+
+def test_batches_that_nobody_took_go_too(mesh):
+    before = resident(mesh)
+    for _ in range(3):
+        for _batch in Loader({"x": torch.arange(32)}, batch_size=4, mesh=mesh, prefetch=3):
+            break
+    del _batch
+    assert resident(mesh) == before
+
+
+# -- errors of calls that nobody waited for ----------------------------------------------------------------------------
+
+
+def faulty(mesh):
+    @spmd(mesh=mesh)
+    def step(x):
+        if float(x[0]) == 3.0 and axis_index("data") == 1:
+            raise FloatingPointError("three")
+        return x + 1
+
+    return step, step(torch.zeros(2))
+
+
+def test_an_error_surfaces_at_the_next_call(mesh):
+    step, x = faulty(mesh)
+    with pytest.raises(FloatingPointError, match="three"):
+        for _ in range(10):
+            x = step(x)
+    for _ in range(2):  # it was told once; what depends on it says so as often as it is asked
+        with pytest.raises(FloatingPointError, match="three"):
+            step(x)
+    assert mesh.run(lambda: 1) == [1, 1]
+
+
+def test_an_error_surfaces_at_a_fetch(mesh):
+    step, x = faulty(mesh)
+    x = step(step(x))
+    bad = step(x)
+    for use in (bad.full, lambda: bad.shape, lambda: repr(bad), lambda: step(bad), lambda: mesh.run(lambda: bad)):
+        with pytest.raises(FloatingPointError, match="three"):
+            use()
+    assert x.full().tolist() == [3, 3] and mesh.run(lambda: 1) == [1, 1]
+
+
+def test_a_failure_spares_the_calls_before_it(mesh):
+    @spmd(mesh=mesh)
+    def slow(x, wait):
+        y = psum(x, "data")
+        if bool(wait) and axis_index("data") == 0:
+            time.sleep(1.1)  # the other rank is long done, and fails in the next call
+        return y
+
+    @spmd(mesh=mesh)
+    def fails(x):
+        if float(x[0]) == 8.0 and axis_index("data") == 1:
+            raise FloatingPointError("eight")
+        return psum(x, "data")
+
+    no, yes = put(torch.tensor(False), mesh=mesh), put(torch.tensor(True), mesh=mesh)
+    x = slow(put(torch.ones(2), mesh=mesh), no)
+    fails(x)
+    good = slow(slow(x, no), yes)
+    bad = fails(good)
+    with pytest.raises(FloatingPointError, match="eight"):
+        bad.full()
+    assert good.full().tolist() == [8, 8]
+
+
+@pytest.mark.parametrize("ending", ["close", "with"])
+def test_an_error_surfaces_at_the_end(make_mesh, ending):
+    mesh = make_mesh({"data": 2})
+    step, x = faulty(mesh)
+    with pytest.raises(FloatingPointError, match="three"):
+        if ending == "close":
+            step(step(step(x)))
+            mesh.close()
+        else:
+            with mesh:
+                step(step(step(x)))
+    assert mesh.closed
+
+
+def test_an_error_of_a_mesh_that_nobody_needs_is_printed(make_mesh, capfd):
+    def use():
+        from spmd import Mesh
+
+        step, x = faulty(Mesh({"data": 2}))
+        step(step(step(x)))
+
+    use()
+    gc.collect()
+    seen = []
+    assert until(lambda: seen.append(capfd.readouterr().err) or "FloatingPointError: three" in "".join(seen))
+    assert "on rank 1" in "".join(seen)
+
+
+def test_results_may_change_from_call_to_call(mesh):
+    @spmd(mesh=mesh)
+    def f(x, how):
+        how = int(how)
+        return [x, (x, x), x[:1], x.double(), 5][how]
+
+    x = torch.ones(4)
+    assert f(x, torch.tensor(0)).full().tolist() == [1] * 4
+    shorter = f(x, torch.tensor(2))
+    assert shorter.shape == (1,) and shorter.full().tolist() == [1]
+    assert f(x, torch.tensor(3)).dtype == torch.float64
+    for how in (1, 4):
+        other = f(x, torch.tensor(how))
+        for _ in range(2):
+            with pytest.raises(SpecError, match="f returned another structure than before for the same kind of arg"):
+                other.full()
+    assert f(x, torch.tensor(0)).full().tolist() == [1] * 4
+
+
+def test_a_spec_may_change_from_call_to_call(mesh):
+    from spmd import Sharded
+
+    @spmd(mesh=mesh)
+    def f(x, cut):
+        return Sharded(x, P("data")) if bool(cut) else x
+
+    total = spmd(lambda x: psum(x.sum(), "data"), mesh=mesh, in_specs=P("data"))
+    x = torch.ones(2)
+    assert f(x, torch.tensor(False)).spec == P()
+    cut = f(x, torch.tensor(True))
+    with pytest.raises(SpecError, match="came back with another spec than before"):
+        spmd(lambda x: x, mesh=mesh, in_specs=P())(cut)
+    cut = f(x, torch.tensor(True))
+    assert float(total(cut)) == 4.0 and cut.spec == P("data") and cut.shape == (4,)
+
+
+def test_the_garbage_of_a_closed_mesh_is_no_error(make_mesh):
+    mesh = make_mesh({"data": 1})
+    x = put(torch.ones(2), mesh=mesh)
+    y = spmd(lambda x: x, mesh=mesh)(x)
+    mesh.close()
+    del x, y
+    gc.collect()
+    with pytest.raises(MeshError):
+        mesh.run(len, "x")

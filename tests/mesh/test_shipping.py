@@ -1,0 +1,371 @@
+"""Functions on their way to the ranks: sent once, again when what they refer to has changed, forgotten when unused."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import linecache
+import threading
+import types
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from spmd import Mesh, MeshError, put, spmd
+from spmd.mesh.driver import snapshot as shipping
+from spmd.mesh.driver.snapshot import snapshot, unchanged, unpicklable_part
+from spmd.mesh.rank import references
+
+RATE = 1.0
+NESTED = {"inner": {"rate": 1.0}}
+LIST = [1, 2]
+
+
+def changed(function, change) -> bool:
+    """Whether a snapshot notices what `change()` does; nothing changing must not look like a change."""
+    before = snapshot(function)
+    assert unchanged(before, snapshot(function))
+    change()
+    return not unchanged(before, snapshot(function))
+
+
+class Settings:
+    def __init__(self):
+        self.rate, self.table = 1.0, {"a": {"b": [1, 2]}}
+
+    def step(self, x):
+        return x * self.rate
+
+
+def test_rebinding_a_global(monkeypatch):
+    # A function of a module is sent by name; one made here by value, with the globals it names.
+    function = lambda x: x * RATE  # noqa: E731
+    assert changed(function, lambda: monkeypatch.setitem(globals(), "RATE", 2.0))
+    assert not changed(function, lambda: monkeypatch.setitem(globals(), "RATE", 2.0))
+    nested = lambda x: (lambda y: y * RATE)(x)  # noqa: E731
+    assert changed(nested, lambda: monkeypatch.setitem(globals(), "RATE", 3.0))
+    assert not changed(lambda x: x, lambda: monkeypatch.setitem(globals(), "RATE", 4.0))
+
+
+def test_globals_some_levels_deep(monkeypatch):
+    function = lambda: (NESTED, LIST)  # noqa: E731
+    assert changed(function, lambda: monkeypatch.setitem(NESTED["inner"], "rate", 2.0))
+    assert changed(function, lambda: monkeypatch.setitem(NESTED, "other", 1))
+    assert changed(function, lambda: monkeypatch.setattr(f"{__name__}.LIST", [1, 3]))
+    assert not changed(function, lambda: monkeypatch.setattr(f"{__name__}.LIST", [1, 3]))
+
+
+def test_closures_and_defaults():
+    cell, items = 1, [1]
+
+    def function(x, k=2, *, scale=3):
+        return x * cell * k * scale + len(items)
+
+    def rebind():
+        nonlocal cell
+        cell = 5
+
+    assert changed(function, rebind)
+    assert changed(function, lambda: items.append(2))
+    assert changed(function, lambda: setattr(function, "__defaults__", (9,)))
+    assert changed(function, lambda: function.__kwdefaults__.update(scale=8))
+    same_but_code = function.__code__.replace(co_firstlineno=1)
+    assert changed(function, lambda: setattr(function, "__code__", same_but_code))
+
+
+def test_helpers_are_followed():
+    factor = 1
+
+    def helper():
+        return factor
+
+    def function():
+        return helper()
+
+    def rebind():
+        nonlocal factor
+        factor = 2
+
+    assert changed(function, rebind)
+    assert changed(functools.partial(function, 1), rebind) is False
+    partial = functools.partial(lambda a, b: a, [1], b=2)
+    assert changed(partial, lambda: partial.args[0].append(3)) and changed(
+        partial, lambda: partial.keywords.update(b=4)
+    )
+    settings = Settings()
+    assert changed(settings.step, lambda: setattr(settings, "rate", 3.0))
+    assert changed(settings.step, lambda: settings.table["a"]["b"].append(3))
+
+
+def test_a_function_may_refer_to_itself():
+    def countdown(n):
+        return n and countdown(n - 1)
+
+    even = lambda n: n == 0 or odd(n - 1)  # noqa: E731
+    odd = lambda n: n != 0 and even(n - 1)  # noqa: E731
+    for function in (countdown, even):
+        assert not changed(function, lambda: None)
+
+
+def test_tensors_and_modules_in_place():
+    tensor, module = torch.zeros(3), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    with torch.no_grad():
+        assert changed(lambda: tensor, lambda: tensor.add_(1))
+        assert changed(lambda: {"t": [tensor]}["t"], lambda: tensor.zero_())
+        assert changed(lambda: module, lambda: module[0].weight.mul_(2))
+        assert changed(lambda: module, lambda: module[1].running_mean.add_(1))
+    assert changed(lambda: module, lambda: module.eval())
+    assert changed(lambda: module, lambda: module[1].train())
+    assert changed(lambda: module, lambda: setattr(module[0], "bias", None))
+    assert changed(lambda: module, lambda: module.double())  # neither counts as a change to torch
+    assert changed(lambda: tensor, lambda: setattr(tensor, "data", torch.ones(3)))
+    assert not changed(lambda: (tensor, module), lambda: None)
+
+
+def test_arrays_in_place():
+    small, large = np.zeros(3), np.zeros(1 << 20)
+
+    def change(array):
+        array[0] += 1
+
+    assert changed(lambda: small, lambda: change(small))
+    assert not changed(lambda: large, lambda: change(large))  # the documented limit
+
+
+def test_how_deep_and_how_far_it_looks():
+    deep = {"1": {"2": {"3": {"4": {"5": 0}}}}}
+    assert changed(lambda: deep, lambda: deep["1"]["2"]["3"].update(other=1))
+    assert not changed(lambda: deep, lambda: deep["1"]["2"]["3"]["4"].update({"5": 1}))  # the documented limit
+    long = list(range(references.LOOKED_INTO + 1))
+    assert not changed(lambda: long, lambda: long.append(1))
+    wide = [[list(range(200)) for _ in range(200)] for _ in range(200)]
+    assert len(snapshot(lambda: wide)) < 3 * shipping._LOOKED_AT
+
+
+def test_numbers_that_are_not_equal_to_themselves():
+    nan = float("nan")
+    assert not changed(lambda: nan, lambda: None)
+
+
+def test_a_snapshot_keeps_nothing_alive():
+    class Big:
+        def __init__(self):
+            self.tensor = torch.zeros(3)
+
+    big = Big()
+    function = lambda: big  # noqa: E731
+    found = snapshot(function)
+    alive = [weakref.ref(x) for x in (big, big.tensor, function)]
+    big = function = None
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 3 and found
+
+
+def test_instances_of_whole_types_are_not_looked_into():
+    settings = Settings()
+    function = lambda: settings  # noqa: E731
+    before = snapshot(function, (Settings,))
+    settings.rate = 7.0
+    assert unchanged(before, snapshot(function, (Settings,)))
+
+
+def test_classes_of_the_main_script_are_looked_into():
+    module = types.ModuleType("__main__")
+    source = """
+STEP = 1
+class Model:
+    def __call__(self, x): return x + STEP
+model = Model()
+def f(x): return model(x)
+"""
+    exec(source, vars(module))
+    assert changed(module.f, lambda: setattr(module, "STEP", 2))
+    assert changed(module.f, lambda: setattr(module.Model, "extra", lambda self: 0))
+
+
+def test_which_part_cannot_be_pickled():
+    lock = threading.Lock()
+
+    def inner():
+        return lock
+
+    def outer():
+        return inner()
+
+    assert unpicklable_part(outer).startswith(
+        "'lock', used in test_which_part_cannot_be_pickled.<locals>.inner (lock): "
+    )
+    assert unpicklable_part(functools.partial(len, lock)).startswith("argument 0 of the partial (lock)")
+    assert unpicklable_part(functools.partial(dict, a=lock)).startswith("argument 'a' of the partial (lock)")
+    assert "a default argument of" in unpicklable_part(lambda x=lock: x)
+    holder = types.SimpleNamespace(lock=lock)
+    assert "the object of the method" in unpicklable_part(types.MethodType(lambda self: 0, holder))
+    assert unpicklable_part(lambda: RATE) == ""
+
+
+def test_sources_of_typed_functions():
+    lines = ["def typed(x):\n", "    return x\n"]
+    linecache.cache["<typed-1>"] = (29, None, lines, "<typed-1>")
+    space: dict = {}
+    exec(compile("".join(lines), "<typed-1>", "exec"), space)
+    typed = space["typed"]
+    assert shipping.typed_sources(lambda x: typed(x)) == {"<typed-1>": lines}
+    assert shipping.typed_sources(len) == {}
+
+
+# -- with ranks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def spied(make_mesh, monkeypatch):
+    """A mesh, and what was told to its ranks, by kind."""
+    mesh, told = make_mesh({"data": 2}), []
+    tell = mesh.driver.tell
+
+    def spy(message, packet=None, ranks=None):
+        told.append(type(message).__name__)
+        tell(message, packet, ranks)
+
+    monkeypatch.setattr(mesh.driver, "tell", spy)
+    return mesh, told
+
+
+def test_a_function_is_sent_once(spied):
+    mesh, told = spied
+    scale = 2
+
+    @spmd(mesh=mesh)
+    def double(x):
+        return x * scale
+
+    x = put(torch.ones(2), mesh=mesh)
+    for _ in range(4):
+        x = double(x)
+    # The function, the structure of its arguments, and what the calls have in common.
+    assert float(x.full()[0]) == 16.0 and told.count("Ship") == 3
+    told.clear()
+
+    scale = 3
+    # The function anew, and what calls of it have in common.
+    assert float(double(x).full()[0]) == 48.0 and told.count("Ship") == 2
+    scale = 2
+    told.clear()
+    assert float(double(x).full()[0]) == 32.0
+
+    told.clear()
+    for _ in range(3):
+        assert mesh.run(identity, 5) == [5, 5]
+    assert told.count("Ship") == 1
+    other = lambda: 1  # noqa: E731
+    for _ in range(3):
+        mesh.run(other)
+    assert told.count("Ship") == 2
+
+
+def identity(x):
+    return x
+
+
+def test_what_nobody_needs_is_forgotten(spied):
+    mesh, _ = spied
+
+    def shipped_now() -> int:
+        return mesh.run(shipped_on_rank)[0]
+
+    before = shipped_now()
+    for number in range(5):
+        mesh.run(lambda number=number: number)
+    assert shipped_now() <= before + 1
+    table = torch.zeros(1 << 16)
+    holder = lambda: table.sum()  # noqa: E731
+    mesh.run(identity, 0)
+    mesh.run(holder)
+    with_table = shipped_now()
+    del holder
+    gc.collect()
+    assert shipped_now() == with_table - 1
+    assert len(mesh.driver.shipped._packets) <= before + 3
+
+
+def shipped_on_rank() -> int:
+    """How many objects this rank has been sent and not told to forget."""
+    import gc
+
+    from spmd.mesh.rank.state import RankState
+
+    (state,) = [obj for obj in gc.get_objects() if isinstance(obj, RankState)]
+    return len(state._shipped)
+
+
+def test_a_dropped_function_frees_its_mesh():
+    """Neither the functions sent to a mesh nor their snapshots keep it alive."""
+    mesh = Mesh({"data": 1})
+    alive = weakref.ref(mesh)
+
+    @spmd(mesh=mesh)
+    def step(x):
+        return x + len(mesh.axes)
+
+    assert float(step(torch.tensor(1.0))) == 2.0
+    mesh.run(lambda: mesh.rank)
+    driver = mesh.driver
+    mesh = step = None
+    gc.collect()
+    assert alive() is None and driver.closed == "nothing refers to it any more"
+
+
+def test_a_function_that_cannot_be_sent(shared_mesh):
+    mesh, lock = shared_mesh({"data": 2}), threading.Lock()
+    with pytest.raises(
+        MeshError, match=r"cannot be sent to the ranks, because 'lock', used in .*<lambda> .lock.: "
+    ) as e:
+        mesh.run(lambda: lock)
+    assert "pass what it needs as an argument" in str(e.value) and "Mesh({'data': 2}" in str(e.value)
+    for call, part in (
+        (lambda: mesh.run(identity, lock), "argument 0"),
+        (lambda: mesh.submit(identity, lock), "argument 0"),
+        (lambda: spmd(identity, mesh=mesh)({"a": [lock]}), r"argument 0\['a'\]\[0\] of identity"),
+    ):
+        with pytest.raises(MeshError, match=rf"a call cannot be sent to the ranks, because of {part} \(lock\): cannot"):
+            call()
+    assert mesh.run(lambda: 1) == [1, 1]
+
+
+def test_the_module_path_of_now_is_used(shared_mesh, tmp_path, monkeypatch):
+    mesh = shared_mesh({"data": 2})
+    (tmp_path / "helper_made_late.py").write_text("def answer():\n    return 42\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import helper_made_late
+
+    assert mesh.run(helper_made_late.answer) == [42, 42]
+
+
+def test_a_module_that_the_ranks_cannot_import(shared_mesh):
+    mesh, module = shared_mesh({"data": 2}), types.ModuleType("only_here")
+    exec("def f():\n    return 1", vars(module))
+    module.f.__module__ = "only_here"
+    import sys
+
+    sys.modules["only_here"] = module
+    try:
+        for _ in range(2):
+            with pytest.raises(ModuleNotFoundError, match="only_here"):
+                mesh.run(module.f)
+        assert mesh.run(lambda: 1) == [1, 1]
+    finally:
+        del sys.modules["only_here"]
+
+
+def test_a_large_closure_is_named_with_its_size(shared_mesh):
+    """Once, when it is sent; a large argument, which goes its own way, is not warned of."""
+    mesh = shared_mesh({"data": 2})
+    table = torch.zeros(27_000_000)
+    step = spmd(lambda x: x + table[0], mesh=mesh)
+    with pytest.warns(
+        UserWarning, match=r"'table', used in .*lambda.* \(108 MB\), is sent to every rank: put\(\) it once"
+    ):
+        step(torch.ones(2))
+    step(torch.ones(2))
+    assert spmd(lambda x: x[:2], mesh=mesh)(table).tolist() == [0.0, 0.0]

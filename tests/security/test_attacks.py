@@ -1,0 +1,181 @@
+"""Strangers on the host of a job: it goes on, its values are right, and nothing of theirs is run or followed."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import pickle
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from attacks import free_port, job, listening, scan
+from patience import HANGS
+
+IDLE = 500
+AS_NOBODY = ["setpriv", "--reuid=65534", "--clear-groups"]
+
+needs_second_user = pytest.mark.skipif(
+    os.getuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv, for a second user"
+)
+
+
+class Runs:
+    """A pickle that leaves a file where it is read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_scanner_and_forged_frames(tmp_path: Path) -> None:
+    with job(tmp_path) as its:
+        its.start(0)
+        its.start(1)
+        its.wait_until_it_trains()
+        ports = listening([process.pid for process in its.ranks])
+        assert len(ports) >= 3  # the store, Gloo, messages
+        assert all(ipaddress.ip_address(host).is_loopback for host, _ in ports), ports
+        for port in sorted(ports):
+            scan(port, IDLE)
+            its.trains_on()
+        assert its.end() == ["right\n"] * 2
+
+
+def test_impostor_and_forged_values(tmp_path: Path) -> None:
+    """Someone signs in as rank 1 first, copies what rank 0 says, and writes aborts and pickles into the store."""
+    ran = tmp_path / "ran"
+    payload = pickle.dumps(Runs(ran))
+    with job(tmp_path) as its:
+        its.start(0)
+        end = time.monotonic() + HANGS
+        while not listening([its.ranks[0].pid]):
+            assert time.monotonic() < end and its.ranks[0].poll() is None
+            time.sleep(0.05)
+        stranger = dist.PrefixStore("spmd/0", dist.TCPStore("127.0.0.1", its.port, is_master=False))
+        stranger.wait(["rank/0"])
+        for forged in (b"here 1 2", payload, stranger.get("rank/0")):
+            stranger.set("rank/1", forged)
+            time.sleep(0.3)  # in which rank 0 looks
+        names = ["host/0", "host/1", "arena/0", "mapped/1", "refused"]
+        aborts = [f"abort/{generation}" for generation in range(3)]
+        for name in (*names, *aborts, *(f"mesh1/{name}" for name in (*names, *aborts))):
+            stranger.set(name, payload)
+        its.start(1)
+        its.wait_until_it_trains()
+        for text in (b"0 stop", b"not a number", payload):
+            for generation in range(3):
+                stranger.set(f"mesh1/abort/{generation}", text)
+            its.trains_on()
+        assert its.end() == ["right\n"] * 2
+    assert not ran.exists()
+
+
+def test_ranks_of_another_secret_are_told(tmp_path: Path) -> None:
+    with job(tmp_path) as its:
+        its.start(0)
+        its.environ["SPMD_SECRET"] = "another secret of the job"
+        code = "from spmd import Mesh; Mesh(timeout=2)"
+        told = subprocess.run(
+            [sys.executable, "-c", code], env={**its.environ, "SPMD_RANK": "1"}, capture_output=True, text=True,
+            timeout=HANGS,
+        )  # fmt: skip
+    assert "1 of 2 ranks did not come within 2 s: [0]" in told.stderr
+    assert "check that all have the same secret" in told.stderr
+
+
+def start(rank: int, **environ: str) -> subprocess.Popen[str]:
+    bare = {name: text for name, text in os.environ.items() if not name.startswith(("SPMD_", "MASTER_"))}
+    code = "from spmd import Mesh; mesh = Mesh(timeout=20); print(mesh.run(lambda: int(mesh.comm().rank)))"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**bare, "SPMD_RANK": str(rank), "SPMD_SIZE": "2", "OMP_NUM_THREADS": "1", **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("kind", ["symlink", "fifo"])
+def test_meeting_file_that_is_none(tmp_path: Path, kind: str) -> None:
+    meet, victim = tmp_path / "meet", tmp_path / "victim"
+    victim.write_text("mine")
+    if kind == "symlink":
+        meet.symlink_to(victim)
+    else:
+        os.mkfifo(meet)
+    out, err = start(0, SPMD_INIT_METHOD=f"file://{meet}").communicate(timeout=HANGS)
+    assert "MeshError: rank 0 cannot meet the others at file://" in err and out == ""
+    assert victim.read_text() == "mine"
+
+
+@needs_second_user
+def test_meeting_place_that_another_user_made_first(tmp_path: Path) -> None:
+    """The directory's name can be known: who takes it first does not become the one where the ranks meet."""
+    public, home = tmp_path / "public", tmp_path / "home"
+    for above in tmp_path.parents:  # those of pytest, below the one that everybody has
+        if above.stat().st_uid == os.getuid() and stat.S_IMODE(above.stat().st_mode) == 0o700:
+            above.chmod(0o711)
+    tmp_path.chmod(0o755)
+    public.mkdir()
+    public.chmod(0o1777)
+    home.mkdir(mode=0o700)
+    taken = public / f"spmd-{os.getuid()}"
+    made = subprocess.run([*AS_NOBODY, "mkdir", "-m", "777", str(taken)], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    ranks = [start(rank, TMPDIR=str(public), HOME=str(home)) for rank in range(2)]
+    for process in ranks:
+        out, err = process.communicate(timeout=HANGS)
+        assert out == "[0, 1]\n", err
+    assert list(taken.iterdir()) == []
+    own = list((home / ".spmd").iterdir())
+    assert own and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in own)
+
+
+def test_spmd_run_listens_nowhere(tmp_path: Path) -> None:
+    from attacks import JOB
+
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    with subprocess.Popen(
+        [sys.executable, "-m", "spmd", "run", "-n", "2", str(script), "auto", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as agent:
+        end = time.monotonic() + HANGS
+        while not all((tmp_path / f"trains-{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < end and agent.poll() is None
+            time.sleep(0.05)
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        assert len(children) >= 2
+        assert listening([agent.pid, *map(int, children)]) == set()
+        (tmp_path / "stop").touch()
+        assert agent.communicate(timeout=HANGS)[0] == "right\nright\n"
+
+
+def test_several_hosts_without_a_secret_are_refused_where_one_is_required(tmp_path: Path) -> None:
+    """Each rank has a home of its own, as on hosts that share none: refused, or warned of once."""
+    for required in ("1", ""):
+        port = free_port()
+        ranks = []
+        for rank in range(2):
+            home = tmp_path / f"{required}{rank}"
+            home.mkdir(mode=0o700)
+            told = {"SPMD_INIT_METHOD": f"file://{tmp_path}/meet{required}", "HOME": str(home), "TMPDIR": str(home)}
+            ranks.append(start(rank, **told, SPMD_REQUIRE_SECRET=required))
+        outs = [process.communicate(timeout=HANGS) for process in ranks]
+        errors = "".join(err for _, err in outs)
+        if required:
+            assert all("MeshError: this job over several hosts has no secret" in err for _, err in outs), outs
+        else:
+            assert [out for out, _ in outs] == ["[0, 1]\n"] * 2, outs
+            assert errors.count("this job over several hosts has no secret") == 1
+        assert port

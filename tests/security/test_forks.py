@@ -1,0 +1,101 @@
+"""Programs fork: what a child drops, closes or ends is its copy, and its parent's stays as it was."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from spmd import Mesh, MeshError, P, put
+
+NUMBERS = 1 << 20
+
+
+def in_child(do: Callable[[], Any]) -> int:
+    """Run something in a fork of this process: its exit code."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            do()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_results_that_a_child_drops(shared_mesh: Any) -> None:
+    mesh = shared_mesh({"data": 2})
+
+    def body() -> tuple[int, bool, bool]:
+        comm = mesh.comm()
+        held = [comm.all_reduced(torch.full((NUMBERS,), 1.0 + number)) for number in range(4)]
+        own = [comm.empty((NUMBERS,), dtype=torch.float32).fill_(7.0)]
+        code = in_child(lambda: (held.clear(), own.clear(), gc.collect()))
+        for _ in range(8):
+            comm.all_reduced(torch.full((NUMBERS,), -1.0))
+            comm.empty((NUMBERS,), dtype=torch.float32).fill_(-1.0)
+        right = all(bool((tensor == 2.0 + 2 * number).all()) for number, tensor in enumerate(held))
+        return code, right, bool((own[0] == 7.0).all())
+
+    assert mesh.run(body) == [(0, True, True)] * 2
+
+
+def test_memory_that_a_child_gives_back(shared_mesh: Any) -> None:
+    """More than is kept for the next: it would go back to the system, and read as zeros in the parent."""
+    mesh = shared_mesh({"data": 2})
+
+    def body() -> tuple[int, bool]:
+        comm = mesh.comm()
+        if comm.rank:
+            return 0, True
+        held = [comm.empty((16 << 20,), dtype=torch.uint8).fill_(7) for _ in range(20)]
+        code = in_child(lambda: (held.clear(), gc.collect()))
+        return code, all(bool((tensor == 7).all()) for tensor in held)
+
+    assert mesh.run(body) == [(0, True)] * 2
+
+
+def test_child_of_a_rank_is_no_rank(shared_mesh: Any) -> None:
+    """It can't communicate, and where it comes to the end of the task, by whatever way, the rank answers once."""
+    mesh = shared_mesh({"data": 2})
+
+    def refused() -> None:
+        with pytest.raises(MeshError, match="forked cannot communicate"):
+            mesh.comm()
+
+    assert mesh.run(lambda: in_child(refused)) == [0, 0]
+
+    def comes_back(fails: bool) -> str:
+        pid = os.fork()
+        if pid == 0:
+            if fails:
+                raise ValueError("of a child")
+            return "child"
+        return f"parent of {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}"
+
+    assert mesh.run(comes_back, False) == ["parent of 0"] * 2
+    assert mesh.run(comes_back, True) == ["parent of 1"] * 2
+    assert mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(())))) == [2.0, 2.0]
+
+
+def test_child_of_the_driver() -> None:
+    """It neither stops nor kills the ranks, nor waits for answers that go to its parent."""
+    with Mesh({"data": 2}) as mesh:
+        value = put(torch.arange(4.0), P("data"), mesh=mesh)
+        value.full()
+        pids = mesh.run(os.getpid)
+
+        def child() -> None:
+            for use in (mesh.restart, value.full, lambda: mesh.run(os.getpid), value.shards):
+                with pytest.raises(MeshError, match="belongs to the process that this one was forked from"):
+                    use()
+            mesh.close()
+
+        assert in_child(child) == 0
+        assert mesh.run(os.getpid) == pids
+        assert value.full().tolist() == [0.0, 1.0, 2.0, 3.0]

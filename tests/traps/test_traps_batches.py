@@ -1,0 +1,178 @@
+"""Batches that would be something else than they look like: each with the message that it gets, or the right result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from spmd import (
+    CollectiveMismatch,
+    Loader,
+    Mesh,
+    P,
+    Sharded,
+    SpecError,
+    all_gather,
+    data_parallel,
+    mean_of,
+    put,
+    spmd,
+    value_and_grad,
+)
+
+X = torch.arange(8.0).reshape(8, 1)
+W = {"w": torch.tensor([0.5])}
+
+
+@pytest.fixture
+def mesh(shared_mesh: Callable[..., Mesh]) -> Mesh:
+    return shared_mesh({"data": 2})
+
+
+def side_by_side(mesh: Mesh, batch: Any, shards: int | None = None) -> torch.Tensor:
+    @spmd(mesh=mesh)
+    @data_parallel(shards=shards)
+    def step(batch):
+        return Sharded(torch.cat([batch["x"], batch["w"]], 1), P("data"))
+
+    return step(batch).full()
+
+
+@pytest.mark.parametrize("shards", [None, 4])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_whole_tensor_beside_what_a_loader_dealt(
+    shared_mesh: Callable[..., Mesh], ranks: int, shards: int | None
+) -> None:
+    mesh = shared_mesh({"data": ranks})
+    for batch in Loader({"x": X}, 8, mesh=mesh, shuffle=False, shards=shards):
+        with pytest.raises(
+            SpecError,
+            match=r"argument 0\['w'\] of step is whole, .* a Loader has dealt argument 0\['x'\] of step: their rows "
+            r"would be of different samples.*give it to the Loader's dataset, Loader\(\{",
+        ):
+            side_by_side(mesh, {"x": batch["x"], "w": X}, shards)
+
+
+def test_the_same_after_a_call_that_was_right(mesh: Mesh) -> None:
+    """A signature that is known is that of leaves which were dealt alike."""
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(batch):
+        return Sharded(torch.cat([batch["x"], batch["w"]], 1), P("data"))
+
+    assert torch.equal(step({"x": put(X, P("data"), mesh=mesh), "w": X}).full(), torch.cat([X, X], 1))
+    (batch,) = Loader({"x": X}, 8, mesh=mesh, shuffle=False)
+    with pytest.raises(SpecError, match="is whole, and beside it in the batch a Loader has dealt"):
+        step({"x": batch["x"], "w": X})
+
+
+def test_all_of_it_from_the_loader(mesh: Mesh) -> None:
+    (batch,) = Loader({"x": X, "w": X}, 8, mesh=mesh)
+    both = side_by_side(mesh, batch)
+    assert torch.equal(both[:, 0], both[:, 1])
+
+
+def test_a_whole_tensor_beside_a_part_within_a_region(mesh: Mesh) -> None:
+    @data_parallel
+    def inner(batch):
+        return batch["x"].sum()
+
+    @spmd(mesh=mesh)
+    def step(x, w):
+        return inner({"x": x, "w": w})
+
+    (x,) = Loader(X, 8, mesh=mesh, shuffle=False)
+    with pytest.raises(SpecError, match=r"parts: batch\['x'\]; whole: batch\['w'\].*give all of it to the"):
+        step(x, X)
+
+
+# -- accumulation ------------------------------------------------------------------------------------------------------
+
+
+def squares(params: Any, batch: torch.Tensor) -> torch.Tensor:
+    return (params["w"] * batch).square().mean()
+
+
+def accumulating(mesh: Mesh, batch: Any, chunks: int, loss_fn: Callable = squares) -> Any:
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, batch):
+        total, grads = torch.zeros(()), torch.zeros(1)
+        for chunk in batch.chunk(chunks):
+            loss, found = value_and_grad(loss_fn)(params, chunk)
+            total, grads = total + loss / chunks, grads + found["w"] / chunks
+        return total, grads
+
+    return step(W, batch)
+
+
+def test_accumulation_over_equal_chunks(mesh: Mesh) -> None:
+    loss, gradient = accumulating(mesh, X, 2)
+    expected, grads = value_and_grad(squares)(W, X)
+    torch.testing.assert_close(loss.full(), expected)
+    torch.testing.assert_close(gradient.full(), grads["w"])
+
+
+@pytest.mark.parametrize("samples", [7, 6])
+def test_accumulation_over_chunks_that_differ(mesh: Mesh, samples: int) -> None:
+    """Seven samples on two ranks are four and three; six are three and three, of which chunks have two and one."""
+    accumulating(mesh, X, 2)  # the last batch of an epoch comes after larger ones
+    with pytest.raises(SpecError, match=r"squares is given a part of the batch.*got 2 of [34] samples.*shards=\)"):
+        accumulating(mesh, X[:samples], 2)
+
+
+def test_accumulation_as_virtual_shards(mesh: Mesh) -> None:
+    @spmd(mesh=mesh)
+    @data_parallel(shards=4)
+    def step(params, batch):
+        return value_and_grad(squares)(params, batch)
+
+    loss, gradient = step(W, X[:7])
+    expected, grads = value_and_grad(squares)(W, X[:7])
+    torch.testing.assert_close(loss.full(), expected)
+    torch.testing.assert_close(gradient["w"].full(), grads["w"])
+
+
+def test_chunks_with_their_counts(mesh: Mesh) -> None:
+    """A pair of a total and a count is right for every chunk by itself."""
+
+    def loss_fn(params, chunk):
+        return mean_of((params["w"] * chunk).square().sum(), len(chunk))
+
+    accumulating(mesh, X[:7], 2, loss_fn)
+
+
+def test_what_is_no_chunk(mesh: Mesh) -> None:
+    """Columns of an uneven batch, and what was computed from it, are not taken for a part of its samples."""
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, batch):
+        first, _ = value_and_grad(squares)(params, batch[:, :1])
+        second, _ = value_and_grad(squares)(params, (batch * 1)[:1])
+        return first, second
+
+    step(W, X[:7].expand(7, 3))
+
+
+# -- collectives of uneven batches -------------------------------------------------------------------------------------
+
+
+def test_gathering_an_uneven_batch(make_mesh: Callable[..., Mesh]) -> None:
+    """As contrastive losses do."""
+
+    @spmd(mesh=make_mesh({"data": 2}))
+    @data_parallel
+    def step(params, batch):
+        def loss_fn(params, batch):
+            mine = params["w"] * batch
+            return (mine @ all_gather(mine, "data", tiled=True).T).mean()
+
+        return value_and_grad(loss_fn)(params, batch)
+
+    with pytest.raises(CollectiveMismatch, match=r"all_gather.*pad them to the longest.*drop_last=True"):
+        step(W, X[:7])

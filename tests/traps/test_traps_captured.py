@@ -1,0 +1,249 @@
+"""Steps that change what they capture, or train what is none of their arguments: each with the message that it gets."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spmd import (
+    Mesh,
+    SpecError,
+    data_parallel,
+    functional,
+    functional_with_buffers,
+    optimizer,
+    pmean,
+    spmd,
+    value_and_grad,
+)
+
+X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def mesh(shared_mesh: Callable[..., Mesh]) -> Mesh:
+    mesh = shared_mesh({"data": 2})
+    # Torch's optimizers import it when they are first used: a rank whose peer fails meanwhile is interrupted within.
+    mesh.run(lambda: importlib.import_module("torch._dynamo") and None)
+    return mesh
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 1)
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_ordinary_training_loop_in_a_step(mesh: Mesh, cls: Any, shards: int | None) -> None:
+    module = linear()
+    opt = cls(module.parameters(), lr=0.1)
+
+    @spmd(mesh=mesh)
+    @data_parallel(shards=shards)
+    def step(params, batch):
+        opt.zero_grad()
+        loss = sum(p.square().sum() for p in module.parameters())
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    for _ in range(2):  # not the first time only
+        with pytest.raises(
+            SpecError, match=rf"{cls.__name__}.step\(\) was called in a step on parameters.*functional\("
+        ):
+            step({}, X)
+
+
+def test_an_optimizer_that_steps_at_a_later_call(mesh: Mesh) -> None:
+    """What is looked at before and after the first call only is found by torch's hook then."""
+    module = linear()
+    opt = torch.optim.SGD(module.parameters(), lr=0.1)
+    calls = []
+
+    @spmd(mesh=mesh)
+    def step(x):
+        calls.append(1)
+        if len(calls) > 2:
+            opt.step()
+        return x
+
+    step(X)
+    step(X)
+    with pytest.raises(SpecError, match=r"SGD.step\(\) was called in a step on parameters that the step captures"):
+        step(X).full()
+
+
+def test_backward_alone(mesh: Mesh) -> None:
+    module = linear()
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(batch):
+        loss = module(batch).mean()
+        loss.backward()
+        return pmean(loss.detach(), "data")
+
+    with pytest.raises(SpecError, match=r"step calls backward\(\) on what it captures.*got a gradient of 'weight'"):
+        step(X)
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.models = {"net": linear()}
+
+    def step(self, batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.models["net"].weight.mul_(0.9)
+        return batch
+
+
+def test_a_module_of_an_object(mesh: Mesh) -> None:
+    with pytest.raises(SpecError, match=r"step changes what it captures in place.*a change of 'weight' of the mod"):
+        spmd(Trainer().step, mesh=mesh)(X)
+
+
+def test_a_captured_tensor(mesh: Mesh) -> None:
+    count = torch.zeros(3)
+
+    @spmd(mesh=mesh)
+    def step(x):
+        count.add_(1)
+        return x + count
+
+    with pytest.raises(SpecError, match=r"a change of a tensor of shape \[3\].*pass it as an argument, and return its"):
+        step(torch.ones(3))
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+def test_running_statistics(mesh: Mesh, shards: int | None) -> None:
+    norm = nn.BatchNorm1d(3).requires_grad_(False)
+    apply, params = functional(linear())
+
+    @spmd(mesh=mesh)
+    @data_parallel(shards=shards)
+    def step(params, batch):
+        return value_and_grad(lambda params, batch: apply(params, norm(batch)).square().mean())(params, batch)
+
+    with pytest.raises(SpecError, match=r"'num_batches_tracked' of the module BatchNorm1d.*functional_with_buff"):
+        step(params, X)
+    norm.eval()
+    step(params, X)
+
+
+def test_a_captured_tensor_that_requires_gradients(mesh: Mesh) -> None:
+    scale = torch.ones(1, requires_grad=True)
+    apply, params = functional(linear())
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, batch):
+        return value_and_grad(lambda params, batch: (apply(params, batch) * scale).mean())(params, batch)
+
+    with pytest.raises(SpecError, match=r"got a tensor with requires_grad=True of shape \[1\] that is none of its"):
+        step(params, X)
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+def test_all_leaves_are_frozen(mesh: Mesh, shards: int | None) -> None:
+    apply, params = functional(linear().requires_grad_(False))
+
+    @spmd(mesh=mesh)
+    @data_parallel(shards=shards)
+    def step(params, batch):
+        return value_and_grad(lambda params, batch: apply(params, batch).mean())(params, batch)
+
+    with pytest.raises(SpecError, match=r"nothing that can be trained.*got 2 leaves, of which 2 are frozen.*requires"):
+        step(params, X)
+
+
+@pytest.mark.parametrize("shards", [None, 2, 3])
+def test_gradients_that_are_zero_for_every_leaf(mesh: Mesh, shards: int | None) -> None:
+    module = linear().requires_grad_(False)
+    _, params = functional(linear())
+
+    @spmd(mesh=mesh)
+    @data_parallel(shards=shards)
+    def step(params, batch):
+        return value_and_grad(lambda params, batch: module(batch).square().mean())(params, batch)
+
+    with pytest.raises(SpecError, match="got gradients that are zero for every leaf"):
+        step(params, X)
+
+
+# -- what is right ----------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_over_tensors_of_the_step(mesh: Mesh) -> None:
+    """An inner loop that trains what it has made itself."""
+
+    @spmd(mesh=mesh)
+    def step(w):
+        inner = w.clone().requires_grad_()
+        opt = torch.optim.SGD([inner], lr=0.5)
+        for _ in range(2):
+            opt.zero_grad()
+            inner.square().sum().backward()
+            opt.step()
+        return inner.detach()
+
+    assert step(torch.ones(2)).full().tolist() == [0.0, 0.0]
+
+
+def test_a_captured_model_that_stays(mesh: Mesh) -> None:
+    """A teacher, whose outputs are learned; nothing of it changes."""
+    teacher, student = linear(), copy.deepcopy(linear())
+    apply, params = functional(student)
+    opt = optimizer(torch.optim.SGD, lr=0.1)
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, state, batch):
+        with torch.no_grad():
+            target = teacher(batch)
+        loss, grads = value_and_grad(lambda params, batch: (apply(params, batch) - 2 * target).square().mean())(
+            params, batch
+        )
+        return *opt.step(params, grads, state), loss
+
+    state = opt.init(params)
+    first = None
+    for _ in range(3):
+        params, state, loss = step(params, state, X)
+        first = loss.item() if first is None else first
+    assert loss.item() < first
+
+
+def test_statistics_that_are_returned(mesh: Mesh) -> None:
+    apply, params, buffers = functional_with_buffers(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)))
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, buffers, batch):
+        def loss_fn(params, batch):
+            out, new = apply(params, buffers, batch)
+            return out.square().mean(), new
+
+        return value_and_grad(loss_fn, has_aux=True)(params, batch)
+
+    (_, new), _ = step(params, buffers, X)
+    assert int(new["0.num_batches_tracked"]) == 1
+
+
+def test_a_function_given_to_run_may_change_what_it_captures(mesh: Mesh) -> None:
+    module = linear()
+    opt = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def train(x):
+        module(x).mean().backward()
+        opt.step()
+        return module.weight.detach().clone()
+
+    first, second = mesh.run(train, X)
+    assert torch.equal(first, second) and not torch.equal(first, module.weight)

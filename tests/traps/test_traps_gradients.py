@@ -1,0 +1,171 @@
+"""Ordinary programs that would train nothing, or something else, without a word: each with the message that it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from spmd import Mesh, P, Sharded, SpecError, data_parallel, functional, grad, spmd, value_and_grad
+
+X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def mesh(shared_mesh: Callable[..., Mesh]) -> Mesh:
+    return shared_mesh({"data": 2})
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def gradients(mesh: Mesh, loss_fn: Callable, params: Any, batch: Any, shards: int | None = None, **options: Any) -> Any:
+    @spmd(mesh=mesh)
+    @data_parallel(shards=shards)
+    def step(params, batch):
+        return value_and_grad(loss_fn, **options)(params, batch)
+
+    return step(params, batch)
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+def test_the_model_instead_of_apply(mesh: Mesh, shards: int | None) -> None:
+    module = model()
+    _, params = functional(module)
+    with pytest.raises(SpecError, match=r"computes with parameters that it captures.*functional\(model\).*apply\(par"):
+        gradients(mesh, lambda params, batch: module(batch).square().mean(), params, X, shards)
+
+
+def test_a_model_without_gradients_instead_of_apply(mesh: Mesh) -> None:
+    _, params = functional(model())
+    module = model().requires_grad_(False)
+    with pytest.raises(SpecError, match="got gradients that are zero for every leaf"):
+        gradients(mesh, lambda params, batch: module(batch).square().mean(), params, X)
+
+
+def test_a_captured_module_beside_the_parameters(mesh: Mesh) -> None:
+    apply, params = functional(model())
+    head = nn.Linear(1, 1)
+    with pytest.raises(SpecError, match=r"parameter of shape \[1, 1\] that is none of its arguments|shape \[1\] that"):
+        gradients(mesh, lambda params, batch: head(apply(params, batch)).mean(), params, X)
+    head.requires_grad_(False)
+    gradients(mesh, lambda params, batch: head(apply(params, batch)).mean(), params, X)
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+def test_aux_with_a_row_for_each_sample(mesh: Mesh, shards: int | None) -> None:
+    apply, params = functional(model())
+
+    def loss_fn(params, batch):
+        out = apply(params, batch)
+        return out.square().mean(), {"logits": out}
+
+    with pytest.raises(SpecError, match=r"aux\['logits'\] of loss_fn has a row for each sample.*Sharded.*or reduce it"):
+        gradients(mesh, loss_fn, params, X, shards, has_aux=True)
+
+
+def test_aux_that_says_what_it_is(mesh: Mesh) -> None:
+    """Rows that stay those of the samples, means of them, and statistics that happen to be as long as the batch."""
+    apply, params = functional(model())
+
+    def loss_fn(params, batch):
+        out = apply(params, batch)
+        statistics = torch.arange(4.0) + out.mean()
+        return out.square().mean(), (Sharded(out, P("data")), out.mean(0), statistics)
+
+    (_, (rows, mean, statistics)), _ = gradients(mesh, loss_fn, params, X, has_aux=True)
+    expected = apply(params, X).detach()
+    torch.testing.assert_close(rows.full(), expected)
+    torch.testing.assert_close(mean.full(), expected.mean(0))
+    torch.testing.assert_close(statistics.full(), torch.arange(4.0) + expected.mean())
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out: out.square().sum(),
+        lambda out: F.mse_loss(out, torch.zeros_like(out), reduction="sum"),
+        lambda out: F.cross_entropy(torch.cat([out, -out], 1), torch.zeros(len(out)).long(), reduction="sum"),
+    ],
+)
+@pytest.mark.parametrize("shards", [None, 2])
+def test_a_loss_that_is_a_sum(mesh: Mesh, loss: Callable[[Tensor], Tensor], shards: int | None) -> None:
+    apply, params = functional(model())
+    with pytest.raises(SpecError, match=r"returns a sum over its samples.*return the mean.*or mean_of\(total, count\)"):
+        gradients(mesh, lambda params, batch: loss(apply(params, batch)), params, X, shards)
+
+
+def test_sums_that_are_none_over_samples(mesh: Mesh) -> None:
+    apply, params = functional(model())
+    gradients(mesh, lambda params, batch: (apply(params, batch).square() / len(batch)).sum(), params, X)
+    gradients(mesh, lambda params, batch: torch.stack([apply(params, batch).mean()] * 4).sum(), params, X)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (
+            lambda: value_and_grad(torch.zeros(())),
+            r"value_and_grad takes a function.*got a tensor.*value_and_grad\(loss",
+        ),
+        (lambda: grad(None), r"grad takes a function.*got NoneType.*grad\(loss_fn\)\(params, batch\)"),
+        (lambda: data_parallel(3), "data_parallel takes a function.*got int.*@data_parallel above def step"),
+        (lambda: spmd("data"), r"spmd takes a function.*got str.*spmd\(step, mesh=mesh\)"),
+        (lambda: data_parallel(spmd(lambda batch: batch)), "data_parallel was put around spmd.*@spmd above @data_par"),
+    ],
+)
+def test_what_is_no_function(wrong: Callable[[], Any], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        wrong()
+
+
+def test_reentrant_checkpointing(mesh: Mesh) -> None:
+    apply, params = functional(model())
+    with pytest.raises(SpecError, match=r"reentrant activation checkpointing.*use_reentrant=False"):
+        gradients(
+            mesh,
+            lambda p, batch: checkpoint(lambda x: apply(p, x), batch * p["0.bias"].sum(), use_reentrant=True).mean(),
+            params,
+            X,
+        )
+
+
+class Dropped(nn.Module):
+    """Two blocks with dropout, the first one computed again in the backward pass or not."""
+
+    def __init__(self, again: bool):
+        super().__init__()
+        self.again = again
+        self.first = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 4))
+        self.second = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.first, x, use_reentrant=False) if self.again else self.first(x)
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize("shards", [None, 4])
+def test_checkpointing_with_dropout(make_mesh: Callable[..., Mesh], shards: int | None) -> None:
+    """The same masks in the backward pass, and after it: the same gradients as without, in steps with one key."""
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        apply, params = functional(Dropped(again))
+        mesh = make_mesh({"data": 2}, seed=3)
+
+        def loss_fn(params, batch, apply=apply):
+            return apply(params, batch).square().mean()
+
+        found.append(gradients(mesh, loss_fn, params, X, shards))
+    (plain, expected), (value, got) = found
+    assert plain.item() == value.item()
+    for name in expected:
+        torch.testing.assert_close(got[name].full(), expected[name].full(), rtol=0, atol=0)
+        assert expected[name].full().any()

@@ -1,0 +1,112 @@
+"""The batch of a step within a region: this rank's part of every leaf, and how many samples there are.
+
+What was cut on the way in is this rank's part already; what is whole is cut here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.errors import SpecError, message
+from ..mesh import trees
+from ..mesh.batch import BatchArgument, common_length
+from ..mesh.region import Region
+from ..mesh.replication.net import mark, marked
+from ..mesh.spec import split_sizes
+from ._reductions import psum
+from .exact.shards import VirtualShards
+from .exact.tracked import as_tracked
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """This rank's part of a batch: the tree, its number of samples and that of the whole."""
+
+    tree: Any
+    here: int
+    total: int
+    virtual: VirtualShards | None
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        return tuple(leaf for leaf in trees.leaves(self.tree) if isinstance(leaf, Tensor))
+
+
+def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Part:
+    """This rank's part of the batch `tree`.
+
+    Raises:
+        SpecError: a leaf has no dimension to split, leaves differ in length, or were dealt otherwise.
+    """
+    axis, session = argument.axis, region.session
+    cut: dict[str, int] = {}  # lengths by path of the leaves that are this rank's part already
+    whole: dict[str, int] = {}
+    for path, leaf in zip(trees.paths(tree), trees.leaves(tree), strict=True):
+        if isinstance(leaf, Tensor):
+            if not leaf.dim():
+                raise SpecError(
+                    message(
+                        f"batch{path} of {name} has no dimension to split", remedy="pass scalars in another argument"
+                    )
+                )
+            (cut if axis in (marked(leaf) or ()) else whole)[f"batch{path}"] = leaf.shape[0]
+    if cut and argument.shards is not None and region.batch.shards != argument.shards:
+        dealt = region.batch.shards
+        raise SpecError(
+            message(
+                f"a batch was cut before data_parallel(shards={argument.shards}), and not over as many virtual shards",
+                got="ranks' parts" if dealt is None else f"a batch of Loader(shards={dealt})",
+                remedy="give the same shards= to Loader and data_parallel, or pass the whole batch",
+            )
+        )
+    if cut and whole and session.layout.axes[axis] > 1:
+        raise SpecError(
+            message(
+                f"the batch of {name} has leaves that are each rank's part already beside whole ones, whose rows would "
+                "be of different samples",
+                got=f"parts: {', '.join(cut)}; whole: {', '.join(whole)}",
+                where=session.where(),
+                remedy="give all of it to the Loader's dataset, or pass all of it whole",
+            )
+        )
+    common_length({**cut, **whole}, name)
+    here, total = common_length(cut, name), common_length(whole, name)
+    if here is not None:
+        known = region.batch.total if region.batch.axis == axis else None
+        total = int(psum(torch.tensor(here), axis)) if known is None else known
+    sizes, mine = split_sizes(total or 0, session.layout.axes[axis]), session.layout.coords(session.rank)[axis]
+    virtual = None
+    if argument.shards is not None:
+        virtual = VirtualShards.of(session.layout, session.rank, axis, argument.shards, total or 0)
+    expected = sizes[mine] if virtual is None else virtual.here
+    if cut and virtual is not None and here != expected:
+        raise SpecError(
+            message(
+                "a batch's parts are not those of its virtual shards",
+                got=f"{here} samples of {total}",
+                where=session.where(),
+                remedy="pass the batch as the Loader gave it, or whole",
+            )
+        )
+
+    def part(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        axes = marked(leaf) or frozenset()
+        if axis not in axes:
+            first = sum(sizes[:mine])
+            leaf = leaf[first : first + sizes[mine]] if virtual is None else virtual.deal(leaf)
+            mark(leaf, axes | {axis}, "the batch")
+        if virtual is not None:
+            leaf = mark(as_tracked(leaf), axes | {axis})
+            virtual.batch.append(leaf)
+        return leaf
+
+    tree = trees.map(part, tree)
+    if virtual is not None:
+        virtual.tree = tree
+    return Part(tree, expected if here is None else here, total or 0, virtual)

@@ -1,0 +1,116 @@
+"""A gradient to be taken: of which function, at which arguments, in which step; and what the function returned."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..kernels.errors import SpecError, message
+from ..mesh.region import Region
+from ._arguments import Argument
+from ._mean_of import MeanOf
+from ._plan import Plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """What a function returned that is differentiated.
+
+    Attributes:
+        value: this rank's, 0-dim; with a `count` the total that is to be divided.
+        count: float64, 0-dim; None where the value is a mean already.
+        aux: what came with it; an empty tree without `has_aux`.
+    """
+
+    value: Tensor
+    count: Tensor | None
+    aux: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """What is differentiated.
+
+    Attributes:
+        function, name: the function, and what messages call it.
+        has_aux: whether it returns a pair.
+        args, kwargs: its arguments, with `Argument.primal` in place of the leaves to differentiate by.
+        arguments: these leaves.
+        region: None outside of one.
+        plan: of the step.
+        over: the axes of the mean.
+        nested: whether the result is to be differentiated in turn.
+    """
+
+    function: Callable
+    name: str
+    has_aux: bool
+    args: list[Any]
+    kwargs: dict[str, Any]
+    arguments: list[Argument]
+    region: Region | None
+    plan: Plan
+    over: tuple[str, ...]
+    nested: bool
+
+    def evaluate(self, args: list[Any], kwargs: dict[str, Any], *, grad: bool = True) -> Output:
+        """The function at arguments that stand for `args` and `kwargs`."""
+        with torch.set_grad_enabled(grad):
+            return self._output(self.function(*args, **kwargs))
+
+    def _output(self, out: Any) -> Output:
+        value, aux = out, ()
+        if self.has_aux:
+            if not isinstance(out, tuple | list) or len(out) != 2:
+                problem = f"{self.name} must return (value, aux) under has_aux=True"
+                raise SpecError(message(problem, got=type(out).__name__, expected="a pair"))
+            value, aux = out
+        if isinstance(value, MeanOf):
+            return Output(value.total, value.count, aux)
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.dtype.is_floating_point:
+            got = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise SpecError(
+                message(
+                    f"{self.name} must return a scalar to be differentiated",
+                    expected="a floating-point tensor with one element",
+                    got=got,
+                    remedy="reduce it with .mean(), or return mean_of(total, count); with auxiliary values use "
+                    "has_aux=True",
+                )
+            )
+        return Output(value.reshape(()), None, aux)
+
+    def weight(self, axes: tuple[str, ...]) -> tuple[float, bool]:
+        """This rank's share in a mean over `axes`, and whether it has any samples."""
+        return (1.0, True) if self.region is None else self.plan.weight(axes, self.region.session.layout.axes)
+
+    def share(self, count: Tensor | None) -> float:
+        """What this rank's value counts in the mean over the mesh; with a count all ranks talk to each other."""
+        if count is None:
+            return self.weight(self.over)[0]
+        if self.region is not None and self.over:
+            comm = self.region.session.comm(self.over)
+            count = comm.all_reduced(count) if comm.size > 1 else count
+        return inverse(count)
+
+
+def inverse(count: Tensor) -> float:
+    """What a total is multiplied by for its mean: of nothing it is infinite, and 0 times that no number."""
+    return 1.0 / float(count) if count else math.inf
+
+
+Solution = tuple[Tensor, list[Any], Any]  # the mean value, a gradient for each argument, aux
+
+
+class Strategy(Protocol):
+    """How a gradient is taken: chosen once, when it is begun."""
+
+    def primal(self, leaf: Tensor) -> Tensor:
+        """What the function is given in place of a leaf that it is differentiated by."""
+
+    def solve(self, call: Call) -> Solution: ...

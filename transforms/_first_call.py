@@ -1,0 +1,219 @@
+"""What is looked at when a function is first differentiated in a region: mistakes that would go on without a word.
+
+A loss that is a sum, per-sample aux, parameters that the function has besides its arguments. The tape and the shapes
+raise a suspicion; where they can't prove it, the function is evaluated once more, on every sample twice: a mean stays
+what it is, a sum doubles, and what has a row for each sample has twice as many. Invariant: random numbers go on as if
+nothing had been looked at, and functions that communicate are evaluated once only, or ranks would wait for each other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import torch_private
+from ..kernels.errors import SpecError, message
+from ..kernels.torch_private import Node
+from ..mesh import trees
+from ..mesh.region import generators, restore_generators
+from ._auxiliary import Auxiliary
+from ._call import Call, Output
+
+_looked_at: set[tuple[Any, ...]] = set()
+
+
+def look(
+    call: Call, args: Any, kwargs: Any, out: Output, aux: Auxiliary, batch: Sequence[Any], communicates: bool
+) -> None:
+    """Look at what a function returned, unless one with the same code has been looked at.
+
+    Args:
+        args, kwargs: what it was called with.
+        batch: those of their leaves that have a row for each sample.
+
+    Raises:
+        SpecError: it captures parameters, its value is a sum over samples, a leaf of aux has a row for each, or it is
+            given a part of the samples, and such parts are not the same share of them on all ranks.
+    """
+    if call.region is None or call.nested:
+        return
+    key = (_code(call.function), call.over, len(aux.leaves), tuple(call.plan.samples.items()))
+    if key in _looked_at:
+        return
+    _look_at_tape(call, out)
+    sizes = call.region.session.layout.axes
+    split = {name for name in call.plan.samples if name in call.over and sizes[name] > 1}
+    rows = batch[0].shape[0] if batch else 0
+    if split and out.count is None and call.plan.virtual is None:
+        _check_parts(call, args, kwargs, split)
+    if split and rows:
+        per_sample = [
+            index
+            for index, (leaf, axes) in enumerate(zip(aux.leaves, aux.over, strict=True))
+            if isinstance(leaf, Tensor) and split & set(axes or ()) and leaf.dim() and leaf.shape[0] == rows
+        ]
+        is_sum = rows > 1 and out.count is None and _may_be_sum(out.value.grad_fn, rows)
+        if (per_sample or is_sum) and not communicates:
+            _compare(call, out, aux, _doubled(call, args, kwargs, batch), per_sample, is_sum)
+    if len(_looked_at) >= 4096:
+        _looked_at.clear()
+    _looked_at.add(key)
+
+
+def _code(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__code__", type(function))
+
+
+# -- the tape ----------------------------------------------------------------------------------------------------------
+
+
+def _look_at_tape(call: Call, out: Output) -> None:
+    given = {id(argument.primal) for argument in call.arguments}
+    held = frozenset() if call.region is None else call.region.captured
+    for node in _nodes(out.value.grad_fn):
+        name = type(node).__name__
+        if name == "CheckpointFunctionBackward":
+            raise SpecError(
+                message(
+                    f"{call.name} uses reentrant activation checkpointing, which can't be differentiated by arguments",
+                    remedy="torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+                )
+            )
+        leaf = getattr(node, "variable", None) if name == "AccumulateGrad" else None
+        if leaf is None or id(leaf) in given or not call.plan.samples:  # else in a train step
+            continue
+        if isinstance(leaf, nn.Parameter) or id(leaf) in held:
+            kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor with requires_grad=True"
+            raise captured(call, f"a {kind} of shape {list(leaf.shape)} that is none of its arguments")
+
+
+def captured(call: Call, got: str) -> SpecError:
+    """The error for a function that computes with parameters of its own."""
+    return SpecError(
+        message(
+            f"{call.name} computes with parameters that it captures, which no gradient is taken by",
+            got=got,
+            expected="all that is trained as arguments",
+            remedy="apply, params = functional(model), and apply(params, x) instead of model(x); what is not to be "
+            "trained has requires_grad_(False), or is called under torch.no_grad()",
+        )
+    )
+
+
+def check_trains(call: Call, differentiable: bool, gradients: Sequence[Tensor]) -> None:
+    """Refuse gradients that are zero for every leaf, where this rank's value depends on none of them.
+
+    Args:
+        differentiable: whether the value depends on anything that requires gradients.
+    """
+    within_step = call.region is not None and bool(call.plan.samples) and not call.plan.without_samples
+    if gradients and (within_step or differentiable) and not any(bool(g.any()) for g in gradients):
+        raise captured(call, "gradients that are zero for every leaf: its value depends on none of them")
+
+
+def _nodes(end: Node | None) -> Iterator[Node]:
+    left, seen = [end], {end}
+    while left:
+        node = left.pop()
+        if node is None:
+            continue
+        yield node
+        for below, _ in node.next_functions:
+            if below not in seen:
+                seen.add(below)
+                left.append(below)
+
+
+def _may_be_sum(node: Node | None, rows: int) -> bool:
+    """Whether a value was made by adding up something with so many rows."""
+    name = "" if node is None else type(node).__name__
+    while name in ("ViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "ToCopyBackward0"):
+        assert node is not None
+        node = node.next_functions[0][0]
+        name = "" if node is None else type(node).__name__
+    if name in ("SumBackward0", "SumBackward1"):
+        return tuple(torch_private.saved(node, "self_sym_sizes"))[:1] == (rows,)
+    return "Loss" in name and torch_private.sums_up(node)
+
+
+def _check_parts(call: Call, args: Any, kwargs: Any, split: set[str]) -> None:
+    """Refuse a chunk of the batch, for accumulation, where ranks or chunks differ in their number of samples."""
+    assert call.region is not None
+    sizes, memory = call.region.session.layout.axes, {leaf.untyped_storage().data_ptr() for leaf in call.plan.batch}
+    for name in split:
+        here, total = call.plan.samples[name]
+        for leaf in trees.leaves((tuple(args), kwargs)):
+            part = isinstance(leaf, Tensor) and leaf.dim() and 0 < leaf.shape[0] < here
+            if not part or leaf.untyped_storage().data_ptr() not in memory:
+                continue
+            if total % sizes[name] or here % leaf.shape[0]:
+                raise SpecError(
+                    message(
+                        f"{call.name} is given a part of the batch in a step whose parts are not equal, so that the "
+                        "mean of their means is not that of the whole batch",
+                        got=f"{leaf.shape[0]} of {here} samples on this rank, {total} on {sizes[name]} ranks",
+                        where=call.region.session.where(),
+                        remedy="accumulate with data_parallel(shards=) and one value_and_grad over the whole batch, "
+                        "return mean_of(total, count), or have equal parts (Loader(drop_last=True))",
+                    )
+                )
+
+
+# -- the function again, with every sample twice -----------------------------------------------------------------------
+
+
+def _doubled(call: Call, args: Any, kwargs: Any, batch: Sequence[Any]) -> Output | None:
+    """What the function returns for every sample twice; None if that can't be had."""
+    twice = {id(leaf): torch.cat([leaf.detach(), leaf.detach()]) for leaf in batch}
+    leaves, treedef = trees.flatten((tuple(args), kwargs))
+    if not any(id(leaf) in twice for leaf in leaves):
+        return None
+    args, kwargs = trees.unflatten(treedef, [twice.get(id(leaf), leaf) for leaf in leaves])
+    state = generators()
+    try:
+        return call.evaluate(list(args), kwargs, grad=False)
+    except Exception:  # it may well want so many samples and no others
+        return None
+    finally:
+        restore_generators(state)
+
+
+def _compare(
+    call: Call, out: Output, aux: Auxiliary, doubled: Output | None, per_sample: list[int], is_sum: bool
+) -> None:
+    if doubled is None:
+        return
+    where = "" if call.region is None else call.region.session.where()
+    if is_sum and doubled.count is None:
+        value, twice = float(out.value.detach()), float(doubled.value)
+        if value and abs(twice - 2 * value) <= 1e-3 * abs(twice):
+            raise SpecError(
+                message(
+                    f"{call.name} returns a sum over its samples, and the mean over ranks of sums is not that of the "
+                    "whole batch",
+                    got=f"{value:.6g}, and {twice:.6g} for every sample twice",
+                    where=where,
+                    remedy="return the mean over samples, or mean_of(total, count)",
+                )
+            )
+    again = trees.leaves(doubled.aux)
+    for index in per_sample:
+        leaf = again[index] if len(again) == len(aux.leaves) else None
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == 2 * aux.leaves[index].shape[0]:
+            path = trees.paths(out.aux)[index]
+            axis = next(name for name in call.plan.samples if name in call.over)
+            raise SpecError(
+                message(
+                    f"aux{path} of {call.name} has a row for each sample, and would be averaged over different samples",
+                    got=f"shape {list(aux.leaves[index].shape)} of {aux.leaves[index].shape[0]} samples",
+                    where=where,
+                    remedy=f'return Sharded(value, P("{axis}")), whose rows stay those of the samples, or reduce it, '
+                    "value.mean(0) for instance",
+                )
+            )

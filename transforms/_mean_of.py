@@ -1,0 +1,72 @@
+"""`mean_of`: a loss as a pair of a total and what it is divided by, so that its mean is exact whatever the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+
+import torch
+from torch import Tensor
+
+from ..kernels.errors import SpecError, message
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeanOf:
+    """What `mean_of` returns: this rank's total, and its count, without history."""
+
+    total: Tensor
+    count: Tensor
+
+
+def mean_of(total: Tensor, count: Tensor | float) -> MeanOf:
+    """A loss for `grad` and `value_and_grad` that is a total divided by a count, both summed over the mesh first.
+
+    A mean over samples needs none of this: ranks count by their samples. A mean over anything else does: over tokens
+    that are not padding, with class weights, over pairs. A mean over something else that is returned by itself is
+    not found out: its number is wrong without a word.
+
+    >>> def loss_fn(w, batch):
+    ...     losses = (w * batch["x"] - batch["y"]).square() * batch["mask"]
+    ...     return mean_of(losses.sum(), batch["mask"].sum())
+    >>> batch = {"x": torch.tensor([1.0, 2.0]), "y": torch.zeros(2), "mask": torch.tensor([1.0, 0.0])}
+    >>> from spmd import value_and_grad
+    >>> value_and_grad(loss_fn)(torch.tensor(3.0), batch)
+    (tensor(9.), tensor(6.))
+
+    Args:
+        total: floating-point tensor with one element, such as a loss with reduction="sum".
+        count: number, or tensor with one element, of this rank's samples: nothing is differentiated through it. It may
+            be 0 on some ranks; if it is on all, the value is NaN, as torch's own mean of nothing, and the gradients are
+            what a backward pass makes of that (zeros or NaN).
+
+    Returns:
+        A pair to be returned from the function that is differentiated, whose value then is
+        sum(total) / sum(count) over the mesh, on one device the total divided by the count.
+
+    Raises:
+        SpecError: one of them is something else.
+    """
+    if not isinstance(total, Tensor) or total.numel() != 1 or not total.dtype.is_floating_point:
+        raise SpecError(
+            message(
+                'mean_of got an unexpected value for argument "total"',
+                expected="a floating-point tensor with one element",
+                got=f"{total.dtype}{list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__,
+                remedy='sum it: cross_entropy(..., reduction="sum"), or losses.sum()',
+            )
+        )
+    if isinstance(count, Tensor) and count.numel() == 1 and not count.dtype.is_complex:
+        counted = count.detach().reshape(()).to(torch.float64)
+    elif isinstance(count, numbers.Real):
+        counted = torch.tensor(float(count), dtype=torch.float64)
+    else:
+        raise SpecError(
+            message(
+                'mean_of got an unexpected value for argument "count"',
+                expected="a number, or a real tensor with one element",
+                got=f"{count.dtype}{list(count.shape)}" if isinstance(count, Tensor) else type(count).__name__,
+                remedy="sum it: mask.sum(), or weights[labels].sum()",
+            )
+        )
+    return MeanOf(total.reshape(()), counted)

@@ -1,0 +1,80 @@
+"""The plan of a step: what `data_parallel` decided for it, one value that the gradients in it are given."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ..mesh.region import Region, current
+from .exact.shards import VirtualShards
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """How much this rank's samples weigh, and how gradients travel.
+
+    Attributes:
+        samples: axis -> (samples on this rank, samples in the whole batch), where a batch is split over the axis.
+        bucket_mb: largest bucket of gradients, in MiB.
+        wire_dtype: in which gradients travel; None is their own.
+        virtual: the virtual shards of the step; None if it has none.
+        shard: the one of them that is running.
+        batch: this rank's part of the batch, leaf by leaf.
+    """
+
+    samples: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    bucket_mb: float = 25.0
+    wire_dtype: torch.dtype | None = None
+    virtual: VirtualShards | None = None
+    shard: int | None = None
+    batch: tuple[Tensor, ...] = ()
+
+    @property
+    def bucket_bytes(self) -> int:
+        return int(self.bucket_mb * (1 << 20))
+
+    @property
+    def without_samples(self) -> bool:
+        """Whether this rank has no samples of a batch, so that what it computes of it means nothing."""
+        return any(here == 0 for here, _ in self.samples.values())
+
+    def weight(self, axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[float, bool]:
+        """This rank's share in a mean over `axes`, of these `sizes`, and whether it has any samples at all."""
+        weight, any_samples = 1.0, True
+        for name in axes:
+            here, total = self.samples.get(name, (1, sizes[name]))
+            weight *= here / total if total else 0.0
+            any_samples = any_samples and here > 0
+        return weight, any_samples
+
+    def splitting(self, axis: str, here: int, total: int) -> Mapping[str, tuple[int, int]]:
+        """`samples` with those of one more axis."""
+        return {**self.samples, axis: (here, total)}
+
+
+_NO_STEP = Plan()
+
+
+def plan_of(region: Region | None) -> Plan:
+    """The plan of the step that is running in a region; one in which all ranks weigh alike if there is none."""
+    plan = None if region is None else region.plan
+    return plan if isinstance(plan, Plan) else _NO_STEP
+
+
+def current_plan() -> Plan:
+    """That of the region which is running on this thread."""
+    return plan_of(current())
+
+
+@contextlib.contextmanager
+def following(region: Region, plan: Plan) -> Iterator[None]:
+    """Have a region follow a plan for the length of a `with` block."""
+    before, region.plan = region.plan, plan
+    try:
+        yield
+    finally:
+        region.plan = before

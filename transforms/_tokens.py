@@ -1,0 +1,206 @@
+"""How a collective takes part in torch's autograd: gradients by its transpose, tangents by itself, batches as one
+more dimension.
+
+Autograd runs the transpose of a collective on those ranks only whose value depends on its result; on the others it
+would be missing, and their peers would wait for it (think of the first stage of a pipeline, whose loss is a constant).
+So inside a function that is being differentiated every collective also takes and gives a *token*, a tensor without a
+value. The tokens make a chain in the order of the program, and the gradient is taken along the chain too.
+A backward pass may run in another thread; what it does there is part of the function's region and chain.
+Invariant: every rank runs the transposes of all its collectives, in reverse order, whatever its value depends on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from ..kernels.communicator import Communicator
+from ..kernels.torch_private import in_torch_func
+from ..mesh.region import Region, current, inside
+from ..mesh.replication.net import Varying, active, joined
+from ._plan import Plan, current_plan
+
+
+class _State:
+    """The newest token of a thread's chain (None outside of one), and how many collectives it has started."""
+
+    __slots__ = ("afterwards", "count", "token")
+
+    def __init__(self) -> None:
+        self.token: Tensor | None = None
+        self.count = 0
+        self.afterwards: list[Callable[[], None]] = []  # to be called when the outermost gradient is done
+
+
+_threads = threading.local()
+
+
+def _here() -> _State:
+    """This thread's state, or the one that it works for."""
+    state = getattr(_threads, "state", None)
+    if state is None:
+        state = _threads.state = _State()
+    return state
+
+
+@contextlib.contextmanager
+def _working_for(region: Region | None, state: _State) -> Iterator[None]:
+    """Be where a forward pass was: in a thread of torch's own, or another one that is in no region."""
+    if region is None or current() is not None:
+        yield
+        return
+    own, _threads.state = _here(), state
+    try:
+        with inside(region):
+            yield
+    finally:
+        _threads.state = own
+
+
+class Operation(Protocol):
+    """What the ranks of a group do with one tensor.
+
+    Attributes:
+        saves: whether `vjp` and `jvp` need the input and the output; those of a linear operation do not.
+        name: for messages.
+        replicates: whether the result is the same on all ranks of the group, and not another on each.
+    """
+
+    @property
+    def comm(self) -> Communicator: ...
+
+    saves: ClassVar[bool]
+    name: ClassVar[str]
+    replicates: ClassVar[bool]
+
+    def forward(self, x: Tensor) -> Tensor: ...
+    def vjp(self, gradient: Tensor, *saved: Tensor) -> Tensor: ...  # the transpose, by `run`
+    def jvp(self, tangent: Tensor, *saved: Tensor) -> Tensor: ...  # the tangent of the result, by `run`
+
+
+class Chain:
+    """The collectives of one function: `first` is the token before them, `end` lists the one after them."""
+
+    __slots__ = ("end", "first")
+
+    def __init__(self, first: Tensor):
+        self.first = first
+        self.end: list[Tensor] = []
+
+    def stop(self) -> None:
+        """The function is over; the end is what to take the gradient of, besides its value."""
+        token = _here().token
+        self.end = [] if token is None or token is self.first else [token]
+
+
+@contextlib.contextmanager
+def chain() -> Iterator[Chain]:
+    """Link the collectives of a `with` block; within another chain they stay part of that one as well."""
+    here = _here()
+    outer = here.token
+    first = here.token = torch.zeros((), requires_grad=True) if outer is None else outer
+    try:
+        yield Chain(first)
+    finally:
+        if outer is None:
+            here.token = None
+            while here.afterwards:
+                here.afterwards.pop()()
+
+
+def after_gradient(callback: Callable[[], None]) -> bool:
+    """Call `callback` when the gradient that is being taken on this thread is done; False if there is none."""
+    here = _here()
+    if here.token is None:
+        return False
+    here.afterwards.append(callback)
+    return True
+
+
+def in_gradient() -> bool:
+    """Whether a function is being differentiated on this thread."""
+    return _here().token is not None
+
+
+def started() -> int:
+    """How many collectives this thread has started."""
+    return _here().count
+
+
+def run(operation: Operation, x: Tensor) -> Tensor:
+    """Do a collective, recorded for whatever differentiates it."""
+    here = _here()
+    here.count += 1
+    if in_torch_func() or unpack_dual(x).tangent is not None:
+        return _Apply.apply(x, None, operation)[0]
+    token = here.token if torch.is_grad_enabled() else None
+    wanted = token is not None or (x.requires_grad and torch.is_grad_enabled())
+    if not wanted or not (x.dtype.is_floating_point or x.dtype.is_complex):
+        # torch needs 20 us to find out that it has nothing to record.
+        return _forward(operation, x.detach())
+    result, new_token = _Apply.apply(x, token, operation)
+    if token is not None:
+        here.token = new_token
+    return result
+
+
+def _forward(operation: Operation, x: Tensor) -> Tensor:
+    """What an operation gives, and along which axes that differs."""
+    net, region = active(), current()
+    if net is None or region is None:
+        return operation.forward(x)
+    layout, ranks = region.session.layout, operation.comm.ranks
+    first, last = layout.coords(ranks[0]), layout.coords(ranks[-1])
+    over = [name for name in layout.names if first[name] != last[name]]
+    varying = net.of(x).without(over)
+    if not operation.replicates:
+        varying = joined([varying, Varying(dict.fromkeys(over, operation.name))])
+    with net.pause():
+        result = operation.forward(x)
+    net.result(result, varying)
+    return result
+
+
+def forget_undefined(gradient: Tensor, plan: Plan) -> Tensor:
+    """On a rank without samples, a gradient with zeros for NaNs: there they come of 0/0, and mean nothing.
+
+    The plan is asked for since torch computes gradients of a GPU in a thread of its own, which knows of no region.
+    """
+    if not plan.without_samples:
+        return gradient
+    return torch.where(gradient.isnan(), torch.zeros_like(gradient), gradient)
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, token: Tensor | None, operation: Operation) -> tuple[Tensor, Tensor]:
+        return _forward(operation, x), torch.zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        x, _, ctx.operation = inputs
+        ctx.region, ctx.plan, ctx.state = current(), current_plan(), _here()
+        if ctx.operation.saves:
+            ctx.save_for_backward(x, output[0])
+            ctx.save_for_forward(x, output[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:
+        with _working_for(ctx.region, ctx.state):
+            return ctx.operation.vjp(forget_undefined(gradient, ctx.plan), *ctx.saved_tensors), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
+        return ctx.operation.jvp(tangent, *ctx.saved_tensors), torch.zeros(())
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, x: Tensor, token: None, operation: Operation) -> Any:
+        # Operations look at first dimensions only; the batch goes last.
+        result, last = _Apply.apply(x.movedim(in_dims[0], -1), token, operation)
+        return (result, last), (result.dim() - 1, None)

@@ -1,0 +1,231 @@
+"""What a function over virtual shards returns: its value and aux, gathered shard by shard and put together at the end.
+
+Floating-point leaves are averaged by the tree, as the value is. Running statistics (`mesh.region.note_carry`) are
+folded in the order of the shards, as if one shard had begun with what the last one left. What is sharded over the
+batch's axis is laid end to end, and everything else must agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.errors import SpecError, message
+from ...mesh import trees
+from ...mesh.region import Region, carry_of
+from ...mesh.replication.net import differs_over, mark
+from ...mesh.spec import Sharded, is_sharded
+from .._arguments import declared_axes
+from .._auxiliary import Auxiliary, shown, token
+from .._call import Call, Output, inverse
+from .._sums import Sums
+from .shards import VirtualShards
+from .tree_sums import HALVES, TreeSums
+
+
+@dataclasses.dataclass(slots=True)
+class _Leaf:
+    """A leaf of aux: in which of the three ways shards are put together (none of them: they must agree)."""
+
+    path: str
+    first: Any
+    axes: tuple[str, ...] | None
+    place: int | None = None
+    carry: tuple[float, Tensor] | None = None
+    dim: int | None = None
+    pieces: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+class Results:
+    """One use: `take` every shard's value and aux (or `take_structure`), and `finish` when the sums are known.
+
+    Args:
+        sums: is told of the leaves at the first shard, and opened.
+        share: this rank's in the mean over the axes besides that of the shards.
+    """
+
+    def __init__(self, call: Call, region: Region, virtual: VirtualShards, sums: TreeSums, share: float):
+        self._call, self._region, self._virtual = call, region, virtual
+        self._plan, self._over, self._sums, self._share = call.plan, call.over, sums, share
+        self._leaves: list[_Leaf] = []
+        self._aux: Auxiliary | None = None
+        self._value = 0
+        self._count: int | None = None
+
+    def take(self, out: Output, weight: float) -> None:
+        """What the running shard returned."""
+        made = Auxiliary.of(out.aux, self._over)
+        if self._aux is None:
+            self._begin(out, made, [carry_of(leaf) for leaf in made.leaves])
+        assert self._aux is not None
+        if made.treedef != self._aux.treedef:
+            raise SpecError(
+                message(
+                    "aux has another structure in some virtual shards",
+                    got=f"{made.treedef} and {self._aux.treedef}",
+                    where=self._region.session.where(),
+                )
+            )
+        if self._count is None or out.count is None:
+            self._sums.fill(self._value, out.value.detach() * weight)
+        else:
+            self._sums.fill(self._value, out.value)
+            self._sums.fill(self._count, out.count)
+        for leaf, its in zip(made.leaves, self._leaves, strict=True):
+            if its.place is not None:
+                self._check_like(leaf, its)
+                self._sums.fill(its.place, leaf.detach() * weight)
+            elif its.carry is not None or its.dim is not None:
+                its.pieces.append(leaf.detach().clone())
+            elif leaf is not its.first and token(leaf, None) != token(its.first, None):
+                raise SpecError(
+                    message(
+                        f"aux{its.path} differs between virtual shards and cannot be averaged",
+                        got=f"{shown(its.first)} and {shown(leaf)}",
+                        where=self._region.session.where(),
+                        remedy="return a float, or wrap it in Sharded(value, spec)",
+                    )
+                )
+
+    def take_structure(self, out: Output, notes: list[Any]) -> None:
+        """On a rank without samples: another rank's results, with zeros for floats."""
+        for leaf, (_, differs) in zip(trees.leaves(out.aux), notes, strict=True):
+            if differs is not None:
+                mark(leaf, differs)
+        self._begin(out, Auxiliary.of(out.aux, self._over), [carry for carry, _ in notes])
+        for leaf in self._leaves:
+            if leaf.dim is not None:
+                leaf.first = leaf.first.narrow(leaf.dim, 0, 0)
+
+    def _begin(self, out: Output, made: Auxiliary, carried: list[Any]) -> None:
+        self._aux, axis, aux = made, self._virtual.axis, out.aux
+        scale = self._scale(self._over) if out.count is None else 1.0
+        self._value = self._sums.add(out.value, self._over, scale, exact=True)
+        if out.count is not None:
+            self._count = self._sums.add(out.count, self._over, 1.0, exact=True)
+        paths, dims = trees.paths(aux), _dims(aux, axis)
+        differs = [
+            (differs_over(leaf) if declared is None else declared) or frozenset()
+            for leaf, declared in zip(made.leaves, declared_axes(aux), strict=True)
+        ]
+        for index, (leaf, axes) in enumerate(zip(made.leaves, made.over, strict=True)):
+            its = _Leaf(paths[index], leaf, axes)
+            self._leaves.append(its)
+            if carried[index] is not None and axes != ():
+                its.carry = carried[index]
+            elif axes is not None and (axis in axes or (axes == () and axis not in differs[index])):
+                if axes == ():  # an integer that differs over other axes only
+                    its.axes = None
+                    continue
+                its.place = self._sums.add(leaf.detach().contiguous(), axes, self._scale(axes), exact=True)
+            elif axes is not None:
+                its.dim = dims[index]
+                if leaf.dim() <= its.dim:
+                    raise SpecError(
+                        message(
+                            f"aux{its.path} differs between virtual shards and has no dimension to lay them end to end",
+                            got=f"shape {tuple(leaf.shape)}",
+                            remedy="give it one, or return a float, which is averaged",
+                        )
+                    )
+        # Carried and cut leaves may differ; `check` compares what is averaged, and what must agree.
+        kept = [() if its.dim is not None or its.carry is not None else its.axes for its in self._leaves]
+        Auxiliary(made.leaves, made.treedef, kept, made.numbers).check(self._region, self._over)
+        self._sums.open()
+
+    def _check_like(self, leaf: Tensor, its: _Leaf) -> None:
+        if leaf.shape != its.first.shape or leaf.dtype != its.first.dtype:
+            raise SpecError(
+                message(
+                    f"aux{its.path} differs in shape between virtual shards and cannot be averaged",
+                    got=f"{shown(its.first)} and {shown(leaf)}",
+                    where=self._region.session.where(),
+                    remedy="return floats of one shape, or wrap it in Sharded(value, spec)",
+                )
+            )
+
+    def _scale(self, axes: tuple[str, ...]) -> float:
+        return self._virtual.scale * self._weight(tuple(n for n in axes if n != self._virtual.axis))
+
+    def _weight(self, axes: tuple[str, ...]) -> float:
+        return self._plan.weight(axes, self._region.session.layout.axes)[0]
+
+    def finish(self, found: list[Tensor]) -> tuple[Tensor, float | None, Any]:
+        """The value of all shards, what gradients are still to be multiplied by, and aux; `found` are the sums."""
+        assert self._aux is not None
+        folded = self._fold([leaf for leaf in self._leaves if leaf.carry is not None])
+        leaves = []
+        for leaf in self._leaves:
+            if leaf.place is not None:
+                leaves.append(found[leaf.place])
+            elif leaf.carry is not None:
+                leaves.append(next(folded))
+            elif leaf.dim is not None:
+                joined = torch.cat(leaf.pieces, leaf.dim) if leaf.pieces else leaf.first.detach()
+                leaves.append(self._mean(joined, leaf.axes or ()))
+            else:
+                leaves.append(leaf.first.detach() if isinstance(leaf.first, Tensor) else leaf.first)
+        factor = None if self._count is None else inverse(found[self._count])
+        value = found[self._value] if factor is None else found[self._value] * factor
+        return value, factor, self._aux.tree(leaves)
+
+    def _mean(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        """Over axes that are not that of the shards."""
+        if not axes or not x.dtype.is_floating_point:
+            return x
+        sums = Sums(self._region, self._plan)
+        place = sums.add(x, axes, exact=True)
+        sums.open()
+        sums.fill(place, x * self._weight(axes))
+        return sums.finish()[place]
+
+    def _fold(self, leaves: list[_Leaf]):
+        """Every rank sees all shards' running statistics, and folds them in the order of the shards."""
+        counts = [len(self._virtual.filled(place)) for place in range(len(self._virtual.owners))]
+        comm = self._region.session.comm(self._virtual.axis)
+        groups: dict[torch.dtype, list[_Leaf]] = {}
+        for leaf in leaves:
+            groups.setdefault(leaf.first.dtype, []).append(leaf)
+        rows: dict[int, list[Tensor]] = {}
+        for dtype, members in groups.items():
+            sizes = [leaf.first.numel() for leaf in members]
+            mine = torch.empty(counts[self._virtual.place], sum(sizes), dtype=dtype)
+            for leaf, part in zip(members, mine.split(sizes, 1), strict=True):
+                for row, piece in zip(part, leaf.pieces, strict=True):
+                    row.copy_(piece.reshape(-1))
+            gathered = [torch.empty(count, sum(sizes), dtype=dtype) for count in counts]
+            comm.all_gather(gathered, mine)
+            for leaf, part in zip(members, torch.cat(gathered).split(sizes, 1), strict=True):
+                rows[id(leaf)] = [row.view(leaf.first.shape) for row in part]
+        for leaf in leaves:
+            assert leaf.carry is not None
+            others = tuple(name for name in leaf.axes or () if name != self._virtual.axis)
+            yield self._mean(_folded(rows[id(leaf)], *leaf.carry), others)
+
+
+def _folded(results: list[Tensor], decay: float, base: Tensor) -> Tensor:
+    """Results that all began at `base`, as if each had begun at the one before it."""
+    if not results:
+        return base.detach().clone()
+    wide = torch.float32 if base.dtype in HALVES else base.dtype
+    base, total = base.detach().to(wide), results[0].to(wide)
+    for result in results[1:]:
+        moved = total - base
+        total = result.to(wide) + (moved * decay if decay != 1 else moved)
+    return total.to(results[0].dtype).clone()
+
+
+def _dims(aux: Any, axis: str) -> list[int]:
+    """For each leaf the dimension along which shards are laid end to end."""
+    found: list[int] = []
+    for node in trees.leaves(aux, is_leaf=is_sharded):
+        if isinstance(node, Sharded):
+            spec = node.spec
+            cut = next((dim for dim in range(len(spec.entries)) if axis in spec.dim_axes(dim)), 0)
+            found.extend([cut] * len(trees.leaves(node.local)))
+        else:
+            found.append(0)
+    return found

@@ -1,0 +1,69 @@
+"""Virtual shards as data: how a batch is dealt to them, and which of them a rank runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...mesh.spec import Layout, split_sizes, strided_sizes
+
+
+@dataclasses.dataclass(slots=True)
+class VirtualShards:
+    """The virtual shards of one step, as one rank sees them.
+
+    Attributes:
+        axis: over which the batch is split.
+        sizes: samples of every shard.
+        owners: for each rank along the axis the shards that it runs, contiguous.
+        place: which of the ranks this one is.
+        batch: this rank's part of the batch, leaf by leaf.
+        tree: the same, as the step is given it.
+        calls: how many functions have been differentiated over them in this step.
+    """
+
+    axis: str
+    sizes: list[int]
+    owners: list[range]
+    place: int
+    batch: list[Tensor] = dataclasses.field(default_factory=list)
+    tree: Any = None
+    calls: int = 0
+
+    @staticmethod
+    def of(layout: Layout, rank: int, axis: str, count: int, total: int) -> VirtualShards:
+        """Those of a batch of `total` samples on a mesh."""
+        owners, start = [], 0
+        for owned in split_sizes(count, layout.axes[axis]):
+            owners.append(range(start, start + owned))
+            start += owned
+        return VirtualShards(axis, strided_sizes(total, count), owners, layout.coords(rank)[axis])
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def here(self) -> int:
+        """Samples of the shards that this rank runs."""
+        return sum(self.sizes[shard] for shard in self.owners[self.place])
+
+    @property
+    def scale(self) -> float:
+        """What the root of the tree is multiplied by, where a shard of the full size counts as 1."""
+        return self.sizes[0] / self.total if self.total else 0.0
+
+    def weight(self, shard: int) -> float:
+        return self.sizes[shard] / self.sizes[0]
+
+    def filled(self, place: int) -> list[int]:
+        """The shards of a rank that have samples."""
+        return [shard for shard in self.owners[place] if self.sizes[shard]]
+
+    def deal(self, leaf: Tensor) -> Tensor:
+        """This rank's shards, end to end, of a whole leaf."""
+        count = len(self.sizes)
+        return torch.cat([leaf[:0], *(leaf[shard::count] for shard in self.owners[self.place])])

@@ -1,0 +1,188 @@
+"""Sums of many leaves over virtual shards, in the order of the tree: `_sums.Sums` for exact steps.
+
+Where every rank fills one node of the tree and all nodes are of one level, the nodes travel in the buckets of an
+all-reduce that adds neighbours, under way while the last shard's backward runs. Otherwise each rank is sent a slice of
+all nodes, adds them by position, and sends the sums round. Invariant: both give the bits that one rank gives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ...kernels.bucket import Buckets, Leaf
+from ...kernels.reduction import Pairwise
+from ...mesh.region import Region
+from ...mesh.replication.net import NOWHERE, Varying, active, joined, unfollowed
+from .._plan import Plan, plan_of
+from .._sums import Sums
+from .shards import VirtualShards
+from .tree import Node, Partials, combine, maximal_nodes
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(slots=True)
+class _Sum:
+    like: Leaf  # in the dtype that the tree adds in
+    dtype: torch.dtype
+    scale: float
+    others: tuple[str, ...]
+    partials: Partials = dataclasses.field(default_factory=Partials)
+    in_group: int = 0
+    axes: tuple[str, ...] = ()
+    varying: Varying = NOWHERE  # how this rank's values differ from others', where that is followed
+
+    def alone(self) -> Tensor:
+        """The root's sum, scaled, of partial sums that are let go of: leaf by leaf, or both would be held of all."""
+        total = combine(dict(self.partials.nodes))
+        self.partials.nodes.clear()
+        return total * self.scale
+
+
+class TreeSums:
+    """One use: `add` every leaf, `open`, then for each shard `fill` what there is and `end_shard`, `finish`."""
+
+    def __init__(self, region: Region, plan: Plan, virtual: VirtualShards):
+        self._region, self._plan, self._virtual = region, plan, virtual
+        self._sums: list[_Sum] = []
+        self.filled: set[int] = set()
+        self._buckets: dict[float, Buckets] = {}
+        self._nodes = [maximal_nodes(virtual.filled(place)) for place in range(len(virtual.owners))]
+        self._last = max(virtual.filled(virtual.place), default=None)
+
+    def add(self, like: Tensor, axes: tuple[str, ...], scale: float, *, exact: bool = False) -> int:
+        """Announce a leaf, to be summed over `axes` and multiplied by `scale`.
+
+        Sixteen-bit floats are added in float32, and what travels as a narrower dtype in that dtype: the partial sums
+        that a rank has would be rounded on the way, if there is one, and at no other time.
+        """
+        dtype, wire = like.dtype, None if exact else self._plan.wire_dtype
+        if wire is not None and dtype.is_floating_point and dtype.itemsize > wire.itemsize:
+            dtype = wire
+        elif dtype in HALVES:
+            dtype = torch.float32
+        sizes = self._region.session.layout.axes
+        others = tuple(name for name in axes if name != self._virtual.axis and sizes[name] > 1)
+        leaf = dataclasses.replace(Leaf.of(like), dtype=dtype)
+        self._sums.append(_Sum(leaf, like.dtype, scale, others, axes=axes))
+        return len(self._sums) - 1
+
+    def open(self) -> None:
+        """All leaves are announced, the same on all ranks."""
+        nodes = self._nodes
+        alike = all(len(its) == 1 and its[0][0] == nodes[0][0][0] for its in nodes)
+        if len(nodes) == 1 or not alike:
+            return
+        groups: dict[float, list[_Sum]] = {}
+        for one in self._sums:
+            members = groups.setdefault(one.scale, [])
+            one.in_group = len(members)
+            members.append(one)
+        for scale, members in groups.items():
+            self._buckets[scale] = Buckets(
+                self._comm(),
+                [one.like for one in members],
+                bucket_bytes=self._plan.bucket_bytes,
+                op=Pairwise(scale),
+            )
+
+    def _comm(self):
+        return self._region.session.comm(self._virtual.axis, channel="buckets")
+
+    def fill(self, place: int, value: Tensor) -> None:
+        """What the running shard contributes to a leaf."""
+        net, one = active(), self._sums[place]
+        if net is not None:
+            one.varying = joined([one.varying, net.of(value)])
+        with unfollowed():
+            self._fill(place, one, value)
+
+    def _fill(self, place: int, one: _Sum, value: Tensor) -> None:
+        shard = plan_of(self._region).shard
+        assert shard is not None
+        self.filled.add(place)
+        one.partials.push(shard, value.detach().to(one.like.dtype))
+        if shard == self._last and self._buckets:
+            ((_, total),) = one.partials.nodes
+            self._buckets[one.scale].fill(one.in_group, total)
+            one.partials.nodes.clear()
+
+    def end_shard(self) -> None:
+        """A leaf that the shard did not use gets zeros: 0 + -0 is 0, and -0 with nothing added stays -0."""
+        for place in set(range(len(self._sums))) - self.filled:
+            leaf = self._sums[place].like
+            self.fill(place, torch.zeros((), dtype=leaf.dtype).expand(leaf.shape))
+        self.filled.clear()
+
+    def finish(self) -> list[Tensor]:
+        """The sums, in the order in which the leaves were announced."""
+        net = active()
+        with unfollowed():
+            found = self._finish()
+        for one, total in zip(self._sums, found, strict=True):
+            if net is not None:
+                net.note(total, one.varying.without(one.axes))
+        return found
+
+    def _finish(self) -> list[Tensor]:
+        found: list[Tensor]
+        if not any(self._nodes):
+            found = [torch.zeros(one.like.shape, dtype=one.like.dtype) for one in self._sums]
+        elif self._buckets:
+            results = {scale: buckets.finish() for scale, buckets in self._buckets.items()}
+            found = [results[one.scale][one.in_group] for one in self._sums]
+        elif len(self._nodes) == 1:
+            found = [one.alone() for one in self._sums]
+        else:
+            found = self._exchanged()
+        found = [total.to(one.dtype) for one, total in zip(self._sums, found, strict=True)]
+        # Over other axes ranks are what they always are: added in rank order.
+        rest = Sums(self._region, self._plan)
+        places = [rest.add(total, one.others, exact=True) for one, total in zip(self._sums, found, strict=True)]
+        rest.open()
+        for place, total in zip(places, found, strict=True):
+            rest.fill(place, total)
+        sums = rest.finish()
+        return [sums[place] for place in places]
+
+    def _exchanged(self) -> list[Tensor]:
+        groups: dict[tuple[float, torch.dtype], list[int]] = {}
+        for place, one in enumerate(self._sums):
+            groups.setdefault((one.scale, one.like.dtype), []).append(place)
+        found: dict[int, Tensor] = {}
+        for (scale, dtype), places in groups.items():
+            found.update(self._exchange(places, dtype, scale))
+        return [found[place] for place in range(len(self._sums))]
+
+    def _exchange(self, places: list[int], dtype: torch.dtype, scale: float) -> dict[int, Tensor]:
+        """Leaves of one dtype laid end to end, in slices of a multiple of 64 elements: one for each rank to add."""
+        comm, nodes = self._comm(), self._nodes
+        starts, numel = [], 0
+        for place in places:
+            starts.append(numel)
+            numel += -(-self._sums[place].like.numel // 16) * 16
+        length = -(-numel // (64 * comm.size)) * 64
+        mine = torch.zeros(len(nodes[comm.rank]), comm.size * length, dtype=dtype)
+        for place, start in zip(places, starts, strict=True):
+            leaf, partials = self._sums[place].like, self._sums[place].partials
+            for row, (_, value) in zip(mine, partials.nodes, strict=True):
+                _view(row, start, leaf).copy_(value)
+            partials.nodes.clear()
+        slices = [torch.empty(len(its), length, dtype=dtype) for its in nodes]
+        comm.all_to_all(slices, list(mine.split(length, 1)) if length else slices)
+
+        def write(out: Tensor) -> None:
+            rows: dict[Node, Tensor] = {}
+            for its, part in zip(nodes, slices, strict=True):
+                rows.update(zip(its, part, strict=True))
+            torch.mul(combine(rows), scale, out=out)
+
+        flat = comm.all_gathered(length, dtype, write)
+        return {place: _view(flat, start, self._sums[place].like) for place, start in zip(places, starts, strict=True)}
+
+
+def _view(flat: Tensor, start: int, leaf: Leaf) -> Tensor:
+    return flat.as_strided(leaf.shape, leaf.stride, flat.storage_offset() + start)

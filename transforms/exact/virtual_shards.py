@@ -1,0 +1,160 @@
+"""Virtual shards: a batch that is computed in V parts of fixed shape, one after another, on however many ranks.
+
+Which samples share a shard, the shape it runs at and its random numbers follow from the batch and V alone. Invariant:
+between the ranks' parts and the shards nothing is computed from the batch: what a step takes of it are tensors that
+are followed (`tracked`), which are of use only as arguments of `value_and_grad`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+import random as python_random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.errors import SpecError, message
+from ...kernels.word_key import word_key
+from ...mesh import trees
+from ...mesh.region import Region, generators, reseed, restore_generators
+from ...mesh.replication.net import mark
+from ...mesh.spec import Sharded, is_sharded
+from .._plan import Plan, following, plan_of
+from .shards import VirtualShards
+from .tracked import Tracked, plain
+
+
+def cut(virtual: VirtualShards, leaf: Tracked, name: str, path: str) -> list[Tensor]:
+    """A leaf of the batch as this rank's shards (those with samples), each in memory of its own."""
+    if not any(leaf is one for one in virtual.batch):
+        raise SpecError(
+            message(
+                f"argument {path} of {name} was computed from the batch before data_parallel(shards=) cut it, so "
+                "that its bits would depend on the number of ranks",
+                got=f"{leaf.dtype} {tuple(leaf.shape)}",
+                remedy=f"pass the batch itself, and compute from it in {name}",
+            )
+        )
+    parts = plain(leaf).split([virtual.sizes[shard] for shard in virtual.filled(virtual.place)])
+    # How a kernel adds may depend on where its memory begins.
+    return [mark(part.clone(), frozenset({virtual.axis}), "the batch") for part in parts]
+
+
+def agreed(plan: Plan, axis: str, count: Any) -> bool:
+    """Whether a step runs in the virtual shards of the step around it; refuses one that can't.
+
+    Raises:
+        SpecError: the two disagree.
+    """
+    outer = plan.virtual
+    if outer is None:
+        return False
+    if outer.axis == axis and count in (None, len(outer.sizes)):
+        return True
+    if count is None:
+        return False
+    raise SpecError(
+        message(
+            "a data_parallel step runs in another with other virtual shards",
+            got=f"shards={count} over {axis!r} in shards={len(outer.sizes)} over {outer.axis!r}",
+            remedy="give shards= to the outermost one only",
+        )
+    )
+
+
+def check_count(count: Any) -> int | None:
+    """`shards` as a whole number of at least 1, or None."""
+    if count is None:
+        return None
+    try:
+        number = operator.index(count)
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(count, bool):
+        raise SpecError(message("data_parallel got a bad shards", got=repr(count), expected="at least 1, or None"))
+    return number
+
+
+@contextlib.contextmanager
+def stepping(region: Region, virtual: VirtualShards) -> Iterator[None]:
+    """The body of a step over virtual shards: outside them all ranks of the axis compute, and draw, the same."""
+    threads, wanted = torch.get_num_threads(), getattr(region.mesh, "pinned_threads", 1)
+    state, random = generators(), (region.random, region.alike)
+    others = np.random.get_state(), python_random.getstate()
+    coords = region.session.layout.coords(region.session.rank)
+    others_here = [index for name, index in coords.items() if name != virtual.axis]
+    _reseed(region, "step", *others_here, alike=frozenset({virtual.axis}))
+    if threads != wanted:
+        torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        if threads != wanted:
+            torch.set_num_threads(threads)
+        restore_generators(state)
+        np.random.set_state(others[0])
+        python_random.setstate(others[1])
+        region.random, region.alike = random
+
+
+def _reseed(region: Region, *more: Any, alike: frozenset[str] = frozenset()) -> None:
+    """Seed the generators of torch, NumPy and Python: models and losses draw from all of them."""
+    reseed(region, *more, alike=alike)
+    _seed_others(region.random)
+
+
+def _seed_others(key: tuple) -> None:
+    number = word_key("rng", *key)
+    np.random.seed(number & 0xFFFFFFFF)
+    python_random.seed(number)
+
+
+def after_shards(region: Region, virtual: VirtualShards, state: Any) -> None:
+    """Go on with torch's generator from a state, and with NumPy's and Python's from the number of gradients.
+
+    The shards have left them elsewhere on every rank; to have saved the latter would cost more than to seed them.
+    """
+    restore_generators(state)
+    _seed_others((*region.random, "after", virtual.calls))
+
+
+@contextlib.contextmanager
+def running(region: Region, virtual: VirtualShards, shard: int) -> Iterator[None]:
+    """One virtual shard, with random numbers of its own; `after_shards` is for those that come afterwards."""
+    plan = plan_of(region)
+    coords = region.session.layout.coords(region.session.rank)
+    random = region.random, region.alike
+    others = [index for name, index in coords.items() if name != virtual.axis]
+    again = [virtual.calls] if virtual.calls else []
+    _reseed(region, "shard", shard, *others, *again)
+    samples = plan.splitting(virtual.axis, virtual.sizes[shard], virtual.total)
+    try:
+        with following(region, dataclasses.replace(plan, samples=samples, shard=shard)):
+            yield
+    finally:
+        region.random, region.alike = random
+
+
+def without_batch(result: Any, name: str) -> Any:
+    """A step's results, refused where they were computed from the batch and don't say that ranks differ."""
+
+    def one(node: Any) -> Any:
+        if is_sharded(node):
+            return Sharded(trees.map(plain, node.local), node.spec)
+        if isinstance(node, Tracked):
+            raise SpecError(
+                message(
+                    f"{name} returns what it computed from the batch outside value_and_grad, whose bits depend on the "
+                    "number of ranks",
+                    got=f"{node.dtype} {tuple(node.shape)}",
+                    remedy="return it as aux of the function that is differentiated (has_aux=True)",
+                )
+            )
+        return node
+
+    return trees.map(one, result, is_leaf=is_sharded)
