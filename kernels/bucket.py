@@ -45,9 +45,23 @@ class Leaf:
 
 @functools.lru_cache(maxsize=4096)
 def _leaf(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Leaf:
-    # Dense, with the tensor's order of dimensions.
-    twin = torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
-    return Leaf(shape, tuple(twin.stride()), dtype)
+    if _is_dense(shape, stride):
+        return Leaf(shape, stride, dtype)
+    # Dense, with the tensor's order of dimensions. Torch imports SymPy for it, a third of a second: for few leaves.
+    primal = torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+    return Leaf(shape, tuple(primal.stride()), dtype)
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements lie side by side, in whatever order of dimensions."""
+    step = 1
+    for size, stride_of_dim in sorted(zip(shape, stride, strict=True), key=lambda dim: (dim[0] < 2, dim[1])):
+        if size < 2:
+            break
+        if stride_of_dim != step:
+            return False
+        step *= size
+    return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

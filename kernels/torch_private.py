@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -108,8 +109,26 @@ def operation_name(operation: Any) -> tuple[str, str]:
     return operation._schema.name.partition("::")[2], operation._overloadname
 
 
-# Sees every operation below autograd, in both directions. Public way: none; `TorchFunctionMode` misses backward passes.
-DispatchMode = TorchDispatchMode
+class DispatchMode(TorchDispatchMode):
+    """Sees every operation below autograd, in both directions, in `operation`.
+
+    Public way: none; `TorchFunctionMode` misses backward passes. Torch's own way to have its compiler leave such a mode
+    alone imports the compiler at the first operation: half a second on every rank. Marking the code imports nothing.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.operation(func, args, kwargs or {})
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # this frame, and what it calls
+set_code_exec_strategy(DispatchMode.__torch_dispatch__.__code__, _SKIP)
 
 # What `item` and `bool` of a tensor become below `__torch_function__`. Public way: none, it has no other name there.
 ITEM = torch.ops.aten._local_scalar_dense

@@ -52,11 +52,16 @@ class Evaluated:
             return torch.zeros_like(x)
         return x * weight if axes or weight != 1.0 else x
 
-    def ends(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Where the backward pass begins, and with what."""
+    def ends(self) -> list[Tensor]:
+        """Where the backward pass begins, each scaled by its weight.
+
+        Not by handing torch the weights as gradients: it imports SymPy to compare the shapes, a third of a second on
+        every rank.
+        """
         seeds = [(self.value, self.share)] if self.value.requires_grad else []
         seeds += [(token, 0.0) for token in self.collectives.end]
-        return [end for end, _ in seeds], [torch.full_like(end, seed) for end, seed in seeds]
+        with torch.enable_grad():
+            return [end * seed for end, seed in seeds]
 
 
 def noted(call: Call, x: Tensor, same: tuple[str, ...]) -> Tensor:
@@ -109,7 +114,7 @@ def outermost(f: Evaluated) -> Solution:
     for leaf, axes, place in zip(f.aux.leaves, f.aux.over, aux_places, strict=True):
         if place is not None:
             sums.fill(place, f.contribution(leaf.detach(), axes or ()))
-    ends, seeds = f.ends()
+    ends = f.ends()
     begun = sums.filled
     primals = [
         (a.primal, place) for a, place in zip(call.arguments, places, strict=True) if a.primal is not None and place
@@ -125,7 +130,7 @@ def outermost(f: Evaluated) -> Solution:
             # In the same chain or one like it, so that a layer computed again (torch.utils.checkpoint) leaves the same
             # trace; on this thread, which knows of the region.
             with chain(), torch.autograd.set_multithreading_enabled(False):
-                torch.autograd.backward(ends, seeds, inputs=[*(primal for primal, _ in primals), f.collectives.first])
+                torch.autograd.backward(ends, inputs=[*(primal for primal, _ in primals), f.collectives.first])
         finally:  # A hook on a node is held by what it holds: nothing else would ever free it and its buckets.
             for handle in handles:
                 handle.remove()
@@ -167,14 +172,13 @@ def within_a_graph(f: Evaluated) -> Solution:
     call = f.call
     f.aux.check(call.region, call.over)
     primals = [argument.primal for argument in call.arguments if argument.primal is not None]
-    ends, seeds = f.ends()
+    ends = f.ends()
     found: list[Tensor] = [torch.zeros_like(primal) for primal in primals]
     if ends and primals:
         with torch.autograd.set_multithreading_enabled(False):
             *found, _ = torch.autograd.grad(
                 ends,
                 [*primals, f.collectives.first],
-                seeds,
                 create_graph=True,
                 allow_unused=True,
                 materialize_grads=True,

@@ -22,10 +22,8 @@ from . import process as rank_process  # and with it torch, which is what this p
 from .descriptors import receive, send
 
 _PR_SET_PDEATHSIG = 1
-# What torch imports at a rank's first backward pass, in a third of a second or more: here once, when the first ranks
-# run and no more are wanted, so that later ones (of other meshes, in the place of dead ones) have it.
-LATE = "torch.fx.experimental.symbolic_shapes"
-IDLE_SECONDS = 2.0
+# What ranks import to unpickle a program, a twentieth of a second on each: here once.
+PRELOADED = ("spmd.transforms", "spmd.optim.optimizer", "spmd._functional", "spmd._loader")
 
 
 def main(control_fd: int, driver_pid: int) -> None:
@@ -38,19 +36,18 @@ def main(control_fd: int, driver_pid: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     driver = os.pidfd_open(driver_pid)
-    _keep_shared()
+    for name in PRELOADED:
+        importlib.import_module(name)
+    # Pages of long-lived objects stay shared with the ranks.
+    gc.collect()
+    gc.freeze()
     children: set[int] = set()
     control.sendall(b"R")
-    late = False
     waiting = select.poll()  # select() takes no descriptors from 1024 on, and the driver may have many open
     for fd in (control.fileno(), wake_read, driver):
         waiting.register(fd, select.POLLIN)
     while True:
-        readable = {fd for fd, _ in waiting.poll(1000 * IDLE_SECONDS if children and not late else None)}
-        if not readable:
-            importlib.import_module(LATE)
-            late = True
-            _keep_shared()
+        readable = {fd for fd, _ in waiting.poll()}
         if driver in readable:
             break
         if wake_read in readable:
@@ -91,12 +88,6 @@ def main(control_fd: int, driver_pid: int) -> None:
     for pid in children:
         _end_group(pid)
     os._exit(0)
-
-
-def _keep_shared() -> None:
-    """Have pages of long-lived objects stay shared with the ranks."""
-    gc.collect()
-    gc.freeze()
 
 
 def _die_with_parent() -> None:

@@ -45,8 +45,7 @@ class _Operations(DispatchMode):
         super().__init__()
         self._net = net
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._net.paused:
             return func(*args, **kwargs)
         with without_torch_function():

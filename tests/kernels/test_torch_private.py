@@ -106,6 +106,23 @@ def item() -> None:
     assert torch_private.ITEM in seen
 
 
+def dispatch_mode() -> None:
+    """It sees both directions, and what the compiler makes; its own code is not compiled."""
+
+    class Seen(torch_private.DispatchMode):
+        def operation(self, func, args, kwargs):
+            seen.append(func.overloadpacket)
+            return func(*args, **kwargs)
+
+    x = torch.ones(2, requires_grad=True)
+    for double in (lambda x: x * 2, torch.compile(lambda x: x * 2, backend="eager")):
+        seen: list[object] = []
+        with Seen():
+            double(x).sum().backward()
+        assert seen.count(torch.ops.aten.mul) == 2
+    assert x.grad is not None and x.grad.tolist() == [4, 4]
+
+
 def saved() -> None:
     x, w = torch.ones(2, 3), torch.ones(4, 3, requires_grad=True)
     for y, name in ((nn.functional.linear(x, w), "self"), (nn.functional.linear(x, w, torch.ones(4)), "mat1")):
@@ -215,6 +232,7 @@ PARTS: dict[Callable[[], None], str] = {
     without_torch_function: "following what a step computes from its batch under shards=",
     arguments: "refusing writes of what was computed from the batch under shards=",
     item: "refusing numbers taken from the batch under shards=",
+    dispatch_mode: "following which axes a value differs over, and with it the error for a forgotten psum",
     saved: "gradients of linear layers computed in their buckets",
     packed: "gradients of linear layers computed in their buckets",
     scales: "gradients of linear layers computed in their buckets",

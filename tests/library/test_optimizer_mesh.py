@@ -386,3 +386,24 @@ def test_a_model_with_a_tied_weight(shared_mesh):
         reference.step()
     for name, value in module.named_parameters():
         torch.testing.assert_close(params[name].full(), value.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_first_step_does_not_import_torchs_compiler(make_mesh):
+    """That takes a second of every rank's, and no step needs it."""
+    mesh = make_mesh({"data": 2})
+    apply, params = functional(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3)))
+    opt = optimizer(optim.AdamW, lr=0.1)
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, state, batch):
+        loss, grads = value_and_grad(lambda params, batch: F.mse_loss(apply(params, batch), batch[:, 0, 0, :3]))(
+            params, batch
+        )
+        params, state = opt.step(params, grads, state)
+        return params, state, loss
+
+    params, state, loss = step(params, opt.init(params), torch.ones(4, 1, 4, 4))
+    assert float(step(params, state, torch.ones(4, 1, 4, 4))[2]) != float(loss)
+    slow = {"sympy", "torch._dynamo"}
+    assert mesh.run(lambda: slow & set(sys.modules)) == [set(), set()]

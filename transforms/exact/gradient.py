@@ -147,10 +147,10 @@ class _Solution:
                 parts = tuple(parts[index] for parts in self.inputs.parts.values())
                 aux = Auxiliary.of(out.aux, call.over)
                 look(call, args, kwargs, out, aux, parts, bool(collectives.end))
-            ends, seeds = Evaluated(call, out.value, weight, _NO_AUX, collectives).ends()
+            ends = Evaluated(call, out.value, weight, _NO_AUX, collectives).ends()
             if ends and primals:
                 with chain(), torch.autograd.set_multithreading_enabled(False):
-                    torch.autograd.backward(ends, seeds, inputs=[*primals.values(), collectives.first])
+                    torch.autograd.backward(ends, inputs=[*primals.values(), collectives.first])
             self._trains = self._trains or not self._sums.filled.isdisjoint(self._places)
             self._sums.end_shard()
             for number, primal in primals.items():
