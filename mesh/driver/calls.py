@@ -90,6 +90,7 @@ class DriverCall:
             needs=functools.partial(_lacking, leaves),
         )
         this.started = task
+        results.tells_numbers = looked is Check.SCALARS
         if self._expected is not None and not waits:
             treedef, hints = self._expected
             arrays = results.arrays(task, hints, functools.partial(self._as_expected, task, treedef, looked))
@@ -98,6 +99,7 @@ class DriverCall:
         treedef, found = self._finish(task, looked)
         metas = [result.meta for result in found if result.meta is not None]
         self._expected = (treedef, metas) if len(metas) == len(found) else None
+        results.take_numbers(task)
         rest = iter(results.arrays(None, metas))
         return trees.unflatten(treedef, [result.value if result.meta is None else next(rest) for result in found])
 

@@ -19,6 +19,7 @@ from ...kernels.errors import MeshError, PeerLost, message
 from .. import protocol, wire
 from ..array import Array, Deal, Meta, refuse_ragged
 from ..protocol import ALL, Spans
+from ..replication.values import scalar_in
 from ..spec import Layout
 from .pending import Task
 
@@ -55,6 +56,7 @@ class CallValues:
         task: the call.
         missing: index -> the ranks that were replaced since, and lack the value.
         named: index -> the Array, if a rank was sent its name.
+        tells_numbers: the call's answers have the numbers among its values, so that these need not be fetched.
     """
 
     __slots__ = (
@@ -62,6 +64,7 @@ class CallValues:
         "_find",
         "_live",
         "_metas",
+        "_prints",
         "_values",
         "deal",
         "hints",
@@ -70,6 +73,7 @@ class CallValues:
         "number",
         "session",
         "task",
+        "tells_numbers",
     )
 
     def __init__(self, values: Values, session: Session, number: int):
@@ -81,6 +85,8 @@ class CallValues:
         self.named: dict[int, weakref.ref[Array]] = {}
         self._metas: Sequence[Meta] | None = None
         self._find: Callable[[], Sequence[Meta]] | None = None
+        self.tells_numbers = False
+        self._prints = b""
         self._live: int | None = None  # the Arrays that there are, once they were made
 
     def __del__(self) -> None:
@@ -136,10 +142,15 @@ class CallValues:
         """Shapes, dtypes and specs, once the call is over; raises what went wrong in it."""
         if self._metas is None:
             if self.task is not None:
-                self.session.wait(self.task)
+                self.take_numbers(self.session.wait(self.task))
             self._metas = self.hints = self.hints if self._find is None else self._find()
             self.task = self._find = None
         return self._metas
+
+    def take_numbers(self, task: Task) -> None:
+        """Keep the numbers that the answers of the call, which is over, told."""
+        if self.tells_numbers:
+            self._prints = task.prints[task.ranks[0]]
 
     def check(self, session: Any) -> None:
         """Raise what went wrong in the call, if that is known, without waiting.
@@ -177,6 +188,9 @@ class CallValues:
     def full(self, index: int) -> torch.Tensor:
         layout, about = self.session.layout, self.meta(index)
         refuse_ragged(about.shape)
+        number = scalar_in(self._prints, self.settle(), index) if self._prints else None
+        if number is not None:
+            return number
         spec = about.spec
         owners = layout.owners(spec)
         found: list[Any] = [None] * layout.size

@@ -132,3 +132,26 @@ def test_a_closed_mesh(make_mesh):
         with pytest.raises(MeshError, match=r"this mesh is closed: Mesh.close\(\) was called.*: make a new Mesh"):
             use()
     assert array.shape == (4,) and "P('data')" in repr(array)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_numbers_come_with_the_answer(make_mesh, size):
+    """They need no message of their own: what was told with the call is there when the ranks are gone."""
+    mesh = make_mesh({"data": size})
+
+    @spmd(mesh=mesh)
+    def step(x, k):
+        total = x.sum() * k
+        return [x, total, x[:1] * k, (total > 0).view(1, 1), total.to(torch.bfloat16), total * 1j, x.long().sum(), 3]
+
+    x = torch.arange(1.0, 5.0)
+    calls = [step(x, torch.tensor(float(k))) for k in range(7)]
+    expected = [step(x, torch.tensor(float(k))) for k in range(7)]  # another order of looks at larger values
+    for results, others in zip(calls, expected, strict=True):
+        assert all(torch.equal(a.full(), b.full()) for a, b in zip(results[:-1], others[:-1], strict=True))
+    assert [float(results[1]) for results in calls] == [10.0 * k for k in range(7)]
+    results = expected[5]
+    mesh.close()
+    assert [one.full().tolist() for one in results[1:-1]] == [50.0, [5.0], [[True]], 50.0, 50j, 10]
+    with pytest.raises(MeshError, match="closed"):
+        results[0].full()
