@@ -1,6 +1,6 @@
 """What a program waits for before its second step: imports, a mesh, the first step; medians of several processes.
 
-    python bench/cold_start.py [ranks] [repeats]
+python bench/cold_start.py [ranks] [repeats]
 """
 
 from __future__ import annotations

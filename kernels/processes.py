@@ -49,8 +49,19 @@ def namespace() -> str:
 
 
 def gone(its_namespace: str, pid: int) -> bool:
-    """Whether a process is known to have ended."""
-    return its_namespace == namespace() and not os.path.exists(f"/proc/{pid}")
+    """Whether a process is known to have ended.
+
+    Asked of the kernel and not of /proc, which may be another namespace's, or hide what is another user's.
+    """
+    if its_namespace != namespace():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        return False
+    return False
 
 
 def check_not_imported_by_worker() -> None:

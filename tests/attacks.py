@@ -7,12 +7,11 @@ import os
 import secrets
 import socket
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from fork_server import Forked, ForkServer
 from patience import HANGS
 
 JOB = """
@@ -52,23 +51,16 @@ def free_port() -> int:
 class Job:
     """Two ranks, started one by one."""
 
-    def __init__(self, folder: Path, backend: str, **environ: str):
-        self.folder, self.backend, self.port = folder, backend, free_port()
+    def __init__(self, server: ForkServer, folder: Path, backend: str, **environ: str):
+        self._server, self.folder, self.backend, self.port = server, folder, backend, free_port()
         bare = {name: text for name, text in os.environ.items() if not name.startswith(("SPMD_", "MASTER_"))}
         meeting = {"SPMD_SIZE": "2", "SPMD_INIT_METHOD": f"tcp://127.0.0.1:{self.port}", "OMP_NUM_THREADS": "1"}
         self.environ = {**bare, **meeting, "SPMD_SECRET": secrets.token_hex(), **environ}
-        self.ranks: list[subprocess.Popen[str]] = []
+        self.ranks: list[Forked] = []
 
     def start(self, rank: int) -> None:
-        self.ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-c", JOB, self.backend, str(self.folder)],
-                env={**self.environ, "SPMD_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        environ = {**self.environ, "SPMD_RANK": str(rank)}
+        self.ranks.append(self._server.start(JOB, self.backend, str(self.folder), environ=environ))
 
     def wait_until_it_trains(self) -> None:
         end = time.monotonic() + HANGS
@@ -87,18 +79,17 @@ class Job:
     def end(self) -> list[str]:
         """Have it stop: what each rank printed, after its last step."""
         (self.folder / "stop").touch()
-        return [process.communicate(timeout=HANGS)[0] or process.stderr.read() for process in self.ranks]  # type: ignore[union-attr]
+        return ["".join(process.communicate()) for process in self.ranks]
 
 
 @contextlib.contextmanager
-def job(folder: Path, backend: str = "gloo", **environ: str) -> Iterator[Job]:
-    made = Job(folder, backend, **environ)
+def job(server: ForkServer, folder: Path, backend: str = "gloo", **environ: str) -> Iterator[Job]:
+    made = Job(server, folder, backend, **environ)
     try:
         yield made
     finally:
         for process in made.ranks:
-            if process.poll() is None:
-                process.kill()
+            process.kill()
             process.communicate()
 
 

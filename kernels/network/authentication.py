@@ -43,6 +43,29 @@ def unseal(key: bytes, name: str, data: bytes) -> bytes | None:
     return value if same(data[:CODE_BYTES], code(key, name.encode(), value)) else None
 
 
+class MessageCodes:
+    """The codes of one connection's messages, in one direction: each fits its own place in their order only.
+
+    Args:
+        key: of the connection, and of nothing else.
+    """
+
+    def __init__(self, key: bytes):
+        self._heads, self._bodies = code(key, b"heads"), code(key, b"bodies")
+        self._count = 0
+
+    def of_head(self, head: bytes) -> bytes:
+        """The code of the next message's head."""
+        self._count += 1
+        return hmac.digest(self._heads, struct.pack("<Q", self._count) + head, hashlib.sha256)
+
+    def of_body(self, body: memoryview) -> bytes:
+        """The code of that message's body."""
+        made = hmac.new(self._bodies, struct.pack("<Q", self._count), hashlib.sha256)
+        made.update(body)
+        return made.digest()
+
+
 class AuthenticatedStore(dist.Store):
     """A store in which what the job has not written is as if it were not there.
 

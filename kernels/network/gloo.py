@@ -54,6 +54,7 @@ class GlooCommunicator(NetworkedCommunicator):
         self._interface = interface
         self._owned = Owned()
         self._group: Any = None  # torch's stubs leave out what is used of it
+        self._sockets: set[tuple[int, str]] = set()
         self._mailbox: Mailbox | None = None
         self._open()
 
@@ -71,6 +72,7 @@ class GlooCommunicator(NetworkedCommunicator):
             self._group = dist.ProcessGroupGloo(
                 dist.PrefixStore(self._name, self._store), self.rank, self.size, options
             )
+            self._sockets = self._own(_sockets() - before)
         except RuntimeError as error:
             raise PeerLost(
                 message(
@@ -79,7 +81,25 @@ class GlooCommunicator(NetworkedCommunicator):
                     remedy="see that all ranks are running and that the hosts reach each other",
                 )
             ) from None
-        self._sockets = _sockets() - before
+
+    def _own(self, opened: set[tuple[int, str]]) -> set[tuple[int, str]]:
+        """Which of the sockets that were opened meanwhile are this group's: those whose other end is a peer's.
+
+        Other threads of the program open theirs whenever they like.
+        """
+        ends = {one: found for one in opened for found in _ends(one[0])}
+        mine = "\n".join(" ".join(pair) for pair in ends.values()).encode()
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._group.allgather([lengths], [torch.tensor([len(mine)])]).wait()
+        longest = max(int(length) for length in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else padded[:0]
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        if longest:
+            self._group.allgather([found], [padded]).wait()
+        others = [one.numpy().tobytes().rstrip(b"\0") for rank, one in enumerate(found) if rank != self.rank]
+        theirs = {line for one in others for line in one.split(b"\n")}
+        return {one for one, (here, there) in ends.items() if f"{there} {here}".encode() in theirs}
 
     def close(self) -> None:
         if self._mailbox is not None:
@@ -207,6 +227,15 @@ def _sockets() -> set[tuple[int, str]]:
             if link.startswith("socket:"):
                 found.add((int(name), link))
     return found
+
+
+def _ends(number: int) -> list[tuple[str, str]]:
+    """Both ends of a connection over IP, this one first; nothing for any other socket."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+        if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+            here, there = one.getsockname(), one.getpeername()
+            return [(f"{here[0]}|{here[1]}", f"{there[0]}|{there[1]}")]
+    return []
 
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)

@@ -71,3 +71,11 @@ def towards(host: str) -> str | None:
         if not ipaddress.ip_address(own.partition("%")[0]).is_loopback:
             return own
     return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or "localhost", leads to this host alone."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -7,6 +7,8 @@ under way never depends on the receiver asking for it. Each ordered pair of rank
 Invariant: nothing is read from a connection but a hello of a fixed length until that has proved which rank sends it.
 The hello's code is made with the job's key, of a number used once that the receiver has put into the store, and each
 rank may say hello once, so that nothing that was overheard helps anyone. Who says nothing makes room for the next.
+Between hosts each message has a code as well, its head before its length is believed; on loopback nobody but the kernel
+stands between the two ends of a connection.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ import torch
 
 from ..errors import PeerLost, message
 from ..processes import Owned
-from .authentication import CODE_BYTES, code, key_of, same
+from .authentication import CODE_BYTES, MessageCodes, code, key_of, same
+from .interface import is_loopback
 
 _HELLO = struct.Struct(f"<q{CODE_BYTES}s")  # the sender's rank, and its code
 _HEADER = struct.Struct("<qQ")  # tag, bytes
@@ -38,10 +41,18 @@ class _Outgoing:
 
     __slots__ = ("pieces", "sent", "tensor")
 
-    def __init__(self, tag: int, tensor: torch.Tensor):
+    def __init__(self, tag: int, tensor: torch.Tensor, codes: MessageCodes | None):
         self.tensor = tensor  # keeps the memory alive
-        self.pieces = [memoryview(_HEADER.pack(tag, tensor.numel())), tensor.numpy().data.cast("B")]
+        head, body = _HEADER.pack(tag, tensor.numel()), tensor.numpy().data.cast("B")
+        if codes is None:
+            self.pieces = [memoryview(head), body]
+        else:
+            self.pieces = [memoryview(head + codes.of_head(head)), body, memoryview(codes.of_body(body))]
         self.sent = False
+
+
+class _Changed(Exception):
+    """What has come from a peer is not what it has sent."""
 
 
 class _Incoming:
@@ -49,6 +60,7 @@ class _Incoming:
 
     Args:
         admit: the rank that a hello proves to be at the other end; None if it proves nothing.
+        codes_of: what codes a rank's messages have; None: none.
     """
 
     def __init__(
@@ -56,20 +68,26 @@ class _Incoming:
         connection: socket.socket,
         inbox: list[tuple[int, int, torch.Tensor]],
         admit: Callable[[bytes], int | None],
+        codes_of: Callable[[int], MessageCodes | None],
     ):
-        self.connection, self._inbox, self._admit = connection, inbox, admit
+        self.connection, self._inbox, self._admit, self._codes_of = connection, inbox, admit, codes_of
         self._head = bytearray()
         self.source: int | None = None
-        self._tag = 0
+        self._codes: MessageCodes | None = None
+        self._code_bytes = self._tag = 0
         self._body: torch.Tensor | None = None
         self._got = 0
 
     def read(self) -> bool:
-        """Take what is there; False at the end of the stream, or if it is not a peer's."""
+        """Take what is there; False at the end of the stream, or if it is not a peer's.
+
+        Raises:
+            _Changed: it is a peer's no more.
+        """
         try:
             while True:
                 if self._body is None:
-                    wanted = (_HELLO if self.source is None else _HEADER).size
+                    wanted = _HELLO.size if self.source is None else _HEADER.size + self._code_bytes
                     data = self.connection.recv(wanted - len(self._head))
                     if not data:
                         return False
@@ -80,9 +98,14 @@ class _Incoming:
                         self.source = self._admit(bytes(self._head))
                         if self.source is None:
                             return False
+                        self._codes = self._codes_of(self.source)
+                        self._code_bytes = 0 if self._codes is None else CODE_BYTES
                     else:
-                        self._tag, nbytes = _HEADER.unpack(self._head)
-                        self._body, self._got = torch.empty(nbytes, dtype=torch.uint8), 0
+                        head, its_code = bytes(self._head[: _HEADER.size]), self._head[_HEADER.size :]
+                        if self._codes is not None and not same(bytes(its_code), self._codes.of_head(head)):
+                            raise _Changed(f"a message from rank {self.source} that is not what it has sent")
+                        self._tag, nbytes = _HEADER.unpack(head)
+                        self._body, self._got = torch.empty(nbytes + self._code_bytes, dtype=torch.uint8), 0
                     self._head.clear()
                 if self._body is not None:
                     rest = self._body.numpy().data[self._got :]
@@ -93,12 +116,21 @@ class _Incoming:
                         self._got += count
                     if self._got == self._body.numel():
                         assert self.source is not None
-                        self._inbox.append((self.source, self._tag, self._body))
+                        self._inbox.append((self.source, self._tag, self._checked(self._body)))
                         self._body = None
         except (BlockingIOError, InterruptedError):
             return True
         except OSError:
             return False
+
+    def _checked(self, body: torch.Tensor) -> torch.Tensor:
+        """A message's bytes without their code, which fits."""
+        if self._codes is None:
+            return body
+        nbytes = body.numel() - CODE_BYTES
+        if not same(body[nbytes:].numpy().tobytes(), self._codes.of_body(body[:nbytes].numpy().data)):
+            raise _Changed(f"a message from rank {self.source} that is not what it has sent")
+        return body[:nbytes]
 
 
 class Mailbox(Owned):
@@ -118,7 +150,9 @@ class Mailbox(Owned):
         self._key, self._number = key_of(store), secrets.token_bytes(CODE_BYTES)
         self._strangers: deque[_Incoming] = deque()  # have not said hello yet
         self._admitted: set[int] = set()
+        self._host = host
         self._outgoing: dict[int, tuple[socket.socket, deque[_Outgoing]]] = {}
+        self._codes: dict[int, MessageCodes | None] = {}  # of what this rank sends, by destination
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
@@ -135,6 +169,16 @@ class Mailbox(Owned):
             source, code(self._key, number, self._name.encode(), struct.pack("<qq", source, destination))
         )
 
+    def _codes_between(self, host: str, number: bytes, source: int, destination: int) -> MessageCodes | None:
+        """The codes of one rank's messages to another, who listens at `host` and has put this number into the store."""
+        if is_loopback(host):
+            return None
+        pair = struct.pack("<qq", source, destination)
+        return MessageCodes(code(self._key, b"messages", number, self._name.encode(), pair))
+
+    def _codes_of(self, source: int) -> MessageCodes | None:
+        return self._codes_between(self._host, self._number, source, self._rank)
+
     def _admit(self, hello: bytes) -> int | None:
         source, _ = _HELLO.unpack(hello)
         if not same(hello, self._hello(self._number, source, self._rank)) or source in self._admitted:
@@ -148,8 +192,12 @@ class Mailbox(Owned):
             raise PeerLost(
                 message(
                     f"rank {self._rank} of its group can neither send nor receive messages any more",
-                    got=f"{type(self._failure).__name__}: {self._failure}",
-                    remedy="start the job anew; if it happens again, please report it",
+                    got=str(self._failure)
+                    if isinstance(self._failure, _Changed)
+                    else f"{type(self._failure).__name__}: {self._failure}",
+                    remedy="see who else can reach the ports of this job: docs/security.md"
+                    if isinstance(self._failure, _Changed)
+                    else "start the job anew; if it happens again, please report it",
                 )
             )
 
@@ -166,13 +214,14 @@ class Mailbox(Owned):
             connection.sendall(self._hello(bytes.fromhex(number), self._rank, peer))
             connection.setblocking(False)
             with self._lock:
+                self._codes[peer] = self._codes_between(host, bytes.fromhex(number), self._rank, peer)
                 self._outgoing[peer] = (connection, deque())
         return True
 
     def post(self, tensor: torch.Tensor, peer: int, tag: int) -> _Outgoing:
         """Queue flat uint8 bytes for a connected peer."""
-        message = _Outgoing(tag, tensor)
         with self._lock:
+            message = _Outgoing(tag, tensor, self._codes[peer])  # codes go by the messages' order
             connection, queue = self._outgoing[peer]
             queue.append(message)
             # Most messages fit the socket's buffer: send them here and spare the thread.
@@ -249,7 +298,7 @@ class Mailbox(Owned):
             self._crowded = True
             return
         connection.setblocking(False)
-        incoming = _Incoming(connection, self.inbox, self._admit)
+        incoming = _Incoming(connection, self.inbox, self._admit, self._codes_of)
         self._selector.register(connection, selectors.EVENT_READ, incoming)
         self._strangers.append(incoming)
         self._read(incoming)

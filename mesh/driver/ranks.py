@@ -23,7 +23,6 @@ from ...kernels.shm.board import ended
 from .. import protocol, wire
 from ..rank.logs import levels
 from ..spec import Layout
-from .limits import named_limits
 from .spawn import zygote
 
 
@@ -137,7 +136,6 @@ class Ranks:
         generation: counts the failures that the mesh has recovered from, from 1 on.
     """
 
-    @named_limits()
     def __init__(self, layout: Layout, options: dict[str, Any], started: Callable[[Rank], None]):
         self.generation = 1
         self._started = started
@@ -163,7 +161,6 @@ class Ranks:
         self.all: list[Rank] = []
         self._deaths = select.poll()
 
-    @named_limits()
     def start(self, size: int) -> None:
         for rank in range(size):
             self.all.append(self._start(rank))

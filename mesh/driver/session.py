@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ...kernels.errors import MeshError, message
+from ...kernels.limits import named_limits
 from ...kernels.processes import Owned
 from .. import protocol, wire
 from ..array import Array
@@ -52,6 +53,7 @@ class DriverSession(Owned):
         closed: why the mesh is closed, None while it is open.
     """
 
+    @named_limits()
     def __init__(
         self,
         mesh: Any,

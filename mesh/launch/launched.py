@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ...kernels.errors import Aborted, MeshError, PeerLost, message
+from ...kernels.limits import named_limits
 from ...kernels.network.hosts import LEADER_SECONDS, OTHERS_SECONDS, HostArena, HostWatch, StoreWatch, out_of_reach
 from ...kernels.network.interface import towards
 from ...kernels.processes import check_not_imported_by_worker, namespace
@@ -37,6 +38,7 @@ RECOVERY_SECONDS = 5.0
 _meshes = 0
 
 
+@named_limits()
 def join(
     layout: Layout, launch: Launch, *, backend: str, device: str, seed: int, timeout: float
 ) -> tuple[RankSession, str]:
@@ -161,7 +163,7 @@ def _shared_arena(
             arena.clear(1)
             store.set(f"arena/{rank}", f"{os.getpid()} {fd}")
         else:
-            pid, number = map(int, store.get(f"arena/{leader}").split())
+            pid, number = map(int, _wait_for(store, f"arena/{leader}", leader, timeout).split())
             fd = arena_module.open_of(pid, number, next(len(host) for host in hosts if rank in host))
             arena = open_arena(fd)
     except (OSError, ValueError):

@@ -8,7 +8,6 @@ have written; and a job on one host listens on loopback, if at all.
 from __future__ import annotations
 
 import datetime
-import ipaddress
 import os
 import socket
 import time
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from ...kernels.errors import MeshError, message
 from ...kernels.network.authentication import AuthenticatedStore, code
 from ...kernels.network.hosts import innermost, limit_silence
-from ...kernels.network.interface import address_of, chosen, towards
+from ...kernels.network.interface import address_of, chosen, is_loopback, towards
 from .environments import Launch, detect
 from .own_files import open_own, own_folders
 from .roll_call import RollCall
@@ -89,7 +88,7 @@ def meet(launch: Launch, timeout: float, part: str) -> AuthenticatedStore:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"spmd/{attempt}", store)
         where = "the given store" if _given_store is not None else method
-        one_host = _on_one_host(launch) or _is_loopback(_host_of_store or "")
+        one_host = _on_one_host(launch) or is_loopback(_host_of_store or "")
         _met = store, RollCall(store, launch, where, secret, one_host=one_host).key(timeout)
     store, key = _met
     return AuthenticatedStore(
@@ -114,13 +113,6 @@ def chosen_address() -> str | None:
 def _on_one_host(launch: Launch) -> bool:
     """Whether the launcher says so."""
     return launch.local_size == launch.size
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _beside_parent() -> str:
@@ -171,7 +163,7 @@ def _store_at(method: str, launch: Launch, timeout: float) -> dist.Store:
         )
     # torchrun's agent keeps the store itself, and says so.
     hosts = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    private = _is_loopback(host)
+    private = is_loopback(host)
     if host == "localhost":
         host = "127.0.0.1"  # one family, so that who listens there and who connects do not miss each other
     if not hosts:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import mmap
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -395,6 +397,72 @@ def test_opened_by_another_process(participants: list[Arena]) -> None:
     participants[0].say("here")
     assert other.said(0) == "here"
     os.close(fd)
+
+
+def _memfd(name: str, nbytes: int, seals: int) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(fd, CONTENT)
+    os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def _of_another_user(name: str, nbytes: int, seals: int) -> int:
+    """A memfd that is right but for who made it."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        os.setuid(65534)
+        socket.send_fds(theirs, [b"x"], [_memfd(name, nbytes, seals)])
+        os._exit(0)
+    os.waitpid(pid, 0)
+    _, (fd,), _, _ = socket.recv_fds(ours, 1, 1)
+    ours.close()
+    theirs.close()
+    return fd
+
+
+CONTENT = b"somebody's own"
+WHAT = [
+    "a file",
+    "a file that is called so",
+    "a memfd of another name",
+    "another size",
+    "not sealed",
+    "another user's",
+    "a fifo",
+    "nothing",
+]
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_what_is_named_as_a_peers_memory_and_is_none(participants: list[Arena], tmp_path: Path, what: str) -> None:
+    """It is refused, and stays as it is, byte by byte."""
+    nbytes = os.fstat(participants[0].fd).st_size
+    name, seals = arena_module._NAME, arena_module._SEALS
+    if what.startswith("a file"):
+        path = tmp_path / (f"memfd:{name} (deleted)" if "called" in what else "file")
+        path.write_bytes(CONTENT)
+        os.truncate(path, nbytes)
+        fd = os.open(path, os.O_RDWR)
+    elif what == "a fifo":
+        os.mkfifo(tmp_path / "fifo")
+        fd = os.open(tmp_path / "fifo", os.O_RDWR)
+    elif what == "another user's":
+        if os.getuid() != 0:
+            pytest.skip("needs root, for a second user")
+        fd = _of_another_user(name, nbytes, seals)
+    elif what == "nothing":
+        fd = 1 << 20
+    else:
+        own = "of another name" in what
+        fd = _memfd("other" if own else name, nbytes - (what == "another size"), 0 if what == "not sealed" else seals)
+    with pytest.raises(OSError):
+        arena_module.open_of(os.getpid(), fd, SIZE)
+    if what not in ("a fifo", "nothing"):
+        assert os.pread(fd, 1 << 12, 0) == CONTENT.ljust(1 << 12, b"\0")
+    if what != "nothing":
+        os.close(fd)
 
 
 @pytest.mark.parametrize(

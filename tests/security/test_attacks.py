@@ -10,12 +10,14 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from attacks import free_port, job, listening, scan
+from attacks import JOB, free_port, job, listening, scan
+from fork_server import Forked, ForkServer, fork_server
 from patience import HANGS
 
 IDLE = 500
@@ -24,6 +26,12 @@ AS_NOBODY = ["setpriv", "--reuid=65534", "--clear-groups"]
 needs_second_user = pytest.mark.skipif(
     os.getuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv, for a second user"
 )
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with fork_server() as made:
+        yield made
 
 
 class Runs:
@@ -36,8 +44,8 @@ class Runs:
         return Path.touch, (self.path,)
 
 
-def test_scanner_and_forged_frames(tmp_path: Path) -> None:
-    with job(tmp_path) as its:
+def test_scanner_and_forged_frames(server: ForkServer, tmp_path: Path) -> None:
+    with job(server, tmp_path) as its:
         its.start(0)
         its.start(1)
         its.wait_until_it_trains()
@@ -50,11 +58,11 @@ def test_scanner_and_forged_frames(tmp_path: Path) -> None:
         assert its.end() == ["right\n"] * 2
 
 
-def test_impostor_and_forged_values(tmp_path: Path) -> None:
+def test_impostor_and_forged_values(server: ForkServer, tmp_path: Path) -> None:
     """Someone signs in as rank 1 first, copies what rank 0 says, and writes aborts and pickles into the store."""
     ran = tmp_path / "ran"
     payload = pickle.dumps(Runs(ran))
-    with job(tmp_path) as its:
+    with job(server, tmp_path) as its:
         its.start(0)
         end = time.monotonic() + HANGS
         while not listening([its.ranks[0].pid]):
@@ -79,46 +87,38 @@ def test_impostor_and_forged_values(tmp_path: Path) -> None:
     assert not ran.exists()
 
 
-def test_ranks_of_another_secret_are_told(tmp_path: Path) -> None:
-    with job(tmp_path) as its:
+def test_ranks_of_another_secret_are_told(server: ForkServer, tmp_path: Path) -> None:
+    with job(server, tmp_path) as its:
         its.start(0)
         its.environ["SPMD_SECRET"] = "another secret of the job"
         code = "from spmd import Mesh; Mesh(timeout=2)"
-        told = subprocess.run(
-            [sys.executable, "-c", code], env={**its.environ, "SPMD_RANK": "1"}, capture_output=True, text=True,
-            timeout=HANGS,
-        )  # fmt: skip
-    assert "1 of 2 ranks did not come within 2 s: [0]" in told.stderr
-    assert "check that all have the same secret" in told.stderr
+        _, told = server.start(code, environ={**its.environ, "SPMD_RANK": "1"}).communicate()
+    assert "1 of 2 ranks did not come within 2 s: [0]" in told
+    assert "check that all have the same secret" in told
 
 
-def start(rank: int, **environ: str) -> subprocess.Popen[str]:
+def start(server: ForkServer, rank: int, **environ: str) -> Forked:
     bare = {name: text for name, text in os.environ.items() if not name.startswith(("SPMD_", "MASTER_"))}
     code = "from spmd import Mesh; mesh = Mesh(timeout=20); print(mesh.run(lambda: int(mesh.comm().rank)))"
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**bare, "SPMD_RANK": str(rank), "SPMD_SIZE": "2", "OMP_NUM_THREADS": "1", **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    told = {"SPMD_RANK": str(rank), "SPMD_SIZE": "2", "OMP_NUM_THREADS": "1", **environ}
+    return server.start(code, environ={**bare, **told})
 
 
 @pytest.mark.parametrize("kind", ["symlink", "fifo"])
-def test_meeting_file_that_is_none(tmp_path: Path, kind: str) -> None:
+def test_meeting_file_that_is_none(server: ForkServer, tmp_path: Path, kind: str) -> None:
     meet, victim = tmp_path / "meet", tmp_path / "victim"
     victim.write_text("mine")
     if kind == "symlink":
         meet.symlink_to(victim)
     else:
         os.mkfifo(meet)
-    out, err = start(0, SPMD_INIT_METHOD=f"file://{meet}").communicate(timeout=HANGS)
+    out, err = start(server, 0, SPMD_INIT_METHOD=f"file://{meet}").communicate()
     assert "MeshError: rank 0 cannot meet the others at file://" in err and out == ""
     assert victim.read_text() == "mine"
 
 
 @needs_second_user
-def test_meeting_place_that_another_user_made_first(tmp_path: Path) -> None:
+def test_meeting_place_that_another_user_made_first(server: ForkServer, tmp_path: Path) -> None:
     """The directory's name can be known: who takes it first does not become the one where the ranks meet."""
     public, home = tmp_path / "public", tmp_path / "home"
     for above in tmp_path.parents:  # those of pytest, below the one that everybody has
@@ -131,9 +131,9 @@ def test_meeting_place_that_another_user_made_first(tmp_path: Path) -> None:
     taken = public / f"spmd-{os.getuid()}"
     made = subprocess.run([*AS_NOBODY, "mkdir", "-m", "777", str(taken)], capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
-    ranks = [start(rank, TMPDIR=str(public), HOME=str(home)) for rank in range(2)]
+    ranks = [start(server, rank, TMPDIR=str(public), HOME=str(home)) for rank in range(2)]
     for process in ranks:
-        out, err = process.communicate(timeout=HANGS)
+        out, err = process.communicate()
         assert out == "[0, 1]\n", err
     assert list(taken.iterdir()) == []
     own = list((home / ".spmd").iterdir())
@@ -141,8 +141,6 @@ def test_meeting_place_that_another_user_made_first(tmp_path: Path) -> None:
 
 
 def test_spmd_run_listens_nowhere(tmp_path: Path) -> None:
-    from attacks import JOB
-
     script = tmp_path / "job.py"
     script.write_text(JOB)
     with subprocess.Popen(
@@ -161,7 +159,7 @@ def test_spmd_run_listens_nowhere(tmp_path: Path) -> None:
         assert agent.communicate(timeout=HANGS)[0] == "right\nright\n"
 
 
-def test_several_hosts_without_a_secret_are_refused_where_one_is_required(tmp_path: Path) -> None:
+def test_several_hosts_without_a_secret_are_refused_where_one_is_required(server: ForkServer, tmp_path: Path) -> None:
     """Each rank has a home of its own, as on hosts that share none: refused, or warned of once."""
     for required in ("1", ""):
         port = free_port()
@@ -170,8 +168,8 @@ def test_several_hosts_without_a_secret_are_refused_where_one_is_required(tmp_pa
             home = tmp_path / f"{required}{rank}"
             home.mkdir(mode=0o700)
             told = {"SPMD_INIT_METHOD": f"file://{tmp_path}/meet{required}", "HOME": str(home), "TMPDIR": str(home)}
-            ranks.append(start(rank, **told, SPMD_REQUIRE_SECRET=required))
-        outs = [process.communicate(timeout=HANGS) for process in ranks]
+            ranks.append(start(server, rank, **told, SPMD_REQUIRE_SECRET=required))
+        outs = [process.communicate() for process in ranks]
         errors = "".join(err for _, err in outs)
         if required:
             assert all("MeshError: this job over several hosts has no secret" in err for _, err in outs), outs

@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from fork_server import ForkServer, fork_server
 from patience import HANGS
+
+from spmd import restore, save
+
+needs_namespaces = pytest.mark.skipif(
+    os.getuid() != 0
+    or subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], check=False).returncode != 0,
+    reason="needs root and unshare, for namespaces",
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with fork_server() as made:
+        yield made
 
 
 def told(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
@@ -19,7 +40,7 @@ def told(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=HANGS, cwd=tmp_path)
 
 
-def test_many_files_open_before_the_first_mesh(tmp_path: Path) -> None:
+def test_many_files_open_before_the_first_mesh(server: ForkServer) -> None:
     code = """
 import os, resource
 _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -31,8 +52,8 @@ from spmd import Mesh
 with Mesh({"data": 2}) as mesh:
     print(mesh.run(lambda: mesh.rank))
 """
-    done = told(code, tmp_path)
-    assert done.stdout == "[0, 1]\n", done.stderr
+    out, err = server.start(code, environ=os.environ).communicate()
+    assert out == "[0, 1]\n", err
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -99,10 +120,11 @@ def runs(pid: int) -> bool:
         ("os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')", "the operating system refuses what a mesh needs"),
     ],
 )
-def test_limits_of_the_system_are_named(tmp_path: Path, limit: str, named: str) -> None:
+def test_limits_of_the_system_are_named(server: ForkServer, tmp_path: Path, limit: str, named: str) -> None:
     code = f"""
 import os, resource
 import torch, numpy
+os.chdir({str(tmp_path)!r})
 from spmd import Mesh, MeshError
 {limit}
 try:
@@ -110,5 +132,172 @@ try:
 except MeshError as error:
     print(error)
 """
-    done = told(code, tmp_path)
-    assert named in done.stdout, done.stdout + done.stderr
+    out, err = server.start(code, environ=os.environ).communicate()
+    assert named in out, out + err
+
+
+def test_gloo_leaves_the_sockets_of_others_alone(make_mesh: Any) -> None:
+    """Connections that another thread of a rank's program opens while a group connects outlive the group."""
+    mesh = make_mesh({"data": 2}, backend="gloo")
+
+    def connects() -> float:
+        held = sys.held_by_test = []  # type: ignore[attr-defined]
+        real = dist.ProcessGroupGloo
+
+        class Opens(real):  # type: ignore[misc,valid-type]
+            def __init__(self, *args: Any):
+                listener = socket.create_server(("127.0.0.1", 0))
+                theirs = socket.create_connection(listener.getsockname())
+                held.append((listener, listener.accept()[0], theirs))
+                super().__init__(*args)
+
+        dist.ProcessGroupGloo = Opens  # type: ignore[misc]
+        try:
+            return float(mesh.comm().all_reduced(torch.tensor(1.0)))
+        finally:
+            dist.ProcessGroupGloo = real  # type: ignore[misc]
+
+    def fails() -> None:
+        raise ValueError("of the region: the group is opened anew after it")
+
+    def still_there() -> tuple[float, list[bytes]]:
+        total, received = float(mesh.comm().all_reduced(torch.tensor(2.0))), []
+        for _, mine, theirs in sys.held_by_test:  # type: ignore[attr-defined]
+            mine.sendall(b"here")
+            received.append(theirs.recv(9))
+        return total, received
+
+    assert mesh.run(connects) == [2.0, 2.0]
+    with pytest.raises(ValueError, match="of the region"):
+        mesh.run(fails)
+    assert mesh.run(still_there) == [(4.0, [b"here"])] * 2
+
+
+def test_limits_of_launched_ranks(server: ForkServer, tmp_path: Path) -> None:
+    """Where shared memory can't be had they use Gloo; too few open files are named, and nobody waits for the one."""
+    code = """
+import os, resource, sys
+import torch
+from spmd import Mesh
+if sys.argv[1] == "memory":
+    resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    os.mkdir(sys.argv[2])
+    os.chdir(sys.argv[2])
+    os.rmdir(sys.argv[2])
+elif os.environ["SPMD_RANK"] == "0":
+    opened = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened, opened))
+mesh = Mesh(timeout=60 if sys.argv[1] == "memory" else 2)
+print(mesh.backend, mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(1000)).sum())))
+"""
+    for kind in ("memory", "files"):
+        told = {"SPMD_SIZE": "2", "SPMD_INIT_METHOD": f"file://{tmp_path}/{kind}", "OMP_NUM_THREADS": "1"}
+        ranks = [
+            server.start(code, kind, f"{tmp_path}/gone{rank}", environ={**os.environ, **told, "SPMD_RANK": str(rank)})
+            for rank in range(2)
+        ]
+        outs = [rank.communicate() for rank in ranks]
+        if kind == "memory":
+            assert [out for out, _ in outs] == ["gloo [2000.0, 2000.0]\n"] * 2, outs
+        else:
+            assert "MeshError: a mesh needs more than the limit on open files allows, RLIMIT_NOFILE" in outs[0][1], outs
+            assert "MeshError: " in outs[1][1] and "did not come within 2 s" in outs[1][1], outs
+
+
+@needs_namespaces
+def test_dev_shm_is_not_needed(tmp_path: Path) -> None:
+    """Neither a large one nor any: here it takes nothing."""
+    script = tmp_path / "script.py"
+    script.write_text("""
+import torch
+from spmd import Mesh, P, put
+with Mesh({"data": 2}) as mesh:
+    print(mesh.backend, mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(1 << 20)).sum())))
+    print(float(put(torch.ones(1 << 20), P("data"), mesh=mesh).full().sum()))
+""")
+    command = f"mount -t tmpfs -o ro tmpfs /dev/shm && exec {sys.executable} {script}"
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", command], capture_output=True, text=True, timeout=HANGS)
+    assert done.stdout == "shm [2097152.0, 2097152.0]\n1048576.0\n", done.stderr
+
+
+@needs_namespaces
+def test_a_writer_in_another_pid_namespace_is_alive(tmp_path: Path) -> None:
+    """Both have one host name; the numbers of one's processes are nobody's in the other."""
+    began, go = threading.Event(), threading.Event()
+
+    real = os.fsync
+
+    def waits(fd: int) -> None:
+        began.set()
+        assert go.wait(HANGS)
+        real(fd)
+
+    runs = tmp_path / "runs"
+    other = f"""
+import torch
+from spmd import restore, save
+folder = {str(runs)!r}
+save(folder, {{"w": torch.zeros(2)}}, step=2)
+print(restore(folder + "/step-00000002")["w"].tolist())
+"""
+    os.fsync = waits
+    try:
+        future = save(runs, {"w": torch.ones(2)}, step=1, background=True)
+        assert began.wait(HANGS)
+        half = [path for path in runs.iterdir() if ".tmp-" in path.name]
+        assert len(half) == 1
+        os.fsync = real
+        in_namespace = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", other]
+        done = subprocess.run(in_namespace, capture_output=True, text=True, timeout=HANGS, cwd=tmp_path)
+        assert done.stdout == "[0.0, 0.0]\n", done.stderr
+        assert half[0].exists()
+    finally:
+        os.fsync = real
+        go.set()
+    assert future.result() == runs / "step-00000001"
+    assert restore(runs / "step-00000001")["w"].tolist() == [1.0, 1.0]
+
+
+@needs_namespaces
+def test_ranks_in_two_pid_namespaces_save_in_the_background(tmp_path: Path) -> None:
+    code = """
+import sys, torch
+from spmd import Mesh, P, put, restore, save
+mesh = Mesh(timeout=60)
+save(sys.argv[1], {"w": put(torch.arange(4.0), P("data"), mesh=mesh)}, background=True).result()
+print(restore(sys.argv[1])["w"].tolist())
+"""
+    told = {"SPMD_SIZE": "2", "SPMD_INIT_METHOD": f"file://{tmp_path}/meet", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [
+                *(["unshare", "--pid", "--fork", "--mount-proc"] if rank else []),
+                sys.executable,
+                "-c",
+                code,
+                f"{tmp_path}/runs",
+            ],
+            env={**os.environ, **told, "SPMD_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outs = [rank.communicate(timeout=HANGS) for rank in ranks]
+    assert [out for out, _ in outs] == ["[0.0, 1.0, 2.0, 3.0]\n"] * 2, outs
+
+
+def test_a_process_that_proc_does_not_show_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where /proc is another namespace's, or hides other users' processes."""
+    from spmd.kernels import processes
+
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    assert not processes.gone(processes.namespace(), os.getppid())
+    assert not processes.gone("another kernel's", 1 << 22)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert processes.gone(processes.namespace(), child)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import resource
 from collections.abc import Iterator
 
-from ...kernels.errors import MeshError, SpmdError, message
+from .errors import MeshError, SpmdError, message
 
 # What an error of the system's most often means here: what there is too little of, its limit, how a shell raises it.
 _LIMITS = {
@@ -25,16 +26,26 @@ def named_limits() -> Iterator[None]:
         yield
     except SpmdError:
         raise
-    except OSError as error:
-        found = _LIMITS.get(error.errno or 0)
+    except (OSError, RuntimeError) as error:
+        number = _number_of(error)
+        if number is None:
+            raise
+        found = _LIMITS.get(number)
         if found is not None:
             what, name, remedy = found
             most = resource.getrlimit(getattr(resource, name))[0]
             problem = f"a mesh needs more than the limit on {what} allows, {name}"
-            got = f"{error.strerror}, with a limit of {'none' if most == resource.RLIM_INFINITY else most}"
+            got = f"{os.strerror(number)}, with a limit of {'none' if most == resource.RLIM_INFINITY else most}"
         else:
             problem, got = "the operating system refuses what a mesh needs", str(error)
             remedy = "see that the working directory and the temporary directory are there"
         raise MeshError(
             message(problem, got=got, remedy=f"{remedy}; or use fewer ranks" if found else remedy)
         ) from None
+
+
+def _number_of(error: OSError | RuntimeError) -> int | None:
+    """The system's number of an error; torch's own errors only have its text."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    return next((number for number in _LIMITS if os.strerror(number) in str(error)), None)

@@ -1,0 +1,195 @@
+"""Frames of messages that have been tampered with: none is read as anything else than what was sent."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import random
+import socket
+import struct
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from patience import until
+
+from spmd import PeerLost
+from spmd.kernels.network import mailbox
+from spmd.kernels.network.authentication import CODE_BYTES, AuthenticatedStore
+from spmd.kernels.network.mailbox import Mailbox
+
+MUTATIONS = 1000
+OVER_SOCKETS = 40
+BODIES = [b"", b"a", bytes(range(256)) * 3, struct.pack("<3f", 1, 2, 3), b"z" * 4096]
+SENT = [(0, tag, body) for tag, body in enumerate(BODIES)]
+HEAD = struct.Struct("<qQ")
+HELLO_BYTES = 8 + CODE_BYTES
+EXTREMES = [0, 1, 2**31, 2**40, 2**62, 2**63, 2**64 - 1]
+
+
+def store_of(secret: bytes) -> AuthenticatedStore:
+    return AuthenticatedStore(dist.HashStore(), secret, datetime.timedelta(seconds=10))
+
+
+@contextlib.contextmanager
+def opened(store: dist.Store, rank: int) -> Iterator[Mailbox]:
+    made = Mailbox(store, "group", rank, "127.0.0.1")
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def frames_sent(to: Mailbox, secret: bytes, *, as_group: str = "group") -> list[bytes]:
+    """What rank 0 sends to this mailbox: a hello, then each message's head and body, with the codes that they have."""
+    store = store_of(secret)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        number = to._number.hex()
+        store.set(f"{as_group}/mailbox/1", f"127.0.0.1 {listener.getsockname()[1]} {number}")
+        sender = Mailbox(store, as_group, 0, "127.0.0.1")
+        try:
+            assert sender.connected(1)
+            for tag, body in enumerate(BODIES):
+                data = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0).byte()
+                sender.post(data, 1, tag)
+        finally:
+            connection, _ = listener.accept()
+            sender.close()
+        with connection:
+            data = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    pieces = [data[:HELLO_BYTES]]
+    rest = data[HELLO_BYTES:]
+    coded = CODE_BYTES if len(rest) > sum(HEAD.size + len(body) for body in BODIES) else 0
+    for body in BODIES:
+        for length in (HEAD.size + coded, len(body) + coded):
+            pieces.append(rest[:length])
+            rest = rest[length:]
+    assert not rest
+    return pieces
+
+
+def mutated(frames: list[bytes], strange: list[bytes], draw: random.Random) -> bytes:
+    """A stream with one or a few changes that know its structure."""
+    frames = list(frames)
+    for _ in range(draw.choice([1, 1, 1, 2, 5])):
+        at = draw.randrange(len(frames))
+        frame = bytearray(frames[at])
+        how = draw.choice(["flip", "number", "cut", "grow", "drop", "double", "swap", "strange", "zero", "random"])
+        if how == "flip" and frame:
+            frame[draw.randrange(len(frame))] ^= 1 << draw.randrange(8)
+        elif how == "number" and len(frame) >= 8:
+            place = draw.choice([0, 8]) if len(frame) >= 16 else 0
+            frame[place : place + 8] = struct.pack("<Q", draw.choice(EXTREMES))
+        elif how == "cut":
+            del frame[draw.randrange(len(frame) + 1) :]
+        elif how == "grow":
+            place = draw.randrange(len(frame) + 1)
+            frame[place:place] = draw.randbytes(draw.choice([1, 8, 32, 100]))
+        elif how == "zero":
+            frame[:] = bytes(len(frame))
+        elif how == "random":
+            frame[:] = draw.randbytes(len(frame))
+        elif how == "strange":
+            frame[:] = strange[at % len(strange)]
+        if how == "drop" and len(frames) > 1:
+            del frames[at]
+        elif how == "double":
+            frames.insert(at, bytes(frame))
+        elif how == "swap":
+            other = draw.randrange(len(frames))
+            frames[at], frames[other] = frames[other], frames[at]
+        else:
+            frames[at] = bytes(frame)
+    return b"".join(frames)
+
+
+def read_back(to: Mailbox, stream: bytes) -> list[tuple[int, int, bytes]]:
+    """What a mailbox takes from a connection on which this comes."""
+    to._admitted.clear()
+    inbox: list[tuple[int, int, torch.Tensor]] = []
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        ours.sendall(stream)
+        ours.shutdown(socket.SHUT_WR)
+        incoming = mailbox._Incoming(theirs, inbox, to._admit, to._codes_of)
+        with contextlib.suppress(mailbox._Changed):
+            while incoming.read():
+                pass
+    return [(source, tag, body.numpy().tobytes()) for source, tag, body in inbox]
+
+
+def test_mutations_of_messages_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sits between sends what he likes: messages come as they were sent, in their order, or not at all."""
+    monkeypatch.setattr(mailbox, "is_loopback", lambda host: False)
+    secret, draw = b"the secret of the job", random.Random(0)
+    with opened(store_of(secret), 1) as to:
+        honest, strange = frames_sent(to, secret), frames_sent(to, b"the secret of another job")
+        other = frames_sent(to, secret, as_group="another group")
+        assert len(honest[1]) == HEAD.size + CODE_BYTES
+        assert read_back(to, b"".join(honest)) == SENT
+        longest = 0
+        for number in range(MUTATIONS):
+            stream = mutated(honest, strange if number % 2 else other, draw)
+            got = read_back(to, stream)
+            same = stream.startswith(b"".join(honest))
+            assert got == SENT[: len(got)] and (same or len(got) < len(SENT)), number
+            longest = longest if same else max(longest, len(got))
+        assert longest == len(SENT) - 1  # changes of the last message, too
+        assert to.inbox == []
+
+
+def test_mutations_of_hellos() -> None:
+    """Who can't sign in is not read at all, on loopback either."""
+    secret, draw = b"the secret of the job", random.Random(1)
+    with opened(store_of(secret), 1) as to:
+        honest, strange = frames_sent(to, secret), frames_sent(to, b"the secret of another job")
+        assert len(honest[1]) == HEAD.size
+        assert read_back(to, b"".join(honest)) == SENT
+        for number in range(MUTATIONS):
+            hello = mutated(honest[:1], strange[:1], draw)
+            if not hello.startswith(honest[0]):
+                assert read_back(to, hello + b"".join(honest[1:])) == [], number
+
+
+def test_mutations_over_sockets() -> None:
+    """A mailbox that is sent all that while it works: its own peer's messages come, and nothing else."""
+    secret, draw = b"the secret of the job", random.Random(2)
+    store = store_of(secret)
+    with opened(store, 1) as to, opened(store, 0) as sender, contextlib.ExitStack() as stack:
+        honest, strange = frames_sent(to, secret), frames_sent(to, b"the secret of another job")
+        assert sender.connected(1)
+        port = to._listener.getsockname()[1]
+        for number in range(OVER_SOCKETS):
+            stream = mutated(honest[:1], strange[:1], draw) + b"".join(honest[1:])
+            if stream.startswith(honest[0]) and number % 2:
+                continue
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            with contextlib.suppress(OSError):
+                stranger.sendall(stream)
+            if number == 0:  # the real peer is known from now on, and what it has said helps nobody
+                sender.post(torch.full((3,), number, dtype=torch.uint8), 1, number)
+                assert until(lambda: len(to.inbox) == 1)
+            else:
+                sender.post(torch.full((3,), number, dtype=torch.uint8), 1, number)
+        sender.post(torch.zeros(1, dtype=torch.uint8), 1, 99)
+        assert until(lambda: to.inbox and to.inbox[-1][1] == 99)
+        assert all(source == 0 and (tag == 99 or body.tolist() == [tag] * 3) for source, tag, body in to.inbox)
+        to.check()
+
+
+@pytest.mark.parametrize("place", [1, 2], ids=["head", "body"])
+def test_a_change_on_the_way_is_told(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    monkeypatch.setattr(mailbox, "is_loopback", lambda host: False)
+    secret = b"the secret of the job"
+    with opened(store_of(secret), 1) as to:
+        honest = frames_sent(to, secret)
+        frame = bytearray(honest[place])
+        frame[0] ^= 1
+        with socket.create_connection(("127.0.0.1", to._listener.getsockname()[1])) as connection:
+            connection.sendall(b"".join([*honest[:place], bytes(frame), *honest[place + 1 :]]))
+            assert until(lambda: to._failure is not None)
+        with pytest.raises(PeerLost, match=r"got a message from rank 0 that is not what it has sent.*security\.md"):
+            to.check()
+        assert to.inbox == []
