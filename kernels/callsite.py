@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+from .errors import SpmdError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _LIBRARY = ("spmd", "torch", "optree", "cloudpickle", "concurrent", "threading")
 
@@ -36,23 +43,54 @@ def call_site() -> str:
 
 
 def hide_our_frames(error: BaseException) -> BaseException:
-    """An exception without this library's frames, unless SPMD_TRACEBACK=full asks for them."""
+    """An exception that is about to leave this library, without its frames, unless SPMD_TRACEBACK=full asks for them.
+
+    To be called in the `except` clause of what the user called, before a bare `raise`.
+    """
     if os.environ.get("SPMD_TRACEBACK") == "full":
         return error
-    frame = error.__traceback__
-    while frame is not None:
-        if not is_ours(frame.tb_frame):
-            return error  # the user's code ran below us, and where it failed is what matters
-        frame = frame.tb_next
-    return error.with_traceback(None)
+    ours = error.__traceback__
+    left = users_frames(ours, raised_here=isinstance(error, SpmdError))
+    error.__traceback__ = left
+    if ours is not None and ours is not left:
+        ours.tb_next = left  # Python 3.10 goes on with what it has, the frame that calls this and all below
+    if isinstance(error, SpmdError):
+        error.__suppress_context__ = True
+    return error
 
 
-def from_user(traceback: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that starts at the user's first frame; all of it if none is the user's."""
-    start = traceback
-    while start is not None and is_ours(start.tb_frame):
-        start = start.tb_next
-    return start if start is not None else traceback
+def users_frames(traceback: TracebackType | None, *, raised_here: bool) -> TracebackType | None:
+    """A traceback without this library's frames.
+
+    Args:
+        raised_here: the exception is this library's own, so that what lies below the user's last frame (torch, that
+            has called us) is left out as well.
+    """
+    parts = []
+    while traceback is not None:
+        parts.append(traceback)
+        traceback = traceback.tb_next
+    kept: TracebackType | None = None
+    for part in reversed(parts):
+        frame = part.tb_frame
+        below = raised_here and kept is None and is_ours(frame)
+        if not below and not is_our_file(frame.f_code.co_filename):
+            kept = TracebackType(kept, frame, part.tb_lasti, part.tb_lineno)
+    return kept
+
+
+def shows_only_users(call: F) -> F:
+    """A function that users call, whose exceptions are shown without this library's frames."""
+
+    @functools.wraps(call)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except BaseException as error:
+            hide_our_frames(error)
+            raise
+
+    return called  # type: ignore[return-value]
 
 
 def warn(text: str) -> None:

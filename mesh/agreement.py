@@ -71,6 +71,9 @@ def decode_all(encoded: Sequence[bytes]) -> dict[int, Outputs]:
     return {rank: decoded[data] for rank, data in enumerate(encoded)}
 
 
+SHARDS_OF_ONE = "return shards of one global value, or declare another spec"
+
+
 def assemble(
     layout: Layout,
     outputs: Mapping[int, Outputs],
@@ -81,6 +84,7 @@ def assemble(
     prints: Sequence[bytes] = (),
     check: Check = Check.NOTHING,
     ragged: bool = False,
+    remedy: str = SHARDS_OF_ONE,
 ) -> tuple[Any, list[Result]]:
     """The results' treedef, and what each leaf is as a whole.
 
@@ -90,6 +94,7 @@ def assemble(
         compare: refuse values that should agree and do not.
         prints, check: what each rank told of its tensors, and in which kind of call.
         ragged: shards may differ in dimensions that are not cut, whose sizes then are `RAGGED`.
+        remedy: what to do about shards that do not fit together.
 
     Raises:
         SpecError: the ranks disagree.
@@ -126,7 +131,7 @@ def assemble(
             results.append(Result(None, value=leaf.value))
             continue
         shapes = tuple(leaves[rank].shape for rank in range(layout.size))
-        _check_shapes(layout, shapes, leaf.spec, what, where, ragged=ragged)
+        _check_shapes(layout, shapes, leaf.spec, what, where, remedy, ragged=ragged)
         assert leaf.dtype is not None
         shape = layout.global_shape(shapes, leaf.spec)
         if ragged:
@@ -205,14 +210,18 @@ def _show(leaf: OutputMeta, told: list[bytes | None], rank: int) -> str:
         return repr(leaf.value)[:60]
     mine = told[rank] if told else None
     if mine is None or leaf.dtype is None:
-        return _kind(leaf).partition(" ")[0]
+        return _dtype_and_shape(leaf)
     return values.shown(mine, leaf.shape, leaf.dtype)
 
 
 def _kind(leaf: OutputMeta) -> str:
     if leaf.spec is None:
         return type(leaf.value).__name__
-    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} {leaf.spec}"
+    return f"{_dtype_and_shape(leaf)} {leaf.spec}"
+
+
+def _dtype_and_shape(leaf: OutputMeta) -> str:
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
 
 
 def _check_shapes(
@@ -221,6 +230,7 @@ def _check_shapes(
     spec: P,
     what: Callable[[], str],
     where: str,
+    remedy: str,
     *,
     ragged: bool = False,
 ) -> None:
@@ -245,6 +255,6 @@ def _check_shapes(
                 got="; ".join(f"rank {rank}: {list(shape)}" for rank, shape in enumerate(shapes)),
                 expected=f"shapes that differ only where {spec} cuts",
                 where=where,
-                remedy="return shards of one global value, or declare another spec",
+                remedy=remedy,
             )
         )

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ..kernels.callsite import shows_only_users
 from ..kernels.errors import MeshError, SpecError, message
 from .display import drawing
 from .spec import RAGGED, P
@@ -215,6 +216,7 @@ class Array:
         return func(*map(_as_numpy, args), **{name: _as_numpy(value) for name, value in kwargs.items()})
 
     @classmethod
+    @shows_only_users
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         # By name: what calls the ranks stands above this file.
         operators = importlib.import_module(f"{__package__}.driver.operators")
@@ -277,6 +279,7 @@ def _as_numpy(value: Any) -> Any:
     return np.asarray(value) if isinstance(value, Array) else value
 
 
+@shows_only_users
 def _operated(func: Any, *args: Any, **kwargs: Any) -> Any:
     return Array.__torch_function__(func, (Array,), args, kwargs)
 
@@ -291,9 +294,19 @@ def _define(name: str) -> None:
     setattr(Array, name, operator)
 
 
+_OPERATORS = tuple(
+    f"__{name}__"
+    for name in (
+        *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
+        *("pow", "rpow", "matmul", "rmatmul", "and", "or", "xor", "neg", "pos", "abs", "invert"),
+        *("eq", "ne", "lt", "le", "gt", "ge"),
+    )
+)
+for _name in _OPERATORS:
+    _define(_name)
+
 for _name in (
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
-    *("pow", "rpow", "matmul", "rmatmul", "and", "or", "xor", "neg", "pos", "abs", "invert"),
-    *("eq", "ne", "lt", "le", "gt", "ge"),
+    *("shards", "full", "item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__complex__", "__array__"),
+    *("__format__", "__str__", "__getitem__", *_OPERATORS),
 ):
-    _define(f"__{_name}__")
+    setattr(Array, _name, shows_only_users(getattr(Array, _name)))

@@ -15,7 +15,7 @@ from typing import Any
 
 import cloudpickle
 
-from ..kernels.callsite import from_user, is_our_file
+from ..kernels.callsite import is_our_file, users_frames
 from ..kernels.errors import Aborted, CollectiveMismatch, MeshError, PeerLost, RemoteError, SpmdError, message
 from .display.notebook import name_cells, shorten
 
@@ -82,8 +82,9 @@ class _Parts:
 
 
 def _formatted(error: BaseException) -> list[str]:
-    """The traceback from the user's first frame on, without this library's own frames."""
-    summary = traceback.TracebackException(type(error), error, from_user(error.__traceback__))
+    """The traceback without this library's own frames."""
+    shown = users_frames(error.__traceback__, raised_here=isinstance(error, SpmdError)) or error.__traceback__
+    summary = traceback.TracebackException(type(error), error, shown)
     parts: list[traceback.TracebackException | None] = [summary]
     while parts:
         part = parts.pop()

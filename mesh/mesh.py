@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
+from ..kernels.callsite import shows_only_users
 from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, message
 from ..kernels.shm import arena
 from . import running
 from .display import drawing
-from .display.notebook import shorten
 from .driver.open_sessions import close_quietly
 from .driver.session import DriverSession
 from .launch import launched
@@ -69,6 +69,7 @@ class Mesh:
     threads: int
     pinned_threads: int
 
+    @shows_only_users
     def __init__(
         self,
         axes: dict[str, int] | None = None,
@@ -227,6 +228,7 @@ class Mesh:
         comm = self._rank_session.comm(axis) if ranks is None else self._rank_session.comm_among(ranks, axis)
         return followed(comm, self.layout)
 
+    @shows_only_users
     def run(self, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
         """Call `fn(*args)` on every rank, or on some; collectives work in it.
 
@@ -236,11 +238,9 @@ class Mesh:
         Raises:
             what `fn` raises on a rank, as its own type, with that rank's traceback.
         """
-        try:
-            return running.run(self, fn, args, ranks)
-        except BaseException as error:
-            raise shorten(error) from error.__cause__
+        return running.run(self, fn, args, ranks)
 
+    @shows_only_users
     def submit(self, fn: Callable[..., Any], *args: Any, rank: int = 0) -> Future:
         """Start `fn(*args)` on one rank and return a future of its result; collectives do not work in it."""
         return running.submit(self, fn, args, rank)
@@ -264,6 +264,7 @@ class Mesh:
     def closed(self) -> bool:
         return bool(getattr(self._driver or self._rank_session, "closed", True))
 
+    @shows_only_users
     def close(self) -> None:
         """Stop the ranks and free what they hold; values on the mesh are gone. Raises an error not yet seen."""
         if _default is self:
@@ -292,6 +293,7 @@ class Mesh:
         self.driver.shut("it was restarted, and what was on it is lost")
         self._start()
 
+    @shows_only_users
     def reload(self, *modules: Any) -> list[str]:
         """Load modules again that were edited on disk, in the driver and on the ranks; values on the mesh stay.
 
@@ -310,10 +312,7 @@ class Mesh:
             MeshError: called on a rank. Whatever a module raises while it is loaded.
         """
         self._check_driver("reload", "importlib.reload is for launched programs, whose ranks run the whole script")
-        try:
-            return self.driver.reload([one if isinstance(one, str) else one.__name__ for one in modules])
-        except BaseException as error:
-            raise shorten(error) from error.__cause__
+        return self.driver.reload([one if isinstance(one, str) else one.__name__ for one in modules])
 
     def _check_driver(self, what: str, remedy: str) -> None:
         if self._driver is None:

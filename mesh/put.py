@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, message
 from . import agreement, protocol, trees
 from .array import Array, Deal, Meta, meta
@@ -47,6 +48,7 @@ def specs_for(specs: Any, tree: Any, what: str) -> list[Any]:
         ) from None
 
 
+@shows_only_users
 def put(tree: Any, spec: Any = REPLICATED, *, mesh: Mesh | None = None) -> Any:
     """Place a tree of tensors on a mesh.
 
@@ -68,6 +70,7 @@ def put(tree: Any, spec: Any = REPLICATED, *, mesh: Mesh | None = None) -> Any:
     return place(resolve(mesh), tree, spec)
 
 
+@shows_only_users
 def fetch(tree: Any) -> Any:
     """The values of a tree's Arrays as plain tensors; other leaves stay as they are.
 
@@ -137,7 +140,7 @@ def place(mesh: Mesh, tree: Any, spec: Any) -> Any:
 
 
 def fill(
-    mesh: Mesh, name: str, reader: Any, arguments: tuple, deal: Deal, *, ragged: bool = False
+    mesh: Mesh, name: str, reader: Any, arguments: tuple, deal: Deal, *, ragged: bool = False, remedy: str
 ) -> Callable[[], Any]:
     """Have every rank read its part of a batch; a function that waits for it and gives the tree of Arrays.
 
@@ -145,6 +148,7 @@ def fill(
         name: what is read, for messages.
         reader: `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each)`, called on every rank.
         ragged: the parts may differ in more than dimension 0.
+        remedy: what to do where they do and may not.
     """
     if not mesh.is_driver:
         session = mesh.session
@@ -181,11 +185,12 @@ def fill(
     driver, values = mesh.driver, mesh.driver.new_values()
     key = driver.shipped.ship_function(reader).key
     task = driver.submit(functools.partial(protocol.FillValues, reader=key, arguments=arguments, out=values.number))
+    task.reported = True  # what fails is told who comes to this batch, and nobody if the loop was left before
 
     def there() -> Any:
         encoded = driver.wait(task).values()
         treedef, results = agreement.assemble(
-            mesh.layout, agreement.decode_all(encoded), name=name, where=mesh.describe(), ragged=ragged
+            mesh.layout, agreement.decode_all(encoded), name=name, where=mesh.describe(), ragged=ragged, remedy=remedy
         )
         arrays = iter(values.arrays(None, [result.meta for result in results if result.meta is not None], deal=deal))
         made = [result.value if result.meta is None else next(arrays) for result in results]

@@ -6,8 +6,6 @@ the sampler alone. Invariant: the batches depend on the sampler's arguments, nev
 
 from __future__ import annotations
 
-import contextlib
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,8 +14,9 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
+from ._loader_random import one_thread, own_random_numbers, seed
+from .kernels.callsite import hide_our_frames
 from .kernels.errors import SpecError, message
-from .kernels.word_key import word_key
 from .mesh import trees
 from .mesh.agreement import OutputMeta
 from .mesh.array import Deal
@@ -27,6 +26,11 @@ from .mesh.put import as_tensor, fill
 from .mesh.rank.session import RankSession
 from .mesh.spec import P, split_sizes, strided_sizes
 from .transforms import Sampler
+
+_ONE_LENGTH = (
+    "have collate_fn pad to one length, the same for all batches, or leave shards= out: then each rank pads to the "
+    "longest sample that it has"
+)
 
 
 class Loader:
@@ -124,15 +128,19 @@ class Loader:
         self._loads += 1
 
     def __iter__(self) -> Iterator[Any]:
-        mesh = resolve(self._mesh)
-        axis = mesh.layout.batch_axis
-        last = self._epoch
-        while self._epoch <= last:
-            loads, epoch, first = self._loads, self._epoch, self._resume
-            self._resume, self._yielded = 0, first
-            yield from self._batches(mesh, axis, epoch, first)
-            if self._loads == loads and epoch == last:
-                return
+        try:
+            mesh = resolve(self._mesh)
+            axis = mesh.layout.batch_axis
+            last = self._epoch
+            while self._epoch <= last:
+                loads, epoch, first = self._loads, self._epoch, self._resume
+                self._resume, self._yielded = 0, first
+                yield from self._batches(mesh, axis, epoch, first)
+                if self._loads == loads and epoch == last:
+                    return
+        except Exception as error:
+            hide_our_frames(error)
+            raise
 
     def _batches(self, mesh: Mesh, axis: str, epoch: int, first: int) -> Iterator[Any]:
         """The batches of an epoch from a step on, until another position is loaded."""
@@ -144,7 +152,10 @@ class Loader:
             for step in steps:
                 deal = Deal((epoch, step), self.shards)
                 where = (axis, epoch, step)
-                pending.append(fill(mesh, "the Loader's dataset", self._reader, where, deal, ragged=self._ragged))
+                part = fill(
+                    mesh, "the Loader's dataset", self._reader, where, deal, ragged=self._ragged, remedy=_ONE_LENGTH
+                )
+                pending.append(part)
                 return
 
         for _ in range(self.prefetch if mesh.is_driver else 0):
@@ -259,7 +270,7 @@ class _Reader:
         self, ids: torch.Tensor, session: RankSession, epoch: int, step: int, groups: list[tuple[int, int]]
     ) -> Any:
         collate = default_collate if self.collate is None else self.collate
-        with _own_random_numbers(), _one_thread(self.shards is not None):
+        with own_random_numbers(), one_thread(self.shards is not None):
             if len(ids) == 0 and self._empty is not None:
                 return self._empty
             empty = False
@@ -269,7 +280,7 @@ class _Reader:
             made, at = [], 0
             for key, count in groups:
                 samples = [self._sample(int(i), epoch) for i in ids[at : at + count]]
-                _seed("batch", self.sampler.seed, epoch, step, key)
+                seed("batch", self.sampler.seed, epoch, step, key)
                 made.append(collate(samples))
                 at += count
             batch = made[0] if len(made) == 1 else _joined(made)
@@ -277,7 +288,7 @@ class _Reader:
         return self._empty if empty else batch
 
     def _sample(self, index: int, epoch: int) -> Any:
-        _seed("sample", self.sampler.seed, epoch, index)
+        seed("sample", self.sampler.seed, epoch, index)
         try:
             return self.data[index]
         except Exception as error:
@@ -296,9 +307,10 @@ def _joined(shards: list[Any]) -> Any:
         if any(leaf.shape[1:] != leaves[0].shape[1:] for leaf in leaves):
             raise SpecError(
                 message(
-                    "the virtual shards of a Loader's batch differ in more than dimension 0",
-                    got="; ".join(str(tuple(leaf.shape)) for leaf in leaves),
-                    remedy="have collate_fn make samples of one shape, whichever come together",
+                    "the virtual shards of a Loader's batch differ in more than dimension 0, and a rank that runs "
+                    "several of them has them in one tensor",
+                    got="; ".join(str(list(leaf.shape)) for leaf in leaves),
+                    remedy=_ONE_LENGTH,
                 )
             )
         return torch.cat(leaves)
@@ -309,35 +321,3 @@ def _joined(shards: list[Any]) -> Any:
 def _without_samples(leaf: Any) -> Any:
     leaf = as_tensor(leaf)
     return leaf[:0].clone() if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
-
-
-def _seed(*key: Any) -> None:
-    number = word_key("loader", *key)
-    torch.default_generator.manual_seed(number)
-    np.random.seed(number & 0xFFFFFFFF)
-    random.seed(number)
-
-
-@contextlib.contextmanager
-def _one_thread(wanted: bool) -> Iterator[None]:
-    """Where the bits must not depend on the number of ranks: how many threads a rank has does."""
-    threads = torch.get_num_threads()
-    if wanted:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        if wanted:
-            torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def _own_random_numbers() -> Iterator[None]:
-    """Put the generators of torch, NumPy and Python back afterwards."""
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])

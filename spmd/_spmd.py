@@ -117,7 +117,8 @@ class Spmd(Transformable):
         try:
             return self._outside(args, kwargs)
         except BaseException as error:
-            raise shorten(error) from error.__cause__
+            shorten(error)
+            raise
 
     def _bound(self, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
         try:
@@ -135,7 +136,7 @@ class Spmd(Transformable):
         request = functools.partial(self.request, mesh, args, kwargs)
         results = call(mesh, self.program, self._f, (args, kwargs), request, check=self._check, holder=self)
         if _trace.ON:
-            _trace.note(self._name, results)
+            _trace.note(self._name, results, None if self._parallel is None else self._parallel.settings)
         return results
 
     def request(self, mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> Request:

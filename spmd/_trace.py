@@ -1,6 +1,7 @@
 """What every call of an @spmd function returned, as checksums in a file: what `spmd verify` compares.
 
-Written where SPMD_VERIFY names a file, one line of JSON for each call.
+Written where SPMD_VERIFY names a file, one line of JSON for each call. Beside it, in another file, are the values
+themselves of the first calls, as many as fit: two runs mostly part early, and then it can be said by how much.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,29 +22,46 @@ from .mesh.put import is_array
 
 _FILE = os.environ.get("SPMD_VERIFY", "")
 ON = bool(_FILE)
+VALUES = ".values"  # the other file's name is that of the first, and this
+_MOST_VALUES = 256 << 20  # bytes
+_said: set[str] = set()
+_WARNS = not os.environ.get("SPMD_VERIFY_SAID")  # by a run before this one
 
 
-def note(name: str, results: Any) -> None:
-    """Add a call."""
+def note(name: str, results: Any, settings: Mapping[str, Any] | None) -> None:
+    """Add a call.
+
+    Args:
+        settings: of a `data_parallel` function.
+    """
+    if _WARNS and settings is not None and settings["shards"] is None and name not in _said:
+        _said.add(name)
+        print(
+            f"spmd verify: {name} is data_parallel without shards=, and not expected to give the same bits at other "
+            "numbers of ranks: means over ranks are added in another order. Give shards= to Loader and data_parallel.",
+            file=sys.stderr,
+            flush=True,
+        )
     leaves = zip(trees.paths(results, is_leaf=is_array), trees.leaves(results, is_leaf=is_array), strict=True)
-    seen = [(path, _checksum(leaf), _shown(leaf)) for path, leaf in leaves]
+    seen = [(path, *_seen(leaf)) for path, leaf in leaves]
     sizes = [leaf.mesh.size for leaf in trees.leaves(results, is_leaf=is_array) if isinstance(leaf, Array)]
     with open(_FILE, "a") as file:
         file.write(json.dumps({"name": name, "leaves": seen, "ranks": max(sizes, default=None)}) + "\n")
 
 
-def _checksum(leaf: Any) -> str:
+def _seen(leaf: Any) -> tuple[str, str, Any]:
+    """A leaf's checksum, how it is shown, and where its values are: the place in the file, their dtype and shape."""
     if not isinstance(leaf, Array):
-        return hashlib.sha256(repr(leaf).encode()).hexdigest()
-    data = as_bytes(leaf.full()).numpy()
-    if leaf.spec.entries and leaf.ndim == 1:
-        # Slices of a sharded optimizer are padded to equal length, by as much as there are ranks.
-        data = np.trim_zeros(data, "b")
-    return hashlib.sha256(f"{leaf.dtype}".encode() + data.tobytes()).hexdigest()
-
-
-def _shown(leaf: Any) -> str:
-    if not isinstance(leaf, Array):
-        return repr(leaf)[:40]
-    value = leaf.full().flatten()
-    return repr(value[:3].tolist()) + ("..." if value.numel() > 3 else "")
+        return hashlib.sha256(repr(leaf).encode()).hexdigest(), repr(leaf)[:40], None
+    value = leaf.full()
+    data = as_bytes(value).numpy()
+    # Slices of a sharded optimizer are padded to equal length, by as much as there are ranks.
+    its = np.trim_zeros(data, "b") if leaf.spec.entries and value.ndim == 1 else data
+    checksum = hashlib.sha256(f"{value.dtype}".encode() + its.tobytes()).hexdigest()
+    shown = repr(value.flatten()[:3].tolist()) + ("..." if value.numel() > 3 else "")
+    with open(_FILE + VALUES, "ab") as file:
+        at = file.tell()
+        if at + data.nbytes > _MOST_VALUES:
+            return checksum, shown, None
+        file.write(data.tobytes())
+    return checksum, shown, (at, str(value.dtype).removeprefix("torch."), list(value.shape))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, message
 from ..mesh.batch import BatchArgument
 from ..mesh.region import require
@@ -103,6 +104,7 @@ class DataParallel(Transformable):
         wire = self._plan.wire_dtype
         return {"shards": self.batch.shards, "wire dtype": None if wire is None else str(wire)}
 
+    @shows_only_users
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         region, argument = require("a data_parallel function"), self.batch
         region.session.axes(argument.axis, what="data_parallel")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, message
 from ..kernels.torch_private import in_torch_func
 from ..mesh import trees
@@ -66,6 +67,7 @@ def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = Fal
         transform = functools.partial(grad, argnums=argnums, has_aux=has_aux, axes=axes)
         return f.transformed(transform, argnums, False, has_aux)
 
+    @shows_only_users
     @functools.wraps(f)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         _, found, aux = _differentiate(f, argnums, has_aux, axes, args, kwargs)
@@ -92,6 +94,7 @@ def value_and_grad(
         transform = functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, axes=axes)
         return f.transformed(transform, argnums, True, has_aux)
 
+    @shows_only_users
     @functools.wraps(f)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         value, found, aux = _differentiate(f, argnums, has_aux, axes, args, kwargs)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable
 from typing import Protocol
 
 from .. import protocol, wire
-from ..failure import Failure, capture, combine
+from ..failure import Failure, capture, combine, ranks_text
 from ..run_state import RunState
 from ..spec import Layout
 from . import records
@@ -28,6 +29,7 @@ from .values import Values
 
 _KINDS = {protocol.Failed: "failed", protocol.Skipped: "skipped"}
 INTERRUPT_SECONDS = 0.3  # for calls under way to end by themselves after Ctrl-C
+WAIT_SECONDS = 1.0  # for ranks to stop after Ctrl-C, before it is said which do not
 GRACE_SECONDS = 0.75  # for ranks to give up by themselves once one has failed
 
 
@@ -194,13 +196,27 @@ class Recovery:
                     return
                 self.interrupted = not self.under_way  # else something has failed, and is to be told
                 self.begin("interrupted by the user")
+                said = False
                 while self.under_way and session.closed is None:
                     self.signal_busy()
-                    session.changed.wait(1.0)
+                    if not session.changed.wait_for(self._over, WAIT_SECONDS) and not said:
+                        said = True
+                        print(self._waits(), file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             count = len(session.values)
             session.shut(f"killed by a second Ctrl-C; {count} values that were on it are lost")
             raise KeyboardInterrupt(f"mesh killed: {count} values that were on its ranks are lost") from None
+
+    def _over(self) -> bool:
+        return not self.under_way or self._session.closed is not None
+
+    def _waits(self) -> str:
+        busy = sorted(self._session.pending.busy())
+        return (
+            f"spmd: interrupted; {ranks_text(busy)} of {self._session.describe()} "
+            f"{'is' if len(busy) == 1 else 'are'} in a call that Python can't interrupt (a long operation of torch?): "
+            "waiting for its end. Press Ctrl-C again to kill the ranks and lose what is on them"
+        )
 
     def signal_busy(self) -> None:
         """Interrupt what the ranks do that still do something, but for tasks that came before the one that failed."""

@@ -24,6 +24,7 @@ from .. import wire
 from ..rank.references import SCALARS, functions_of, inside_of, used_by
 
 _LOOKED_AT = 4096  # values in all
+_DEEPEST = 16  # levels into what can't be pickled
 _ARRAY_BYTES = 1 << 16  # of a NumPy array that is compared by content
 
 
@@ -136,28 +137,68 @@ def unpicklable_part(function: Any, whole: tuple[type, ...] = ()) -> str:
     Args:
         whole: types that travel as names.
     """
-    parts: list[tuple[str, Any]] = []
+    parts: list[tuple[str, Any, str]] = []
     target = function
     while isinstance(target, functools.partial | types.MethodType):
         if isinstance(target, types.MethodType):
-            parts.append((f"the object of the method {target.__func__.__qualname__}", target.__self__))
+            parts.append((f"the object of the method {target.__func__.__qualname__}", target.__self__, "self"))
             target = target.__func__
         else:
-            parts.extend((f"argument {index} of the partial", arg) for index, arg in enumerate(target.args))
-            parts.extend((f"argument {name!r} of the partial", arg) for name, arg in target.keywords.items())
+            parts.extend((f"argument {index} of the partial", arg, "its ") for index, arg in enumerate(target.args))
+            parts.extend((f"argument {name!r} of the partial", arg, "its ") for name, arg in target.keywords.items())
             target = target.func
     for one in functions_of(target):
-        used = [(f"{name!r}, used in {one.__qualname__}", value) for name, value in used_by(one).items()]
-        used += [(f"a default argument of {one.__qualname__}", value) for value in one.__defaults__ or ()]
-        parts += [(what, value) for what, value in used if not isinstance(value, types.FunctionType)]
-    return unpicklable_among(parts, whole)
+        used = [(f"{name!r}, used in {one.__qualname__}", value, name) for name, value in used_by(one).items()]
+        used += [(f"a default argument of {one.__qualname__}", value, "its ") for value in one.__defaults__ or ()]
+        parts += [part for part in used if not isinstance(part[1], types.FunctionType)]
+    return _unpicklable(parts, whole)
 
 
 def unpicklable_among(parts: Iterable[tuple[str, Any]], whole: tuple[type, ...] = ()) -> str:
     """The first of some named values that can't be pickled, and why; empty if all can."""
-    for what, value in parts:
-        try:
-            wire.dumps(value, lambda obj: "a name" if isinstance(obj, whole) else None).close()
-        except Exception as error:
-            return f"{what} ({type(value).__name__}): {error}"
+    return _unpicklable(((what, value, "its ") for what, value in parts), whole)
+
+
+def _unpicklable(parts: Iterable[tuple[str, Any, str]], whole: tuple[type, ...]) -> str:
+    for what, value, name in parts:
+        error = _error_of(value, whole)
+        if error is not None:
+            path, error = _path_within(value, whole, error)
+            return f"{what} ({type(value).__name__}): {error}{f', which is {name}{path}' if path else ''}"
     return ""
+
+
+def _error_of(value: Any, whole: tuple[type, ...]) -> Exception | None:
+    try:
+        wire.dumps(value, lambda obj: "a name" if isinstance(obj, whole) else None).close()
+    except Exception as error:
+        return error
+    return None
+
+
+def _path_within(value: Any, whole: tuple[type, ...], error: Exception) -> tuple[str, Exception]:
+    """Where in a value that can't be pickled the part lies for which it can't, as `.writer.lock`, and the error."""
+    path, held = "", [value]
+    while len(held) < _DEEPEST:
+        for step, inside in _named_parts(value):
+            found = None if any(inside is one for one in held) else _error_of(inside, whole)
+            if found is not None:
+                path, value, error = path + step, inside, found
+                held.append(value)
+                break
+        else:
+            break
+    return path, error
+
+
+def _named_parts(value: Any) -> list[tuple[str, Any]]:
+    """What an object holds, and how a program would write it."""
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", item) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [(f"[{index}]", item) for index, item in enumerate(value)]
+    if isinstance(value, types.MethodType | functools.partial):
+        names = ("__self__",) if isinstance(value, types.MethodType) else ("func", "args", "keywords")
+        return [(f".{name}", getattr(value, name)) for name in names]
+    children = list(value.named_children()) if isinstance(value, torch.nn.Module) else []
+    return [(f".{name}", item) for name, item in [*children, *getattr(value, "__dict__", {}).items()]]

@@ -74,7 +74,7 @@ def _own_modules() -> dict[str, str]:
             continue
         if getattr(getattr(module, "__spec__", None), "name", None) != name or is_our_file(file):
             continue
-        # First as it is called: of hundreds of modules, following the links in each one's path takes a tenth of a second.
+        # First as it is called: of hundreds of modules, following the links in each one's path takes 0.1 s.
         if not _is_installed(file) and not _is_installed(os.path.realpath(file)) and os.path.exists(file):
             found[name] = file
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from .._trace import VALUES
 
 CAUSES = """\
 The usual causes:
@@ -34,12 +39,21 @@ The usual causes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parting:
-    """Where two runs first differ: the call (from 1), the function's name, the leaf, and both values."""
+    """Where two runs first differ.
+
+    Attributes:
+        call: from 1 on.
+        name: the function's.
+        leaf: of its result.
+        values: both, as far as they are shown.
+        kept: where both values are, if they were kept: the place in the file, dtype and shape.
+    """
 
     call: int
     name: str
     leaf: str
     values: tuple[str, str]
+    kept: tuple[Any, Any] = (None, None)
 
 
 def verify(arguments: Sequence[str]) -> int:
@@ -56,8 +70,12 @@ def verify(arguments: Sequence[str]) -> int:
     first, agreed = options.ranks[0], True
     with tempfile.TemporaryDirectory(prefix="spmd-verify-") as folder:
         runs: dict[int, list[dict[str, Any]]] = {}
+        files: dict[int, Path] = {}
         for ranks in options.ranks:
-            status, runs[ranks] = _run(options.script, options.arguments, ranks, Path(folder) / f"{ranks}.jsonl")
+            files[ranks] = Path(folder) / f"{ranks}.jsonl"
+            status, runs[ranks] = _run(
+                options.script, options.arguments, ranks, files[ranks], "" if ranks == first else "1"
+            )
             if status:
                 print(f"{ranks} ranks: {options.script} failed with exit status {status}")
                 return status
@@ -70,7 +88,8 @@ def verify(arguments: Sequence[str]) -> int:
                 return 1
             parting = None if ranks == first else compare(runs[first], runs[ranks])
             agreed = agreed and parting is None
-            print(_line(ranks, first, runs[ranks], parting), flush=True)
+            apart = "" if parting is None else _difference(parting, files[first], files[ranks])
+            print(_line(ranks, first, runs[ranks], parting) + apart, flush=True)
     if not agreed:
         print(CAUSES)
     return 0 if agreed else 1
@@ -88,8 +107,45 @@ def _line(ranks: int, first: int, run: list[dict[str, Any]], parting: Parting | 
     )
 
 
-def _run(script: str, arguments: Sequence[str], ranks: int, trace: Path) -> tuple[int, list[dict[str, Any]]]:
-    environ = {**os.environ, "SPMD_RANKS": str(ranks), "SPMD_VERIFY": str(trace)}
+def _difference(parting: Parting, one: Path, other: Path) -> str:
+    """Where in the leaf two runs first differ, and by how much; empty if the values were not kept."""
+    a, b = (None if kept is None else _read(file, kept) for file, kept in zip((one, other), parting.kept, strict=True))
+    if a is None or b is None:
+        return ""
+    if a.dtype != b.dtype or (a.shape != b.shape and not a.ndim == b.ndim == 1):
+        return f"; it is {a.dtype} of shape {list(a.shape)} there, and {b.dtype} of shape {list(b.shape)} here"
+    if a.ndim == 1:  # slices of a sharded optimizer are padded
+        length = min(len(a), len(b))
+        a, b = a[:length], b[:length]
+    differs = (a != b) & ~((a != a) & (b != b))
+    count = int(differs.sum())
+    if not count:
+        return "; the values are equal, in other bits (zeros of another sign, or NaNs)"
+    index = [int(i) for i in differs.nonzero()[0]]
+    x, y = a[tuple(index)].item(), b[tuple(index)].item()
+    text = f"\n  {count} of {a.numel()} elements differ, the first at {index}: {y!r}, and {x!r} there"
+    if a.dtype.is_floating_point or a.dtype.is_complex:
+        most = (a.to(_wide(a.dtype)) - b.to(_wide(a.dtype))).abs()
+        text += f", {abs(x - y):.3g} apart; by at most {float(most.nan_to_num().max()):.3g}"
+    return text
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _read(file: Path, kept: Sequence[Any]) -> torch.Tensor:
+    at, dtype, shape = kept
+    count = math.prod(shape)
+    empty = torch.empty(shape, dtype=getattr(torch, dtype))
+    with open(f"{file}{VALUES}", "rb") as values:
+        values.seek(at)
+        data = bytearray(values.read(empty.nbytes))
+    return torch.frombuffer(data, dtype=empty.dtype).reshape(shape) if count else empty
+
+
+def _run(script: str, arguments: Sequence[str], ranks: int, trace: Path, said: str) -> tuple[int, list[dict[str, Any]]]:
+    environ = {**os.environ, "SPMD_RANKS": str(ranks), "SPMD_VERIFY": str(trace), "SPMD_VERIFY_SAID": said}
     done = subprocess.run([sys.executable, script, *arguments], env=environ, stdout=subprocess.DEVNULL, check=False)
     lines = trace.read_text().splitlines() if trace.exists() else []
     return done.returncode, [json.loads(line) for line in lines]
@@ -98,16 +154,16 @@ def _run(script: str, arguments: Sequence[str], ranks: int, trace: Path) -> tupl
 def compare(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> Parting | None:
     """Where two runs first part.
 
-    >>> call = {"name": "step", "leaves": [["[0]", "ab", "1.0"]]}
-    >>> compare([call, call], [call, {"name": "step", "leaves": [["[0]", "cd", "1.5"]]}])
-    Parting(call=2, name='step', leaf='result[0]', values=('1.0', '1.5'))
+    >>> call = {"name": "step", "leaves": [["[0]", "ab", "1.0", None]]}
+    >>> compare([call, call], [call, {"name": "step", "leaves": [["[0]", "cd", "1.5", None]]}])
+    Parting(call=2, name='step', leaf='result[0]', values=('1.0', '1.5'), kept=(None, None))
     """
     for number, (a, b) in enumerate(zip(one, other, strict=False), 1):
         if a["name"] != b["name"] or [path for path, *_ in a["leaves"]] != [path for path, *_ in b["leaves"]]:
             return Parting(number, a["name"], "the function called, or the tree it returns", (a["name"], b["name"]))
-        for (path, first, shown), (_, second, also) in zip(a["leaves"], b["leaves"], strict=True):
+        for (path, first, shown, kept), (_, second, also, kept_also) in zip(a["leaves"], b["leaves"], strict=True):
             if first != second:
-                return Parting(number, a["name"], f"result{path}", (shown, also))
+                return Parting(number, a["name"], f"result{path}", (shown, also), (kept, kept_also))
     if len(one) != len(other):
         shorter = min(len(one), len(other))
         return Parting(shorter + 1, "a function", "the number of calls", (str(len(one)), str(len(other))))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .._spmd import spmd
 from ..kernels import torch_compiled
+from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh import donation, trees
 from ..mesh.array import Array
@@ -136,6 +137,7 @@ class Recipe:
     clip: float | None
 
 
+@shows_only_users
 def _init(recipe: Recipe, params: Any) -> dict[str, Any]:
     grouping.check_params(params, [*_arguments(recipe.engines[0].cls.__init__)])
     leaves, treedef = trees.flatten(params)
@@ -157,6 +159,7 @@ def _init(recipe: Recipe, params: Any) -> dict[str, Any]:
     return {**state, "count": torch.zeros((), dtype=torch.int64)} if recipe.schedule is not None else state
 
 
+@shows_only_users
 def _step(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     # What a compiler would trace here are writes to memory that it knows nothing of.
     return torch_compiled.uncompiled(_stepped)(recipe, params, grads, opt_state)

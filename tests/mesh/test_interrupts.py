@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 from patience import HANGS, end_within
-from scripts import left_in_shm, script, started
+from scripts import left_in_shm, run, script, started
 
 from spmd import Mesh, MeshError, axis_index, barrier, psum, put, spmd
 from spmd.mesh.rank.interrupts import uninterrupted
@@ -153,6 +153,55 @@ def test_ctrl_c(tmp_path):
         assert end_within(1, pids)
         process.send_signal(signal.SIGINT)  # with nothing to interrupt, Ctrl-C is Python's own
         assert process.wait(HANGS) == -signal.SIGINT
+
+
+DEAF = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from spmd import Mesh, barrier
+
+mesh, begun, told = Mesh({"data": 2}), Path(sys.argv[1]), Path(sys.argv[2])
+
+class Told:
+    def write(self, text):
+        sys.__stderr__.write(text)
+        if "Press Ctrl-C again" in text:
+            told.touch()
+
+    def flush(self):
+        sys.__stderr__.flush()
+
+def as_in_c():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    barrier()
+    begun.touch()
+    end = time.monotonic() + 60
+    while not told.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    time.sleep(60)
+
+def press():
+    while not begun.exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+sys.stderr = Told()
+threading.Thread(target=press).start()
+try:
+    mesh.run(as_in_c)
+except KeyboardInterrupt:
+    print("interrupted", told.exists(), mesh.run(lambda: 1))
+"""
+
+
+def test_what_python_cannot_interrupt(tmp_path):
+    status, out, err = run(script(tmp_path, DEAF), str(tmp_path / "begun"), str(tmp_path / "told"))
+    assert (status, out) == (0, "interrupted True [1, 1]\n"), err
+    assert err == (
+        f"spmd: interrupted; ranks 0-1 of {MESH} are in a call that Python can't interrupt (a long operation of "
+        "torch?): waiting for its end. Press Ctrl-C again to kill the ranks and lose what is on them\n"
+    )
 
 
 def test_a_block_that_is_not_interrupted():

@@ -205,6 +205,28 @@ def test_which_part_cannot_be_pickled():
     assert unpicklable_part(lambda: RATE) == ""
 
 
+class Trainer:
+    def __init__(self):
+        self.writer = types.SimpleNamespace(files={"events": [threading.Lock()]})
+        self.head = torch.nn.Sequential(torch.nn.ReLU())
+        self.head[0].seen = threading.Lock()
+
+    def step(self, x):
+        return x
+
+
+def test_where_the_part_lies_that_cannot_be_pickled():
+    trainer = Trainer()
+    assert unpicklable_part(trainer.step).endswith("'_thread.lock' object, which is self.writer.files['events'][0]")
+    assert unpicklable_part(lambda: trainer.writer).endswith("which is trainer.writer.files['events'][0]")
+    del trainer.writer
+    step = trainer.step
+    assert unpicklable_part(lambda: step).endswith("which is step.__self__.head.0.seen")
+    looped = types.SimpleNamespace(lock=threading.Lock())
+    looped.again = looped
+    assert unpicklable_part(lambda: looped).endswith("which is looped.lock")
+
+
 def test_sources_of_typed_functions():
     lines = ["def typed(x):\n", "    return x\n"]
     linecache.cache["<typed-1>"] = (29, None, lines, "<typed-1>")

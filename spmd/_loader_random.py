@@ -1,0 +1,45 @@
+"""The random numbers of samples and batches: made of (seed, epoch, the sample's id), whoever reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from .kernels.word_key import word_key
+
+
+def seed(*key: Any) -> None:
+    number = word_key("loader", *key)
+    torch.default_generator.manual_seed(number)
+    np.random.seed(number & 0xFFFFFFFF)
+    random.seed(number)
+
+
+@contextlib.contextmanager
+def one_thread(wanted: bool) -> Iterator[None]:
+    """Where the bits must not depend on the number of ranks: how many threads a rank has does."""
+    threads = torch.get_num_threads()
+    if wanted:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if wanted:
+            torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """Put the generators of torch, NumPy and Python back afterwards."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])

@@ -1,0 +1,129 @@
+"""Errors are shown as the user's own: no frame of the library lies between the line that was wrong and the message."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripts import launched, script
+
+import spmd as library
+from spmd import Loader, Mesh, P, data_parallel, fetch, functional, optimizer, put, spmd, value_and_grad
+
+OURS = [Path(path) for path in library.__path__]
+APPLY, PARAMS = functional(torch.nn.Linear(3, 1))
+OPT = optimizer(torch.optim.AdamW, lr=0.1)
+X = torch.ones(4, 3)
+
+
+def frames(error: BaseException) -> list[str]:
+    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def is_ours(file: str) -> bool:
+    rooms = {"spmd", "transforms", "mesh", "kernels"}
+    return any(path in Path(file).parents for path in OURS) and bool(rooms & set(Path(file).parts)) and file != __file__
+
+
+class Unreadable:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        raise KeyError("no such sample")
+
+
+def fails(x):
+    return x.no_such_thing
+
+
+def read(mesh: Mesh) -> None:
+    for _ in Loader(Unreadable(), 2, mesh=mesh):
+        pass
+
+
+def lazily(mesh: Mesh) -> float:
+    step = spmd(lambda x: x / x.sum() if x.sum() else fails(x), mesh=mesh)
+    step(torch.ones(()))
+    return float(step(torch.zeros(())))
+
+
+PROGRAMS = {
+    "a step": lambda mesh: spmd(fails, mesh=mesh)(X),
+    "arguments": lambda mesh: spmd(fails, mesh=mesh)(),
+    "specs": lambda mesh: spmd(fails, mesh=mesh, in_specs=P("data"))(torch.ones(3)),
+    "a fetch": lazily,
+    "run": lambda mesh: mesh.run(fails, X),
+    "submit": lambda mesh: mesh.submit(fails, X, rank=7),
+    "put": lambda mesh: put(X, P("model"), mesh=mesh),
+    "fetch": lambda mesh: fetch(spmd(fails, mesh=mesh)(X)),
+    "a Loader": read,
+    "operators": lambda mesh: put(X, mesh=mesh) + torch.ones(7),
+    "data_parallel outside": lambda mesh: data_parallel(lambda batch: batch)(X),
+    "the gradient of a function": lambda mesh: value_and_grad(lambda p: fails(p["weight"]))(PARAMS),
+    "a loss that is none": lambda mesh: value_and_grad(lambda p: p["weight"])(PARAMS),
+    "an optimizer's step": lambda mesh: OPT.step(PARAMS, {}, OPT.init(PARAMS)),
+    "a mesh": lambda mesh: Mesh({"data": -3}),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_tracebacks(shared_mesh: Callable[..., Mesh], name: str) -> None:
+    with pytest.raises(Exception) as caught:
+        PROGRAMS[name](shared_mesh({"data": 2}))
+    error = caught.value
+    assert frames(error)[-1] != "" and not [file for file in frames(error) if is_ours(file)]
+    remote = "" if name == "operators" else str(error.__cause__ or "")  # nothing of the user's runs on the ranks there
+    assert not [line for line in remote.splitlines() if 'File "' in line and is_ours(line.split('"')[1])], remote
+
+
+def test_all_frames_if_asked(shared_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPMD_TRACEBACK", "full")
+    with pytest.raises(library.SpecError) as caught:
+        PROGRAMS["specs"](shared_mesh({"data": 2}))
+    assert any(map(is_ours, frames(caught.value)))
+
+
+LAUNCHED = """
+import torch
+from spmd import Mesh, data_parallel, functional, spmd, value_and_grad
+
+apply, params = functional(torch.nn.Linear(3, 1))
+
+@spmd(mesh=Mesh())
+@data_parallel
+def step(params, batch):
+    return value_and_grad(lambda p, b: apply(p, b).no_such_thing)(params, batch)
+
+step(params, torch.ones(4, 3))
+"""
+
+
+def test_tracebacks_of_launched_ranks(tmp_path: Path) -> None:
+    code, _, err = launched(2, script(tmp_path, LAUNCHED))
+    shown = [line.split('"')[1] for line in err.splitlines() if 'File "' in line]
+    assert code and "no_such_thing" in err
+    assert shown and not [file for file in shown if is_ours(file)], err
+
+
+def test_a_loop_that_was_left(shared_mesh: Callable[..., Mesh]) -> None:
+    """Batches that were read ahead and never asked for fail without a word, and not in some later call."""
+    mesh = shared_mesh({"data": 2})
+    with pytest.raises(KeyError):
+        read(mesh)
+    assert spmd(lambda x: x + 1, mesh=mesh)(torch.zeros(())).item() == 1
+    mesh.run(lambda: None)
+
+
+def test_shapes_are_shown_whole(shared_mesh: Callable[..., Mesh]) -> None:
+    def parts(x):
+        return torch.ones(2, 3 + library.axis_index("data"), 5)
+
+    with pytest.raises(library.SpecError, match=r"rank 0: \[2, 3, 5\]; rank 1: \[2, 4, 5\]"):
+        spmd(parts, out_specs=P("data"), mesh=shared_mesh({"data": 2}))(X)
+    with pytest.raises(library.SpecError, match=r"rank 0: float32\[2, 3, 5\].*rank 1: float32\[2, 4, 5\]"):
+        spmd(parts, mesh=shared_mesh({"data": 2}))(X)
