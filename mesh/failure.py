@@ -141,7 +141,7 @@ def combine(
             message(
                 f"{ends}{others}",
                 where=mesh,
-                remedy="values that only it held are lost; the mesh has replaced it and goes on",
+                remedy="the mesh has replaced it and goes on, with all values but those that were on its GPU alone",
             ),
             ranks[0],
         )

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from ..kernels.errors import SpecError, message
-from ..kernels.shm.blocks import copied_out
 from ..kernels.torch_private import version, versions
 from . import donation, trees
 from .agreement import OutputMeta, path_in, same
@@ -285,8 +284,7 @@ class CompiledCall:
                 about = OutputMeta(spec, tuple(leaf.shape), leaf.dtype, varying=varying)
             unchanged = unchanged and about is last
             metas.append(about)
-        if session.leases is not None:
-            copied_out(leaves, session.is_leased)
+        session.lay_out(leaves)
         if not unchanged:
             self._before, self._scalars = (treedef, metas), scalars_among(metas)
         if check >= Check.VALUES:

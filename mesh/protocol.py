@@ -60,9 +60,10 @@ class SetSources(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Renew(Message):
-    """All ranks have left the region that failed: go on, in this generation."""
+    """All ranks have left the region that failed: go on, in this generation; a new rank keeps these calls' values."""
 
     generation: int
+    kept: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,10 +134,11 @@ class PassThrough(Task):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PutValues(Task):
-    """Keep this rank's shards of the content's tensors, which come whole."""
+    """Keep this rank's shards of whole tensors; their bytes may be `given` in the arena: block, release, bytes."""
 
     out: int
     specs: tuple[P, ...]
+    given: tuple[int, int, int] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,11 +192,7 @@ class Progress(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DebuggerPrompt(Message):
-    """A debugger has printed this and wants a line, which comes as a `DebuggerLine`.
-
-    Attributes:
-        number: counts the questions of a rank.
-    """
+    """A debugger has printed this and wants a line, a `DebuggerLine`; the number counts the questions of a rank."""
 
     number: int
     text: str

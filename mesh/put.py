@@ -16,6 +16,7 @@ from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, message
 from . import agreement, protocol, trees
 from .array import Array, Deal, Meta, meta
+from .driver import giving
 from .mesh import Mesh, resolve
 from .rank.local_values import LocalValues
 from .spec import RAGGED, REPLICATED, P, is_spec, split_sizes, strided_sizes
@@ -127,10 +128,7 @@ def place(mesh: Mesh, tree: Any, spec: Any) -> Any:
     elif todo:
         driver, values = mesh.driver, mesh.driver.new_values()
         cuts = tuple(its_spec for _, _, its_spec in todo)
-        task = driver.submit(
-            functools.partial(protocol.PutValues, out=values.number, specs=cuts),
-            lambda: driver.dumps([leaf for _, leaf, _ in todo]),
-        )
+        task = giving.put(driver, values, [leaf for _, leaf, _ in todo], cuts)
         arrays = values.arrays(task, metas)
     else:
         arrays = []
@@ -184,7 +182,8 @@ def fill(
         return here
     driver, values = mesh.driver, mesh.driver.new_values()
     key = driver.shipped.ship_function(reader).key
-    task = driver.submit(functools.partial(protocol.FillValues, reader=key, arguments=arguments, out=values.number))
+    values.read = functools.partial(protocol.FillValues, reader=key, arguments=arguments, out=values.number)
+    task = driver.submit(values.read)
     task.reported = True  # what fails is told who comes to this batch, and nobody if the loop was left before
 
     def there() -> Any:

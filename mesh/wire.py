@@ -120,8 +120,18 @@ def _flatten(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None
     return strides.flat(tensor), layout
 
 
-def dumps(obj: Any, name_of: Callable[[Any], Any] | None = None, *, head: tuple = ()) -> Packet:
-    """Pickle `obj`; `name_of(x)` gives the name that stands for x on the other side, or None to send x itself."""
+def dumps(
+    obj: Any,
+    name_of: Callable[[Any], Any] | None = None,
+    *,
+    head: tuple = (),
+    room: Callable[[int], memoryview] | None = None,
+) -> Packet:
+    """Pickle `obj`; `name_of(x)` gives the name that stands for x on the other side, or None to send x itself.
+
+    Args:
+        room: gives memory for so many bytes of tensors, if they are not to travel with the packet.
+    """
     file = io.BytesIO()
     pickler = _Pickler(file, name_of)
     pickler.dump(obj)
@@ -135,6 +145,8 @@ def dumps(obj: Any, name_of: Callable[[Any], Any] | None = None, *, head: tuple 
     buffer: Any
     if total <= INLINE_BYTES:
         buffer = packet.inline = bytearray(total)
+    elif room is not None:
+        buffer = room(total)
     else:
         packet.fd = os.memfd_create("spmd-values", os.MFD_CLOEXEC)
         os.ftruncate(packet.fd, total)
@@ -157,13 +169,17 @@ def content_hash(packet: Packet) -> str:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, packet: Packet, object_of: Callable[[Any], Any] | None):
+    def __init__(self, packet: Packet, object_of: Callable[[Any], Any] | None, memory: memoryview | None):
         super().__init__(io.BytesIO(packet.data))
         self._object_of = object_of
         self._buffer: Any = bytearray(packet.inline)
-        if packet.fd is not None:
+        # Of a file all tensors are views of one: torch maps it and closes it, where a mmap would hold a descriptor.
+        self._base: torch.Tensor | None = None
+        if memory is not None:
+            self._base = torch.frombuffer(memory, dtype=torch.uint8)
+        elif packet.fd is not None:
             size = os.fstat(packet.fd).st_size
-            self._buffer = mmap.mmap(packet.fd, size, flags=mmap.MAP_PRIVATE)
+            self._base = torch.from_file(f"/proc/self/fd/{packet.fd}", shared=False, size=size, dtype=torch.uint8)
         self._at = 0
         self._tensors: list[torch.Tensor] = []
 
@@ -178,7 +194,10 @@ class _Unpickler(pickle.Unpickler):
         for size in shape:
             numel *= size
         if numel:
-            tensor = torch.frombuffer(self._buffer, dtype=dtype, count=numel, offset=self._at)
+            if self._base is None:
+                tensor = torch.frombuffer(self._buffer, dtype=dtype, count=numel, offset=self._at)
+            else:
+                tensor = self._base[self._at : self._at + numel * dtype.itemsize].view(dtype)
             tensor = tensor.view(shape) if layout is None else tensor.as_strided(shape, layout)
         else:
             tensor = torch.empty_strided(shape, layout or strides.standard(shape), dtype=dtype)
@@ -191,9 +210,13 @@ class _Unpickler(pickle.Unpickler):
         return tensor
 
 
-def loads(packet: Packet, object_of: Callable[[Any], Any] | None = None) -> Any:
-    """The object of a packet; `object_of(name)` undoes the sender's `name_of`."""
-    return _Unpickler(packet, object_of).load()
+def loads(packet: Packet, object_of: Callable[[Any], Any] | None = None, memory: memoryview | None = None) -> Any:
+    """The object of a packet; `object_of(name)` undoes the sender's `name_of`.
+
+    Args:
+        memory: the sender's `room`.
+    """
+    return _Unpickler(packet, object_of, memory).load()
 
 
 def to_bytes(obj: Any, name_of: Callable[[Any], Any] | None = None) -> bytes:

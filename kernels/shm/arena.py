@@ -1,7 +1,8 @@
 """The arena: one `memfd` that every rank of a host maps, the region of shared memory that blocks are allocated from.
 
 Why a memfd: containers cap /dev/shm at 64 MB, and names there outlive a killed process. The file is sparse:
-its size is address space, pages come with the first touch. It holds the board, the directory, and a heap for each rank.
+its size is address space, pages come with the first touch. It holds the board, the directory, of each rank a ledger
+and a heap, and a heap of the driver's. Whoever holds its descriptor keeps it: what is in it outlives every rank.
 Invariants:
 
 * aligned 8-byte stores reach the other processes in program order (x86-64); elsewhere this module refuses;
@@ -19,14 +20,19 @@ import os
 import platform
 import stat
 import weakref
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from .blocks import ResultBlocks, Views
+from .blocks import Register, ResultBlocks, Views
 from .board import Board, board_bytes
 from .directory import Directory, directory_bytes
+from .given import GivenBlocks
 from .heap import Heap
+from .lasting import Lasting
+from .ledger import Ledger
+from .pages import PAGE
 
 _NAME = "spmd-arena"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -83,7 +89,7 @@ def _device_of_memfds() -> int:
 
 
 def _file_bytes(size: int) -> int:
-    return _heap_start(size) + size * _heap_bytes()
+    return _heap_start(size) + (size + 1) * _heap_bytes()
 
 
 def _heap_bytes() -> int:
@@ -91,8 +97,20 @@ def _heap_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (1 << 21) * (1 << 21)
 
 
-def _heap_start(size: int) -> int:
+def _ledger_bytes() -> int:
+    return _heap_bytes() // 8 // PAGE * PAGE
+
+
+def _registers_start(size: int) -> int:
     return board_bytes(size) + directory_bytes(size)
+
+
+def _ledgers_start(size: int) -> int:
+    return _registers_start(size) + (size + 1) * Register.NBYTES
+
+
+def _heap_start(size: int) -> int:
+    return _ledgers_start(size) + size * _ledger_bytes()
 
 
 class Arena(Board):
@@ -103,12 +121,31 @@ class Arena(Board):
         self._length = len(self._bytes)
         self.directory = Directory(self.words, board_bytes(size), size, rank)
         self.views = Views(fd, self._length, self.words)
+        self.registers = [
+            Register(self.words, _registers_start(size) + each * Register.NBYTES) for each in range(size + 1)
+        ]
+        self.heap_start, self._heap_end = (_heap_start(size) + (rank + more) * _heap_bytes() for more in (0, 1))
+        # A rank that replaces a dead one begins above what that one had handed out: others may still read it.
+        self.heap = self._new_heap(())
         if rank < size:
-            start = _heap_start(size) + rank * _heap_bytes()
-            # A rank that replaces a dead one begins above what that one had handed out: others may still read it.
-            below = max(0, self.top - start)
-            self.heap = Heap(start + below, _heap_bytes() - below, self._remove, self.rose)
-            self.results = ResultBlocks(self.words, self.heap, self)
+            self.results = ResultBlocks(self.words, self.heap, self, self.registers[rank])
+            self.lasting = Lasting(fd, self.heap_start, _heap_bytes(), self.heap)
+            ledger = _ledgers_start(size) + rank * _ledger_bytes()
+            self.ledger = Ledger(self._bytes, self.address, ledger, _ledger_bytes(), self._remove)
+        else:
+            self.given = GivenBlocks(self.words, self._bytes, self.heap, size, self.registers[rank], self._remove)
+
+    def _new_heap(self, holes: Sequence[tuple[int, int]]) -> Heap:
+        start = max(self.top, self.heap_start)
+        return Heap(start, self._heap_end - start, self._remove, self.rose, holes)
+
+    def restart_heap(self, holes: Sequence[tuple[int, int]]) -> None:
+        """Give the memory of (offset, bytes) back, and know all else as allocated, by the process before this one."""
+        for offset, nbytes in holes:
+            self._remove(offset, nbytes)
+        self.heap = self._new_heap(holes)
+        self.results.adopt(self.heap)
+        self.lasting.adopt(self.heap)
 
     def clear(self, generation: int) -> None:
         self.directory.clear()

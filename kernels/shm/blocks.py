@@ -28,11 +28,12 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..errors import MeshError, message
 from ..processes import Owned
 from .heap import Heap
 from .pages import PAGE, any_copied
@@ -43,6 +44,54 @@ class Result(NamedTuple):
 
     block: int
     release: int
+
+
+class Place(NamedTuple):
+    """Memory that a tensor's storage lies in: (where, bytes), and of a view this rank's release word, else 0."""
+
+    offset: int
+    nbytes: int
+    release: int
+
+
+def head_bytes(users: int) -> int:
+    """What a block with counters for so many users begins with: of each what it dropped, what it took, who it is."""
+    return -(-24 * users // PAGE) * PAGE
+
+
+class Register:
+    """The blocks with counters of one participant's heap, told in the arena, so that they outlive their owner.
+
+    Args:
+        start: where in the arena it lies.
+    """
+
+    NBYTES = 1 << 21
+    _MOST = (NBYTES // 8 - 1) // 3
+
+    def __init__(self, words: memoryview, start: int):
+        self._words, self._start = words, start // 8
+
+    def add(self, block: int, nbytes: int, members: Sequence[int]) -> None:
+        """Note a block, and begin its counters."""
+        words, count, users = self._words, self._words[self._start], len(members)
+        if count >= self._MOST:
+            raise MeshError(message("too many results of reductions are kept", remedy="keep copies: tensor.clone()"))
+        first = block // 8
+        for user, member in enumerate(members):
+            words[first + user] = words[first + users + user] = 0
+            words[first + 2 * users + user] = member
+        at = self._start + 1 + 3 * count
+        words[at], words[at + 1], words[at + 2] = block, nbytes, users
+        words[self._start] = count + 1
+
+    def __iter__(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """Each block, its bytes, and the participants that use it."""
+        for index in range(self._words[self._start]):
+            at = self._start + 1 + 3 * index
+            block, nbytes, users = self._words[at : at + 3].tolist()
+            first = block // 8 + 2 * users
+            yield block, nbytes, tuple(self._words[first : first + users].tolist())
 
 
 class Generations(Protocol):
@@ -59,35 +108,42 @@ class ResultBlocks:
     next generation on those that were taken count.
     """
 
-    def __init__(self, words: memoryview, heap: Heap, current: Generations):
-        self._words, self._heap, self._current = words, heap, current
-        self._blocks: dict[tuple[int, int], list[int]] = {}  # size class, users
-        self._sizes: dict[tuple[int, int], list[int]] = {}  # the same lists by exact size
+    def __init__(self, words: memoryview, heap: Heap, current: Generations, register: Register):
+        self._words, self._heap, self._current, self._register = words, heap, current, register
+        self._blocks: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # size class, users
+        self._sizes: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # the same lists by exact size
         self._due: dict[int, tuple[int, list[int]]] = {}  # block -> generation, views due to each user
 
-    def take(self, nbytes: int, users: int) -> Result:
-        """A free block, of which each user is due a view; for the rank that leads a reduction."""
-        head = -(-16 * users // PAGE) * PAGE
-        blocks = self._sizes.get((nbytes, users))
+    def take(self, nbytes: int, members: tuple[int, ...]) -> Result:
+        """A free block, of which each of its users (participants of the arena) is due a view; for who leads them."""
+        users = len(members)
+        head = head_bytes(users)
+        blocks = self._sizes.get((nbytes, members))
         if blocks is None:
             if len(self._sizes) >= 4096:
                 self._sizes.clear()
-            key = Heap.rounded(nbytes + head), users
-            blocks = self._sizes[nbytes, users] = self._blocks.setdefault(key, [])
+            key = Heap.rounded(nbytes + head), members
+            blocks = self._sizes[nbytes, members] = self._blocks.setdefault(key, [])
         for index, block in enumerate(blocks):
             if self._is_free(block, users):
                 blocks.append(blocks.pop(index))
                 break
         else:
             block = self._heap.allocate(nbytes + head)
-            for word in range(block // 8, block // 8 + 2 * users):
-                self._words[word] = 0
+            self._register.add(block, nbytes + head, members)
             self._due[block] = (self._current.generation, [0] * users)
             blocks.append(block)
         due = self._due[block][1]
         for user in range(users):
             due[user] += 1
         return Result(block + head, block // 8)
+
+    def adopt(self, heap: Heap) -> None:
+        """Go on with the blocks of the process that this one replaces; new ones come from this heap."""
+        self._heap = heap
+        for block, nbytes, members in self._register:
+            self._blocks.setdefault((Heap.rounded(nbytes), members), []).append(block)
+            self._due[block] = (-1, [0] * len(members))
 
     def _is_free(self, block: int, users: int) -> bool:
         generation, due = self._due[block]
@@ -110,17 +166,34 @@ class Views(Owned):
         self._base = torch.frombuffer(memoryview(self._private)[:PAGE], dtype=torch.uint8).data_ptr()
         self._length, self._words = length, words
         self._taken: dict[int, tuple[weakref.ref, int, int, int]] = {}  # kept alive; offset, bytes, word
+        self._places: dict[int, Place] = {}  # of the views last taken, by where they begin
 
     def take(self, result: Result, numel: int, dtype: torch.dtype, *, user: int, users: int) -> torch.Tensor:
         """A copy-on-write view of a result block; dropping the last reference gives this rank's share of it back."""
+        return torch.frombuffer(self.show(result, numel * dtype.itemsize, user=user, users=users), dtype=dtype)
+
+    def show(self, result: Result, nbytes: int, *, user: int, users: int) -> memoryview:
+        """The same as bytes."""
         block, release = result
         self._words[release + user + users] += 1
-        nbytes = numel * dtype.itemsize
+        return self._shown(block, nbytes, release + user)
+
+    def take_again(self, place: Place) -> torch.Tensor:
+        """The bytes of a view that the process before this one had taken; its counters know of it."""
+        return torch.frombuffer(self._shown(*place), dtype=torch.uint8)
+
+    def _shown(self, block: int, nbytes: int, word: int) -> memoryview:
         view = memoryview(self._private)[block : block + nbytes]
         # A plain weak reference: weakref.finalize would cost as much as a small reduction.
         reference = weakref.ref(view, self._dropped)
-        self._taken[id(reference)] = (reference, block, nbytes, release + user)
-        return torch.frombuffer(view, dtype=dtype)
+        self._taken[id(reference)] = (reference, block, nbytes, word)
+        self._places[block] = Place(block, nbytes, word)
+        return view
+
+    def place_of(self, address: int) -> Place | None:
+        """The view that begins at an address and shows what all share; None for what this rank has written to."""
+        place = self._places.get(address - self._base)
+        return None if place is None or any_copied(address, place.nbytes) else place
 
     def _dropped(self, reference: weakref.ref) -> None:
         _, offset, nbytes, release_word = self._taken.pop(id(reference))
@@ -143,15 +216,15 @@ class Views(Owned):
 class Staging:
     """What one communicator has allocated for operations under way: scratch, and what it has staged for peers."""
 
-    def __init__(self, heap: Heap, results: ResultBlocks, *, leads: bool, users: int):
-        self._heap, self._results, self._leads, self._users = heap, results, leads, users
+    def __init__(self, heap: Heap, results: ResultBlocks, *, leads: bool, members: tuple[int, ...]):
+        self._heap, self._results, self._leads, self._members = heap, results, leads, members
         self._scratch: dict[int, int] = {}  # where it lies -> its release word on the first rank, its size elsewhere
         self.staged: deque[tuple[int, int, int]] = deque()  # operation, offset, bytes
 
     def scratch(self, nbytes: int) -> int:
         """Memory for the next reductions to consume: on the first rank the result takes its place."""
         if self._leads:
-            block, release = self._results.take(nbytes, self._users)
+            block, release = self._results.take(nbytes, self._members)
             self._scratch[block] = release
         else:
             block = self._heap.allocate(nbytes)
@@ -162,7 +235,9 @@ class Staging:
         """Consume the scratch at `offset`, if one is there; on the first rank, where the result of `nbytes` goes."""
         known = None if offset is None else self._scratch.pop(offset, None)
         if self._leads:
-            return self._results.take(nbytes, self._users) if known is None or offset is None else Result(offset, known)
+            return (
+                self._results.take(nbytes, self._members) if known is None or offset is None else Result(offset, known)
+            )
         if known is not None and offset is not None:
             self.staged.append((sequence, offset, known))
         return None

@@ -27,7 +27,7 @@ WAITING = "waiting in"
 _ABORT, _GENERATION = 0, 1
 # words of a status page
 _ABORTED, _REGION, _ACTIVE, _PID, _TEXT_LENGTH, _QUIET, _REASON_LENGTH, _TOP, _BELL = 0, 1, 2, 3, 4, 5, 6, 7, 8
-_DEBUGGED = 10  # a bell takes two words
+_DEBUGGED, _OVERWRITTEN = 10, 11  # a bell takes two words
 
 
 def board_bytes(size: int) -> int:
@@ -136,6 +136,15 @@ class Board:
 
     def in_debugger(self) -> bool:
         return any(self.words[self._status(rank) + _DEBUGGED] for rank in range(self.size))
+
+    def overwrite(self) -> None:
+        """Say that this rank begins to overwrite what was donated to the region that it is in."""
+        base = self._status(self.rank)
+        self.words[base + _OVERWRITTEN] = self.words[base + _REGION]
+
+    def overwritten(self, region: int) -> bool:
+        """Whether some rank has begun to, in a region."""
+        return any(self.words[self._status(rank) + _OVERWRITTEN] == region for rank in range(self.size))
 
     # -- ending a region, and the next generation ----------------------------------------------------------------------
 

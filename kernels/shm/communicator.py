@@ -42,7 +42,7 @@ class ShmCommunicator(Communicator):
         super().__init__(ranks, rank, arena, timeout=timeout, oversubscribed=arena.oversubscribed())
         self.sleep = arena.bells.sleep
         self.arena, self.channel = arena, channel
-        self._participants = [arena.participant(member) for member in ranks]
+        self._participants = tuple(arena.participant(member) for member in ranks)
         self._block: int | None = None  # the first rank's
         self._meet()
 
@@ -264,7 +264,7 @@ class ShmCommunicator(Communicator):
         slots, arena, nbytes = self._slots, self.arena, length * dtype.itemsize
         sequence = slots.begin(call.text)
         if self.rank == 0 and into is None:
-            slots.announce(sequence, call, arena.results.take(self.size * nbytes, self.size))
+            slots.announce(sequence, call, arena.results.take(self.size * nbytes, self._participants))
         slots.post(sequence, call)
         yield slots.posted(sequence, call)  # and so all are done with the values that are overwritten
         if into is None:

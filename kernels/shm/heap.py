@@ -5,7 +5,7 @@ Free blocks keep their memory up to a limit; past it they give it back and keep 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..errors import MeshError, message
 from ..processes import Owned
@@ -20,6 +20,8 @@ class Heap(Owned):
     Args:
         discard: gives the memory of (offset, bytes) back to the system.
         rising: told the new top.
+        holes: (offset, bytes) below `start` that are free as well, for when there is nothing above.
+        least: the smallest size, of which all sizes are multiples.
     """
 
     def __init__(
@@ -28,20 +30,22 @@ class Heap(Owned):
         size: int,
         discard: Callable[[int, int], None],
         rising: Callable[[int], None] = lambda top: None,
+        holes: Sequence[tuple[int, int]] = (),
+        least: int = PAGE,
     ):
         super().__init__()
         self._top, self._end = start, start + size
-        self._rising = rising
+        self._rising, self._holes, self._least = rising, list(holes), least
         self._kept: dict[int, list[int]] = {}
         self._emptied: dict[int, list[int]] = {}
         self._kept_bytes = 0
         self._discard = discard
 
     @staticmethod
-    def rounded(nbytes: int) -> int:
+    def rounded(nbytes: int, least: int = PAGE) -> int:
         """The size class: whole pages, and at most an eighth more than asked for."""
-        step = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))
-        return max(PAGE, -(-nbytes // step) * step)
+        step = max(least, 1 << max(0, nbytes.bit_length() - 4))
+        return max(least, -(-nbytes // step) * step)
 
     def allocate(self, nbytes: int) -> int:
         if self.foreign:
@@ -51,7 +55,7 @@ class Heap(Owned):
                     remedy="compute with copies there: tensor.clone() before the fork",
                 )
             )
-        size = self.rounded(nbytes)
+        size = self.rounded(nbytes, self._least)
         kept, emptied = self._kept.get(size), self._emptied.get(size)
         if kept:
             self._kept_bytes -= size
@@ -59,6 +63,10 @@ class Heap(Owned):
         if emptied:
             return emptied.pop()
         if self._top + size > self._end:
+            for index, (offset, room) in enumerate(self._holes):
+                if room >= size:
+                    self._holes[index] = offset + size, room - size
+                    return offset
             raise MeshError(
                 message(
                     "the shared arena is full",
@@ -73,7 +81,7 @@ class Heap(Owned):
     def free(self, offset: int, nbytes: int) -> None:
         if self.foreign:  # a child drops its copy of a tensor; the parent's is in use
             return
-        size = self.rounded(nbytes)
+        size = self.rounded(nbytes, self._least)
         if self._kept_bytes + size > _KEPT_FREE_BYTES:
             self._discard(offset, size)
             self._emptied.setdefault(size, []).append(offset)

@@ -79,7 +79,7 @@ class Slots:
     ):
         self.arena, self.ranks, self.rank, self.size = arena, ranks, rank, len(ranks)
         self.words = arena.words
-        self.staging = Staging(arena.heap, arena.results, leads=rank == 0, users=self.size)
+        self.staging = Staging(arena.heap, arena.results, leads=rank == 0, members=tuple(map(arena.participant, ranks)))
         self.sequence = 0  # operations begun
         self._wait, self._site, self._spins = wait, site, range(SPINS if spin else 1)
         self._free_through = SLOTS  # operations whose slots are known to be free

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from .. import protocol, wire
 from ..failure import Failure, capture, combine, ranks_text
@@ -49,6 +49,8 @@ class Session(Protocol):
     shipped: ShippedObjects
     values: Values
 
+    @property
+    def memory(self) -> Any: ...
     def describe(self) -> str: ...
     def shut(self, why: str) -> None: ...
     def tell(
@@ -251,9 +253,12 @@ class Recovery:
             if rank not in replaced:
                 session.tell(protocol.Renew(session.ranks.generation), ranks=[rank])
                 continue
+            kept, freed = session.values.needed()
+            session.tell(protocol.Renew(session.ranks.generation, kept), ranks=[rank])
+            session.tell(protocol.Free(freed, ()), ranks=[rank])
             for message, packet in session.shipped.for_newcomer():
                 session.tell(message, packet, [rank])
-            session.values.lost_on(rank)
+            session.values.lost_on(rank, lasting=session.memory is not None)
         self._lost.clear()
         self.under_way = self.interrupted = False
         session.changed.notify_all()

@@ -18,21 +18,21 @@ from typing import Any
 
 from ...kernels.errors import MeshError, message
 from ...kernels.limits import named_limits
-from ...kernels.processes import Owned
+from ...kernels.processes import Owned, open_more_files
+from ...kernels.shm.arena import Arena
 from .. import protocol, wire
 from ..array import Array
 from ..display.notebook import shorten
 from ..rank.interrupts import uninterrupted
 from ..run_state import RunState
 from ..spec import Layout
-from . import open_sessions
+from . import open_sessions, sending
 from .debugging import Debugging
 from .functions import ShippedObjects
 from .pending import Flight, Outcome, Pending, Task
 from .ranks import Ranks
 from .receiving import Receiving
 from .recovery import Recovery
-from .snapshot import unpicklable_among
 from .values import CallValues, Values
 
 CLOSE_SECONDS = 2.0
@@ -67,8 +67,9 @@ class DriverSession(Owned):
         timeout: float,
     ):
         super().__init__()
+        open_more_files()
         self._mesh = weakref.ref(mesh)
-        self.layout, self.backend, self.timeout = layout, backend, timeout
+        self.layout, self.backend, self.device, self.timeout = layout, backend, device, timeout
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.values = Values(self)
@@ -112,6 +113,11 @@ class DriverSession(Owned):
     def pids(self) -> list[int]:
         return [rank.pid for rank in self.ranks.all]
 
+    @property
+    def memory(self) -> Arena | None:
+        """What the ranks share, where their values are in it and so outlive them."""
+        return self.ranks.arena if self.device == "cpu" else None
+
     def describe(self) -> str:
         mesh = self._mesh()
         return mesh.describe() if mesh is not None else "a mesh"
@@ -121,47 +127,14 @@ class DriverSession(Owned):
         return self.values.of_call(next(self._numbers))
 
     def content(self, obj: Any, parts: Callable[[], Iterable[tuple[str, Any]]]) -> wire.Packet:
-        """What a program has given, ready to be sent.
+        """See `sending.content`."""
+        return sending.content(self, obj, parts)
 
-        Args:
-            parts: it, piece by piece, and what to call each, asked if it cannot be sent.
-        """
-        try:
-            return self.dumps(obj)
-        except wire.Unsendable as error:
-            found = unpicklable_among(parts(), self.whole)
-            raise MeshError(
-                message(
-                    f"a call cannot be sent to the ranks, because of {found or f'an argument: {error}'}",
-                    where=self.describe(),
-                    remedy="pass what it is made of, or make it inside the function",
-                )
-            ) from None
-
-    def dumps(self, obj: Any, names: list[Any] | None = None) -> wire.Packet:
-        """Pickle for the ranks; raises `Unsendable`, or what is wrong with a value in it.
-
-        Args:
-            names: takes the names that stand for what stays here.
-        """
-        raised: list[BaseException] = []
-
-        def name_of(one: Any) -> Any:
-            try:
-                name = self.values.name_of(one)
-            except BaseException as error:
-                raised.append(error)
-                raise
-            if name is not None and names is not None:
-                names.append(name)
-            return name
-
-        try:
-            return wire.dumps(obj, name_of)
-        except Exception as error:
-            if raised:
-                raise raised[0] from raised[0].__cause__
-            raise wire.Unsendable(f"{type(error).__name__}: {error}") from None
+    def dumps(
+        self, obj: Any, names: list[Any] | None = None, *, room: Callable[[int], memoryview] | None = None
+    ) -> wire.Packet:
+        """See `sending.dumps`."""
+        return sending.dumps(self.values, obj, names, room)
 
     # -- sending -----------------------------------------------------------------------------------------------------
 

@@ -57,6 +57,8 @@ class CallValues:
         missing: index -> the ranks that were replaced since, and lack the value.
         named: index -> the Array, if a rank was sent its name.
         tells_numbers: the call's answers have the numbers among its values, so that these need not be fetched.
+        freed: the names of those that are gone while others are not.
+        read: what has a rank read them, if they are read (`protocol.FillValues`).
     """
 
     __slots__ = (
@@ -67,10 +69,12 @@ class CallValues:
         "_prints",
         "_values",
         "deal",
+        "freed",
         "hints",
         "missing",
         "named",
         "number",
+        "read",
         "session",
         "task",
         "tells_numbers",
@@ -83,6 +87,8 @@ class CallValues:
         self.deal: Deal | None = None
         self.missing: dict[int, set[int]] = {}
         self.named: dict[int, weakref.ref[Array]] = {}
+        self.freed: list[int] = []
+        self.read: Callable[..., protocol.FillValues] | None = None
         self._metas: Sequence[Meta] | None = None
         self._find: Callable[[], Sequence[Meta]] | None = None
         self.tells_numbers = False
@@ -110,7 +116,6 @@ class CallValues:
         self.task, self.hints, self._find, self.deal = task, hints, find, deal
         mesh, count = self.session.mesh, len(hints)
         self._live = count
-        self._values.adopt(self)
         return [Array(mesh, self, index) for index in range(count)]
 
     def restore(self, index: int) -> None:
@@ -132,6 +137,7 @@ class CallValues:
             spans += (self.number, found[0], found[-1] + 1)
         for index in indexes:
             self.missing.pop(index, None)
+        self.freed += spans
         return tuple(spans)
 
     @property
@@ -214,10 +220,8 @@ class Values:
 
     def of_call(self, number: int) -> CallValues:
         """Room for the values of a call that is about to be sent."""
-        return CallValues(self, self._session, number)
-
-    def adopt(self, values: CallValues) -> None:
-        self._calls[values.number] = values
+        values = self._calls[number] = CallValues(self, self._session, number)
+        return values
 
     def drop(self, number: int) -> None:
         """Let go of all that a call has left on the ranks."""
@@ -241,42 +245,60 @@ class Values:
             spans += (self._dropped.popleft(), 0, ALL)
         return tuple(spans)
 
-    def lost_on(self, rank: int) -> None:
-        """A rank was replaced: the new one has nothing."""
+    def needed(self) -> tuple[tuple[int, ...], Spans]:
+        """What a rank in the place of a dead one is to keep of its values: of these calls, all but some."""
+        calls = [values for values in self._calls.values() if values.read is None]
+        return tuple(values.number for values in calls), tuple(name for values in calls for name in values.freed)
+
+    def lost_on(self, rank: int, *, lasting: bool) -> None:
+        """A rank was replaced.
+
+        Args:
+            lasting: the new one has what the old one had made, but for what can be read again.
+        """
         for values in list(self._calls.values()):
-            for index in range(len(values.hints)):
-                values.missing.setdefault(index, set()).add(rank)
+            if not lasting or values.read is not None:
+                for index in range(len(values.hints)):
+                    values.missing.setdefault(index, set()).add(rank)
 
     def restore(self, values: CallValues, index: int) -> None:
-        """Give a value to the ranks that were replaced since it was made, from ranks that have the same shard."""
+        """Give a value to the ranks that were replaced since it was made: read again, or from who has the same."""
         values.check(self._session)
         missing = values.missing.get(index)
         if not missing:
             return
-        session, about, layout = self._session, values.meta(index), self._session.layout
-        spec = about.spec
-        for rank in sorted(missing):
-            donors = [replica for replica in layout.replicas(spec, rank) if replica not in missing]
-            if not donors:
-                raise PeerLost(
-                    message(
-                        f"a value on this mesh was lost with rank {rank}, which alone held a shard of it",
-                        got=f"{spec}, shape {tuple(about.shape)}",
-                        where=session.describe(),
-                        remedy="restore it from a checkpoint, or compute it again",
-                    ),
-                    rank,
-                )
-            fetch = functools.partial(protocol.FetchValue, call=values.number, index=index)
-            shard = session.wait(session.submit(fetch, ranks=donors[:1])).values()[0]
-            session.wait(
-                session.submit(
-                    functools.partial(protocol.StoreValue, call=values.number, index=index, spec=spec),
-                    functools.partial(session.dumps, shard),
-                    ranks=[rank],
-                )
+        session = self._session
+        if values.read is None:
+            for rank in sorted(missing):
+                self._copy_to(rank, values, index, missing)
+            values.missing.pop(index, None)
+            return
+        ranks = sorted(set().union(*values.missing.values()))
+        session.wait(session.submit(values.read, ranks=ranks))
+        values.missing.clear()
+
+    def _copy_to(self, rank: int, values: CallValues, index: int, missing: set[int]) -> None:
+        session, about = self._session, values.meta(index)
+        donors = [replica for replica in session.layout.replicas(about.spec, rank) if replica not in missing]
+        if not donors:
+            raise PeerLost(
+                message(
+                    f"a value on this mesh was lost with rank {rank}, which alone held a shard of it",
+                    got=f"{about.spec}, shape {tuple(about.shape)}",
+                    where=session.describe(),
+                    remedy="restore it from a checkpoint, or compute it again",
+                ),
+                rank,
             )
-        values.missing.pop(index, None)
+        fetch = functools.partial(protocol.FetchValue, call=values.number, index=index)
+        shard = session.wait(session.submit(fetch, ranks=donors[:1])).values()[0]
+        session.wait(
+            session.submit(
+                functools.partial(protocol.StoreValue, call=values.number, index=index, spec=about.spec),
+                functools.partial(session.dumps, shard),
+                ranks=[rank],
+            )
+        )
 
     # -- meshes and values travel as names ----------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from ..mesh import Mesh
 from ..spec import Layout
 from . import devices
 from .debugger import debug_through
+from .lasting_values import LastingValues
 from .logs import relay
 from .rank_bars import report_bars
 from .session import RankSession
@@ -64,9 +65,14 @@ def main(request: protocol.RankRequest, fds: list[int]) -> None:
         launched=False,
         device=devices.of_rank(request.device, rank),
     )
+    if session.arena is not None and session.device.type == "cpu":
+        session.lasting = LastingValues(session.arena)
     session.renew(request.generation)
     mesh = Mesh.on_rank(session, request.threads, request.pinned)
-    worker = Worker(RankState(session, mesh), connection)
+    state = RankState(session, mesh)
+    if request.generation > 1:
+        state.values.take_over()
+    worker = Worker(state, connection)
     report_bars(worker.current_task, worker.report_bar)
     debug_through(session, worker.ask)
     relay(request.levels, worker.report)

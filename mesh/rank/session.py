@@ -20,9 +20,11 @@ from ...kernels.network.hosts import HostWatch
 from ...kernels.processes import Owned
 from ...kernels.registry import make_communicator
 from ...kernels.shm.arena import Arena
+from ...kernels.shm.blocks import copied_out
 from ...kernels.torch_private import outside_torch_func
 from ..run_state import RunState
 from ..spec import Layout
+from .lasting_values import LastingValues
 from .memory import keep_freed_memory, release_freed_memory
 from .placement import spread
 
@@ -63,6 +65,8 @@ class RankSession(Owned):
         # On a launched rank, of each @spmd function its calls by signature; see `calling`.
         self.calls: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self.mesh_text = "a mesh"  # for messages
+        # Of a driver's rank that computes on the CPU: where values lie that outlive it.
+        self.lasting: LastingValues | None = None
         self._alone = False
         self._comms: dict[tuple[tuple[int, ...], str], Communicator] = {}
 
@@ -166,6 +170,23 @@ class RankSession(Owned):
 
     def is_leased(self, tensor: torch.Tensor) -> bool:
         return self.leases is not None and self.leases.is_leased(tensor)
+
+    def lay_out(self, leaves: list[Any]) -> None:
+        """Put results, in place in the list, where they may stay when the region is over."""
+        if self.leases is not None:
+            copied_out(leaves, self.is_leased)
+        if self.lasting is not None:
+            self.lasting.lay_out(leaves)
+
+    def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory for a result like a tensor, where it lasts if that is known to be worth it."""
+        lasting = self.lasting
+        return torch.empty_like(tensor) if lasting is None else lasting.room_like(tensor)
+
+    def overwrite(self) -> None:
+        """Note that this rank begins to overwrite what was donated: the call can't be run again."""
+        if self.arena is not None:
+            self.arena.overwrite()
 
     def placed(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on this rank's device: itself, if it is there."""

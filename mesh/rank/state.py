@@ -28,7 +28,7 @@ class RankState:
 
     def __init__(self, session: RankSession, mesh: Any):
         self.session, self.mesh = session, mesh
-        self.values = Values(session.where())
+        self.values = Values(session.where(), session.lasting)
         self.modules = LoadedModules()
         self._shipped: dict[str, Any] = {}
         self._calls: dict[str, CompiledCall] = {}
@@ -75,8 +75,13 @@ class RankState:
 
     # -- meshes and values travel as names ----------------------------------------------------------------------------
 
-    def read(self, packet: wire.Packet) -> Any:
-        return wire.loads(packet, self._object_of)
+    def read(self, packet: wire.Packet, memory: memoryview | None = None) -> Any:
+        """The content of a packet.
+
+        Args:
+            memory: where its tensors are, if they don't travel with it.
+        """
+        return wire.loads(packet, self._object_of, memory)
 
     def _object_of(self, name: Any) -> Any:
         if name[0] == "mesh":

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ...kernels.shm.blocks import Result
 from .. import agreement, protocol, wire
 from ..ambient import under
 from ..region import Region, inside, reseed
@@ -29,9 +30,11 @@ def call_program(state: RankState, task: protocol.CallProgram, packet: wire.Pack
     return protocol.Metadata(task.number, data, lasting=True, prints=outcome.prints), None
 
 
-def _keep(state: RankState, out: int, leaves: list[Any], metas: list[agreement.OutputMeta]) -> None:
+def _keep(
+    state: RankState, out: int, leaves: list[Any], metas: list[agreement.OutputMeta], *, lasts: bool = True
+) -> None:
     kept = [(leaf, about.spec) for leaf, about in zip(leaves, metas, strict=True) if about.spec is not None]
-    state.values.keep(out, [leaf for leaf, _ in kept], [spec for _, spec in kept])
+    state.values.keep(out, [leaf for leaf, _ in kept], [spec for _, spec in kept], lasts=lasts)
 
 
 def call_function(state: RankState, task: protocol.CallFunction, packet: wire.Packet) -> Answer:
@@ -48,18 +51,23 @@ def pass_through(state: RankState, task: protocol.PassThrough, packet: wire.Pack
 
 def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) -> Answer:
     layout, rank = state.session.layout, state.session.rank
-    kept = []
-    for tensor, spec in zip(state.read(packet), task.specs, strict=True):
+    kept, arena = [], state.session.arena
+    given = None
+    if task.given is not None and arena is not None:
+        *result, nbytes = task.given
+        given = arena.views.show(Result(*result), nbytes, user=rank, users=layout.size)
+    for tensor, spec in zip(state.read(packet, given), task.specs, strict=True):
         # Nobody else holds what came with the task, so that it need not be copied whole.
         local = layout.take(tensor, spec, rank) if spec.entries or tensor.requires_grad else tensor
         kept.append(state.session.placed(local))
+    state.session.lay_out(kept)
     state.values.keep(task.out, kept, list(task.specs))
     return protocol.Answer(task.number), None
 
 
 def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet) -> Answer:
     treedef, leaves, metas = state.shipped(task.reader)(state.session, *task.arguments)
-    _keep(state, task.out, leaves, metas)
+    _keep(state, task.out, leaves, metas, lasts=False)  # it can be read again
     return protocol.Metadata(task.number, agreement.encode(treedef, metas), lasting=False), None
 
 

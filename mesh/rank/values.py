@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from ...kernels.errors import MeshError, message
 from ..protocol import ALL, Spans
 from ..spec import REPLICATED, P
+from .lasting_values import LastingValues
 
 
 class _Kept:
@@ -17,7 +19,8 @@ class _Kept:
     __slots__ = ("live", "specs", "tensors")
 
     def __init__(self, tensors: list[Any], specs: list[P]):
-        self.tensors, self.specs, self.live = tensors, specs, len(tensors)
+        self.tensors, self.specs = tensors, specs
+        self.live = sum(tensor is not None for tensor in tensors)
 
 
 class Values:
@@ -25,14 +28,27 @@ class Values:
 
     Args:
         where: says which rank this is, for messages.
+        lasting: notes what is kept here for a process that takes this one's place.
     """
 
-    def __init__(self, where: str):
-        self._where = where
+    def __init__(self, where: str, lasting: LastingValues | None = None):
+        self._where, self._lasting = where, lasting
         self._calls: dict[int, _Kept] = {}
 
-    def keep(self, call: int, tensors: list[torch.Tensor], specs: list[P]) -> None:
+    def take_over(self) -> None:
+        """Have what the process before this one kept."""
+        if self._lasting is not None:
+            self._calls = {call: _Kept(*kept) for call, kept in self._lasting.take_over().items()}
+
+    def keep(self, call: int, tensors: list[torch.Tensor], specs: list[P], *, lasts: bool = True) -> None:
+        """Keep what a call has made.
+
+        Args:
+            lasts: it is needed after this process; else it can be had again.
+        """
         if tensors:
+            if lasts and self._lasting is not None:
+                self._lasting.keep(call, tensors, specs)
             self._calls[call] = _Kept(tensors, specs)
 
     def store(self, call: int, index: int, tensor: torch.Tensor, spec: P) -> None:
@@ -43,6 +59,12 @@ class Values:
             kept.specs.append(REPLICATED)
         kept.live += kept.tensors[index] is None
         kept.tensors[index], kept.specs[index] = tensor, spec
+
+    def keep_only(self, calls: Iterable[int]) -> None:
+        """Forget the values of all other calls."""
+        wanted = set(calls)
+        for call in [call for call in self._calls if call not in wanted]:
+            self._forget(call)
 
     def gather(self, spans: Spans) -> tuple[list[torch.Tensor], list[P]]:
         """The values that spans name, one after another."""
@@ -70,19 +92,32 @@ class Values:
         )
 
     def free(self, spans: Spans) -> None:
+        shrunk = set[int]()
+        dropped: list[Any] = []  # until the ledger knows
         for at in range(0, len(spans), 3):
             call, start, stop = spans[at : at + 3]
             kept = self._calls.get(call)
             if kept is None:
                 continue
             if stop == ALL:
-                del self._calls[call]
+                self._forget(call)
                 continue
             for index in range(start, min(stop, len(kept.tensors))):
                 kept.live -= kept.tensors[index] is not None
+                dropped.append(kept.tensors[index])
                 kept.tensors[index] = None
-            if not kept.live:
-                del self._calls[call]
+            shrunk.add(call)
+        for call in shrunk:
+            kept = self._calls.get(call)
+            if kept is not None and not kept.live:
+                self._forget(call)
+            elif kept is not None and self._lasting is not None:
+                self._lasting.shrink(call, kept.tensors, kept.specs)
+
+    def _forget(self, call: int) -> None:
+        if self._lasting is not None:
+            self._lasting.forget(call)
+        del self._calls[call]
 
     def __len__(self) -> int:
         return sum(kept.live for kept in self._calls.values())

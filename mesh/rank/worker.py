@@ -73,6 +73,8 @@ class Worker(Owned):
             self._failed = False
             state.forget_told()
             state.session.renew(said.generation)
+            if said.kept is not None:
+                state.values.keep_only(said.kept)
         elif isinstance(said, protocol.SetSources):
             remember_sources(said.lines)
         elif isinstance(said, protocol.SetPath):

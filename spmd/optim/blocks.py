@@ -154,9 +154,12 @@ def shared_memory() -> Arena | None:
 
 def room(value: Tensor, shared: Arena | None) -> Tensor:
     """Where what comes after a tensor may be written: its own memory, if nobody else reads it, or new memory."""
+    region = current()
     if donation.may_take(value) and not (shared is not None and shared.is_leased(value)):
+        if region is not None:
+            region.session.overwrite()
         return donation.take(value)
-    return torch.empty_like(value)
+    return torch.empty_like(value) if region is None else region.session.room_like(value)
 
 
 def is_laid_out_as(value: Any, shape: torch.Size) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import transforms
 from ..kernels.errors import SpecError, message
 from ..mesh import donation
+from ..mesh.region import current
 from ..mesh.spec import P, Sharded
 from .blocks import Piece
 from .engine import Engine
@@ -132,6 +133,9 @@ class Slice:
             return [leaf.param for leaf in self.leaves], own, dict(hyper)
         stepped: list[tuple[State, dict[str, Any]]] = []
         into = self._given_up()
+        region = current()
+        if into is not None and region is not None:
+            region.session.overwrite()
 
         def write(out: Tensor) -> None:
             stepped.append(engine.update_flat(out, self._pieces(into is not None, out), own, hyper, scale))

@@ -30,6 +30,7 @@ from spmd.kernels.shm.pages import PAGE, any_copied
 from spmd.kernels.word_key import word_key
 
 SIZE = 2
+EVERYONE = tuple(range(SIZE))
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def view_of(arena: Arena, result: Result, numel: int) -> torch.Tensor:
 
 
 def view_all(participants: list[Arena], numel: int) -> tuple[int, list[torch.Tensor]]:
-    result = participants[0].results.take(4 * numel, SIZE)
+    result = participants[0].results.take(4 * numel, EVERYONE)
     return result.block, [view_of(participants[rank], result, numel) for rank in range(SIZE)]
 
 
@@ -210,11 +211,11 @@ def test_a_viewed_block_is_not_used_again(participants: list[Arena]) -> None:
 
 def test_blocks_of_a_failed_region_come_back(participants: list[Arena]) -> None:
     """One rank never came to view its result; another still holds one when the next generation begins."""
-    result, held_result = (participants[0].results.take(8000, SIZE) for _ in range(2))
+    result, held_result = (participants[0].results.take(8000, EVERYONE) for _ in range(2))
     block, held_block = result.block, held_result.block
     view_of(participants[0], result, 2000)
     held = view_of(participants[1], held_result, 2000)
-    assert participants[0].results.take(8000, SIZE).block not in (block, held_block)
+    assert participants[0].results.take(8000, EVERYONE).block not in (block, held_block)
     for arena in participants:
         arena.generation = 2
     assert block in {view_all(participants, 2000)[0] for _ in range(3)}

@@ -279,11 +279,8 @@ def test_a_rank_is_killed_while_others_wait(make_mesh, backend):
         assert mesh.driver.pids[::2] == before[::2] and mesh.driver.pids[1] != before[1]
         assert double(params).full().tolist() == [0, 2, 4]  # the new rank gets replicated values back
         assert torch.equal(params["w"].shards()[1], torch.arange(3.0))
-        for use in (shards.full, lambda: double({"w": shards}), lambda: mesh.run(lambda: shards.local)):
-            with raises(
-                PeerLost, "a value on this mesh was lost with rank 1, which alone held a shard of it (got P('data')"
-            ):
-                use()
+        assert torch.equal(shards.full(), torch.arange(6))  # and what only the dead one held is there as well
+        assert mesh.run(lambda: shards.local.tolist()) == [[0, 1], [2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
@@ -384,9 +381,7 @@ def test_all_ranks_are_killed(make_mesh):
     kill(*mesh.driver.pids, after=0.2)
     with raises(PeerLost, "rank 0 was killed by SIGKILL", within=0.2 + SECONDS):
         mesh.run(time.sleep, 30)
-    with raises(PeerLost, "a value on this mesh was lost with rank 0"):
-        w.full()
-    assert works(mesh)
+    assert w.tolist() == [1.0, 1.0] and works(mesh)
 
 
 def test_a_rank_leaves(make_mesh):
@@ -440,8 +435,7 @@ def test_the_process_that_ranks_are_forked_from_is_killed(make_mesh):
         meshes[0].run(time.sleep, 30)
     assert end_within(1, before)
     assert all(works(mesh) for mesh in meshes)
-    with raises(PeerLost, "a value on this mesh was lost"):
-        w.full()
+    assert w.tolist() == [1.0, 1.0]
 
 
 # -- printing ----------------------------------------------------------------------------------------------------------

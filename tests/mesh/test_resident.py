@@ -49,7 +49,7 @@ def sent(mesh, monkeypatch):
 def test_passing_results_on_moves_nothing(mesh, sent):
     step = spmd(lambda w, x: w + x, mesh=mesh)
     w, x = put(torch.zeros(1 << 16), mesh=mesh), torch.ones(1 << 16)
-    assert sent == [1 << 30]
+    assert sent == [0]  # it lies where all ranks see it
     x = put(x, mesh=mesh)
     sent.clear()
     for _ in range(10):

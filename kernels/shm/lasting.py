@@ -1,0 +1,58 @@
+"""Memory for values: blocks of a rank's heap that outlive it, since they are the mesh's and not the process's.
+
+The heap's part of the arena is mapped a second time for them: what lies there is the value's own, and no rank's to
+reduce or to reuse (`Arena.is_leased`). Invariant: a block is free again when no tensor of this rank shows it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+
+import torch
+
+from ..processes import Owned
+from .blocks import Place
+from .heap import Heap
+
+_NORESERVE = 0x4000
+
+
+class Lasting(Owned):
+    """The blocks for values in one rank's part of the arena.
+
+    Args:
+        start, length: of that part.
+    """
+
+    def __init__(self, fd: int, start: int, length: int, heap: Heap):
+        super().__init__()
+        self._heap, self._start, self._length = heap, start, length
+        self._shared = mmap.mmap(fd, length, flags=mmap.MAP_SHARED | _NORESERVE, offset=start)
+        self._bytes = memoryview(self._shared)
+        self._base = torch.frombuffer(self._bytes[:8], dtype=torch.uint8).data_ptr()
+        self._held: dict[int, tuple[weakref.ref, int, int]] = {}  # kept alive; offset, bytes
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """A new block's bytes."""
+        return self.hold(self._heap.allocate(nbytes), nbytes)
+
+    def hold(self, offset: int, nbytes: int) -> torch.Tensor:
+        """The bytes of a block that is allocated."""
+        view = self._bytes[offset - self._start : offset - self._start + nbytes]
+        reference = weakref.ref(view, self._dropped)
+        self._held[id(reference)] = (reference, offset, nbytes)
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    def _dropped(self, reference: weakref.ref) -> None:
+        _, offset, nbytes = self._held.pop(id(reference))
+        self._heap.free(offset, nbytes)
+
+    def place_of(self, address: int, nbytes: int) -> Place | None:
+        """Where a storage lies, if it is a block of these."""
+        offset = address - self._base
+        return Place(offset + self._start, nbytes, 0) if 0 <= offset < self._length else None
+
+    def adopt(self, heap: Heap) -> None:
+        """Take new blocks from this heap."""
+        self._heap = heap

@@ -1,0 +1,160 @@
+"""The ledger: what a rank keeps, told in shared memory, so that a process in its place can go on with it.
+
+An entry has a number, the places that it refers to, some words, and bytes of its own: what is small lies in the entry
+itself. Invariants: an entry counts from the moment at which its word in the table is written, after all else of it; and
+one that is written anew by a successor counts for all of them at once, since the table changes with a single word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import struct
+from collections.abc import Callable, Iterator, Sequence
+
+from .blocks import Place
+from .heap import Heap
+from .pages import PAGE
+
+_TABLE = 1 << 20  # entries at a time, a word each, of which the first says how many have been used
+_HEAD = 5  # words: all bytes, number, places, words, bytes of `data`
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """An entry as it is read.
+
+    Attributes:
+        number: names it to who wrote it.
+        places: memory that it refers to.
+        words, data: as written.
+        pieces: the bytes that were copied, one after another, each from a multiple of 64 on.
+    """
+
+    number: int
+    places: tuple[Place, ...]
+    words: tuple[int, ...]
+    data: bytes
+    pieces: bytes
+
+
+@functools.lru_cache(maxsize=4096)
+def _words(count: int) -> struct.Struct:
+    return struct.Struct(f"{count}q")
+
+
+def padded(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64
+
+
+class Ledger:
+    """One rank's ledger, which lies in the arena from `start` on; of its two halves one counts.
+
+    Args:
+        address: where the arena begins in this process.
+        remove: gives the memory of (offset, bytes) back.
+    """
+
+    def __init__(
+        self, shared: memoryview, address: int, start: int, nbytes: int, remove: Callable[[int, int], None]
+    ) -> None:
+        self._bytes, self._address, self._start, self._remove = shared, address, start, remove
+        self._all_words = shared.cast("Q")
+        self._half_bytes = (nbytes - PAGE) // 2 // PAGE * PAGE
+        self._open(self._all_words[start // 8])
+
+    def _open(self, half: int) -> None:
+        first = self._start + PAGE + half * self._half_bytes
+        self._table = first // 8
+        data = first + 8 * _TABLE
+        self._heap = Heap(data, first + self._half_bytes - data, self._give_back, least=64)
+        self._free: list[int] = []  # entries of the table
+        self._used = self._all_words[self._table]
+        self._sizes: dict[int, int] = {}  # by entry
+
+    def write(
+        self,
+        number: int,
+        places: Sequence[Place] = (),
+        words: Sequence[int] = (),
+        data: bytes = b"",
+        pieces: Sequence[tuple[int, int]] = (),
+    ) -> int:
+        """Add an entry; where it is in the table.
+
+        Args:
+            pieces: (address, bytes) of memory to copy.
+        """
+        flat = [value for place in places for value in place]
+        count = _HEAD + len(flat) + len(words)
+        at = body = padded(8 * count)
+        at += padded(len(data))
+        total = at
+        for _, nbytes in pieces:
+            total += -(-nbytes // 64) * 64
+        offset = self._heap.allocate(total)
+        _words(count).pack_into(self._bytes, offset, total, number, len(places), len(words), len(data), *flat, *words)
+        if data:
+            self._bytes[offset + body : offset + body + len(data)] = data
+        target = self._address + offset + at
+        for address, nbytes in pieces:
+            if nbytes:
+                ctypes.memmove(target, address, nbytes)
+                target += -(-nbytes // 64) * 64
+        entry = self._free.pop() if self._free else self._new_entry()
+        self._sizes[entry] = total
+        self._all_words[self._table + entry] = offset
+        return entry
+
+    def _new_entry(self) -> int:
+        self._used += 1
+        self._all_words[self._table + self._used] = 0
+        self._all_words[self._table] = self._used
+        return self._used
+
+    def remove(self, entry: int) -> None:
+        at = self._table + entry
+        offset = self._all_words[at]
+        self._all_words[at] = 0
+        self._heap.free(offset, self._sizes.pop(entry))
+        self._free.append(entry)
+
+    def read(self) -> list[Record]:
+        """All entries, in no order."""
+        found = []
+        for entry in range(1, self._used + 1):
+            offset = self._all_words[self._table + entry]
+            if offset:
+                found.append(self._read(offset))
+        return found
+
+    def _read(self, offset: int) -> Record:
+        total, number, places, words, data = _words(_HEAD).unpack_from(self._bytes, offset)
+        count = 3 * places + words
+        rest = _words(count).unpack_from(self._bytes, offset + 8 * _HEAD)
+        body = offset + padded(8 * (_HEAD + count))
+        return Record(
+            number,
+            tuple(Place(*rest[3 * each : 3 * each + 3]) for each in range(places)),
+            rest[3 * places :],
+            bytes(self._bytes[body : body + data]),
+            bytes(self._bytes[body + padded(data) : offset + total]),
+        )
+
+    @contextlib.contextmanager
+    def anew(self) -> Iterator[None]:
+        """Begin with no entries; those that are written within count from its end on, and no others."""
+        half = self._all_words[self._start // 8]
+        first = self._start + PAGE
+        self._remove(first + (1 - half) * self._half_bytes, self._half_bytes)
+        self._open(1 - half)
+        yield
+        self._all_words[self._start // 8] = 1 - half
+        self._remove(first + half * self._half_bytes, self._half_bytes)
+
+    def _give_back(self, offset: int, nbytes: int) -> None:
+        first, last = -(-offset // PAGE) * PAGE, (offset + nbytes) // PAGE * PAGE
+        if first < last:
+            self._remove(first, last - first)

@@ -1,0 +1,66 @@
+"""How a process takes over the part of the arena of a rank that died, whose place it has: what is kept, it keeps.
+
+What the dead rank's ledger names stays as it is; of the views that it had taken of other ranks' results, all but those
+are dropped; and the rest of its heap is given back. Invariant: this is over before the new rank enters a region, and
+the survivors only ever see counters move on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from .arena import Arena
+from .blocks import Place
+from .heap import Heap
+from .ledger import Record
+
+
+def take_over(arena: Arena) -> list[tuple[Record, list[torch.Tensor]]]:
+    """What the process before this one kept: each entry of the ledger, and the bytes of its places."""
+    records = arena.ledger.read()
+    named = {place for one in records for place in one.places}
+    again = Counter(place.release for place in named if place.release)
+    for participant in range(arena.size + 1):
+        for block, _, members in arena.registers[participant]:
+            if arena.rank in members:
+                _drop_others(arena.words, block // 8, members, arena.rank, again)
+    own = arena.registers[arena.rank]
+    kept = [(block, Heap.rounded(nbytes)) for block, nbytes, _ in own]
+    kept += [(place.offset, Heap.rounded(place.nbytes)) for place in named if not place.release]
+    arena.restart_heap(_gaps(sorted(kept), arena.heap_start, arena.top))
+    held = {
+        place: arena.views.take_again(place) if place.release else arena.lasting.hold(place.offset, place.nbytes)
+        for place in named
+    }
+    return [(one, [held[place] for place in one.places]) for one in records]
+
+
+def _drop_others(words: memoryview, first: int, members: Sequence[int], rank: int, again: Counter[int]) -> None:
+    """Count as dropped all views of a block but those that are taken again."""
+    users, user = len(members), members.index(rank)
+    words[first + user] = words[first + users + user] - again[first + user]
+
+
+def _gaps(kept: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
+    """What lies between (offset, bytes) in order, from `start` to `end`.
+
+    >>> _gaps([(4, 2), (6, 1)], 0, 10)
+    [(0, 4), (7, 3)]
+    """
+    found, at = [], start
+    for offset, nbytes in kept:
+        if offset > at:
+            found.append((at, offset - at))
+        at = max(at, offset + nbytes)
+    if end > at:
+        found.append((at, end - at))
+    return found
+
+
+def place_of(arena: Arena, storage: torch.UntypedStorage) -> Place | None:
+    """Where a storage lies, if that outlives this process; None for memory of its own, and for what it has changed."""
+    address = storage.data_ptr()
+    return arena.lasting.place_of(address, storage.nbytes()) or arena.views.place_of(address)

@@ -1,0 +1,52 @@
+"""Values that the driver puts on a mesh: their bytes lie once in the arena, where every rank sees them.
+
+So they are the mesh's, whatever becomes of the ranks, and cost nobody a descriptor. Invariant: a block of the arena is
+the value's for as long as the driver has a name for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ...kernels.shm.arena import Arena
+from .. import protocol, wire
+from ..protocol import Spans
+from ..spec import P
+from .pending import Task
+from .values import CallValues
+
+
+class Session(Protocol):
+    """What sends tasks to the ranks: the driver's session."""
+
+    @property
+    def memory(self) -> Arena | None: ...
+    def dumps(self, obj: Any, *, room: Callable[[int], memoryview] | None = None) -> wire.Packet: ...
+    def submit(
+        self,
+        make: Callable[[int, int, Spans, tuple[str, ...]], protocol.Task],
+        content: Callable[[], wire.Packet] | None = None,
+    ) -> Task: ...
+
+
+def put(session: Session, values: CallValues, tensors: Sequence[torch.Tensor], specs: tuple[P, ...]) -> Task:
+    """Have every rank keep its shards of whole tensors, as the values of a call."""
+    arena = session.memory
+    given: list[tuple[int, int, int]] = []
+
+    def room(nbytes: int) -> memoryview:
+        assert arena is not None
+        result = arena.given.take(nbytes)
+        given.append((*result, nbytes))
+        weakref.finalize(values, arena.given.drop, result).atexit = False
+        return arena.given.memory(result, nbytes)
+
+    def make(number: int, region: int, freed: Spans, forgotten: tuple[str, ...]) -> protocol.Task:
+        where = given[-1] if given else None
+        return protocol.PutValues(number, region, freed, forgotten, out=values.number, specs=specs, given=where)
+
+    return session.submit(make, lambda: session.dumps([*tensors], room=None if arena is None else room))

@@ -1,0 +1,71 @@
+"""What a program gives, made ready to be sent to the ranks: values on them travel as names, the rest as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from ...kernels.errors import MeshError, SpmdError, message
+from ...kernels.limits import named_limits
+from .. import wire
+from .snapshot import unpicklable_among
+from .values import Values
+
+
+class Session(Protocol):
+    """The driver's session, as far as it is seen from here."""
+
+    @property
+    def whole(self) -> tuple[type, ...]: ...
+
+    def describe(self) -> str: ...
+    def dumps(self, obj: Any) -> wire.Packet: ...
+
+
+def content(session: Session, obj: Any, parts: Callable[[], Iterable[tuple[str, Any]]]) -> wire.Packet:
+    """What a program has given, ready to be sent.
+
+    Args:
+        parts: it, piece by piece, and what to call each, asked if it cannot be sent.
+    """
+    try:
+        return session.dumps(obj)
+    except wire.Unsendable as error:
+        found = unpicklable_among(parts(), session.whole)
+        raise MeshError(
+            message(
+                f"a call cannot be sent to the ranks, because of {found or f'an argument: {error}'}",
+                where=session.describe(),
+                remedy="pass what it is made of, or make it inside the function",
+            )
+        ) from None
+
+
+def dumps(values: Values, obj: Any, names: list[Any] | None, room: Callable[[int], memoryview] | None) -> wire.Packet:
+    """Pickle for the ranks; raises `Unsendable`, or what is wrong with a value in it.
+
+    Args:
+        names: takes the names that stand for what stays here.
+        room: see `wire.dumps`.
+    """
+    raised: list[BaseException] = []
+
+    def name_of(one: Any) -> Any:
+        try:
+            name = values.name_of(one)
+        except BaseException as error:
+            raised.append(error)
+            raise
+        if name is not None and names is not None:
+            names.append(name)
+        return name
+
+    try:
+        with named_limits():
+            return wire.dumps(obj, name_of, room=room)
+    except Exception as error:
+        if raised:
+            raise raised[0] from raised[0].__cause__
+        if isinstance(error, SpmdError):
+            raise
+        raise wire.Unsendable(f"{type(error).__name__}: {error}") from None

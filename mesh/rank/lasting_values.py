@@ -1,0 +1,227 @@
+"""Values of a driver's rank that outlive it: large ones lie in memory that is the mesh's, and a ledger there names all.
+
+What is small lies in the ledger's entry, as bytes; the tensor itself is the rank's. Of what is large, results of the
+optimizer and of reductions are made there, and the rest is copied once, when a call's results are kept. Invariant: what
+the driver has been told of, a process in this one's place finds: the same bytes, strides and alignment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...kernels.copying import copy
+from ...kernels.shm.arena import Arena
+from ...kernels.shm.blocks import Place
+from ...kernels.shm.ledger import Record, padded
+from ...kernels.shm.succession import place_of, take_over
+from .. import strides, wire
+from ..frozen import frozen_as, is_frozen
+from ..spec import P
+
+SMALL_BYTES = 1 << 16
+_AT = 40  # bits of where a tensor begins in its storage; above them is which of the entry's places that is
+_GONE, _INLINE, _STORED, _PICKLED = range(4)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Leaf:
+    """How to make a tensor again: from bytes in the entry, from a place, or of its pickle."""
+
+    kind: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    frozen: bool
+    nbytes: int  # that it spans
+
+    def made(self, base: torch.Tensor, at: int) -> torch.Tensor:
+        """The tensor, which begins `at` so many bytes into these."""
+        found = base[at : at + self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
+        return torch.nn.Parameter(found, requires_grad=False) if self.frozen else found
+
+
+class LastingValues:
+    """What a rank keeps, by the number of the call that made it."""
+
+    def __init__(self, arena: Arena):
+        self._arena, self._lasting, self._ledger = arena, arena.lasting, arena.ledger
+        self._layouts: dict[Any, tuple[int, tuple[_Leaf, ...]]] = {}
+        self._kept: dict[int, tuple[int, tuple[_Leaf, ...]]] = {}  # call -> its entry in the ledger, how it is told
+
+    def lay_out(self, leaves: list[Any]) -> None:
+        """Put results, in place in the list, in memory that lasts, but for those small enough to lie in the ledger."""
+        found: dict[int, list[int]] = {}  # by storage those that are to be copied
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and self._is_to_be_copied(leaf):
+                found.setdefault(leaf.untyped_storage().data_ptr(), []).append(index)
+        for address, indexes in found.items():
+            storage = leaves[indexes[0]].untyped_storage()
+            if 2 * sum(leaves[index].nbytes for index in indexes) >= storage.nbytes() and not any(
+                leaves[index].is_conj() or leaves[index].is_neg() for index in indexes
+            ):
+                # Parameters side by side stay so, and what two results show of one memory they go on to share.
+                self._move(leaves, address, storage)
+                continue
+            for index in indexes:
+                leaves[index] = self._copied(leaves[index])
+
+    def _is_to_be_copied(self, leaf: torch.Tensor) -> bool:
+        if leaf.layout is not torch.strided or leaf.is_quantized:
+            return False
+        if (leaf.nbytes if leaf.is_contiguous() else _extent(leaf)) <= SMALL_BYTES:
+            return False
+        return leaf.is_conj() or leaf.is_neg() or place_of(self._arena, leaf.untyped_storage()) is None
+
+    def _move(self, leaves: list[Any], address: int, storage: torch.UntypedStorage) -> None:
+        """Have all results that show a storage show a copy of it."""
+        whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+        block = copy(self._lasting.empty(storage.nbytes()), whole).untyped_storage()
+        for index, leaf in enumerate(leaves):
+            plain = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_quantized
+            if plain and leaf.numel() and leaf.untyped_storage().data_ptr() == address:
+                moved = torch.empty(0, dtype=leaf.dtype)
+                moved.set_(block, leaf.storage_offset(), leaf.shape, leaf.stride())
+                leaves[index] = frozen_as(leaf, moved)
+
+    def _copied(self, leaf: torch.Tensor) -> torch.Tensor:
+        source = leaf.detach().resolve_conj().resolve_neg()
+        order = strides.dense(source.shape, source.stride())
+        block = self._lasting.empty(source.nbytes).view(source.dtype).as_strided(source.shape, order)
+        if order == source.stride():
+            copy(strides.flat(block), strides.flat(source))
+        else:
+            block.copy_(source)
+        return frozen_as(leaf, block)
+
+    def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory for a result like a tensor: where it lasts, if it is large."""
+        if tensor.nbytes <= SMALL_BYTES or not (tensor.is_cpu and tensor.is_contiguous()):
+            return torch.empty_like(tensor)
+        return self._lasting.empty(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+
+    def keep(self, call: int, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> None:
+        """Note what a call has left here, in the place of what was noted of it before."""
+        places: dict[Place, int] = {}
+        words: list[int] = []
+        pieces: list[tuple[int, int]] = []
+        data = b""
+        layout, leaves = self._layout(tensors, specs)
+        for tensor, leaf in zip(tensors, leaves, strict=True):
+            if tensor is None:
+                words.append(0)
+            elif leaf.kind == _INLINE:
+                address = tensor.data_ptr()
+                words.append(address & 63)
+                pieces.append((address, leaf.nbytes))
+            elif leaf.kind == _PICKLED:
+                pickled = wire.to_bytes(tensor)
+                words.append(len(pickled))
+                data += pickled
+            else:
+                storage = tensor.untyped_storage()
+                place = place_of(self._arena, storage)
+                assert place is not None, "a large value that is kept has been placed"
+                which = places.setdefault(place, len(places))
+                words.append(which << _AT | tensor.data_ptr() - storage.data_ptr())
+        before = self._kept.get(call)
+        self._kept[call] = self._ledger.write(call, tuple(places), (layout, *words), data, pieces), leaves
+        if before is not None:
+            self._ledger.remove(before[0])
+
+    def shrink(self, call: int, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> None:
+        """Note that some of a call's values are gone; to be told before their memory is free.
+
+        For a few bytes in the entry it isn't written anew.
+        """
+        if call not in self._kept:
+            return
+        _, leaves = self._kept[call]
+        gone = [leaf for leaf, tensor in zip(leaves, tensors, strict=True) if tensor is None]
+        small = sum(leaf.nbytes for leaf in gone if leaf.kind == _INLINE)
+        if 2 * small > sum(leaf.nbytes for leaf in leaves if leaf.kind == _INLINE) or any(
+            leaf.kind in (_STORED, _PICKLED) for leaf in gone
+        ):
+            self.keep(call, tensors, specs)
+
+    def forget(self, call: int) -> None:
+        """All of a call's values are gone; to be told before their memory is free."""
+        if call in self._kept:
+            self._ledger.remove(self._kept.pop(call)[0])
+
+    def _layout(self, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> tuple[int, tuple[_Leaf, ...]]:
+        """What values of these kinds have in common, and the number under which the ledger has it."""
+        key = (*map(_kind, tensors), *specs)
+        found = self._layouts.get(key)
+        if found is None:
+            leaves = tuple(map(_leaf, tensors))
+            number = -1 - len(self._layouts)
+            self._ledger.write(number, data=pickle.dumps((leaves, tuple(specs))))
+            found = self._layouts[key] = number, leaves
+        return found
+
+    def take_over(self) -> dict[int, tuple[list[torch.Tensor | None], list[P]]]:
+        """The values that the process before this one kept, by the number of their call."""
+        records = take_over(self._arena)
+        layouts = {one.number: pickle.loads(one.data) for one, _ in records if one.number < 0}
+        found: dict[int, tuple[list[torch.Tensor | None], list[P]]] = {}
+        for one, bases in records:
+            if one.number >= 0:
+                leaves, specs = layouts[one.words[0]]
+                found[one.number] = _tensors(one, leaves, bases), list(specs)
+        with self._ledger.anew():
+            for call, (tensors, specs) in found.items():
+                self.keep(call, tensors, specs)
+        return found
+
+
+def _kind(tensor: torch.Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return "pickled", tensor.dtype
+    return tensor.shape, tensor.stride(), tensor.dtype, is_frozen(tensor)
+
+
+def _leaf(tensor: torch.Tensor | None) -> _Leaf:
+    if tensor is None:
+        return _Leaf(_GONE, (), (), torch.float32, False, 0)
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return _Leaf(_PICKLED, (), (), tensor.dtype, is_frozen(tensor), 0)
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    nbytes = _extent(tensor)
+    kind = _INLINE if nbytes <= SMALL_BYTES else _STORED
+    return _Leaf(kind, shape, stride, tensor.dtype, is_frozen(tensor), nbytes)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to behind the last."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * step for size, step in steps) + 1) * tensor.itemsize
+
+
+def _tensors(record: Record, leaves: Sequence[_Leaf], bases: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    found: list[torch.Tensor | None] = []
+    at = pickled = 0
+    for leaf, word in zip(leaves, record.words[1:], strict=True):
+        if leaf.kind == _GONE:
+            found.append(None)
+        elif leaf.kind == _PICKLED:
+            found.append(wire.from_bytes(record.data[pickled : pickled + word]))
+            pickled += word
+        elif leaf.kind == _STORED:
+            found.append(leaf.made(bases[word >> _AT], word & (1 << _AT) - 1))
+        else:
+            word -= word % leaf.dtype.itemsize
+            room = torch.empty(word + leaf.nbytes, dtype=torch.uint8)
+            if leaf.nbytes:
+                room[word:] = torch.frombuffer(bytearray(record.pieces[at : at + leaf.nbytes]), dtype=torch.uint8)
+            at += padded(leaf.nbytes)
+            found.append(leaf.made(room, word))
+    return found
