@@ -28,6 +28,7 @@ import torch
 
 from ..kernels import torch_compiled
 from ..kernels.errors import MeshError
+from ..kernels.limits import named_limits
 from ..kernels.mapped_files import opened_elsewhere
 from . import strides
 
@@ -148,7 +149,8 @@ def dumps(
     elif room is not None:
         buffer = room(total)
     else:
-        packet.fd = os.memfd_create("spmd-values", os.MFD_CLOEXEC)
+        with named_limits():
+            packet.fd = os.memfd_create("spmd-values", os.MFD_CLOEXEC)
         os.ftruncate(packet.fd, total)
         buffer = mmap.mmap(packet.fd, total)
     for flat, offset in zip(pickler.tensors, offsets, strict=True):

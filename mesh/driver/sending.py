@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from ...kernels.errors import MeshError, SpmdError, message
-from ...kernels.limits import named_limits
 from .. import wire
 from .snapshot import unpicklable_among
 from .values import Values
@@ -61,8 +60,7 @@ def dumps(values: Values, obj: Any, names: list[Any] | None, room: Callable[[int
         return name
 
     try:
-        with named_limits():
-            return wire.dumps(obj, name_of, room=room)
+        return wire.dumps(obj, name_of, room=room)
     except Exception as error:
         if raised:
             raise raised[0] from raised[0].__cause__
