@@ -120,6 +120,18 @@ def _remote(report: list[str]) -> RemoteTraceback:
     return RemoteTraceback("\n\n" + name_cells("\n".join(report)))
 
 
+def original(failure: Failure) -> BaseException:
+    """The exception that was captured, of its own type where it can be made again."""
+    error: Any = None
+    if failure.pickled is not None:
+        try:
+            error = pickle.loads(failure.pickled)
+            error = error.join() if isinstance(error, _Parts) else error
+        except Exception:
+            error = None
+    return error if isinstance(error, BaseException) else RemoteError(f"{failure.type_name}: {failure.text}")
+
+
 def combine(
     failures: dict[int, Failure], lost: dict[int, str], mesh: str, *, interrupted: bool = False
 ) -> BaseException:
@@ -160,15 +172,7 @@ def combine(
     # A lost connection is often the echo of another rank's error.
     order = sorted(groups, key=lambda key: (key[0] == "PeerLost", groups[key][0]))
     first = causes[groups[order[0]][0]]
-    error: Any = None
-    if first.pickled is not None:
-        try:
-            error = pickle.loads(first.pickled)
-            error = error.join() if isinstance(error, _Parts) else error
-        except Exception:
-            error = None
-    if not isinstance(error, BaseException):
-        error = RemoteError(f"{first.type_name}: {first.text}")
+    error = original(first)
     who = ranks_text(groups[order[0]])
     report = [f"on {who} of {mesh}:\n{first.traceback}"]
     if not isinstance(error, CollectiveMismatch):

@@ -27,8 +27,6 @@ class Message:
 
 
 # -- from the driver, without an answer --------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ship(Message):
     """Keep the content, an object, under a key."""
@@ -80,8 +78,6 @@ class DebuggerLine(Message):
 
 
 # -- from the driver, answered -----------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task(Message):
     """Something to do.
@@ -175,8 +171,6 @@ class ReloadModules(Task):
 
 
 # -- from a rank -------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ready(Message):
     """The process runs and takes tasks."""
@@ -264,8 +258,6 @@ class Skipped(Message):
 
 
 # -- the zygote --------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankRequest(Message):
     """To the zygote: fork a rank; its socket, standard output and error, and the arena come as descriptors.
@@ -299,8 +291,15 @@ class RankRequest(Message):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ReaderRequest(Message):
+    """To a rank's zygote: fork a reader; its socket and the board of its notes come as descriptors."""
+
+    place: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Forked(Message):
-    """From the zygote: the rank's process; a descriptor of it comes along."""
+    """From the zygote: the process that it has forked; a descriptor of it comes along."""
 
     pid: int
 
@@ -327,7 +326,7 @@ _CLASSES: tuple[Any, ...] = (
     *(Ship, Free, SetPath, SetSources, Renew, Exit, DebuggerLine),
     *(CallProgram, CallFunction, PassThrough, PutValues, FillValues, FetchValue, StoreValue, ReloadModules),
     *(Ready, Progress, DebuggerPrompt, Logged, Warned, Unchanged, Metadata, Answer, Failed, Skipped),
-    *(RankRequest, Forked, Exited),
+    *(RankRequest, ReaderRequest, Forked, Exited),
 )
 # By class: its number, and what takes a message apart.
 _CODES = {cls: (code, _fields(cls)) for code, cls in enumerate(_CLASSES)}

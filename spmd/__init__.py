@@ -15,11 +15,11 @@ __version__ = "0.1.0"
 _HOMES = {
     "_check": ("check",),
     "_functional": ("functional", "functional_with_buffers"),
-    "_loader": ("Loader",),
     "_spmd": ("spmd",),
     "_visualize": ("visualize",),
     "checkpoint.restore": ("restore",),
     "checkpoint.save": ("save",),
+    "data.loader": ("Loader",),
     "kernels.errors": ("CollectiveMismatch", "MeshError", "PeerLost", "RemoteError", "SpecError", "SpmdError"),
     "kernels.registry": ("register_backend",),
     "mesh.array": ("Array",),
@@ -57,11 +57,11 @@ if _TYPE_CHECKING:
     from ._check import check as check
     from ._functional import functional as functional
     from ._functional import functional_with_buffers as functional_with_buffers
-    from ._loader import Loader as Loader
     from ._spmd import spmd as spmd
     from ._visualize import visualize as visualize
     from .checkpoint.restore import restore as restore
     from .checkpoint.save import save as save
+    from .data.loader import Loader as Loader
     from .kernels.errors import CollectiveMismatch as CollectiveMismatch
     from .kernels.errors import MeshError as MeshError
     from .kernels.errors import PeerLost as PeerLost

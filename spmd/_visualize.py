@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ._loader import Loader
+from .data.loader import Loader
 from .kernels.errors import SpecError, message
 from .mesh import trees
 from .mesh.array import Array

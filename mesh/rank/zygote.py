@@ -18,6 +18,7 @@ import socket
 import sys
 
 from .. import protocol
+from ..readers import process as reader_process
 from . import process as rank_process  # and with it torch, which is what this process is for
 from .descriptors import receive, send
 
@@ -68,7 +69,8 @@ def main(control_fd: int, driver_pid: int) -> None:
                     os.close(fd)
                 code = 1
                 try:
-                    rank_process.main(request, fds)
+                    reading = isinstance(request, protocol.ReaderRequest)
+                    (reader_process if reading else rank_process).main(request, fds)
                     code = 0
                 except BaseException:
                     sys.excepthook(*sys.exc_info())

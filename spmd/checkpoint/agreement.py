@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._loader import Loader
+from ..data.loader import Loader
 from ..kernels.errors import SpmdError, message
 from ..mesh import trees
 from ..mesh.array import Array

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._loader import Loader
+from ..data.loader import Loader
 from ..kernels.errors import SpecError, message
 from ..mesh import strides
 from ..mesh.array import Array

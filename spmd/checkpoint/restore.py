@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .._loader import Loader
+from ..data.loader import Loader
 from ..kernels.callsite import warn
 from ..kernels.errors import message
 from ..mesh import trees

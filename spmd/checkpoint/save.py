@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .._loader import Loader
+from ..data.loader import Loader
 from ..kernels.errors import MeshError, SpecError, message
 from ..mesh import trees
 from ..mesh.array import Array

@@ -6,31 +6,24 @@ the sampler alone. Invariant: the batches depend on the sampler's arguments, nev
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
-from ._loader_random import one_thread, own_random_numbers, seed
-from .kernels.callsite import hide_our_frames
-from .kernels.errors import SpecError, message
-from .mesh import trees
-from .mesh.agreement import OutputMeta
-from .mesh.array import Deal
-from .mesh.display import drawing
-from .mesh.mesh import Mesh, resolve
-from .mesh.put import as_tensor, fill
-from .mesh.rank.session import RankSession
-from .mesh.spec import P, split_sizes, strided_sizes
-from .transforms import Sampler
-
-_ONE_LENGTH = (
-    "have collate_fn pad to one length, the same for all batches, or leave shards= out: then each rank pads to the "
-    "longest sample that it has"
-)
+from ..kernels.callsite import hide_our_frames
+from ..kernels.errors import SpecError, message
+from ..mesh import trees
+from ..mesh.array import Array, Deal
+from ..mesh.display import drawing
+from ..mesh.mesh import Mesh, resolve
+from ..mesh.put import as_tensor, fill, is_array
+from ..transforms import Sampler
+from .reading import ONE_LENGTH, MapReader
 
 
 class Loader:
@@ -50,7 +43,11 @@ class Loader:
         collate_fn: makes a batch of a list of samples; None is torch's default. Tensors are sharded along dimension 0;
             what is no tensor (or has no dimension) must be the same on all ranks. It may pad, on each rank to the
             longest sample there: a step gets its own part, `shards()` are all, `full()` refuses.
-        prefetch: batches to have read ahead.
+        prefetch: batches to have read ahead; with `workers`, for each of them.
+        workers: processes beside each rank that read, collate and augment for it; 0 has the rank do it between steps.
+            They are started anew, with torch imported once a rank, never as forks of a process that computes; what
+            they read reaches the rank through shared memory. The batches are the same for any number.
+        prefetch_mb: reads no further ahead on a rank than so many megabytes.
         shards: deal by this many virtual shards, for a step that is `data_parallel` over as many: what a shard has
             does not depend on the number of ranks. `collate_fn` is given one of them at a time.
 
@@ -77,15 +74,21 @@ class Loader:
         prefetch: int = 2,
         shards: int | None = None,
         order: str = "feistel",
+        workers: int = 0,
+        prefetch_mb: float = 512.0,
     ):
-        if prefetch < 0:
-            raise SpecError(message("Loader got a bad prefetch", got=prefetch, expected="at least 0"))
+        for name, value in (("prefetch", prefetch), ("workers", workers), ("prefetch_mb", prefetch_mb)):
+            if value < 0:
+                raise SpecError(message(f"Loader got a bad {name}", got=value, expected="at least 0"))
         tree = _tensors(dataset) if collate_fn is None else None
-        self.dataset, self.prefetch, self.shards = dataset, prefetch, shards
+        self.dataset, self.prefetch, self.shards, self._most_bytes = dataset, prefetch, shards, int(prefetch_mb * 1e6)
         length = len(dataset) if tree is None else trees.leaves(tree)[0].shape[0]
         self.sampler = Sampler(length, batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last, order=order)
         self._mesh = mesh
-        self._reader = _Reader(dataset if tree is None else tree, tree is None, collate_fn, self.sampler, shards)
+        ahead = workers, max(1, prefetch) * workers, self._most_bytes
+        self._reader = MapReader(
+            dataset if tree is None else tree, tree is None, collate_fn, self.sampler, shards, ahead
+        )
         # Samples that are collated may be padded, on each rank to a length of its own.
         self._ragged = tree is None and shards is None
         self._epoch = 0
@@ -148,23 +151,26 @@ class Loader:
         pending: deque[Callable[[], Any]] = deque()
         steps = iter(range(first, len(self)))
 
-        def ask() -> None:
+        def ask() -> bool:
             for step in steps:
                 deal = Deal((epoch, step), self.shards)
                 where = (axis, epoch, step)
                 part = fill(
-                    mesh, "the Loader's dataset", self._reader, where, deal, ragged=self._ragged, remedy=_ONE_LENGTH
+                    mesh, "the Loader's dataset", self._reader, where, deal, ragged=self._ragged, remedy=ONE_LENGTH
                 )
                 pending.append(part)
-                return
+                return True
+            return False
 
-        for _ in range(self.prefetch if mesh.is_driver else 0):
-            ask()
         while self._loads == loads:
-            ask()
-            if not pending:
+            if not pending and not ask():
                 break
             batch = pending.popleft()()
+            ahead = self.prefetch if mesh.is_driver else 0
+            if ahead and (nbytes := _nbytes(batch) // mesh.layout.axes[axis]):
+                ahead = min(ahead, self._most_bytes // nbytes)
+            while len(pending) < ahead and ask():
+                pass
             self._yielded += 1
             if self._yielded == len(self):
                 self._epoch, self._yielded = epoch + 1, 0
@@ -213,111 +219,12 @@ def _tensors(dataset: Any) -> Any:
     return trees.map(_unread, dataset)
 
 
+def _nbytes(batch: Any) -> int:
+    """Bytes of a batch's tensors; of what is padded on each rank to its own length, as if that were nothing."""
+    found = [leaf for leaf in trees.leaves(batch, is_leaf=is_array) if isinstance(leaf, Array)]
+    return sum(abs(math.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in found)
+
+
 def _unread(leaf: Any) -> Any:
     """A leaf of a dataset as a tensor; a mapped file as it is, of which each rank reads its own samples."""
     return leaf if isinstance(leaf, np.memmap) and leaf.dtype.kind in "biufc" else as_tensor(leaf)
-
-
-class _Reader:
-    """Reads a rank's part of a minibatch; shipped to the ranks once."""
-
-    def __init__(self, data: Any, map_style: bool, collate: Any, sampler: Sampler, shards: int | None):
-        self.data, self.map_style, self.collate = data, map_style, collate
-        self.sampler, self.shards = sampler, shards
-        self._empty: Any = None  # a batch as this rank last collated it, without its samples
-
-    def __call__(
-        self, session: RankSession, axis: str, epoch: int, step: int
-    ) -> tuple[Any, list[Any], list[OutputMeta]]:
-        parts, mine = session.layout.axes[axis], session.layout.coords(session.rank)[axis]
-        ids = self.sampler.shard(epoch, step, mine, parts, self.shards)
-        total = min(self.sampler.batch_size, self.sampler.length - step * self.sampler.batch_size)
-        if self.map_style:
-            batch = self._collated(ids, session, epoch, step, self._groups(len(ids), mine, parts, total))
-        else:
-            batch = trees.map(lambda x: x[ids] if isinstance(x, torch.Tensor) else np.array(x[ids.numpy()]), self.data)
-        leaves, treedef = trees.flatten(batch)
-        spec = P(axis)
-        said = []
-        for index, leaf in enumerate(leaves):
-            leaf = as_tensor(leaf)
-            leaf = leaves[index] = session.placed(leaf) if isinstance(leaf, torch.Tensor) else leaf
-            if isinstance(leaf, torch.Tensor) and leaf.dim():
-                said.append(OutputMeta(spec, tuple(leaf.shape), leaf.dtype, whole=(total, *leaf.shape[1:])))
-            elif isinstance(leaf, torch.Tensor):
-                said.append(OutputMeta(P(), tuple(leaf.shape), leaf.dtype))
-            elif self.collate is None and self.map_style:
-                raise SpecError(
-                    message(
-                        "a Loader's batch is of tensors, and the dataset's samples have something else",
-                        got=f"{type(leaf).__name__} in the batch's {trees.paths(batch)[index]}",
-                        remedy="give a collate_fn that leaves it out or makes numbers of it, an index for instance",
-                    )
-                )
-            else:
-                said.append(OutputMeta(None, value=leaf))
-        return treedef, leaves, said
-
-    def _groups(self, count: int, mine: int, parts: int, total: int) -> list[tuple[int, int]]:
-        """What is collated together: (what its random numbers are keyed by, how many of the ids)."""
-        if self.shards is None:
-            return [(mine, count)]
-        owned, sizes = split_sizes(self.shards, parts), strided_sizes(total, self.shards)
-        first = sum(owned[:mine])
-        return [(shard, sizes[shard]) for shard in range(first, first + owned[mine]) if sizes[shard]]
-
-    def _collated(
-        self, ids: torch.Tensor, session: RankSession, epoch: int, step: int, groups: list[tuple[int, int]]
-    ) -> Any:
-        collate = default_collate if self.collate is None else self.collate
-        with own_random_numbers(), one_thread(self.shards is not None):
-            if len(ids) == 0 and self._empty is not None:
-                return self._empty
-            empty = False
-            # A rank that gets no sample, and never got one, has to look at another's to know what a batch is like.
-            if len(ids) == 0:
-                ids, groups, empty = self.sampler.batch(epoch, step)[:1], [(0, 1)], True
-            made, at = [], 0
-            for key, count in groups:
-                samples = [self._sample(int(i), epoch) for i in ids[at : at + count]]
-                seed("batch", self.sampler.seed, epoch, step, key)
-                made.append(collate(samples))
-                at += count
-            batch = made[0] if len(made) == 1 else _joined(made)
-        self._empty = trees.map(_without_samples, batch)
-        return self._empty if empty else batch
-
-    def _sample(self, index: int, epoch: int) -> Any:
-        seed("sample", self.sampler.seed, epoch, index)
-        try:
-            return self.data[index]
-        except Exception as error:
-            if hasattr(error, "add_note"):
-                error.add_note(f"[reading sample {index} of the Loader's {type(self.data).__name__}]")
-            raise
-
-
-def _joined(shards: list[Any]) -> Any:
-    """The collated virtual shards of a rank as one batch."""
-
-    def join(first: Any, *others: Any) -> Any:
-        leaves = [as_tensor(leaf) for leaf in (first, *others)]
-        if not isinstance(leaves[0], torch.Tensor) or not leaves[0].dim():
-            return first
-        if any(leaf.shape[1:] != leaves[0].shape[1:] for leaf in leaves):
-            raise SpecError(
-                message(
-                    "the virtual shards of a Loader's batch differ in more than dimension 0, and a rank that runs "
-                    "several of them has them in one tensor",
-                    got="; ".join(str(list(leaf.shape)) for leaf in leaves),
-                    remedy=_ONE_LENGTH,
-                )
-            )
-        return torch.cat(leaves)
-
-    return trees.map(join, *shards)
-
-
-def _without_samples(leaf: Any) -> Any:
-    leaf = as_tensor(leaf)
-    return leaf[:0].clone() if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf

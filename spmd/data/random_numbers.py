@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .kernels.word_key import word_key
+from ..kernels.word_key import word_key
 
 
 def seed(*key: Any) -> None:

@@ -1,0 +1,189 @@
+"""A rank's readers: it asks them for what it will need, and takes the answers in the order in which it asked.
+
+Invariants: an answer that nobody takes any more is forgotten, and its memory freed; a reader that dies is named with
+what it was reading, and another takes its place when next asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import signal
+import socket
+from typing import Any
+
+from ...kernels.errors import MeshError, message
+from ...kernels.processes import Owned
+from .. import failure, protocol, wire
+from ..driver import spawn
+from .process import NOTE_BYTES, Note
+
+
+class _Reader:
+    """One process, and what it has been asked and not answered."""
+
+    def __init__(self, pid: int, pidfd: int, connection: socket.socket, note: Note):
+        self.pid, self.connection, self.note = pid, connection, note
+        os.close(pidfd)
+        self.incoming = wire.Receiver(connection)
+        self.asked: set[int] = set()
+
+    def close(self) -> None:
+        self.incoming.close()
+        self.connection.close()
+
+
+class Pool(Owned):
+    """Processes that call `job(*arguments)` for the rank that has made this.
+
+    Args:
+        job: what they call, sent to each once.
+        count: how many.
+        what: they do, for messages.
+    """
+
+    def __init__(self, job: Any, count: int, what: str):
+        super().__init__()
+        self._job, self._what = job, what
+        self._readers: list[_Reader | None] = [None] * count
+        self._zygote: spawn.Zygote | None = None  # this process's, which all its pools share and which stays
+        self._shipped: wire.Packet | None = None
+        self._numbers = 0
+        self._answers: dict[int, tuple[Any, wire.Packet]] = {}
+        self._wanted: dict[int, int] = {}  # the number of a request that an answer is waited for -> who was asked
+        board = os.memfd_create("spmd-readers", os.MFD_CLOEXEC)
+        os.ftruncate(board, count * NOTE_BYTES)
+        self._board_fd, self._board = board, mmap.mmap(board, count * NOTE_BYTES)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def ask(self, arguments: tuple, place: int | None = None) -> int:
+        """Have a reader call the job; the number to `take` its answer by.
+
+        Args:
+            place: of the reader; None is the one with the fewest requests.
+        """
+        if place is None:
+            place = min(range(len(self)), key=lambda one: len(found.asked) if (found := self._readers[one]) else 0)
+        reader = self._reader(place)
+        self._numbers += 1
+        packet = wire.dumps(arguments)
+        packet.head = protocol.encode(protocol.CallFunction(self._numbers, 0, (), (), "job", ()))
+        reader.asked.add(self._numbers)
+        self._wanted[self._numbers] = place
+        with contextlib.suppress(ConnectionError):  # that it has died is found when the answer is waited for
+            wire.send(reader.connection, packet)
+        packet.close()
+        return self._numbers
+
+    def take(self, number: int) -> Any:
+        """Wait for an answer, and give it.
+
+        Raises:
+            what the job has raised; MeshError: the reader has died.
+        """
+        place = self._wanted[number]
+        while number not in self._answers:
+            reader = self._readers[place]
+            if reader is None or number not in reader.asked:
+                raise MeshError(message(f"a reader that {self._what} was lost", remedy="iterate again"))
+            self._receive()
+        del self._wanted[number]
+        said, packet = self._answers.pop(number)
+        try:
+            result = wire.loads(packet)
+        finally:
+            packet.close()
+        if isinstance(said, protocol.Failed):
+            error = failure.original(result)
+            error.__cause__ = failure.RemoteTraceback(f"\n\nin a process that {self._what}:\n{result.traceback}")
+            raise error
+        return result
+
+    def forget(self) -> None:
+        """Want none of the answers any more that are under way."""
+        self._wanted.clear()
+        while self._answers:
+            self._answers.popitem()[1][1].close()
+
+    def close(self) -> None:
+        """End the readers."""
+        if self.foreign:
+            return
+        self.forget()
+        for reader in self._readers:
+            if reader is not None:
+                reader.close()
+        self._readers = [None] * len(self._readers)
+        if self._shipped is not None:
+            self._shipped.close()
+            self._shipped = None
+
+    def __del__(self) -> None:
+        if not self.foreign:
+            with contextlib.suppress(Exception):
+                self.close()
+                os.close(self._board_fd)
+
+    def _reader(self, place: int) -> _Reader:
+        found = self._readers[place]
+        if found is None:
+            self._zygote = spawn.zygote()
+            if self._shipped is None:
+                self._shipped = wire.dumps(self._job, head=())
+                self._shipped.head = protocol.encode(protocol.Ship("job"))
+            mine, theirs = socket.socketpair()
+            note = Note(self._board, place)
+            note.write("")
+            with theirs:
+                pid, pidfd = self._zygote.fork(protocol.ReaderRequest(place), [theirs.fileno(), self._board_fd])
+            found = self._readers[place] = _Reader(pid, pidfd, mine, note)
+            wire.send(mine, self._shipped)
+        return found
+
+    def _receive(self) -> None:
+        """Take in what the readers have sent, at least one thing."""
+        waiting, places = select.poll(), {}
+        for place, reader in enumerate(self._readers):
+            if reader is not None and reader.asked:
+                waiting.register(reader.connection, select.POLLIN)
+                places[reader.connection.fileno()] = place
+        for fd, _ in waiting.poll():
+            place = places[fd]
+            reader = self._readers[place]
+            assert reader is not None
+            packets = reader.incoming.receive(block=False)
+            if packets is None:
+                self._lost(place, reader)
+                continue
+            for packet in packets:
+                said = protocol.decode(packet.head)
+                reader.asked.discard(said.task)
+                if said.task in self._wanted:
+                    self._answers[said.task] = (said, packet)
+                else:
+                    packet.close()
+
+    def _lost(self, place: int, reader: _Reader) -> None:
+        """A reader has ended; raise that, if it had anything to do that is still wanted."""
+        self._readers[place] = None
+        reader.close()
+        lost = [number for number in reader.asked if self._wanted.pop(number, None) is not None]
+        if not lost:
+            return
+        assert self._zygote is not None
+        status = self._zygote.exit_code(reader.pid, 5.0)
+        how = "has ended" if status is None else f"ended with status {status}"
+        if status is not None and status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
+        raise MeshError(
+            message(
+                f"a process that {self._what} {how}",
+                got=reader.note.read() or "nothing read yet",
+                remedy="nothing that was delivered is lost: go on from the Loader's state_dict(). If the system has "
+                "killed it for memory, take fewer workers=, or read less ahead (prefetch=, prefetch_mb=)",
+            )
+        )

@@ -1,0 +1,92 @@
+"""A reader: a process beside a rank that reads what the rank asks for, one request after another.
+
+It is forked from a zygote of the rank's own, in which torch has never run, and ends when the rank's socket does.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from typing import Any
+
+import torch
+
+from ...kernels.processes import open_more_files
+from .. import protocol, wire
+from ..failure import capture
+
+NOTE_BYTES = 1024  # of the board, for each reader
+
+
+class Note:
+    """What a reader is reading, where the rank finds it if the reader dies; in any other process nothing.
+
+    Invariant: one line of text in memory that both map, written before the work that might end the process.
+    """
+
+    def __init__(self, board: mmap.mmap | None = None, place: int = 0):
+        self._board, self._at = board, place * NOTE_BYTES
+
+    def write(self, text: str) -> None:
+        if self._board is not None:
+            data = text.encode(errors="replace")[: NOTE_BYTES - 1]
+            self._board[self._at : self._at + len(data) + 1] = data + b"\0"
+
+    def read(self) -> str:
+        assert self._board is not None
+        return self._board[self._at : self._at + NOTE_BYTES].partition(b"\0")[0].decode(errors="replace")
+
+
+note = Note()
+
+
+def main(request: protocol.ReaderRequest, fds: list[int]) -> None:
+    """Serve a rank until its socket ends."""
+    global note
+    control, board = fds
+    open_more_files()
+    torch.set_num_threads(1)
+    note = Note(mmap.mmap(board, 0), request.place)
+    os.close(board)
+    connection = socket.socket(fileno=control)
+    incoming, job = wire.Receiver(connection), None
+    while (packets := incoming.receive(block=True)) is not None:
+        for packet in packets:
+            said = protocol.decode(packet.head)
+            if isinstance(said, protocol.Ship):
+                job = _Job(packet)
+            else:
+                assert job is not None
+                _answer(connection, said.number, job, wire.loads(packet))
+            packet.close()
+
+
+class _Job:
+    """What a reader calls; it is unpickled for the first request, which is told if that fails."""
+
+    def __init__(self, packet: wire.Packet):
+        self._packet: wire.Packet | None = wire.Packet(packet.data, packet.inline, packet.fd)
+        packet.fd = None
+        self._call: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._packet is not None:
+            self._call = wire.loads(self._packet)
+            self._packet.close()
+            self._packet = None
+        return self._call(*arguments)
+
+
+def _answer(connection: socket.socket, number: int, job: _Job, arguments: tuple) -> None:
+    try:
+        note.write("")
+        packet = wire.dumps(job(*arguments))
+        packet.head = protocol.encode(protocol.Answer(number))
+    except BaseException as error:
+        packet = wire.dumps(capture(error))
+        packet.head = protocol.encode(protocol.Failed(number))
+    try:
+        wire.send(connection, packet)
+    finally:
+        packet.close()

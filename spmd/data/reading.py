@@ -1,0 +1,217 @@
+"""Reading a rank's part of a minibatch of a map-style dataset, or of a tree of tensors.
+
+Invariant: what is read follows from the sampler, the epoch, the step and the rank's place; random numbers that a sample
+is made with from (seed, epoch, the sample's id). So a worker process can do it as well as the rank itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from ..kernels.errors import SpecError, message
+from ..mesh import trees
+from ..mesh.agreement import OutputMeta
+from ..mesh.put import as_tensor
+from ..mesh.rank.session import RankSession
+from ..mesh.readers import process
+from ..mesh.readers.pool import Pool
+from ..mesh.spec import P, split_sizes, strided_sizes
+from ..transforms import Sampler
+from .random_numbers import one_thread, own_random_numbers, seed
+
+ONE_LENGTH = (
+    "have collate_fn pad to one length, the same for all batches, or leave shards= out: then each rank pads to the "
+    "longest sample that it has"
+)
+
+
+class MapReader:
+    """Reads a rank's part of a minibatch; shipped to the ranks once, and from there to their workers.
+
+    Args:
+        ahead: processes that read for the rank, the batches to have asked of them, and at most how many bytes of those.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        map_style: bool,
+        collate: Any,
+        sampler: Sampler,
+        shards: int | None,
+        ahead: tuple[int, int, int] = (0, 0, 0),
+    ):
+        self.data, self.map_style, self.collate = data, map_style, collate
+        self.sampler, self.shards = sampler, shards
+        self._ahead = ahead
+        self._queue: ReadAhead | None = None
+        self._empty: Any = None  # a batch as this process last collated it, without its samples
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_queue": None, "_empty": None}
+
+    def __call__(
+        self, session: RankSession, axis: str, epoch: int, step: int
+    ) -> tuple[Any, list[Any], list[OutputMeta]]:
+        parts, mine = session.layout.axes[axis], session.layout.coords(session.rank)[axis]
+        if self._ahead[0]:
+            if self._queue is None:
+                # A copy: with a circle through this object its processes would live until garbage is looked for.
+                pool = Pool(copy.copy(self).read, self._ahead[0], "reads for the Loader")
+                self._queue = ReadAhead(pool, *self._ahead[1:])
+            batch = self._queue.next((mine, parts, epoch, step), self._following)
+        else:
+            batch = self.read(mine, parts, epoch, step)
+        return described(batch, session, axis, self._total(step), self.map_style and self.collate is None)
+
+    def read(self, mine: int, parts: int, epoch: int, step: int) -> Any:
+        """Part `mine` of `parts` of a minibatch."""
+        ids = self.sampler.shard(epoch, step, mine, parts, self.shards)
+        if self.map_style:
+            return self._collated(ids, epoch, step, self._groups(len(ids), mine, parts, self._total(step)))
+        return trees.map(lambda x: x[ids] if isinstance(x, torch.Tensor) else np.array(x[ids.numpy()]), self.data)
+
+    def _following(self, request: tuple) -> Iterator[tuple]:
+        """What will be asked for from a request on: the rest of the epoch."""
+        mine, parts, epoch, step = request
+        return ((mine, parts, epoch, later) for later in range(step, len(self.sampler)))
+
+    def _total(self, step: int) -> int:
+        return min(self.sampler.batch_size, self.sampler.length - step * self.sampler.batch_size)
+
+    def _groups(self, count: int, mine: int, parts: int, total: int) -> list[tuple[int, int]]:
+        """What is collated together: (what its random numbers are keyed by, how many of the ids)."""
+        if self.shards is None:
+            return [(mine, count)]
+        owned, sizes = split_sizes(self.shards, parts), strided_sizes(total, self.shards)
+        first = sum(owned[:mine])
+        return [(shard, sizes[shard]) for shard in range(first, first + owned[mine]) if sizes[shard]]
+
+    def _collated(self, ids: torch.Tensor, epoch: int, step: int, groups: list[tuple[int, int]]) -> Any:
+        collate = default_collate if self.collate is None else self.collate
+        with own_random_numbers(), one_thread(self.shards is not None):
+            if len(ids) == 0 and self._empty is not None:
+                return self._empty
+            empty = False
+            # A rank that gets no sample, and never got one, has to look at another's to know what a batch is like.
+            if len(ids) == 0:
+                ids, groups, empty = self.sampler.batch(epoch, step)[:1], [(0, 1)], True
+            made, at = [], 0
+            for key, count in groups:
+                samples = [self._sample(int(i), epoch) for i in ids[at : at + count]]
+                seed("batch", self.sampler.seed, epoch, step, key)
+                made.append(collate(samples))
+                at += count
+            batch = made[0] if len(made) == 1 else joined(made)
+        self._empty = trees.map(without_samples, batch)
+        return self._empty if empty else batch
+
+    def _sample(self, index: int, epoch: int) -> Any:
+        process.note.write(f"sample {index} of the {type(self.data).__name__}")
+        seed("sample", self.sampler.seed, epoch, index)
+        try:
+            return self.data[index]
+        except Exception as error:
+            if hasattr(error, "add_note"):
+                error.add_note(f"[reading sample {index} of the Loader's {type(self.data).__name__}]")
+            raise
+
+
+class ReadAhead:
+    """What was asked of a pool before a rank wants it, in the order in which it will.
+
+    Args:
+        ahead: requests to have under way.
+        most_bytes: that their answers may have, as far as the largest so far tells; one request is always under way.
+    """
+
+    def __init__(self, pool: Pool, ahead: int, most_bytes: int):
+        self._pool, self._ahead, self._most_bytes = pool, ahead, most_bytes
+        self._asked: deque[tuple[tuple, int]] = deque()
+        self._coming: Iterator[tuple] = iter(())
+        self._largest = 0
+
+    def next(self, request: tuple, following: Callable[[tuple], Iterator[tuple]]) -> Any:
+        """The answer to a request; `following(request)` are this one and those that will come after it."""
+        if not self._asked or self._asked[0][0] != request:
+            self._pool.forget()
+            self._asked.clear()
+            self._coming = following(request)
+            self._ask(len(self._pool))  # one each: what they are like is not known yet
+        try:
+            found = self._pool.take(self._asked[0][1])
+        except BaseException:
+            self._asked.clear()
+            raise
+        self._asked.popleft()
+        self._largest = max(self._largest, sum(leaf.nbytes for leaf in trees.leaves(found) if hasattr(leaf, "nbytes")))
+        self._ask(min(self._ahead, max(1, self._most_bytes // max(self._largest, 1))))
+        return found
+
+    def _ask(self, count: int) -> None:
+        while len(self._asked) < count and (request := next(self._coming, None)) is not None:
+            self._asked.append((request, self._pool.ask(request)))
+
+
+def described(
+    batch: Any, session: RankSession, axis: str, total: int, only_tensors: bool
+) -> tuple[Any, list[Any], list[OutputMeta]]:
+    """A rank's part of a batch, on its device, and what there is to say of it.
+
+    Args:
+        total: samples of the batch over all ranks.
+        only_tensors: refuse what is none.
+    """
+    leaves, treedef = trees.flatten(batch)
+    said = []
+    for index, leaf in enumerate(leaves):
+        leaf = as_tensor(leaf)
+        leaf = leaves[index] = session.placed(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            said.append(OutputMeta(P(axis), tuple(leaf.shape), leaf.dtype, whole=(total, *leaf.shape[1:])))
+        elif isinstance(leaf, torch.Tensor):
+            said.append(OutputMeta(P(), tuple(leaf.shape), leaf.dtype))
+        elif only_tensors:
+            raise SpecError(
+                message(
+                    "a Loader's batch is of tensors, and the dataset's samples have something else",
+                    got=f"{type(leaf).__name__} in the batch's {trees.paths(batch)[index]}",
+                    remedy="give a collate_fn that leaves it out or makes numbers of it, an index for instance",
+                )
+            )
+        else:
+            said.append(OutputMeta(None, value=leaf))
+    return treedef, leaves, said
+
+
+def joined(shards: list[Any]) -> Any:
+    """The collated virtual shards of a rank as one batch."""
+
+    def join(first: Any, *others: Any) -> Any:
+        leaves = [as_tensor(leaf) for leaf in (first, *others)]
+        if not isinstance(leaves[0], torch.Tensor) or not leaves[0].dim():
+            return first
+        if any(leaf.shape[1:] != leaves[0].shape[1:] for leaf in leaves):
+            raise SpecError(
+                message(
+                    "the virtual shards of a Loader's batch differ in more than dimension 0, and a rank that runs "
+                    "several of them has them in one tensor",
+                    got="; ".join(str(list(leaf.shape)) for leaf in leaves),
+                    remedy=ONE_LENGTH,
+                )
+            )
+        return torch.cat(leaves)
+
+    return trees.map(join, *shards)
+
+
+def without_samples(leaf: Any) -> Any:
+    leaf = as_tensor(leaf)
+    return leaf[:0].clone() if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf

@@ -1,0 +1,141 @@
+"""`Loader(workers=n)`: processes beside each rank that read for it; the same batches, in the same order."""
+
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from patience import running, until
+from torch.utils.data import Dataset
+
+from spmd import Loader, MeshError, SpecError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Noisy(Dataset):
+    """Sample i with random numbers, and who has made it; fails, or ends its process, at one of them if told so."""
+
+    def __init__(self, length, fails_at=None, dies_at=None):
+        self.length, self.fails_at, self.dies_at = length, fails_at, dies_at
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if index == self.fails_at:
+            raise LookupError(f"no such sample: {index}")
+        if index == self.dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        noise = torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])
+        return {"id": index, "noise": noise, "large": torch.full((40_000,), index), "pid": os.getpid()}
+
+
+def contents(loader):
+    """Its batches, but for who has read them."""
+    return [
+        {name: [shard.tolist() for shard in leaf.shards()] for name, leaf in batch.items() if name in ("id", "noise")}
+        for batch in loader
+    ]
+
+
+@pytest.mark.parametrize("shards", [None, 4])
+def test_workers_give_the_same_batches(shared_mesh, shards):
+    mesh, data = shared_mesh({"data": 2}), Noisy(23)
+    alone = Loader(data, 4, mesh=mesh, seed=1, shards=shards)
+    helped = Loader(data, 4, mesh=mesh, seed=1, shards=shards, workers=2)
+    for _ in range(2):
+        assert contents(helped) == contents(alone)
+    for loader in (alone, helped):
+        loader.load_state_dict({"epoch": 1, "step": 3})
+    assert contents(helped) == contents(alone)
+
+
+def test_workers_are_processes_of_their_own_and_go_with_the_loader(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+    loader = Loader(Noisy(16), 4, mesh=mesh, workers=2)
+    pids = {pid for batch in loader for pid in batch["pid"].full().tolist()}
+    assert len(pids) == 4 and not pids & {os.getpid(), *mesh.run(os.getpid)}
+    again = {pid for batch in loader for pid in batch["pid"].full().tolist()}
+    assert again == pids
+    (first, second) = next(iter(Loader(Noisy(2), 2, mesh=mesh, shuffle=False, workers=1)))["large"].shards()
+    first += 1  # a rank's own copy, which it may write to
+    assert first.tolist() == [[1] * 40_000] and second.tolist() == [[1] * 40_000]
+    del loader
+    mesh.run(lambda: None)
+    assert until(lambda: not any(map(running, pids)))
+
+
+def test_an_exception_names_the_sample_and_the_loader_goes_on(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+    loader = Loader(Noisy(12, fails_at=9), 4, mesh=mesh, shuffle=False, workers=2, prefetch=0)
+    with pytest.raises(LookupError, match="no such sample: 9") as caught:
+        for _ in loader:
+            pass
+    assert loader.state_dict() == {"epoch": 0, "step": 2}
+    assert "in __getitem__" in str(caught.value.__cause__)
+    if sys.version_info >= (3, 11):
+        assert "[reading sample 9 of the Loader's Noisy]" in "".join(caught.value.__notes__)
+    with pytest.raises(LookupError):
+        list(loader)
+    assert len(list(Loader(Noisy(12), 4, mesh=mesh, workers=2))) == 3
+
+
+class DiesOnce(Noisy):
+    """Ends the process that reads sample 9, the first time."""
+
+    def __init__(self, length, mark):
+        super().__init__(length)
+        self.mark = mark
+
+    def __getitem__(self, index):
+        if index == 9 and not os.path.exists(self.mark):
+            Path(self.mark).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_is_killed_is_named_with_its_sample_and_loses_nothing(shared_mesh, tmp_path):
+    mesh = shared_mesh({"data": 2})
+    whole = contents(Loader(Noisy(20), 4, mesh=mesh, seed=3, shuffle=False))
+    loader = Loader(DiesOnce(20, str(tmp_path / "mark")), 4, mesh=mesh, seed=3, shuffle=False, workers=2, prefetch=0)
+    seen = []
+    with pytest.raises(MeshError, match=r"was killed by SIGKILL \(got sample 9 of the DiesOnce\).*state_dict"):
+        for batch in loader:
+            seen += contents([batch])
+    assert seen == whole[:2] and loader.state_dict() == {"epoch": 0, "step": 2}
+    loader.load_state_dict(loader.state_dict())
+    assert contents(loader) == whole[2:]
+
+
+def test_reading_ahead_is_bounded_in_bytes(shared_mesh, tmp_path):
+    class Noted(Dataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            (tmp_path / str(index)).touch()
+            return torch.zeros(250_000)  # a megabyte
+
+    mesh = shared_mesh({"data": 1})
+    for workers, most, read in ((0, 2.5, 3), (1, 2.5, 5), (1, 0.0, 2), (0, 512.0, 5)):
+        for file in tmp_path.iterdir():
+            file.unlink()
+        loader = Loader(Noted(), 1, mesh=mesh, shuffle=False, workers=workers, prefetch=4, prefetch_mb=most)
+        batches = iter(loader)
+        next(batches)
+        mesh.run(lambda: None)  # behind what was asked for
+        until(lambda wanted=read: len(list(tmp_path.iterdir())) >= wanted)
+        assert len(list(tmp_path.iterdir())) == read, (workers, most)
+        del batches, loader
+
+
+def test_bad_numbers_are_refused(shared_mesh):
+    for name in ("workers", "prefetch_mb"):
+        with pytest.raises(SpecError, match=name):
+            Loader(torch.ones(3), 2, mesh=shared_mesh({"data": 2}), **{name: -1})
