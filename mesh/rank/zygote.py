@@ -24,7 +24,7 @@ from .descriptors import receive, send
 
 _PR_SET_PDEATHSIG = 1
 # What ranks import to unpickle a program, a twentieth of a second on each: here once.
-PRELOADED = ("spmd.transforms", "spmd.optim.optimizer", "spmd._functional", "spmd._loader")
+PRELOADED = ("spmd.transforms", "spmd.optim.optimizer", "spmd._functional", "spmd.data.loader")
 
 
 def main(control_fd: int, driver_pid: int) -> None:
