@@ -52,6 +52,7 @@ class Pool(Owned):
         self._shipped: wire.Packet | None = None
         self._numbers = 0
         self._answers: dict[int, tuple[Any, wire.Packet]] = {}
+        self._lost: dict[int, MeshError] = {}  # requests whose reader has died
         self._wanted: dict[int, int] = {}  # the number of a request that an answer is waited for -> who was asked
         board = os.memfd_create("spmd-readers", os.MFD_CLOEXEC)
         os.ftruncate(board, count * NOTE_BYTES)
@@ -87,6 +88,9 @@ class Pool(Owned):
         """
         place = self._wanted[number]
         while number not in self._answers:
+            if number in self._lost:
+                self._wanted.pop(number)
+                raise self._lost.pop(number)
             reader = self._readers[place]
             if reader is None or number not in reader.asked:
                 raise MeshError(message(f"a reader that {self._what} was lost", remedy="iterate again"))
@@ -106,6 +110,7 @@ class Pool(Owned):
     def forget(self) -> None:
         """Want none of the answers any more that are under way."""
         self._wanted.clear()
+        self._lost.clear()
         while self._answers:
             self._answers.popitem()[1][1].close()
 
@@ -157,7 +162,7 @@ class Pool(Owned):
             assert reader is not None
             packets = reader.incoming.receive(block=False)
             if packets is None:
-                self._lost(place, reader)
+                self._bury(place, reader)
                 continue
             for packet in packets:
                 said = protocol.decode(packet.head)
@@ -167,11 +172,11 @@ class Pool(Owned):
                 else:
                     packet.close()
 
-    def _lost(self, place: int, reader: _Reader) -> None:
-        """A reader has ended; raise that, if it had anything to do that is still wanted."""
+    def _bury(self, place: int, reader: _Reader) -> None:
+        """A reader has ended: whoever waits for what it was asked is told, when it comes to that."""
         self._readers[place] = None
         reader.close()
-        lost = [number for number in reader.asked if self._wanted.pop(number, None) is not None]
+        lost = [number for number in reader.asked if number in self._wanted]
         if not lost:
             return
         assert self._zygote is not None
@@ -179,7 +184,7 @@ class Pool(Owned):
         how = "has ended" if status is None else f"ended with status {status}"
         if status is not None and status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
-        raise MeshError(
+        error = MeshError(
             message(
                 f"a process that {self._what} {how}",
                 got=reader.note.read() or "nothing read yet",
@@ -187,3 +192,4 @@ class Pool(Owned):
                 "killed it for memory, take fewer workers=, or read less ahead (prefetch=, prefetch_mb=)",
             )
         )
+        self._lost.update(dict.fromkeys(lost, error))
