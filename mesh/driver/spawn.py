@@ -42,8 +42,8 @@ class Zygote:
         self._lock = threading.Lock()
         self.exits: dict[int, int] = {}  # pid -> exit code, negative for a signal
 
-    def fork(self, request: protocol.RankRequest, fds: list[int]) -> tuple[int, int]:
-        """Fork a rank that runs `rank_process.main(request, fds)`; its pid and a pidfd."""
+    def fork(self, request: protocol.RankRequest | protocol.ReaderRequest, fds: list[int]) -> tuple[int, int]:
+        """Fork a rank (or a reader) that runs `main(request, fds)` of its module; its pid and a pidfd."""
         with self._lock:
             if not self._ready:
                 if self._control.recv(1) != b"R":
