@@ -21,7 +21,13 @@ from .launch.calls import LaunchedCall
 from .mesh import Mesh
 from .program import Program
 from .put import as_tensor, place
+from .remote.reference import Ref
 from .request import Request
+
+
+class HasRefs(Exception):
+    """Among the arguments of a call are results of remote calls, which must be on the ranks first."""
+
 
 SIGNATURES = 256  # of one program that are remembered
 
@@ -105,6 +111,8 @@ def _signature(leaves: list[Any], treedef: Any, settings: Ambient | None) -> tup
             leaf = leaves[index] = as_tensor(leaf)
         if isinstance(leaf, torch.Tensor):
             parts.append((tuple(leaf.shape), leaf.dtype))
+        elif kind is Ref:
+            raise HasRefs
         else:
             parts.append((kind, leaf if isinstance(leaf, int | str | None) else None))
     parts.append(None if deal is None else (deal.shards,))

@@ -30,6 +30,8 @@ from .launch.rendezvous import launch_of_process
 from .rank import devices
 from .rank.session import RankSession
 from .region import current
+from .remote.handle import Remote
+from .remote.making import make_remote
 from .replication.messages import followed
 from .run_state import RunState
 from .spec import Layout
@@ -244,6 +246,10 @@ class Mesh:
     def submit(self, fn: Callable[..., Any], *args: Any, rank: int = 0) -> Future:
         """Start `fn(*args)` on one rank and return a future of its result; collectives do not work in it."""
         return running.submit(self, fn, args, rank)
+
+    def remote(self, cls: Callable[..., Any], *args: Any, rank: int = 0, **kwargs: Any) -> Remote:
+        """Make an object, `cls(*args, **kwargs)`, on a rank: its handle, a `Remote`. Raises what `cls` raises."""
+        return make_remote(self, cls, args, kwargs, rank)
 
     @property
     def session(self) -> RankSession:

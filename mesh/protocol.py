@@ -267,9 +267,8 @@ class RankRequest(Message):
         backend, factory: the transport, and what makes it where this program has added it, pickled.
         device, threads, pinned, seed, timeout: as in `Mesh`; `pinned` are the threads under `shards=`.
         store: the path at which ranks of a backend that needs a store meet.
-        generation: the mesh's.
-        cwd, path, argv, environ: the driver's.
-        levels: of the driver's loggers, by name.
+        generation: the mesh's; key: of its own, with which its processes know each other.
+        cwd, path, argv, environ: the driver's; levels: of its loggers, by name.
     """
 
     rank: int
@@ -283,6 +282,7 @@ class RankRequest(Message):
     timeout: float
     store: str
     generation: int
+    key: bytes
     cwd: str
     path: tuple[str, ...]
     argv: tuple[str, ...]
@@ -315,7 +315,7 @@ class Exited(Message):
 # -- encoding ----------------------------------------------------------------------------------------------------------
 
 
-def _fields(cls: type) -> Any:
+def fields_of(cls: type) -> Any:
     names = [field.name for field in dataclasses.fields(cls)]
     if len(names) > 1:
         return operator.attrgetter(*names)
@@ -329,7 +329,7 @@ _CLASSES: tuple[Any, ...] = (
     *(RankRequest, ReaderRequest, Forked, Exited),
 )
 # By class: its number, and what takes a message apart.
-_CODES = {cls: (code, _fields(cls)) for code, cls in enumerate(_CLASSES)}
+_CODES = {cls: (code, fields_of(cls)) for code, cls in enumerate(_CLASSES)}
 
 
 def encode(message: Message) -> bytes:

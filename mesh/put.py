@@ -138,7 +138,7 @@ def place(mesh: Mesh, tree: Any, spec: Any) -> Any:
 
 
 def fill(
-    mesh: Mesh, name: str, reader: Any, arguments: tuple, deal: Deal, *, ragged: bool = False, remedy: str
+    mesh: Mesh, name: str, reader: Any, arguments: tuple, deal: Deal | None, *, ragged: bool = False, remedy: str
 ) -> Callable[[], Any]:
     """Have every rank read its part of a batch; a function that waits for it and gives the tree of Arrays.
 
@@ -155,7 +155,7 @@ def fill(
 
         def shapes(about: Any) -> tuple[tuple[int, ...], ...] | None:
             """Of all ranks' parts, where virtual shards make them other than even."""
-            if deal.shards is None or about.whole is None:
+            if deal is None or deal.shards is None or about.whole is None:
                 return None
             parts = mesh.layout.parts(about.spec.dim_axes(0))
             sizes, owned = strided_sizes(about.whole[0], deal.shards), split_sizes(deal.shards, parts)

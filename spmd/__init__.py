@@ -26,6 +26,8 @@ _HOMES = {
     "mesh.launch.rendezvous": ("initialize",),
     "mesh.mesh": ("Mesh",),
     "mesh.put": ("fetch", "put"),
+    "mesh.remote.handle": ("Remote",),
+    "mesh.remote.reference": ("Ref",),
     "mesh.spec": ("P", "Sharded"),
     "optim.averaging": ("ema",),
     "optim.optimizer": ("optimizer",),
@@ -74,6 +76,8 @@ if _TYPE_CHECKING:
     from .mesh.mesh import Mesh as Mesh
     from .mesh.put import fetch as fetch
     from .mesh.put import put as put
+    from .mesh.remote.handle import Remote as Remote
+    from .mesh.remote.reference import Ref as Ref
     from .mesh.spec import P as P
     from .mesh.spec import Sharded as Sharded
     from .optim.averaging import ema as ema

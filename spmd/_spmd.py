@@ -14,12 +14,13 @@ from .checkpoint.fingerprint import begin_step
 from .kernels import torch_compiled
 from .kernels.errors import SpecError, message
 from .mesh import trees
-from .mesh.calling import call
+from .mesh.calling import HasRefs, call
 from .mesh.display.notebook import shorten
 from .mesh.mesh import Mesh, resolve
 from .mesh.program import Program
 from .mesh.put import specs_for
 from .mesh.region import Region, current
+from .mesh.remote.regions import on_ranks
 from .mesh.replication.net import mark, marked
 from .mesh.request import Request
 from .mesh.spec import REPLICATED, P, Sharded, is_sharded, is_spec
@@ -134,7 +135,11 @@ class Spmd(Transformable):
         begin_step(mesh, self._name, None if self._parallel is None else self._parallel.settings)
 
         request = functools.partial(self.request, mesh, args, kwargs)
-        results = call(mesh, self.program, self._f, (args, kwargs), request, check=self._check, holder=self)
+        try:
+            results = call(mesh, self.program, self._f, (args, kwargs), request, check=self._check, holder=self)
+        except HasRefs:
+            args, kwargs = on_ranks(mesh, (args, kwargs))
+            return self._outside(args, kwargs)
         if _trace.ON:
             _trace.note(self._name, results, None if self._parallel is None else self._parallel.settings)
         return results

@@ -72,6 +72,15 @@ class ShippedObjects:
         """Send an object, made of a function if of any, to all ranks unless they have it."""
         names: list[Any] = []
         packet = self._session.dumps(obj, names)
+        if any(name[0] == "ref" for name in names):
+            packet.close()
+            raise MeshError(
+                message(
+                    f"{getattr(function, '__qualname__', 'a function')} refers to a Ref, the result of one remote call",
+                    where=self._session.describe(),
+                    remedy="pass it as an argument, where it arrives as the result",
+                )
+            )
         key = wire.content_hash(packet)
         with self._session.lock:
             if key in self._packets:

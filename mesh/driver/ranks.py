@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import secrets
 import select
 import signal
 import socket
@@ -22,6 +23,7 @@ from ...kernels.shm.arena import Arena
 from ...kernels.shm.board import ended
 from .. import protocol, wire
 from ..rank.logs import levels
+from ..remote.connections import listen
 from ..spec import Layout
 from .spawn import zygote
 
@@ -41,12 +43,12 @@ class Rank(Owned):
         self.alive, self.ready = True, False
         self.connection, theirs = socket.socketpair()
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        out, err = os.pipe(), os.pipe()
+        out, err, listener = os.pipe(), os.pipe(), listen(request.key, rank)
         self.pipes = {"stdout": out[0], "stderr": err[0]}
         self._zygote = zygote()
         try:
             self.pid, self.pidfd = self._zygote.fork(
-                dataclasses.replace(request, rank=rank), [theirs.fileno(), out[1], err[1], arena]
+                dataclasses.replace(request, rank=rank), [theirs.fileno(), out[1], err[1], arena, listener.fileno()]
             )
         except BaseException:
             self.connection.close()
@@ -55,6 +57,7 @@ class Rank(Owned):
             raise
         finally:
             theirs.close()
+            listener.close()
             os.close(out[1])
             os.close(err[1])
         self._printed = select.poll()
@@ -149,6 +152,7 @@ class Ranks:
             **options,
             rank=-1,
             generation=self.generation,
+            key=secrets.token_bytes(32),
             axes=layout.sizes,
             factory=pickled_factory(options["backend"]),
             store=f"/proc/{os.getpid()}/fd/{self._store_fd}",

@@ -24,6 +24,7 @@ from .. import protocol, wire
 from ..array import Array
 from ..display.notebook import shorten
 from ..rank.interrupts import uninterrupted
+from ..remote.making import driver_node
 from ..run_state import RunState
 from ..spec import Layout
 from . import open_sessions, sending
@@ -88,15 +89,10 @@ class DriverSession(Owned):
         self.debugging = Debugging(lambda rank, line: self.tell(line, ranks=[rank]))
         self._recovery = Recovery(self)
         self.receiving = Receiving(self._recovery, layout)
-        options = {
-            "backend": backend,
-            "device": device,
-            "threads": threads,
-            "pinned": pinned,
-            "seed": seed,
-            "timeout": timeout,
-        }
+        options = {"backend": backend, "device": device, "threads": threads, "pinned": pinned, "seed": seed}
+        options["timeout"] = timeout
         self.ranks = Ranks(layout, options, self.receiving.add)
+        self.node = driver_node(self.ranks.request.key, self.describe, self._mesh, self.values.object_of)
         try:
             self.ranks.start(layout.size)
         except BaseException:
@@ -292,6 +288,7 @@ class DriverSession(Owned):
             for task in list(self.pending.tasks.values()):
                 self.debugging.wait(task, self.timeout)
             self.raise_failure()
+            self.node.caller.raise_unseen()
         except BaseException as error:
             failed = error
         with self.lock:
@@ -311,6 +308,7 @@ class DriverSession(Owned):
             return
         self.closed = why
         open_sessions.discard(self)
+        self.node.close(why)
         self.ranks.kill()
         self.receiving.close(self.ranks.all)
         self.ranks.close()

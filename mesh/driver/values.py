@@ -19,6 +19,8 @@ from ...kernels.errors import MeshError, PeerLost, message
 from .. import protocol, wire
 from ..array import Array, Deal, Meta, refuse_ragged
 from ..protocol import ALL, Spans
+from ..remote.handle import Remote, named
+from ..remote.reference import Ref
 from ..replication.values import scalar_in
 from ..spec import Layout
 from .pending import Task
@@ -28,6 +30,7 @@ class Session(Protocol):
     """What sends tasks to the ranks and waits for them: the driver's session."""
 
     layout: Layout
+    node: Any
 
     @property
     def mesh(self) -> Any: ...
@@ -305,6 +308,8 @@ class Values:
     def name_of(self, obj: Any) -> Any:
         """The name under which an object is sent; None for what travels itself."""
         session, mesh = self._session, self._session.mesh
+        if isinstance(obj, Remote | Ref):
+            return named(obj, session.node.caller)
         if isinstance(obj, Array):
             obj.check_readable()
             values = obj._source
@@ -334,4 +339,6 @@ class Values:
         return ("mesh",)
 
     def object_of(self, name: Any) -> Any:
+        if name[0] in ("remote", "ref"):
+            return self._session.node.caller.object_of(name)
         return self._session.mesh if name[0] == "mesh" else self._calls[name[1]].named[name[2]]()

@@ -20,6 +20,7 @@ from ...kernels.registry import register_backend
 from ...kernels.shm.arena import Arena
 from .. import protocol
 from ..mesh import Mesh
+from ..remote.serving import serve_when_called
 from ..spec import Layout
 from . import devices
 from .debugger import debug_through
@@ -33,7 +34,7 @@ from .worker import Worker
 
 def main(request: protocol.RankRequest, fds: list[int]) -> None:
     """Serve the driver until it says that this is enough, or goes."""
-    control, out, err, arena_fd = fds
+    control, out, err, arena_fd, listening = fds
     os.dup2(out, 1)
     os.dup2(err, 2)
     os.close(out)
@@ -72,6 +73,7 @@ def main(request: protocol.RankRequest, fds: list[int]) -> None:
     state = RankState(session, mesh)
     if request.generation > 1:
         state.values.take_over()
+    session.node = serve_when_called(state, request.key, socket.socket(fileno=listening))
     worker = Worker(state, connection)
     report_bars(worker.current_task, worker.report_bar)
     debug_through(session, worker.ask)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +68,8 @@ class RankSession(Owned):
         self.mesh_text = "a mesh"  # for messages
         # Of a driver's rank that computes on the CPU: where values lie that outlive it.
         self.lasting: LastingValues | None = None
+        self.node: Any = None  # on a driver's rank: its part in calls of remote objects
+        self.apart = threading.local()  # set on threads of remote objects, which run beside regions
         self._alone = False
         self._comms: dict[tuple[tuple[int, ...], str], Communicator] = {}
 
@@ -124,6 +127,14 @@ class RankSession(Owned):
         return self.comm_of(group)
 
     def comm_of(self, ranks: tuple[int, ...], channel: str = "main") -> Communicator:
+        if getattr(self.apart, "label", None):
+            raise MeshError(
+                message(
+                    "a method of a remote object cannot communicate: the other ranks take no part in its call",
+                    where=self.where(),
+                    remedy="call other objects, or communicate in mesh.run or an @spmd function",
+                )
+            )
         if self._alone:
             raise MeshError(
                 message(

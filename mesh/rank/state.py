@@ -9,6 +9,8 @@ from ...kernels.errors import MeshError, message
 from .. import wire
 from ..array import Array, meta
 from ..program import CompiledCall, PlannedCall, Program
+from ..remote.handle import Remote, named
+from ..remote.reference import Ref
 from ..trees import Packed
 from .local_values import LocalValues
 from .reloading import LoadedModules
@@ -86,12 +88,16 @@ class RankState:
     def _object_of(self, name: Any) -> Any:
         if name[0] == "mesh":
             return self.mesh
+        if name[0] in ("remote", "ref"):
+            return self.session.node.caller.object_of(name)
         _, call, index, shape = name
         (tensor,), (spec,) = self.values.gather((call, index, index + 1))
         about = meta(tuple(shape), tensor.dtype, spec)
         return Array(self.mesh, LocalValues(self.session, [tensor], [about], name=(call, index)), 0)
 
     def name_of(self, obj: Any) -> Any:
+        if isinstance(obj, Remote | Ref):
+            return named(obj, self.session.node.caller)
         if isinstance(obj, Array):
             name = getattr(obj._source, "name", None)
             if name is None:

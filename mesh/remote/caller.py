@@ -1,0 +1,340 @@
+"""What a process does as a caller of remote objects: it sends calls, waits for results, and says what it needs no more.
+
+Invariants: calls of one thread go out in order; at most `CALLS` of them, with `BYTES` of arguments, are unanswered at
+one process, and who would send more waits; arguments that are results of other calls stay until the call is answered;
+an error that nobody has asked for is raised at the next call, or when the mesh is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import pickle
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Protocol
+
+from ...kernels.errors import MeshError, PeerLost, message
+from .. import wire
+from ..rank.interrupts import uninterrupted
+from . import answers
+from .connections import Connection
+from .contents import Contents
+from .handle import Remote, handle_of
+from .protocol import Cancel, Fetch, Invoke, Name, NodeId, Probe, Release
+from .reference import Ref
+from .residents import Residents
+
+CALLS, BYTES = 1024, 1 << 30
+RELEASES = 64  # results that are needed no more, before they are released without a call
+PROBE_SECONDS = 0.1  # that a method waits for a call before it is looked whether it waits for itself
+
+
+class Post(Protocol):
+    """What carries messages: this process's node."""
+
+    id: NodeId
+    lock: threading.RLock
+    closed: str | None
+    residents: Residents
+
+    @property
+    def foreign(self) -> bool: ...
+    def describe(self) -> str: ...
+    def check_open(self) -> None: ...
+    def connection(self, rank: int) -> Connection: ...
+    def alive(self, owner: NodeId) -> Connection | None: ...
+    def is_serving_thread(self) -> bool: ...
+    def wake(self) -> None: ...
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Waiting:
+    """What takes the answer to something that was sent.
+
+    Attributes:
+        settle: takes a packet (None: it is large, and stays where it is), or an error.
+        what: that is asked for, in words.
+        future, name: of a call.
+        refs: its arguments, whose results must stay until it is answered.
+        nbytes: of its arguments.
+    """
+
+    settle: Callable[[Any, BaseException | None], None]
+    what: str
+    future: Future | None = None
+    name: Name | None = None
+    refs: tuple[Ref, ...] = ()
+    nbytes: int = 0
+
+
+class Caller:
+    """The calls that this process makes.
+
+    Args:
+        post: carries them.
+        name_of, object_of: see `Contents`.
+    """
+
+    def __init__(self, post: Post, name_of: Callable[[Any], Any], object_of: Callable[[Any], Any]):
+        self._post = post
+        self.contents = Contents(self, post.describe, name_of, object_of)
+        self._numbers = itertools.count(1)
+        self._unseen: deque[BaseException] = deque(maxlen=1)
+        # What nothing here refers to any more; the garbage collector, which may come at any moment, puts it there.
+        self._garbage: deque[tuple[NodeId, int]] = deque()
+        self._dropped: deque[tuple[NodeId, Name]] = deque()
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def make(self, rank: int, args: tuple, kwargs: dict[str, Any], label: str) -> Remote:
+        """Make an object on a rank: `args` are where modules lie, sources, its class and what that takes.
+
+        Raises:
+            OSError: nobody is there; nothing has been sent.
+        """
+        connection, name = self._post.connection(rank), (self._post.id, next(self._numbers))
+        ref = self._send(connection, (rank, 0), name, "", args, kwargs, label)
+        try:
+            methods = ref.get()
+        except PeerLost:
+            if connection.peer is None:  # who was about to die accepted the connection, and read nothing of it
+                raise ConnectionRefusedError from None
+            raise
+        assert connection.peer is not None
+        return Remote(self, connection.peer, name, label, methods, owns=True)
+
+    def invoke(self, handle: Remote, method: str, args: tuple, kwargs: dict[str, Any]) -> Ref:
+        """Call a method of an object."""
+        self.raise_unseen()
+        owner, label = handle._owner, f"{handle._label}.{method}"
+        self._post.check_open()
+        connection = self._post.alive(owner)
+        if connection is None:
+            ref = Ref(self, owner, (self._post.id, 0), label)
+            ref.future.set_exception(answers.lost(owner[0], handle._label, self._post.describe()))
+            return ref
+        return self._send(connection, owner, handle._name, method, args, kwargs, label)
+
+    def _send(
+        self, connection: Connection, owner: NodeId, target: Name, method: str, args: tuple, kwargs: Any, label: str
+    ) -> Ref:
+        packet, refs = self.contents.of_call(args, kwargs, label)
+        caller = self._post.residents.current()
+        self._wait_for_room(connection, owner)
+        try:
+            with uninterrupted(), self._post.lock:
+                number = next(self._numbers) if method else target[1]
+                ref = Ref(self, owner, (self._post.id, number), label)
+                if connection.lost:
+                    ref.future.set_exception(answers.lost(owner[0], label, self._post.describe()))
+                    return ref
+                connection.pending[number] = Waiting(
+                    self._settler(ref), label, ref.future, ref.name, refs, packet.nbytes
+                )
+                connection.nbytes += packet.nbytes
+                names = tuple((one.owner, one.name) for one in refs)
+                released = self._released(owner) if self._garbage else ()
+                connection.send(Invoke(number, owner[1], target, method, caller, names, released), packet)
+        finally:
+            packet.close()
+        return ref
+
+    def _settler(self, ref: Ref) -> Callable[[Any, BaseException | None], None]:
+        """What makes an answer known; that it is waited for does not keep a Ref alive."""
+        future, alive = ref.future, weakref.ref(ref)
+
+        def settle(packet: Any, error: BaseException | None) -> None:
+            if error is None:
+                future.set_result(packet)
+                return
+            future.set_exception(error)
+            if alive() is None and not future.seen:
+                self._note_unseen(error)
+
+        return settle
+
+    def _wait_for_room(self, connection: Connection, owner: NodeId) -> None:
+        while len(connection.pending) >= CALLS or connection.nbytes >= BYTES:
+            with self._post.lock:
+                oldest = next((one for one in connection.pending.values() if one.name is not None), None)
+            if oldest is None or oldest.future.done():
+                time.sleep(0)  # its answer is being taken
+                continue
+            with contextlib.suppress(Exception):
+                self.wait(oldest.future, None, (owner, oldest.name))
+            if not oldest.future.done():
+                raise MeshError(
+                    message(
+                        f"{CALLS} calls, or {BYTES >> 20} MB of arguments, are under way, and no room can come free",
+                        where=self._post.describe(),
+                        remedy="a method that calls its own object must end before those calls begin; call fewer",
+                    )
+                )
+
+    def cancel(self, ref: Ref) -> bool:
+        """Have a call not begun: whether that was in time."""
+        future = _future()
+
+        def settle(packet: Any, error: BaseException | None) -> None:
+            future.set_result(error is None and pickle.loads(packet.data))
+
+        self._ask(ref.owner, lambda number: Cancel(number, ref.name[1]), Waiting(settle, ref.label))
+        return self.wait(future, None, None)
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def wait(self, future: Future, timeout: float | None, waits_for: tuple[NodeId, Name] | None) -> Any:
+        """The result of a future.
+
+        Args:
+            waits_for: the call that it is of, if nothing else ends the wait.
+
+        Raises:
+            what is in the future; TimeoutError; MeshError: the method that waits is waited for.
+        """
+        if future.done():
+            return future.result()
+        if self._post.is_serving_thread():
+            raise MeshError(
+                message("a callback waits for a result that is not there", remedy="wait in a thread of your own")
+            )
+        call = self._post.residents.call_here()
+        if call is None or waits_for is None:
+            try:
+                return future.result(timeout)
+            except FutureTimeout:
+                if future.done():
+                    return future.result()
+                raise TimeoutError(f"no result within {timeout:g} s") from None
+        seconds = PROBE_SECONDS
+        call.waits_for = waits_for
+        try:
+            while True:
+                with contextlib.suppress(FutureTimeout):
+                    return future.result(seconds)
+                if future.done():
+                    return future.result()
+                if call.deadlock:
+                    raise MeshError(
+                        message(
+                            self._post.residents.deadlock_text(call),
+                            where=self._post.describe(),
+                            remedy="return the Ref instead of waiting for it, or call another object",
+                        )
+                    )
+                with self._post.lock:
+                    self._post.residents.probes.send(waits_for[0], Probe(call.name, waits_for[1], (call.name,)))
+                seconds = min(2 * seconds, 2.0)
+        finally:
+            with self._post.lock:
+                call.waits_for, call.deadlock = None, ()
+
+    def read_result(self, ref: Ref, outcome: wire.Packet | None, timeout: float | None) -> Any:
+        """What a call has given: `outcome`, or where that is None, what the process that ran it has kept."""
+        if outcome is None:
+            outcome = self.wait(self.fetch(ref.owner, ref.name, ref.label), timeout, None)
+        try:
+            return self.contents.loads(outcome)
+        finally:
+            outcome.close()
+
+    def fetch(self, owner: NodeId, name: Name, what: str) -> Future:
+        """Ask a process for the result of a call: a future of its packet."""
+        future = _future()
+
+        def settle(packet: Any, error: BaseException | None) -> None:
+            if error is None:
+                future.set_result(packet)
+            else:
+                future.set_exception(error)
+
+        self._ask(owner, lambda number: Fetch(number, name), Waiting(settle, what))
+        return future
+
+    def object_of(self, name: tuple) -> Any:
+        """The handle, or the result, that a name stands for (see `handle.named`)."""
+        if name[0] != "ref":
+            return handle_of(name, self)
+        _, owner, call = name
+        packet = self.wait(self.fetch(owner, call, "the result of a call"), None, (owner, call))
+        try:
+            return self.contents.loads(packet)
+        finally:
+            packet.close()
+
+    def _ask(self, owner: NodeId, make: Callable[[int], Any], waiting: Waiting) -> None:
+        """Send something to a process that answers it."""
+        connection = self._post.alive(owner)
+        with self._post.lock:
+            if connection is not None and not connection.lost:
+                number = next(self._numbers)
+                connection.pending[number] = waiting
+                connection.send(make(number))
+                return
+        waiting.settle(None, answers.lost(owner[0], waiting.what, self._post.describe()))
+
+    def raise_unseen(self) -> None:
+        """Raise the error of a call whose result nobody has asked for, and nobody can any more."""
+        if self._unseen:
+            raise self._unseen.popleft()
+
+    def _note_unseen(self, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, CancelledError) and self._post.closed is None:
+            self._unseen.append(error)
+
+    # -- what nothing refers to any more -------------------------------------------------------------------------------
+
+    def released(self, ref: Ref) -> None:
+        """A Ref is gone."""
+        if self._post.closed is not None or self._post.foreign:
+            return
+        if not ref.future.seen and ref.done():
+            self._note_unseen(ref.future.exception())
+        self._garbage.append((ref.owner, ref.name[1]))
+        if len(self._garbage) == RELEASES:
+            self._post.wake()
+
+    def dropped(self, handle: Remote) -> None:
+        """The handle of an object is gone that this process has made."""
+        if self._post.closed is None and not self._post.foreign:
+            self._dropped.append((handle._owner, handle._name))
+            self._post.wake()
+
+    def _released(self, owner: NodeId) -> tuple[int, ...]:
+        """The results of one rank that are needed no more; the others' stay in line."""
+        mine = []
+        for _ in range(len(self._garbage)):
+            where, number = self._garbage.popleft()
+            if where[0] == owner[0]:
+                mine.append(number)
+            else:
+                self._garbage.append((where, number))
+        return tuple(mine)
+
+    def tidy(self) -> None:
+        """Tell the others what is not needed any more."""
+        with self._post.lock:
+            while self._dropped:
+                owner, name = self._dropped.popleft()
+                self._release(owner, (name,))
+            while len(self._garbage) >= RELEASES:
+                self._release(self._garbage[0][0])
+
+    def _release(self, owner: NodeId, objects: tuple[Name, ...] = ()) -> None:
+        released = self._released(owner)
+        connection = self._post.alive(owner)
+        if connection is not None:
+            connection.send(Release(released, objects))
+
+
+def _future() -> Future:
+    future: Future = Future()
+    future.set_running_or_notify_cancel()
+    return future

@@ -1,0 +1,320 @@
+"""Connections between the processes of a mesh that need no main thread: one thread of each process serves all of them.
+
+Each process listens under a name of this mesh's; whoever has something for it connects, once, and the answers come back
+the same way. Invariants: nothing is read from a connection but a greeting of a fixed length until that has proved, with
+the mesh's key and a number used once, that the other end is a process of this mesh; on one host the kernel must say,
+besides, that it is the same user's. And the thread never waits for one peer: what a socket does not take is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ...kernels.network.authentication import CODE_BYTES, code, same
+from .. import wire
+from ..protocol import Message
+from ..rank.interrupts import uninterrupted
+from .protocol import NodeId, encode
+
+_ID = struct.Struct("<qQ")
+_PEER = struct.Struct("3i")  # struct ucred
+_STRANGERS = 32  # connections that may stand before they have greeted
+
+
+def address(key: bytes, rank: int) -> str:
+    """The name under which a rank of a mesh listens on this host: without a file, gone with the process."""
+    return "\0spmd-" + hashlib.blake2b(key + struct.pack("<q", rank), digest_size=16).hexdigest()
+
+
+def listen(key: bytes, rank: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(address(key, rank))
+    listener.listen(1024)
+    listener.setblocking(False)
+    return listener
+
+
+def same_user(connection: socket.socket) -> bool:
+    """Whether the kernel says that the process at the other end is this user's."""
+    try:
+        data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    except OSError:
+        return False
+    return _PEER.unpack(data)[1] == os.getuid()
+
+
+class Connection:
+    """One connection, from its greeting on.
+
+    Args:
+        outgoing: the rank that was called, None at the end that was.
+
+    Attributes:
+        peer: who is at the other end, once that is proved.
+        pending: number -> what takes the answer to what was sent over it.
+        lost: it has ended, or never stood.
+    """
+
+    def __init__(self, exchange: Exchange, socket_: socket.socket, outgoing: int | None):
+        self._exchange, self.socket, self.outgoing = exchange, socket_, outgoing
+        self.peer: NodeId | None = None
+        self.lost = False
+        self.pending: dict[int, Any] = {}
+        self.nbytes = 0  # of what is pending
+        self._lock = threading.Lock()
+        self._sender, self.receiver = wire.Sender(socket_), wire.Receiver(socket_)
+        self._early: deque[tuple[Message, wire.Packet]] = deque()
+        self._number = secrets.token_bytes(CODE_BYTES)
+        self._theirs = b""
+        self._greeting = bytearray()
+        self._greeted = self.blocked = False
+
+    def send(self, message: Message, packet: wire.Packet | None = None) -> None:
+        """Send a message without waiting for the other end; what cannot be sent any more is dropped."""
+        packet = wire.Packet(b"") if packet is None else packet
+        packet = wire.Packet(packet.data, packet.inline, packet.fd, encode(message))
+        with uninterrupted(), self._lock:
+            if self.lost:
+                return
+            if not self._greeted:
+                if packet.fd is not None:
+                    packet.fd = os.dup(packet.fd)
+                self._early.append((message, packet))
+                return
+            self._send(packet)
+
+    def _send(self, packet: wire.Packet) -> None:
+        try:
+            if not self.blocked and not self._sender.send(packet):
+                self.blocked = True
+                self._exchange.wake(self)
+            elif self.blocked:
+                self._sender.send(packet)
+        except OSError:
+            pass  # that it has ended is noticed where it is read
+
+    def flush(self) -> None:
+        with self._lock:
+            try:
+                self.blocked = not self._sender.flush()
+            except OSError:
+                self.blocked = False
+
+    # -- the greeting: number -> number, id, code -> id, code ---------------------------------------------------------
+
+    def begin(self) -> None:
+        if self.outgoing is not None:
+            self.socket.send(self._number)
+
+    @property
+    def greeted(self) -> bool:
+        return self._greeted
+
+    def greet(self) -> bool:
+        """Go on with the greeting as far as bytes have come; False if it is none of this mesh's."""
+        key, own = self._exchange.key, _ID.pack(*self._exchange.id)
+        with contextlib.suppress(BlockingIOError):
+            while not self._greeted:
+                ends = _ID.size + CODE_BYTES
+                wanted = ends + CODE_BYTES if self.outgoing is not None else ends if self._theirs else CODE_BYTES
+                data = self.socket.recv(wanted - len(self._greeting))
+                if not data:
+                    return False
+                self._greeting += data
+                if len(self._greeting) < wanted:
+                    continue
+                said, self._greeting = bytes(self._greeting), bytearray()
+                if self.outgoing is None and not self._theirs:
+                    self._theirs = said
+                    proof = code(key, b"called", said, self._number, own)
+                    self.socket.send(self._number + own + proof)
+                    continue
+                if self.outgoing is not None:
+                    number, peer, proof = said[:CODE_BYTES], said[CODE_BYTES:-CODE_BYTES], said[-CODE_BYTES:]
+                    if not same(proof, code(key, b"called", self._number, number, peer)):
+                        return False
+                    if _ID.unpack(peer)[0] != self.outgoing:
+                        return False
+                    self.socket.send(own + code(key, b"caller", number, self._number, own, peer))
+                else:
+                    peer, proof = said[: _ID.size], said[_ID.size :]
+                    if not same(proof, code(key, b"caller", self._number, self._theirs, peer, own)):
+                        return False
+                rank, unique = _ID.unpack(peer)
+                self.peer = (rank, unique)
+                with self._lock:
+                    self._greeted = True
+                    while self._early:
+                        _, packet = self._early.popleft()
+                        self._send(packet)
+                        packet.close()
+        return True
+
+    def close(self) -> None:
+        with self._lock:
+            self.lost = True
+            self._sender.close()
+            self.receiver.close()
+            while self._early:
+                self._early.popleft()[1].close()
+            self.socket.close()
+
+
+class Listener(Protocol):
+    """What is told of connections, by their thread."""
+
+    def received(self, connection: Connection, packet: wire.Packet) -> None: ...
+    def lost(self, connection: Connection) -> None: ...
+    def tidy(self) -> None: ...
+
+
+class Exchange:
+    """All connections of a process, and the thread that serves them.
+
+    Args:
+        key: the mesh's.
+        id: this process.
+        listener: is told.
+        listening: a listening socket; None where nobody connects to.
+        connect: gives a socket that is being connected to a rank.
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        id: NodeId,
+        listener: Listener,
+        listening: socket.socket | None,
+        connect: Callable[[int], socket.socket],
+    ):
+        self.key, self.id, self._listener, self._listening, self._connect = key, id, listener, listening, connect
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        for fd in (self._wake_read, self._wake_write):
+            os.set_blocking(fd, False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, "wake")
+        if listening is not None:
+            self._selector.register(listening, selectors.EVENT_READ, "accept")
+        self._fresh: deque[Connection] = deque()  # to be served, or to be flushed
+        self._strangers: deque[Connection] = deque()
+        self._all: set[Connection] = set()
+        self._closed = False
+
+    def wake(self, connection: Connection | None = None) -> None:
+        """Have the thread look at a connection, or call `tidy`."""
+        if connection is not None:
+            self._fresh.append(connection)
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"!")
+
+    def open(self, rank: int) -> Connection:
+        """A connection to a rank, to which messages may be given at once."""
+        connection = Connection(self, self._connect(rank), rank)
+        connection.begin()
+        self.wake(connection)
+        return connection
+
+    def serve(self) -> None:
+        """Until `close`; the thread's main function."""
+        while not self._closed:
+            for key, events in self._selector.select():
+                if self._closed:
+                    break
+                if key.data == "wake":
+                    self._on_wake()
+                elif key.data == "accept":
+                    self._accept()
+                else:
+                    self._on_connection(key.data, events)
+
+    def _on_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+        while self._fresh:
+            self._watch(self._fresh.popleft())
+        self._listener.tidy()
+
+    def _watch(self, connection: Connection) -> None:
+        if connection.lost:
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.blocked else 0)
+        if connection in self._all:
+            self._selector.modify(connection.socket, events, connection)
+        else:
+            self._all.add(connection)
+            self._selector.register(connection.socket, events, connection)
+
+    def _accept(self) -> None:
+        assert self._listening is not None
+        try:
+            accepted, _ = self._listening.accept()
+        except OSError:
+            return
+        accepted.setblocking(False)
+        if accepted.family == socket.AF_UNIX and not same_user(accepted):
+            accepted.close()
+            return
+        connection = Connection(self, accepted, None)
+        self._strangers.append(connection)
+        self._watch(connection)
+        if len(self._strangers) > _STRANGERS:
+            self._end(self._strangers[0])
+
+    def _on_connection(self, connection: Connection, events: int) -> None:
+        if connection.lost:
+            return
+        if events & selectors.EVENT_WRITE:
+            connection.flush()
+            if not connection.blocked:
+                self._watch(connection)
+        if not events & selectors.EVENT_READ:
+            return
+        try:
+            if not connection.greeted:
+                if not connection.greet():
+                    self._end(connection)
+                elif connection.greeted and connection in self._strangers:
+                    self._strangers.remove(connection)
+                return
+            packets = connection.receiver.receive(block=False)
+        except OSError:
+            packets = None
+        if packets is None:
+            self._end(connection)
+            return
+        for packet in packets:
+            self._listener.received(connection, packet)
+
+    def _end(self, connection: Connection) -> None:
+        if connection in self._strangers:
+            self._strangers.remove(connection)
+        self._all.discard(connection)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection.socket)
+        connection.close()
+        self._listener.lost(connection)
+
+    def close(self) -> None:
+        """End the thread; what it had open goes with it."""
+        self._closed = True
+        self.wake()
+
+    def give_back(self) -> None:
+        """Close all that was open, once the thread has ended."""
+        for connection in (*self._all, *self._fresh):
+            connection.close()
+        self._selector.close()
+        for fd in (self._wake_read, self._wake_write):
+            os.close(fd)
+        if self._listening is not None:
+            self._listening.close()

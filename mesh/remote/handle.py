@@ -1,0 +1,146 @@
+"""`Remote`: the handle of an object that lives on a rank; calling its methods makes `Ref`s.
+
+The object lives as long as the handle that `mesh.remote` returned: handles that were given to calls refer to it, and do
+not keep it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ...kernels.errors import MeshError, message
+from ..array import Array
+from .protocol import Name, NodeId
+from .reference import Ref
+
+
+class Caller(Protocol):
+    """What makes calls: this process's `Caller`."""
+
+    def invoke(self, handle: Any, method: str, args: tuple, kwargs: dict[str, Any]) -> Ref: ...
+    def dropped(self, handle: Any) -> None: ...
+
+
+class Remote:
+    """An object on a rank of a mesh; `Mesh.remote` makes it.
+
+    >>> class Words:
+    ...     def __init__(self):
+    ...         self.seen = []
+    ...     def add(self, word):
+    ...         self.seen.append(word)
+    ...         return len(self.seen)
+    >>> with Mesh({"data": 2}) as mesh:
+    ...     words = mesh.remote(Words, rank=1)
+    ...     refs = [words.add(word) for word in ("one", "two", "three")]
+    ...     [ref.get() for ref in refs]
+    [1, 2, 3]
+
+    Its methods are called as those of the object, and give a `Ref` at once. It may be given to other calls, and to
+    functions that run on ranks, and be captured by them: ranks call it as the driver does. Its object lives as long as
+    the handle that `Mesh.remote` has returned.
+
+    Args:
+        all: the library makes them.
+
+    Raises:
+        MeshError: what is called cannot be sent; AttributeError: the class has no such method.
+    """
+
+    def __init__(self, caller: Caller, owner: NodeId, name: Name, label: str, methods: frozenset[str], *, owns: bool):
+        self._caller, self._owner, self._name, self._label = caller, owner, name, label
+        self._methods, self._owns = methods, owns
+
+    def __del__(self) -> None:
+        if getattr(self, "_owns", False):
+            self._caller.dropped(self)
+
+    def __getattr__(self, name: str) -> Method:
+        if name not in self._methods:
+            raise AttributeError(
+                f"{self._label} on rank {self._owner[0]} has no method {name!r} to call from here; it has: "
+                f"{', '.join(sorted(self._methods)) or 'none'}"
+            )
+        return Method(self, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Ref:
+        if "__call__" not in self._methods:
+            raise TypeError(f"{self._label} objects are not callable; call one of their methods")
+        return self._caller.invoke(self, "__call__", args, kwargs)
+
+    def __dir__(self) -> list[str]:
+        return sorted(self._methods)
+
+    def __reduce__(self) -> Any:
+        raise MeshError(
+            message(
+                "a Remote cannot be pickled: it stands for an object on a rank",
+                got=repr(self),
+                remedy="give it to a call, or let a function that runs on the ranks refer to it",
+            )
+        )
+
+    def __repr__(self) -> str:
+        return f"Remote({self._label}, rank={self._owner[0]})"
+
+
+class Method:
+    """A method of a remote object, ready to be called."""
+
+    __slots__ = ("_handle", "_name")
+
+    def __init__(self, handle: Remote, name: str):
+        self._handle, self._name = handle, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Ref:
+        return self._handle._caller.invoke(self._handle, self._name, args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"{self._handle!r}.{self._name}"
+
+
+def methods_of(cls: type) -> frozenset[str]:
+    """The names of what of a class can be called from elsewhere: its public methods, and `__call__`."""
+    names = [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
+    defines_call = any(inspect.isfunction(vars(base).get("__call__")) for base in cls.__mro__)
+    return frozenset([*names, *(["__call__"] if defines_call else [])])
+
+
+def named(obj: Remote | Ref, caller: Caller) -> tuple:
+    """The name under which a handle, or a Ref, is sent to a process of its mesh."""
+    if obj._caller is not caller:
+        raise MeshError(
+            message(
+                f"{obj!r} is of another mesh, or of one that was restarted",
+                remedy="use it on the mesh that it was made on; give a result to another one as ref.get()",
+            )
+        )
+    if isinstance(obj, Ref):
+        return ("ref", obj.owner, obj.name)
+    return ("remote", obj._owner, obj._name, obj._label, obj._methods)
+
+
+def handle_of(name: tuple, caller: Caller) -> Remote:
+    """The handle that a name stands for, in another process."""
+    _, owner, call, label, methods = name
+    return Remote(caller, owner, call, label, methods, owns=False)
+
+
+def plain_name_of(obj: Any, mesh: Callable[[], Any]) -> Any:
+    """The name of a mesh; values that live on it have none in a remote call, whose rank may not have made them yet."""
+    if isinstance(obj, Array):
+        raise MeshError(
+            message(
+                "an Array was given to a call of a remote object, which runs beside the calls that make Arrays",
+                got=repr(obj),
+                remedy="give it the value, array.full(), or fetch(tree)",
+            )
+        )
+    here = mesh()
+    if here is None or type(obj) is not type(here):
+        return None
+    if obj.same_as(here):
+        return ("mesh",)
+    raise MeshError(message("a remote call was given another mesh than its own", remedy="pass what it needs of it"))

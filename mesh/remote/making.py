@@ -1,0 +1,90 @@
+"""`Mesh.remote`: an object is made on a rank, by the driver or by another rank."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ...kernels.errors import MeshError, PeerLost, message
+from ..display.notebook import shorten
+from ..driver.snapshot import typed_sources
+from . import answers
+from .handle import Remote, plain_name_of
+from .node import Node
+from .protocol import DRIVER
+
+REPLACED_SECONDS = 10.0  # in which a rank that has died is to be replaced
+
+
+class MeshView(Protocol):
+    """The mesh, as far as it is seen from here."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def is_driver(self) -> bool: ...
+    @property
+    def driver(self) -> Any: ...
+    @property
+    def session(self) -> Any: ...
+    def describe(self) -> str: ...
+
+
+def make_remote(mesh: MeshView, cls: Callable[..., Any], args: tuple, kwargs: dict[str, Any], rank: int) -> Remote:
+    """See `Mesh.remote`."""
+    if not callable(cls):
+        raise MeshError(message("mesh.remote makes objects of a class", got=repr(cls), remedy="pass a class"))
+    if not isinstance(rank, int) or not 0 <= rank < mesh.size:
+        raise MeshError(message("there is no such rank", got=repr(rank), expected=f"0 to {mesh.size - 1}"))
+    label = getattr(cls, "__name__", type(cls).__name__)
+    functions = [each for each in vars(cls).values() if inspect.isfunction(each)] if inspect.isclass(cls) else [cls]
+    sources: dict[str, list[str]] = {}
+    for function in functions:
+        sources.update(typed_sources(function))
+    try:
+        return _made(mesh, rank, (tuple(sys.path), sources, cls, *args), kwargs, label)
+    except BaseException as error:
+        raise shorten(error) from error.__cause__
+
+
+def _made(mesh: MeshView, rank: int, args: tuple, kwargs: dict[str, Any], label: str) -> Remote:
+    end = time.monotonic() + REPLACED_SECONDS
+    while True:
+        node = _node(mesh)
+        try:
+            return node.caller.make(rank, args, kwargs, label)
+        except PeerLost:
+            raise
+        except OSError:  # the rank has died, and is about to be replaced
+            if time.monotonic() > end or not mesh.is_driver:
+                raise answers.lost(rank, label, mesh.describe()) from None
+            time.sleep(0.01)
+
+
+def driver_node(
+    key: bytes, describe: Callable[[], str], mesh: Callable[[], Any], object_of: Callable[[Any], Any]
+) -> Node:
+    """The driver's node: it calls, and is not called."""
+    name_of = functools.partial(plain_name_of, mesh=mesh)
+    return Node(DRIVER, key, describe=describe, name_of=name_of, object_of=object_of)
+
+
+def _node(mesh: MeshView) -> Node:
+    """This process's node, once its mesh is ready for calls."""
+    if mesh.is_driver:
+        mesh.driver.ready()
+        return mesh.driver.node
+    node = mesh.session.node
+    if node is None:
+        raise MeshError(
+            message(
+                "mesh.remote needs a driver, and these ranks were started by a launcher",
+                where=mesh.describe(),
+                remedy="start the program without a launcher; its process then drives the ranks, and objects on them",
+            )
+        )
+    return node

@@ -1,0 +1,200 @@
+"""One process of a mesh as the others see it that have remote objects, or call some: what it sends, and what comes.
+
+The caller's own thread sends a call; answers, and calls of objects here, come by the one thread of `Exchange`. A call
+runs on its object's own thread. Invariants: each call is answered once, also where a process dies; and results go from
+the process that has them to the one that needs them.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Any
+
+from ...kernels.errors import MeshError, message
+from ...kernels.processes import Owned
+from .. import wire
+from . import answers
+from .caller import Caller
+from .connections import Connection, Exchange, address, same_user
+from .protocol import DRIVER, Cancelled, Invoke, NodeId, Raised, Result, decode
+from .residents import Residents
+
+
+class Node(Owned):
+    """This process's part in the remote calls of a mesh.
+
+    Args:
+        rank: of this process; `DRIVER` in the driver.
+        key: the mesh's.
+        describe: the mesh in a line, for messages.
+        name_of, object_of: see `Contents`.
+        listening: where others connect to; None in the driver, which has no objects.
+        around: a context in which methods of objects here run, by the settings of their caller.
+
+    Attributes:
+        id: this process.
+        caller: what it calls.
+        residents: what of it is called.
+        lock: guards all of these.
+        closed: why nothing is sent any more, None while it is open.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        key: bytes,
+        *,
+        describe: Callable[[], str],
+        name_of: Callable[[Any], Any],
+        object_of: Callable[[Any], Any],
+        listening: socket.socket | None = None,
+        around: Callable[[Any], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ):
+        super().__init__()
+        self.id: NodeId = (rank, secrets.randbits(63))
+        self.describe, self._key = describe, key
+        self.lock = threading.RLock()
+        self.closed: str | None = None
+        self._to: dict[int, Connection] = {}  # rank -> where what is for it goes
+        self._dead: set[NodeId] = set()
+        self._exchange = Exchange(key, self.id, self, listening, self._connect)
+        self._thread: int | None = None
+        self.caller = Caller(self, name_of, object_of)
+        self.residents = Residents(self, self.caller, around)
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Serve connections from now on, on a thread; safe in a signal handler."""
+        if self._thread is None:
+            self._thread = -1
+            self._thread = _thread.start_new_thread(self._serve, ())
+
+    def _serve(self) -> None:
+        try:
+            self._exchange.serve()
+        except BaseException as error:
+            if self.closed is None:
+                self.close(f"its remote calls have failed: {type(error).__name__}: {error}")
+                raise
+        finally:
+            self._exchange.give_back()
+
+    def is_serving_thread(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def wake(self) -> None:
+        self._exchange.wake()
+
+    def tidy(self) -> None:
+        self.caller.tidy()
+
+    # -- connections ---------------------------------------------------------------------------------------------------
+
+    def _connect(self, rank: int) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(address(self._key, rank))
+            if not same_user(connection):
+                raise ConnectionRefusedError("another user listens there")
+        except OSError:
+            connection.close()
+            raise
+        connection.setblocking(False)
+        return connection
+
+    def connection(self, rank: int) -> Connection:
+        """The connection over which calls go to a rank, made if there is none.
+
+        Raises:
+            OSError: nobody is there.
+        """
+        with self.lock:
+            self.check_open()
+            found = self._to.get(rank)
+            if found is None or found.lost:
+                self.start()
+                found = self._to[rank] = self._exchange.open(rank)
+            return found
+
+    def alive(self, owner: NodeId) -> Connection | None:
+        """The connection to a process; None if it has ended, or nothing is sent any more."""
+        if owner in self._dead or self.closed is not None:
+            return None
+        with contextlib.suppress(OSError):
+            return self.connection(owner[0])
+        return None
+
+    def check_open(self) -> None:
+        if self.foreign:
+            raise MeshError(
+                message("this mesh belongs to the process that this one was forked from", remedy="call objects there")
+            )
+        if self.closed is not None:
+            raise MeshError(
+                message(f"remote objects are gone: {self.closed}", where=self.describe(), remedy="make a new Mesh")
+            )
+
+    # -- what comes ----------------------------------------------------------------------------------------------------
+
+    def received(self, connection: Connection, packet: wire.Packet) -> None:
+        """Something has come over a connection."""
+        said: Any = decode(packet.head)
+        kind = type(said)
+        if kind is Invoke:
+            with self.lock:
+                self.residents.take(connection, said, packet)
+        elif kind is Result or kind is Raised or kind is Cancelled:
+            self._answer(connection, said, packet)
+        else:
+            with self.lock:
+                self.residents.do(connection, said)
+
+    def _answer(self, connection: Connection, said: Any, packet: wire.Packet) -> None:
+        with self.lock:
+            waiting = connection.pending.pop(said.number, None)
+            if waiting is None:
+                packet.close()
+                return
+            connection.nbytes -= waiting.nbytes
+        if isinstance(said, Result):
+            waiting.settle(None if said.kept else packet, None)
+        elif isinstance(said, Raised):
+            waiting.settle(None, answers.raised(packet, self.describe()))
+        else:
+            waiting.settle(None, CancelledError(f"{waiting.what} was cancelled before it began"))
+
+    def lost(self, connection: Connection) -> None:
+        """A process has ended, or has closed its connection."""
+        with self.lock:
+            if connection.peer is not None:
+                self._dead.add(connection.peer)
+                if connection.outgoing is None:
+                    self.residents.caller_gone(connection.peer)
+            if connection.outgoing is not None and self._to.get(connection.outgoing) is connection:
+                del self._to[connection.outgoing]
+            pending, connection.pending = connection.pending, {}
+        rank = DRIVER if connection.outgoing is None else connection.outgoing
+        for waiting in pending.values():
+            waiting.settle(None, answers.lost(rank, waiting.what, self.describe()))
+
+    def close(self, why: str) -> None:
+        """End all calls; nothing is heard or sent any more."""
+        if self.closed is not None or self.foreign:
+            return
+        with self.lock:
+            self.closed = why
+            waiting = [one for connection in self._to.values() for one in connection.pending.values()]
+        for one in waiting:
+            with contextlib.suppress(Exception):
+                one.settle(None, MeshError(message(f"{one.what} has no result: {why}", remedy="make a new Mesh")))
+        if self._thread is None:
+            self._exchange.give_back()
+        else:
+            self._exchange.close()

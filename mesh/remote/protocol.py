@@ -1,0 +1,133 @@
+"""Every message between the processes that call remote objects and those that have them.
+
+As in `mesh.protocol`, a message is a frozen dataclass whose head any process can read, and what a program has put in it
+is its content. Invariant: over one connection messages arrive in the order in which they were sent, and each call is
+answered once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+from ..protocol import Message, fields_of
+
+NodeId = tuple[int, int]
+"""A process of a mesh: its rank (`DRIVER` for the driver), and a random number that no other process has."""
+Name = tuple[NodeId, int]
+"""A call, and with it what comes of it: who has made it, and the caller's number for it. Objects are named by the call
+that has made them."""
+
+DRIVER = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Invoke(Message):
+    """Call a method of an object; the content is the settings around the call, its arguments and keyword arguments.
+
+    Attributes:
+        number: of the call.
+        incarnation: the second half of the `NodeId` of the process where the object is; 0 to make one.
+        target: the object.
+        method: its name; empty: make the object, whose class is the first argument.
+        caller: the number of the object whose method calls, 0 for none: calls of one caller run in order.
+        refs: whose results the content refers to, as (the process that has the result, the call).
+        released: of earlier calls over this connection those whose results the caller needs no more.
+    """
+
+    number: int
+    incarnation: int
+    target: Name
+    method: str
+    caller: int
+    refs: tuple[tuple[NodeId, Name], ...]
+    released: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Release(Message):
+    """The caller needs the results of these calls no more, and no call will be made of these objects."""
+
+    calls: tuple[int, ...]
+    objects: tuple[Name, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fetch(Message):
+    """Send the result of a call, as soon as it is there."""
+
+    number: int
+    call: Name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cancel(Message):
+    """Do not begin this call of the sender's; the result of the request is whether that was in time."""
+
+    number: int
+    call: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result(Message):
+    """A call is done; the content is its result, unless that is large, and is kept until it is fetched."""
+
+    number: int
+    kept: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Raised(Message):
+    """A call has failed; the content is a `Failure`."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cancelled(Message):
+    """A call was not begun, for its caller has cancelled it."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Probe(Message):
+    """Find out whether a call that waits does so for itself: passed on along what each call waits for.
+
+    Attributes:
+        waiting: the call that waits, where the probe began.
+        call: what it, or another in the chain, waits for.
+        seen: the calls that the probe has passed.
+    """
+
+    waiting: Name
+    call: Name
+    seen: tuple[Name, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WaitsForItself(Message):
+    """A call waits for something that waits for it."""
+
+    waiting: Name
+    chain: tuple[Name, ...]
+
+
+_CLASSES: tuple[Any, ...] = (Invoke, Release, Fetch, Cancel, Result, Raised, Cancelled, Probe, WaitsForItself)
+_CODES = {cls: (code, fields_of(cls)) for code, cls in enumerate(_CLASSES)}
+
+
+def encode(message: Message) -> bytes:
+    """A message as bytes.
+
+    >>> decode(encode(Result(3, True)))
+    Result(number=3, kept=True)
+    """
+    code, fields = _CODES[type(message)]
+    return pickle.dumps((code, *fields(message)), pickle.HIGHEST_PROTOCOL)
+
+
+def decode(data: bytes) -> Any:
+    code, *fields = pickle.loads(data)
+    return _CLASSES[code](*fields)

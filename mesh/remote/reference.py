@@ -1,0 +1,143 @@
+"""`Ref`: what will come of a call of a remote object.
+
+It stands for the result wherever that is. Invariant: the process that runs the call keeps the result for as long as the
+caller has the Ref, or a call under way that it was given to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from concurrent.futures import CancelledError, Future
+from typing import Any, Protocol
+
+from ...kernels.errors import MeshError, message
+from ..display.notebook import shorten
+from .protocol import Name, NodeId
+
+_UNREAD = object()
+
+
+class Reader(Protocol):
+    """What waits for results and reads them: this process's `Caller`."""
+
+    def wait(self, future: Future, timeout: float | None, waits_for: tuple[NodeId, Name] | None) -> Any: ...
+    def read_result(self, ref: Any, outcome: Any, timeout: float | None) -> Any: ...
+    def cancel(self, ref: Any) -> bool: ...
+    def released(self, ref: Any) -> None: ...
+
+
+class Outcome(Future):
+    """How a call ends: its packet, None for one that stays where it is, or an error."""
+
+    seen = False  # somebody has asked, and so an error is not lost
+
+
+class Ref:
+    """The result of a call of a remote object, which may not be there yet.
+
+    >>> class Counter:
+    ...     def __init__(self, start):
+    ...         self.value = start
+    ...     def add(self, more):
+    ...         self.value += more
+    ...         return self.value
+    >>> with Mesh({"data": 2}) as mesh:
+    ...     counter = mesh.remote(Counter, 10, rank=1)
+    ...     first = counter.add(1)           # begins, and does not wait
+    ...     second = counter.add(first)      # the result goes from rank to rank
+    ...     first.get(), second.get()
+    (11, 22)
+
+    Given to another call (of an object, `mesh.run`, `mesh.submit` or an `@spmd` function) it arrives there as the
+    result, straight from the rank that has it. In a coroutine, `await ref` is its result.
+
+    Args:
+        all: the library makes them.
+
+    Raises:
+        what the call raised, of its own type, with the remote traceback, from `get` and `await`.
+    """
+
+    __slots__ = ("__weakref__", "_caller", "_value", "future", "label", "name", "owner")
+
+    def __init__(self, caller: Reader, owner: NodeId, name: Name, label: str):
+        self._caller, self.owner, self.name, self.label = caller, owner, name, label
+        self.future = Outcome()
+        self.future.set_running_or_notify_cancel()  # who stops awaiting it has not stopped the call
+        self._value: Any = _UNREAD
+
+    def __del__(self) -> None:
+        self._caller.released(self)
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Wait for the result: the same object each time.
+
+        Args:
+            timeout: seconds; None: as long as the rank lives.
+
+        Raises:
+            what the call raised; PeerLost: the rank died before it was done; TimeoutError: it took longer; MeshError:
+            the call waits for one that waits for this one.
+        """
+        self.future.seen = True
+        if self._value is _UNREAD:
+            waits_for = (self.owner, self.name) if timeout is None else None
+            try:
+                outcome = self._caller.wait(self.future, timeout, waits_for)
+                self._value = self._caller.read_result(self, outcome, timeout)
+            except BaseException as error:
+                raise shorten(error) from error.__cause__
+        return self._value
+
+    def done(self) -> bool:
+        """Whether the call is over, well or not."""
+        return self.future.done()
+
+    def cancelled(self) -> bool:
+        """Whether the call was cancelled before it began."""
+        return self.future.done() and isinstance(self.future.exception(), CancelledError)
+
+    def cancel(self) -> bool:
+        """Have the call not begun, if it has not: whether that was in time. `get` then raises CancelledError."""
+        return not self.future.done() and self._caller.cancel(self)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait until the call is over: what it raised, None if it went well."""
+        try:
+            self._caller.wait(self.future, timeout, (self.owner, self.name) if timeout is None else None)
+        except BaseException:
+            if not self.future.done():
+                raise
+        self.future.seen = True
+        return self.future.exception()
+
+    def add_done_callback(self, fn: Callable[[Ref], object]) -> None:
+        """Call `fn(ref)` when the call is over, at once if it is; on another thread, which must not be kept waiting."""
+        self.future.seen = True
+        self.future.add_done_callback(lambda _: fn(self))
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if self._value is _UNREAD:
+            self.future.seen = True
+            if (yield from asyncio.wrap_future(self.future).__await__()) is None:
+                # It is large and still to be fetched, which must not keep the loop waiting.
+                yield from asyncio.get_running_loop().run_in_executor(None, self.get).__await__()
+        return self.get()
+
+    def __reduce__(self) -> Any:
+        raise MeshError(
+            message(
+                "a Ref cannot be pickled: its result is on a rank",
+                got=repr(self),
+                remedy="give it to a call as an argument, or its result: ref.get()",
+            )
+        )
+
+    def __repr__(self) -> str:
+        if not self.future.done():
+            state = "under way"
+        else:
+            error = self.future.exception()
+            state = "done" if error is None else f"failed with {type(error).__name__}"
+        return f"Ref({self.label} on rank {self.owner[0]}, {state})"

@@ -1,0 +1,39 @@
+"""Results of remote calls as arguments of regions: every rank fetches them from the rank that has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import trees
+from ..agreement import OutputMeta
+from ..put import as_tensor, fill
+from ..rank.session import RankSession
+from ..spec import P
+from .handle import named
+from .reference import Ref
+
+
+def on_ranks(mesh: Any, tree: Any) -> Any:
+    """A tree with values that all ranks have in the place of each Ref; raises what its call has raised."""
+    return trees.map(lambda leaf: _on_ranks(mesh, leaf) if isinstance(leaf, Ref) else leaf, tree)
+
+
+def _on_ranks(mesh: Any, ref: Ref) -> Any:
+    name = named(ref, mesh.driver.node.caller)
+    error = ref.exception()  # waits until it is done, and fetches nothing
+    if error is not None:
+        return ref.get()
+    return fill(mesh, f"the result of {ref.label}", _read, (name,), None, remedy="return tensors of the same shapes")()
+
+
+def _read(session: RankSession, name: tuple) -> tuple[Any, list[Any], list[OutputMeta]]:
+    leaves, treedef = trees.flatten(session.node.caller.object_of(name))
+    said = []
+    for index, leaf in enumerate(leaves):
+        leaf = leaves[index] = as_tensor(leaf)
+        if hasattr(leaf, "detach"):
+            leaf = leaves[index] = session.placed(leaf.detach())
+            said.append(OutputMeta(P(), tuple(leaf.shape), leaf.dtype))
+        else:
+            said.append(OutputMeta(None, value=leaf))
+    return treedef, leaves, said

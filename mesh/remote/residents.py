@@ -1,0 +1,341 @@
+"""The remote objects of this process: calls of them come in, run, and are answered; results stay for who needs them.
+
+Invariants: as in `objects`; a result that is asked for before its call has come is given as soon as it is there; and
+nothing here is kept for a process that has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import linecache
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from ...kernels.errors import PeerLost, message
+from .. import wire
+from . import answers
+from .connections import Connection
+from .contents import Contents
+from .handle import methods_of
+from .objects import Call, LiveObject
+from .probes import Probes
+from .protocol import Cancel, Cancelled, Fetch, Invoke, Name, NodeId, Probe, Raised, Release, Result, WaitsForItself
+
+PUSHED = 1 << 16  # bytes of a result that is sent with the answer; larger ones stay until they are fetched
+
+Waiter = Callable[[type, wire.Packet], None]
+
+
+class Post(Protocol):
+    """What carries messages: this process's node."""
+
+    id: NodeId
+    lock: threading.RLock
+
+    def describe(self) -> str: ...
+    def connection(self, rank: int) -> Connection: ...
+
+
+class Reader(Protocol):
+    """What gets results of other processes, and reads and writes contents: this process's `Caller`."""
+
+    contents: Contents
+
+    def fetch(self, owner: NodeId, name: Name, what: str) -> Future: ...
+
+
+class Residents:
+    """All objects of this process.
+
+    Args:
+        post: carries what is sent.
+        reader: what this process is as a caller.
+        around: a context for a method, by the settings of its caller.
+    """
+
+    def __init__(self, post: Post, reader: Reader, around: Callable[[Any], contextlib.AbstractContextManager]):
+        self._post, self._reader, self._around, self._lock = post, reader, around, post.lock
+        self.objects: dict[Name, LiveObject] = {}
+        self._calls: dict[Name, Call] = {}  # those that came, until their callers need the results no more
+        self._expected: dict[Name, list[Waiter]] = {}  # who asks for the results of calls that are yet to come
+        self._latest: dict[NodeId, int] = {}  # of each caller, the number of its latest call
+        self._gone: set[NodeId] = set()
+        self._serials = itertools.count(1)
+        self._here = threading.local()
+        self.probes = Probes(post.id, self._calls, self.objects, post.connection)
+
+    # -- on an object's own thread -------------------------------------------------------------------------------------
+
+    def call_here(self) -> Call | None:
+        """The call that this thread runs, if it is an object's."""
+        return getattr(self._here, "call", None)
+
+    def current(self) -> int:
+        """Which of this process's callers this thread is: 0 for all that are no objects."""
+        return getattr(self._here, "serial", 0)
+
+    def _run(self, live: LiveObject, call: Call) -> None:
+        with self._lock:
+            if call.state == "cancelled":
+                return
+            call.state, live.running = "running", call
+        self._here.call, self._here.serial = call, live.serial
+        kind: type = Result
+        try:
+            settings, args, kwargs = self._read(call)
+            with self._around(settings):
+                if call.said.method:
+                    result = getattr(live.value, call.said.method)(*args, **kwargs)
+                else:
+                    live.value = self._make(args, kwargs)
+                    result = methods_of(type(live.value))
+            packet, refs = self._reader.contents.of_result(result, f"{type(live.value).__name__}.{call.said.method}")
+        except BaseException as error:
+            kind, packet, refs = Raised, answers.packed(error, self._post.id[0]), ()
+            if not call.said.method:
+                live.failed = packet
+        finally:
+            self._here.call = None
+        if refs:
+            packet.close()
+            later = threading.Thread(target=self._finish_later, args=(live, call, result), daemon=True)
+            later.start()
+            with self._lock:
+                live.running = None
+                live.left(call)
+            return
+        self._finish(live, call, kind, packet)
+
+    def _read(self, call: Call) -> tuple[Any, tuple, dict[str, Any]]:
+        def argument(index: int) -> Any:
+            return self._reader.contents.loads(call.arguments[index])
+
+        try:
+            return self._reader.contents.loads(call.packet, argument)
+        finally:
+            call.packet.close()
+            for packet in call.arguments.values():
+                packet.close()
+            call.arguments.clear()
+
+    @staticmethod
+    def _make(args: tuple, kwargs: dict[str, Any]) -> Any:
+        path, sources, cls, *rest = args
+        sys.path.extend(folder for folder in path if folder not in sys.path)
+        for name, lines in sources.items():
+            linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+        return cls(*rest, **kwargs)
+
+    def _finish_later(self, live: LiveObject, call: Call, result: Any) -> None:
+        """The result has Refs in it: it is there when theirs are."""
+        kind: type = Result
+        try:
+            contents = self._reader.contents
+            first, refs = contents.dumps(result, "a result")
+            values = [ref.get() for ref in refs]
+            packet = contents.dumps(contents.loads(first, values.__getitem__), "a result")[0]
+            first.close()
+        except BaseException as error:
+            kind, packet = Raised, answers.packed(error, self._post.id[0])
+        self._finish(live, call, kind, packet, left=True)
+
+    def _finish(self, live: LiveObject, call: Call, kind: type, packet: wire.Packet, *, left: bool = False) -> None:
+        with self._lock:
+            call.state, call.answer = "done", (kind, packet)
+            live.done += 1
+            for waiter in call.asked:
+                waiter(kind, packet)
+            call.asked.clear()
+            if kind is Raised:
+                call.origin.send(Raised(call.name[1]), packet)
+            elif call.wanted and packet.nbytes <= PUSHED:
+                call.origin.send(Result(call.name[1], False), packet)
+            else:
+                call.origin.send(Result(call.name[1], True))
+            if not call.wanted:
+                self._forget(call)
+            if not left:
+                live.running = None
+                live.left(call)
+
+    # -- on the exchange's thread --------------------------------------------------------------------------------------
+
+    def take(self, connection: Connection, said: Invoke, packet: wire.Packet) -> None:
+        """A call of an object of this process has come."""
+        assert connection.peer is not None
+        name = (connection.peer, said.number)
+        call = Call(name, connection, said, packet)
+        with self._lock:
+            self._latest[connection.peer] = max(said.number, self._latest.get(connection.peer, 0))
+            self._release(connection.peer, said.released)
+            self._calls[name] = call
+            call.asked = self._expected.pop(name, [])
+            live, problem = self._target(said, call)
+            if live is None:
+                call.state, call.answer = "done", (Raised, answers.packed(problem, self._post.id[0]))
+                for waiter in call.asked:
+                    waiter(*call.answer)
+                connection.send(Raised(said.number), call.answer[1])
+                return
+            call.missing = set(range(len(said.refs)))
+            live.add(call)
+        for index, (owner, wanted) in enumerate(said.refs):
+            self._gather(live, call, index, owner, wanted)
+
+    def _target(self, said: Invoke, call: Call) -> tuple[LiveObject | None, Any]:
+        if not said.method:
+            label, serial = f"object-{said.number}", next(self._serials)
+            made = self.objects[said.target] = LiveObject(said.target, label, serial, self._run)
+            return made, None
+        if said.incarnation != self._post.id[1]:
+            return None, answers.lost(self._post.id[0], "this object", self._post.describe())
+        live = self.objects.get(said.target)
+        if live is None or live.closing:
+            return None, answers.gone("this object", self._post.describe())
+        return live, None
+
+    def _gather(self, live: LiveObject, call: Call, index: int, owner: NodeId, wanted: Name) -> None:
+        """Get the result of another call, which is an argument of this one."""
+
+        def came(packet: wire.Packet, failed: bool) -> None:
+            with self._lock:
+                if call.state != "queued":
+                    packet.close()
+                elif failed:
+                    self._refuse(live, call, packet)
+                else:
+                    call.arguments[index] = packet
+                    call.missing.discard(index)
+                    live.consider(call)
+
+        if owner == self._post.id:
+            self._ask(wanted, lambda kind, packet: came(duplicate(packet), kind is not Result))
+            return
+
+        def fetched(future: Future) -> None:
+            error = future.exception()
+            if error is None:
+                came(future.result(), False)
+            else:
+                came(answers.packed(error, owner[0]), True)
+
+        self._reader.fetch(owner, wanted, "an argument").add_done_callback(fetched)
+
+    def _refuse(self, live: LiveObject, call: Call, packet: wire.Packet) -> None:
+        """A call cannot begin: an argument of it is the result of one that failed."""
+        call.state = "cancelled"
+        live.left(call)
+        call.answer = (Raised, packet)
+        for waiter in call.asked:
+            waiter(Raised, packet)
+        call.origin.send(Raised(call.name[1]), packet)
+
+    def _ask(self, name: Name, waiter: Waiter) -> None:
+        """Give the result of a call to a waiter, now or when it is there."""
+        with self._lock:
+            call = self._calls.get(name)
+            if call is not None and call.answer is not None:
+                waiter(*call.answer)
+            elif call is not None:
+                call.asked.append(waiter)
+            elif name[0] in self._gone or self._latest.get(name[0], 0) >= name[1]:
+                text = message("a result is gone: the process that asked for it needs it no more, or has ended")
+                waiter(Raised, answers.packed(PeerLost(text, name[0][0]), self._post.id[0]))
+            else:
+                self._expected.setdefault(name, []).append(waiter)
+
+    def do(self, connection: Connection, said: Any) -> None:
+        """Anything else that has come."""
+        peer: Any = connection.peer
+        if isinstance(said, Fetch):
+
+            def send(kind: type, packet: wire.Packet) -> None:
+                connection.send(Result(said.number, False) if kind is Result else Raised(said.number), packet)
+
+            self._ask(said.call, send)
+        elif isinstance(said, Release):
+            with self._lock:
+                self._release(peer, said.calls)
+                for name in said.objects:
+                    self._drop(name)
+        elif isinstance(said, Cancel):
+            in_time = self._cancel((peer, said.call))
+            connection.send(Result(said.number, False), wire.Packet(pickle.dumps(in_time)))
+        elif isinstance(said, Probe):
+            with self._lock:
+                self.probes.look(said)
+        elif isinstance(said, WaitsForItself):
+            with self._lock:
+                self.probes.found(said.waiting, said.chain)
+
+    def _cancel(self, name: Name) -> bool:
+        with self._lock:
+            call = self._calls.get(name)
+            if call is None or call.state != "queued":
+                return False
+            call.state = "cancelled"
+            error = answers.packed(RuntimeError("the call whose result this needs was cancelled"), self._post.id[0])
+            call.answer = (Raised, error)
+            for waiter in call.asked:
+                waiter(Raised, error)
+            live = self.objects.get(call.said.target)
+            if live is not None:
+                live.left(call)
+            call.origin.send(Cancelled(name[1]))
+            return True
+
+    def _release(self, caller: NodeId, numbers: tuple[int, ...]) -> None:
+        for number in numbers:
+            call = self._calls.get((caller, number))
+            if call is not None:
+                call.wanted = False
+                if call.answer is not None:
+                    self._forget(call)
+
+    def _forget(self, call: Call) -> None:
+        self._calls.pop(call.name, None)
+        call.forget()
+
+    def _drop(self, name: Name) -> None:
+        live = self.objects.get(name)
+        if live is not None:
+            live.closing = True
+            if live.idle:
+                live.end()
+            del self.objects[name]
+
+    def caller_gone(self, peer: NodeId) -> None:
+        """A process that has called objects here has ended."""
+        with self._lock:
+            self._gone.add(peer)
+            for call in [call for call in self._calls.values() if call.name[0] == peer]:
+                call.wanted = False
+                if call.state == "queued":
+                    self._cancel(call.name)
+                if call.answer is not None:
+                    self._forget(call)
+            for name in [name for name in self._expected if name[0] == peer]:
+                for waiter in self._expected.pop(name):
+                    text = message("the process that has made this call has ended before it reached its object")
+                    waiter(Raised, answers.packed(PeerLost(text, peer[0]), self._post.id[0]))
+            for name in [name for name in self.objects if name[0] == peer]:
+                self._drop(name)
+
+    def deadlock_text(self, call: Call) -> str:
+        """What is wrong with a call that waits for itself, in words."""
+        live = self.objects.get(call.said.target)
+        method = f"{type(live.value).__name__}.{call.said.method}" if live is not None else "this method"
+        others = len(call.deadlock) - 2
+        by_way = f", by way of {others} more" if others > 0 else ""
+        return f"{method} waits for a call that cannot begin, or end, before {method} has{by_way}"
+
+
+def duplicate(packet: wire.Packet) -> wire.Packet:
+    """A packet of its own for who closes it."""
+    return wire.Packet(packet.data, packet.inline, None if packet.fd is None else os.dup(packet.fd))

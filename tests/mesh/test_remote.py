@@ -1,0 +1,350 @@
+"""Objects on ranks: their calls, what comes of them, and what is said when something goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+import torch
+from patience import HANGS, until
+
+from spmd import Mesh, MeshError, P, PeerLost, data_parallel, psum, put, spmd
+
+
+class Counter:
+    def __init__(self, value: int = 0):
+        self.value = value
+
+    def add(self, more: int, *, times: int = 1) -> int:
+        self.value += more * times
+        return self.value
+
+    def fail(self, text: str) -> None:
+        raise LookupError(text)
+
+    def get(self) -> int:
+        return self.value
+
+
+class Gate:
+    """Calls of `wait` end when somebody opens it, which another object does: one object does one call at a time."""
+
+    def __init__(self, opened: Any = None):
+        self.opened, self.seen = opened, 0
+
+    def wait(self) -> int:
+        assert until(lambda: self.opened.get().get())
+        self.seen += 1
+        return self.seen
+
+    def pass_by(self, what: int) -> int:
+        self.seen += 1
+        return what
+
+
+class Tensors:
+    def __init__(self) -> None:
+        self.kept = torch.zeros(1 << 16)
+
+    def make(self, size: int, fill: float) -> torch.Tensor:
+        return torch.full((size,), fill)
+
+    def total(self, *tensors: Any, **named: Any) -> float:
+        return float(sum(t.sum() for t in tensors) + sum(t.sum() for t in named.get("tree", {}).values()))
+
+    def grow(self) -> torch.Tensor:
+        self.kept += 1
+        return self.kept
+
+    def where(self) -> int:
+        return os.getpid()
+
+
+class Chain:
+    """Calls itself, and others of its kind, in ways that can end, and in ways that can't."""
+
+    def set(self, other: Any) -> None:
+        self.other = other
+
+    def echo(self, value: Any = 1) -> Any:
+        return value
+
+    def wait_for_itself(self) -> Any:
+        return self.other.echo().get()
+
+    def wait_around(self) -> Any:
+        return self.other.wait_for_itself().get()
+
+    def hand_on(self, value: Any) -> Any:
+        return self.other.echo(value)  # a Ref, which it does not wait for
+
+
+@pytest.fixture
+def mesh(shared_mesh: Any) -> Mesh:
+    return shared_mesh({"data": 2})
+
+
+def test_calls_run_in_order_and_keep_what_they_change(mesh: Mesh) -> None:
+    counter = mesh.remote(Counter, 10, rank=1)
+    refs = [counter.add(1, times=number) for number in range(5)]
+    assert [ref.get() for ref in refs] == [10, 11, 13, 16, 20]
+    assert refs[0].done() and refs[0].get() is refs[0].get()
+    assert "Counter" in repr(counter) and "done" in repr(refs[0])
+    with pytest.raises(AttributeError, match=r"no method 'subtract'.*add"):
+        counter.subtract(1)
+
+
+def test_an_error_keeps_its_type_and_the_remote_traceback(mesh: Mesh) -> None:
+    counter = mesh.remote(Counter, rank=1)
+    with pytest.raises(LookupError, match="no such thing") as caught:
+        counter.fail("no such thing").get()
+    assert "in fail" in str(caught.value.__cause__) and "rank 1" in str(caught.value.__cause__)
+    assert counter.add(1).get() == 1
+    assert isinstance(counter.fail("again").exception(), LookupError)
+    with pytest.raises(ZeroDivisionError):
+        mesh.remote(lambda: 1 // 0, rank=1)
+
+
+def test_an_error_that_nobody_asks_for_is_raised_at_the_next_call(mesh: Mesh) -> None:
+    counter = mesh.remote(Counter, rank=1)
+    counter.fail("dropped")
+    counter.get().exception()  # over, when it is
+    with pytest.raises(LookupError, match="dropped"):
+        counter.get()
+    assert counter.get().get() == 0
+
+
+def test_results_go_from_rank_to_rank(mesh: Mesh) -> None:
+    first, second = mesh.remote(Tensors, rank=0), mesh.remote(Tensors, rank=1)
+    small, large = first.make(3, 2.0), first.make(1 << 18, 1.0)
+    assert second.total(small, large, tree={"a": small}).get() == 6 + (1 << 18) + 6
+    assert first.total(large, tree={"b": second.make(1 << 17, 2.0)}).get() == (1 << 18) * 2
+    assert torch.equal(large.get(), torch.ones(1 << 18)) and large.get() is large.get()
+    failed = mesh.remote(Counter, rank=0).fail("upstream")
+    with pytest.raises(LookupError, match="upstream"):
+        second.total(failed).get()
+    assert failed.exception() is not None
+
+
+def test_a_result_is_what_it_was_when_the_call_ended(mesh: Mesh) -> None:
+    tensors = mesh.remote(Tensors, rank=1)
+    before, after = tensors.grow(), tensors.grow()
+    assert after.get()[0] == 2 and before.get()[0] == 1
+
+
+def test_functions_on_ranks_take_handles_and_results(mesh: Mesh) -> None:
+    counter, tensors = mesh.remote(Counter, rank=1), mesh.remote(Tensors, rank=0)
+    assert sorted(mesh.run(lambda handle: handle.add(1).get(), counter)) == [1, 2]
+    assert sorted(mesh.run(lambda: counter.add(1).get())) == [3, 4]  # captured
+    assert mesh.run(lambda x: float(x.sum()), tensors.make(1 << 17, 1.0)) == [1 << 17] * 2
+    assert mesh.submit(lambda x: x + 1, counter.get(), rank=0).result() == 5
+    (back, _) = mesh.run(lambda: counter)
+    assert back.get().get() == 4
+
+
+def test_regions_take_results(mesh: Mesh) -> None:
+    tensors = mesh.remote(Tensors, rank=1)
+
+    @spmd(mesh=mesh, in_specs=(P("data"), None), out_specs=P())
+    def total(x: torch.Tensor, scale: Any) -> torch.Tensor:
+        return psum((x * scale["by"]).sum(), "data")
+
+    for _ in range(2):
+        assert float(total(tensors.make(10, 1.0), {"by": tensors.make(1, 3.0)})) == 30
+    failed = mesh.remote(Counter, rank=0).fail("upstream")
+    with pytest.raises(LookupError, match="upstream"):
+        total(failed, {"by": 1.0})
+
+
+def test_ranks_call_objects_while_they_compute(mesh: Mesh) -> None:
+    """An asynchronous parameter server: ranks read and write while the others go on."""
+
+    class Server:
+        def __init__(self) -> None:
+            self.value, self.writes = torch.zeros(4), 0
+
+        def read(self) -> torch.Tensor:
+            return self.value
+
+        def write(self, gradient: torch.Tensor) -> int:
+            self.value -= gradient
+            self.writes += 1
+            return self.writes
+
+    server = mesh.remote(Server, rank=0)
+
+    def train(steps: int) -> float:
+        for _ in range(steps):
+            server.write(server.read().get() * 0 + 1.0)
+        mesh.comm().barrier()
+        return float(server.read().get().sum())
+
+    mesh.run(train, 10)
+    assert float(server.read().get().sum()) == -4 * 10 * mesh.size
+
+
+def test_objects_are_made_by_ranks(mesh: Mesh) -> None:
+    def make_elsewhere() -> int:
+        counter = mesh.remote(Counter, 5, rank=1 - mesh.rank)
+        return counter.add(mesh.rank).get()
+
+    assert mesh.run(make_elsewhere) == [5, 6]
+
+
+def test_a_call_does_not_wait_for_regions(mesh: Mesh) -> None:
+    """Both ranks are in a function that ends when an object on one of them has been told to."""
+    flag = mesh.remote(Counter, rank=0)
+    waiting = threading.Thread(target=lambda: mesh.run(lambda: until(lambda: flag.get().get() == 1)))
+    waiting.start()
+    assert until(lambda: flag.add(0).get() == 0)
+    flag.add(1).get()
+    waiting.join(HANGS)
+    assert not waiting.is_alive()
+
+
+def test_waits_end(mesh: Mesh) -> None:
+    opened = mesh.remote(Counter, rank=0)
+    gate = mesh.remote(Gate, opened, rank=1)
+    first, second, third = gate.wait(), gate.wait(), gate.pass_by(3)
+    with pytest.raises(TimeoutError, match=r"0\.05 s"):
+        first.get(timeout=0.05)
+    assert not first.done() and second.cancel() and second.cancelled()
+    with pytest.raises(CancelledError):
+        second.get()
+    seen: list[Any] = []
+    third.add_done_callback(lambda ref: seen.append(ref.get()))
+    opened.add(1)
+    assert third.get(HANGS) == 3 and first.get() == 1 and not first.cancel()
+    assert until(lambda: seen == [3])
+
+    async def together() -> list[Any]:
+        return list(await asyncio.gather(*(gate.pass_by(number) for number in range(20))))
+
+    assert asyncio.run(together()) == list(range(20))
+
+    async def large() -> int:
+        return len(await mesh.remote(Tensors, rank=0).make(1 << 17, 0.0))
+
+    assert asyncio.run(large()) == 1 << 17
+
+
+def test_a_caller_waits_where_too_many_calls_are_under_way(mesh: Mesh) -> None:
+    opened = mesh.remote(Counter, rank=0)
+    gate = mesh.remote(Gate, opened, rank=1)
+    sent: list[Any] = []
+
+    def send() -> None:
+        sent.append(gate.wait())
+        for number in range(3000):
+            sent.append(gate.pass_by(number))
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert until(lambda: len(sent) == 1024)
+    opened.add(1)
+    sender.join(HANGS)
+    assert [ref.get() for ref in sent[1:]] == list(range(3000))
+
+
+def test_a_call_that_waits_for_itself_is_told_so(mesh: Mesh) -> None:
+    one, other = mesh.remote(Chain, rank=0), mesh.remote(Chain, rank=1)
+    one.set(one).get()
+    with pytest.raises(MeshError, match=r"Chain\.wait_for_itself waits for a call that cannot begin"):
+        one.wait_for_itself().get()
+    one.set(other).get()
+    other.set(one).get()
+    with pytest.raises(MeshError, match=r"waits for a call that cannot begin, or end, before Chain\.\w+ has"):
+        one.wait_around().get()
+    assert one.wait_for_itself().get() == 1  # the other one answers
+    assert one.hand_on(7).get() == 7  # the result is another call's
+
+
+def test_what_is_refused(mesh: Mesh) -> None:
+    tensors = mesh.remote(Tensors, rank=1)
+    weight = torch.ones(3, requires_grad=True)
+    with pytest.raises(MeshError, match=r"no derivative.*detach"):
+        tensors.total(weight * 2)
+    with pytest.raises(MeshError, match=r"Array.*array\.full\(\)"):
+        tensors.total(put(torch.ones(2), mesh=mesh))
+    with pytest.raises(MeshError, match="cannot be sent"):
+        tensors.total(threading.Lock())
+    with pytest.raises(MeshError, match="no such rank"):
+        mesh.remote(Counter, rank=2)
+    with pytest.raises(MeshError, match="cannot communicate"):
+        mesh.remote(lambda: mesh.comm().barrier(), rank=0)
+    with pytest.raises(MeshError, match="as an argument"):
+        ref = tensors.where()
+        mesh.run(lambda: ref.get())
+
+
+def test_training_goes_on_beside_calls(mesh: Mesh) -> None:
+    """A replay buffer is filled and read while the ranks take steps; the steps give what they give without it."""
+    buffer = mesh.remote(Tensors, rank=1)
+
+    def losses(beside: bool) -> list[float]:
+        @spmd(mesh=mesh)
+        @data_parallel
+        def step(weight: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+            return psum((weight * batch).sum(), "data")
+
+        out = []
+        for number in range(5):
+            refs = [buffer.make(100, 1.0) for _ in range(10)] if beside else []
+            out.append(float(step(torch.tensor(2.0), torch.arange(8.0) + number)))
+            assert all(len(ref.get()) == 100 for ref in refs)
+        return out
+
+    assert losses(True) == losses(False)
+
+
+def test_objects_go_with_their_handles(mesh: Mesh) -> None:
+    counter = mesh.remote(Counter, rank=1)
+    keeper = mesh.remote(Gate, counter, rank=0)
+    del counter
+    waits = keeper.wait()
+    with pytest.raises(MeshError, match=r"handle that mesh\.remote returned"):
+        waits.get()
+
+
+def test_a_rank_that_dies_takes_its_objects_along(make_mesh: Any) -> None:
+    mesh = make_mesh({"data": 2})
+    lost, kept = mesh.remote(Tensors, rank=1), mesh.remote(Counter, 3, rank=0)
+    large = lost.make(1 << 18, 1.0)
+    pid = lost.where().get()
+    gate = mesh.remote(Gate, kept, rank=1)
+    under_way = gate.pass_by(1), gate.wait()
+    assert under_way[0].get() == 1
+    os.kill(pid, signal.SIGKILL)
+    for ref in (under_way[1], large):
+        with pytest.raises(PeerLost, match="rank 1") as caught:
+            ref.get(HANGS)
+        assert caught.value.rank == 1
+    with pytest.raises(PeerLost):
+        lost.where().get()
+    assert kept.get().get() == 3
+    again = mesh.remote(Tensors, rank=1)
+    assert again.where().get() != pid
+    assert mesh.run(lambda: float(torch.ones(2).sum())) == [2.0, 2.0]
+
+
+def test_closing_and_restarting(make_mesh: Any) -> None:
+    mesh = make_mesh({"data": 1})
+    kept = mesh.remote(Counter, 0)
+    gate = mesh.remote(Gate, kept)
+    waits = gate.wait()
+    mesh.restart()
+    with pytest.raises(MeshError, match="restarted"):
+        waits.get()
+    with pytest.raises(MeshError, match="restarted"):
+        kept.get()
+    mesh.remote(Counter, 0).fail("at the end")
+    with pytest.raises(MeshError, match="of another mesh, or of one that was restarted"):
+        mesh.run(lambda handle: handle, kept)
+    with pytest.raises(LookupError, match="at the end"):
+        while not mesh.closed:
+            mesh.remote(Counter, 1).get().get()
