@@ -6,9 +6,10 @@ seconds: where a program has not, there is nothing compiled.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -60,6 +61,15 @@ def taken_apart(obj: Any) -> tuple[Callable, tuple] | None:
     return None if function is None else (_compiled, (function, _options(_context_of(obj))))
 
 
+def options_of(function: Any) -> dict[str, Any]:
+    """What `torch.compile` was given besides the function.
+
+    Raises:
+        TypeError: this version of torch keeps it elsewhere.
+    """
+    return _options(_context_of(function))
+
+
 def _options(context: Any) -> dict[str, Any]:
     backend = context.callback
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
@@ -99,3 +109,21 @@ def uncompiled(function: Callable) -> Callable:
     """The same, kept from a compiler that calls it, with all that it calls."""
     compiler = _compiler()
     return function if compiler is None else torch.compiler.disable(function)
+
+
+@contextlib.contextmanager
+def eagerly() -> Iterator[None]:
+    """Within, what `torch.compile` has made runs as the function that it was made of.
+
+    For a block under a mode of ours that sees every operation: functions that are first called under one are left alone
+    by the compiler, for ever.
+    """
+    if _compiler() is not None:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+        return
+    try:
+        yield
+    finally:
+        if _compiler() is not None:  # which the block has imported, and met functions with
+            torch.compiler.reset()

@@ -279,6 +279,15 @@ def inject_parametrizations(module: nn.Module, names: Iterable[str]) -> None:
         parametrize._inject_property(module, name)
 
 
+def clipping_functions() -> list[Any]:
+    """The cells that hold what `clip_grad_norm_` and `clip_grad_value_` call, to put something else in.
+
+    Public way: none. There are hooks for optimizers' steps alone, and a program has imported these functions by name.
+    """
+    functions: list[Any] = [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_]
+    return [one.__closure__[one.__code__.co_freevars.index("func")] for one in functions]
+
+
 # -- the compiler ------------------------------------------------------------------------------------------------------
 
 
@@ -296,9 +305,12 @@ def dynamic_of(context: Any) -> bool | None:
     return found
 
 
-def has_compiled_call(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called, which copies of it forget; public way: none."""
-    return module._compiled_call_impl is not None
+def compiled_call(module: nn.Module) -> Any:
+    """What `module.compile()` has made of the module's call, which copies of it forget; None if it was not called.
+
+    Public way: none.
+    """
+    return module._compiled_call_impl
 
 
 def compiler_listens() -> bool:

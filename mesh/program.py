@@ -162,7 +162,7 @@ class CompiledCall:
         first = self._raw is None
         if first:
             self._captured = Captured(self._program.body, (type(self._mesh), Array))
-        region = Region(session, key, self._mesh, self._plan.batch, captured=self._captured.trainable)
+        region = Region(session, key, self._mesh, self._plan.batch, captured=self._captured.trainable, pure=True)
         state = generators() if session.launched else None
         reseed(region, session.rank)
         try:

@@ -29,6 +29,7 @@ class Region:
         plan: of the `data_parallel` step that is running, `transforms._plan.Plan`.
         random: what the generators were last seeded with.
         alike: the axes along which all ranks were seeded the same.
+        pure: what runs may change nothing: it is an @spmd function.
         captured: ids of the tensors that the function refers to besides its arguments and that require gradients.
     """
 
@@ -40,6 +41,7 @@ class Region:
     random: tuple = ()
     alike: frozenset[str] = frozenset()
     captured: frozenset[int] = frozenset()
+    pure: bool = False
 
 
 _regions = threading.local()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ._batch_norm import synced
+from ._compiled_modules import compile_parts, compiled_parts
 from ._functional_checks import check_module, check_names
 from .kernels import torch_private
 from .kernels.errors import SpmdError, message
@@ -47,7 +47,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]
     tensor([6.])
 
     Args:
-        module: any module; it stays as it is. `apply` keeps the train/eval mode that every submodule has now.
+        module: any module; it stays as it is. `apply` keeps the train/eval mode that every submodule has now, and what
+            `module.compile()` compiled is compiled there, too.
 
     Returns:
         `apply(params, *args, **kwargs)`, which gives what `module(*args, **kwargs)` would, and can be pickled; and the
@@ -63,7 +64,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]
     Source: `torch.func.functional_call`, and the Flax/Haiku `init`/`apply` pair.
     """
     check_module(module)
-    return Apply(_skeleton(module, dict(module.named_parameters()))), _values(module)
+    return Apply(_skeleton(module, dict(module.named_parameters())), compiled_parts(module)), _values(module)
 
 
 def functional_with_buffers(
@@ -96,21 +97,25 @@ def functional_with_buffers(
     if sync:
         module = synced(module)
     buffers = dict(module.named_buffers())
-    skeleton = _skeleton(module, dict(module.named_parameters()), buffers)
-    return ApplyWithBuffers(skeleton), _values(module), {name: b.detach().clone() for name, b in buffers.items()}
+    apply = ApplyWithBuffers(_skeleton(module, dict(module.named_parameters()), buffers), compiled_parts(module))
+    return apply, _values(module), {name: b.detach().clone() for name, b in buffers.items()}
 
 
 class Apply:
-    """The function that `functional` returns: a skeleton, and runnable copies of it made on demand."""
+    """The function that `functional` returns: a skeleton, and runnable copies of it made on demand.
 
-    def __init__(self, skeleton: nn.Module):
-        self.skeleton = skeleton
+    Args:
+        compiled: the parts that `module.compile()` was called of, and with what.
+    """
+
+    def __init__(self, skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]]):
+        self.skeleton, self._compiled = skeleton, compiled
         self._idle: list[_Runner] = []
 
     def __reduce__(self):
         if any(parametrize.is_parametrized(submodule) for submodule in self.skeleton.modules()):
-            return _load_parametrized, (type(self), _without_parametrized_classes(self.skeleton))
-        return type(self), (self.skeleton,)
+            return _load_parametrized, (type(self), _without_parametrized_classes(self.skeleton), self._compiled)
+        return type(self), (self.skeleton, self._compiled)
 
     def __repr__(self) -> str:
         return f"apply({type(self.skeleton).__name__})"
@@ -145,7 +150,7 @@ class Apply:
             memo[id(twin)] = nn.Parameter(_fetched(params[name]), requires_grad=twin.requires_grad)
         for name, value in (buffers or {}).items():
             memo[id(constants[name])] = _fetched(value)
-        return copy.deepcopy(self.skeleton, memo)
+        return compile_parts(copy.deepcopy(self.skeleton, memo), self._compiled)
 
     def state_dict(self, params: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What `load_state_dict` of such a module takes, tied names and all."""
@@ -174,7 +179,7 @@ class Apply:
         try:
             runner = self._idle.pop()
         except IndexError:
-            runner = _Runner(_duplicate(self.skeleton))
+            runner = _Runner(compile_parts(_duplicate(self.skeleton), self._compiled))
         try:
             return runner.run(params, buffers, args, kwargs)
         finally:
@@ -278,11 +283,6 @@ def _skeleton(module: nn.Module, *emptied: dict[str, Tensor]) -> nn.Module:
             # Left by a forward pass, for instance by weight norm: deepcopy refuses a tensor with a history.
             if isinstance(value, Tensor) and value.grad_fn is not None and id(value) not in memo:
                 memo[id(value)] = value.detach().clone()
-    if any(torch_private.has_compiled_call(submodule) for submodule in module.modules()):
-        warnings.warn(
-            f"functional does not carry {type(module).__name__}.compile(): write torch.compile(apply) for its result",
-            stacklevel=3,
-        )
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
@@ -308,12 +308,12 @@ def _without_parametrized_classes(skeleton: nn.Module) -> nn.Module:
     return plain
 
 
-def _load_parametrized(apply: type[Apply], skeleton: nn.Module) -> Apply:
+def _load_parametrized(apply: type[Apply], skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]]) -> Apply:
     for submodule in list(skeleton.modules()):
         names = dict(submodule.named_children()).get("parametrizations")
         if isinstance(names, nn.ModuleDict):
             torch_private.inject_parametrizations(submodule, names)
-    return apply(skeleton)
+    return apply(skeleton, compiled)
 
 
 def _fetched(value: Any) -> Tensor:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...kernels.errors import SpecError, message
-from ...kernels.torch_private import version
+from ...kernels.torch_private import clipping_functions, version
 from ..region import current
 from .references import SCALARS, inside_of
 
@@ -63,6 +64,7 @@ class Captured:
     """
 
     def __init__(self, function: Any, whole: tuple[type, ...]):
+        _watch_clipping()
         self._known = [_Known.of(*found) for found in _tensors(function, whole)]
         self.trainable = frozenset(id(known.tensor) for known in self._known if known.tensor.requires_grad)
         if self.trainable:
@@ -142,3 +144,39 @@ def _refuse_captured(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
                 remedy=_TRAIN,
             )
         )
+
+
+@functools.cache
+def _watch_clipping() -> None:
+    """From now on, refuse to clip gradients that are none in an @spmd function."""
+    for cell in clipping_functions():
+        cell.cell_contents = _watched(cell.cell_contents)
+
+
+def _watched(clip: Callable) -> Callable:
+    @functools.wraps(clip)
+    def watched(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return clip(parameters, *args, **kwargs)
+        tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        _refuse_clipping(clip.__name__, tensors)
+        is_generator = isinstance(parameters, types.GeneratorType)  # for which torch has a warning of its own
+        return clip((tensor for tensor in tensors) if is_generator else tensors, *args, **kwargs)
+
+    return watched
+
+
+def _refuse_clipping(name: str, tensors: list[Tensor]) -> None:
+    region = current()
+    if region is None or not region.pure or not tensors or any(tensor.grad is not None for tensor in tensors):
+        return
+    raise SpecError(
+        message(
+            f"{name} was called in a step on tensors that have no gradients in them, and would clip nothing: here "
+            "gradients are values, loss, grads = value_and_grad(loss_fn)(params, batch)",
+            got=f"{len(tensors)} tensors with .grad None",
+            where=region.session.where(),
+            remedy="optimizer(torch.optim.AdamW, lr=..., clip=1.0) clips by the global norm; for another rule change "
+            "grads, as in {name: g.clamp(-1, 1) for name, g in grads.items()}",
+        )
+    )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...kernels.torch_compiled import eagerly
 from ...kernels.torch_private import DispatchMode, arguments, operation_name, storage, without_torch_function
 from ...kernels.word_key import word_key
 from ..region import current
@@ -36,7 +37,7 @@ def follow(net: Net | None) -> Iterator[None]:
     if net is None:
         yield
         return
-    with activate(net), _Operations(net), _Numbers(net):
+    with activate(net), eagerly(), _Operations(net), _Numbers(net):
         yield
 
 

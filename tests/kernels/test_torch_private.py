@@ -208,6 +208,27 @@ def inject_parametrizations() -> None:
     assert layer.weight.item() == 2
 
 
+def clipping_functions() -> None:
+    x, seen = torch.ones(2), []
+    for cell, clip in zip(
+        torch_private.clipping_functions(), (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_), strict=True
+    ):
+        before = cell.cell_contents
+        cell.cell_contents = lambda *args, before=before: seen.append((before.__name__, args))
+        try:
+            clip(x, 0.5)
+        finally:
+            cell.cell_contents = before
+    assert seen == [("clip_grad_norm_", (x, 0.5)), ("clip_grad_value_", (x, 0.5))]
+
+
+def compiled_call() -> None:
+    module = nn.Linear(1, 1)
+    assert torch_private.compiled_call(module) is None
+    module.compile(backend="eager")
+    assert torch_private.compiled_from(torch_private.compiled_call(module)) == module._call_impl
+
+
 def tree_node_of() -> None:
     apart, anew = torch_private.tree_node_of(list)
     parts, context = apart([1, 2])
@@ -243,6 +264,8 @@ PARTS: dict[Callable[[], None], str] = {
     in_torch_func: "collectives and grad within transforms of torch.func",
     tables: "functional, and looking for changes of captured modules",
     inject_parametrizations: "shipping modules with parametrizations",
+    clipping_functions: "refusing to clip gradients that are none in a step",
+    compiled_call: "carrying module.compile() to the ranks",
     tree_node_of: "batches and results in classes that are registered with torch's trees",
     gloo_options: "the backend gloo",
 }

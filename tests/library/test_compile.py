@@ -44,7 +44,7 @@ def loss_and_grads(mesh, compiled, **options):
         return value_and_grad(compiled_loss)(p, batch)
 
     compiled_loss = compiled(loss_fn, **options)
-    return [step(params, BATCH) for _ in range(2)][-1]
+    return [step(params, BATCH) for _ in range(3)][-1]
 
 
 def applied(mesh, compiled, **options):
@@ -56,7 +56,7 @@ def applied(mesh, compiled, **options):
     def step(p, batch):
         return value_and_grad(lambda p, b: (run(p, b["x"]) - b["y"]).square().mean())(p, batch)
 
-    return step(params, BATCH)
+    return [step(params, BATCH) for _ in range(3)][-1]
 
 
 def trained(mesh, compiled, **options):
@@ -72,7 +72,7 @@ def trained(mesh, compiled, **options):
         p, s = update(p, g, s)
         return loss, p, s
 
-    for _ in range(2):
+    for _ in range(4):
         loss, params, state = step(params, state, BATCH)
     return loss, params
 
@@ -87,7 +87,8 @@ def collectives(mesh, compiled, **options):
         return total * 2 + all_gather(x, "data").sum()
 
     run = compiled(combine, **options)
-    return spmd.spmd(lambda x: run(x), in_specs=P("data"), mesh=mesh)(BATCH["x"])
+    step = spmd.spmd(lambda x: run(x), in_specs=P("data"), mesh=mesh)
+    return [step(BATCH["x"]) for _ in range(3)][-1]
 
 
 def gradient_through_a_collective(mesh, compiled, **options):
@@ -95,19 +96,22 @@ def gradient_through_a_collective(mesh, compiled, **options):
         return psum((w * x).square().sum(), "data")
 
     run = compiled(norm, **options)
-    return spmd.spmd(lambda x: grad(run)(torch.ones(3), x), in_specs=P("data"), mesh=mesh)(BATCH["x"])
+    step = spmd.spmd(lambda x: grad(run)(torch.ones(3), x), in_specs=P("data"), mesh=mesh)
+    return [step(BATCH["x"]) for _ in range(3)][-1]
 
 
 def an_object(mesh, compiled, **options):
     run = compiled(Scale(3.0), **options)
-    return spmd.spmd(lambda x: psum(run(x), "data"), mesh=mesh)(torch.ones(2))
+    step = spmd.spmd(lambda x: psum(run(x), "data"), mesh=mesh)
+    return [step(torch.ones(2)) for _ in range(3)][-1]
 
 
 def a_module(mesh, compiled, **options):
     torch.manual_seed(0)
     module = compiled(torch.nn.Linear(3, 1), **options)
     apply, params = functional(module)
-    return spmd.spmd(lambda p, x: psum(apply(p, x).sum(), "data"), mesh=mesh)(params, BATCH["x"])
+    step = spmd.spmd(lambda p, x: psum(apply(p, x).sum(), "data"), mesh=mesh)
+    return [step(params, BATCH["x"]) for _ in range(3)][-1]
 
 
 PROGRAMS = [
@@ -167,9 +171,67 @@ def test_a_compiled_step_is_refused(shared_mesh):
     assert step(torch.ones(2)).full().tolist() == [2, 2]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_compile_of_a_module_does_is_said():
-    module = torch.nn.Linear(2, 1)
-    module.compile(backend="eager")
-    with pytest.warns(UserWarning, match=r"does not carry Linear.compile\(\): write torch.compile\(apply\)"):
-        functional(module)
+class Net(torch.nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x):
+        return torch.tanh(self.inside(x)) * 2
+
+
+def in_place(mesh, part, **options):
+    torch.manual_seed(0)
+    module = Net(Net(torch.nn.Linear(3, 1)))
+    if part is not None:
+        module.get_submodule(part).compile(**options)
+    apply, params = functional(module)
+
+    @spmd.spmd(mesh=mesh)
+    @data_parallel
+    def step(p, batch):
+        return value_and_grad(lambda p, b: (apply(p, b["x"]) - b["y"]).square().mean())(p, batch)
+
+    return apply, params, [step(params, BATCH) for _ in range(3)][-1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", ["", "inside"])
+def test_a_module_that_was_compiled_in_place(shared_mesh, part):
+    """`module.compile()`, of the whole and of one layer: its copies on the ranks are compiled with the same options."""
+    mesh = shared_mesh({"data": 2})
+    _, _, expected = in_place(mesh, None)
+    before, here = mesh.run(compiled_by_counting), compiled_by_counting()
+    apply, params, found = in_place(mesh, part, backend=counting)
+    torch.testing.assert_close(leaves(found), leaves(expected))
+    assert all(now > then for now, then in zip(mesh.run(compiled_by_counting), before, strict=True))
+    assert compiled_by_counting() == here
+    apply(params, BATCH["x"])
+    again = cloudpickle.loads(cloudpickle.dumps(apply))
+    torch.testing.assert_close(again(params, BATCH["x"]), apply(params, BATCH["x"]))
+    assert compiled_by_counting() > here
+
+
+def compiled_in_the_step(x):
+    return torch.compile(lambda x: x * 2, backend=counting)(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("within", [False, True])
+def test_what_was_compiled_runs_compiled(make_mesh, within):
+    """Though at the first call, which is followed operation by operation, it runs as the plain function."""
+    mesh = make_mesh({"data": 2})
+    double = compiled_in_the_step if within else torch.compile(lambda x: x * 2, backend=counting)
+    step = spmd.spmd(lambda x: psum(double(x), "data"), mesh=mesh)
+    for _ in range(3):
+        assert step(torch.ones(2)).full().tolist() == [4, 4]
+    assert all(mesh.run(compiled_by_counting))
+
+
+def counting(graph, inputs):
+    torch.counted_compilations = compiled_by_counting() + 1
+    return graph
+
+
+def compiled_by_counting():
+    return getattr(torch, "counted_compilations", 0)

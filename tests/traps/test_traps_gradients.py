@@ -126,6 +126,41 @@ def test_what_is_no_function(wrong: Callable[[], Any], text: str) -> None:
         wrong()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
+def test_clipping_gradients_that_are_none(shared_mesh: Callable[..., Mesh], clip: Callable, ranks: int) -> None:
+    """The gradients of a step are values, and not in its parameters."""
+    apply, params = functional(model())
+
+    @spmd(mesh=shared_mesh({"data": ranks}))
+    @data_parallel
+    def step(params, batch, way):
+        loss, _ = value_and_grad(lambda params, batch: apply(params, batch).square().mean())(params, batch)
+        clip(params.values() if way == "values" else (p for p in params.values()), 1.0)
+        return loss
+
+    for way in ("values", "generator"):
+        with pytest.raises(SpecError, match=rf"{clip.__name__} was called.*got 4 tensors with .grad None.*clip=1.0\)"):
+            step(params, X, way)
+
+
+def test_clipping_gradients_that_are_there(mesh: Mesh) -> None:
+    """Of what a step trains within, of a function given to run, and outside of both."""
+
+    def inner(x):
+        w = torch.full((3,), 2.0, requires_grad=True)
+        frozen = torch.ones(3, requires_grad=True)
+        (w * x).sum().backward()
+        norm = nn.utils.clip_grad_norm_((p for p in (w, frozen)), 1.0)
+        return w.grad, norm
+
+    grad, norm = spmd(inner, mesh=mesh)(torch.tensor([3.0, 0.0, 4.0]))
+    torch.testing.assert_close(grad.full(), torch.tensor([0.6, 0.0, 0.8]))
+    assert norm.item() == 5
+    assert mesh.run(lambda: float(nn.utils.clip_grad_norm_([torch.ones(2)], 1.0))) == [0.0, 0.0]
+    assert float(nn.utils.clip_grad_norm_([torch.ones(2)], 1.0)) == 0
+
+
 def test_reentrant_checkpointing(mesh: Mesh) -> None:
     apply, params = functional(model())
     with pytest.raises(SpecError, match=r"reentrant activation checkpointing.*use_reentrant=False"):
