@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+# `signal` wraps each of these in look-ups of enumerations: ten times the cost, on every call.
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from typing import Any
 
+_SIGINT = int(signal.SIGINT)
 _shielded = False  # the main thread is in such a block already
 
 
@@ -22,9 +25,9 @@ class uninterrupted:
         self._handler: Any = None
         self._held: tuple[Any, ...] | None = None
         if not _shielded and threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
+            handler = _signal.getsignal(_SIGINT)
             if callable(handler):  # not ignored, and not handled outside Python
-                signal.signal(signal.SIGINT, self._hold)
+                _signal.signal(_SIGINT, self._hold)
                 self._handler, _shielded = handler, True
 
     def _hold(self, *arguments: Any) -> None:
@@ -34,6 +37,6 @@ class uninterrupted:
         global _shielded
         if self._handler is not None:
             _shielded = False
-            signal.signal(signal.SIGINT, self._handler)
+            _signal.signal(_SIGINT, self._handler)
             if self._held is not None:
                 self._handler(*self._held)

@@ -13,7 +13,14 @@ import pytest
 from patience import HANGS
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-BY_HAND = ["tensor_parallel", "ring_attention", "pipeline"]
+BY_HAND = [
+    "tensor_parallel",
+    "ring_attention",
+    "pipeline",
+    "parameter_server",
+    "remote_pipeline",
+    "replay_buffer",
+]
 
 
 def run(script: Path, *launcher: str, **environ: str) -> str:
