@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo test test-fast test-real bench profile lint types suite clean gpu
+.PHONY: demo test test-fast test-real test-torch bench profile lint types suite clean gpu
 
 demo: $(VENV)/.demo
 	$(PY) notebooks/digits.py
@@ -77,6 +77,12 @@ suite: $(VENV)/.made
 # Real models beside plain torch; what they come from is installed for them alone.
 test-real: $(VENV)/.real
 	cd tests && $(PY) -m pytest -q -n 2 --dist loadfile real
+
+# torch's own tests of torch.distributed on the backend "spmd" beside Gloo, and the programs of its stack on more ranks.
+test-torch: $(VENV)/.made
+	cd tests
+	for ranks in 2 3 4; do $(PY) forked.py $$ranks torch_programs.py all; done
+	$(PY) torch_suite.py
 
 $(VENV)/.real: $(VENV)/.made
 	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[real]'

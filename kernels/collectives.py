@@ -5,7 +5,7 @@ All follow from one exchange, in rank order, for every dtype; a transport overri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -94,6 +94,17 @@ def all_to_all(comm: Transport, call: Call, outs: Sequence[torch.Tensor], ins: S
     sends = [as_bytes(contiguous(piece)) for piece in ins]
     yield from comm._exchange(call, sends, [as_bytes(buffer) for buffer in buffers])
     copy_back(outs, buffers)
+
+
+def written(
+    comm: Transport, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None], into: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's slice, as `write` makes it (of that in `into`, if given), and where those of all ranks go."""
+    mine = torch.empty(length, dtype=dtype)
+    if into is not None:
+        mine.copy_(into[comm.rank * length : (comm.rank + 1) * length])
+    write(mine)
+    return mine, torch.empty(comm.size * length, dtype=dtype) if into is None else into
 
 
 def reduce_scatter(comm: Transport, call: Call, output: torch.Tensor, ins: Sequence[torch.Tensor], op: Op) -> Steps:

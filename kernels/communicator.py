@@ -20,11 +20,11 @@ from .call import Call, absent
 from .callsite import call_site
 from .errors import PeerLost, SpmdError, message
 from .flat import as_bytes
-from .operations import Operations, Sleep, Steps, Work
+from .operations import Operations, Ready, Sleep, Steps, Work
 from .progress import ProgressCounters
 from .reduction import Op, check_op
 from .shm.board import WAITING, Board
-from .waiting import Watch
+from .waiting import Watch, turn
 
 
 class Communicator(abc.ABC):
@@ -122,24 +122,23 @@ class Communicator(abc.ABC):
 
     def on_stall(self, work: Work) -> None:
         """Called now and then while a wait for `work` lasts: a peer that has left the region won't do its part."""
-        board = self._board
-        if board is None:
+        if (board := self._board) is None:
             return
-        if not board.said(board.rank):
-            board.say(f"{WAITING} {work.what}")
+        if (said := board.said(board.rank)) != (text := f"{WAITING} {work.what}") and (not said or WAITING in said):
+            board.say(text)
         left = [rank for rank in work.peers if self._has_left(rank) and not self._took_part(rank, work)]
         if left and (len(left) == len(work.peers) or not self._is_message(work)):
-            raise absent(self.ranks, self.rank, left[0], work.what, call_site())
+            raise self._absence(left[0], work.what)
+
+    def _absence(self, gone: int, what: str) -> BaseException:
+        lost = None if self._board is None else self._board.lost(self._board.participant(self.ranks[gone]))
+        return lost or absent(self.ranks, self.rank, gone, what, call_site())
 
     def on_timeout(self, work: Work) -> BaseException:
         """The error for a wait that lasts too long."""
-        return PeerLost(
-            message(
-                f"{work.what} on rank {self.ranks[self.rank]} got no answer for {self.timeout:g} s",
-                where=f"group {self.ranks}",
-                remedy="see what the other ranks do, or raise Mesh(timeout=)",
-            )
-        )
+        problem = f"{work.what} on rank {self.ranks[self.rank]} got no answer for {self.timeout:g} s"
+        remedy = "see what the other ranks do, or raise the timeout (Mesh(timeout=))"
+        return PeerLost(message(problem, where=f"group {self.ranks}", remedy=remedy))
 
     def _is_message(self, work: Work) -> bool:
         return work in self._operations.messages
@@ -156,10 +155,7 @@ class Communicator(abc.ABC):
 
     # -- driving -------------------------------------------------------------------------------------------------------
 
-    @property
-    def stale(self) -> bool:
-        """Whether the mesh has recovered from a failure since this was opened."""
-        return self._operations.stale
+    stale = property(lambda self: self._operations.stale, doc="Whether the mesh has recovered since this was opened.")
 
     def renew(self) -> None:
         """Open the communicator afresh if the mesh has recovered from a failure since it was last used."""
@@ -171,7 +167,17 @@ class Communicator(abc.ABC):
 
     def progress(self) -> None:
         """Advance what can be advanced without waiting."""
-        self._operations.progress()
+        with turn:
+            self._operations.progress()
+
+    def wait_for(self, ready: Ready, what: str) -> None:
+        """Wait, without taking a core from anybody, for a condition that operations under way make true."""
+        with turn:
+            self._operations.wait_until(ready, what, gently=True)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Wait so long from now on."""
+        self.timeout = self._operations.timeout = seconds
 
     def site(self) -> str:
         """Where the user's code called the operation that is at work."""
@@ -180,11 +186,13 @@ class Communicator(abc.ABC):
 
     def _start(self, what: str, steps: Steps, async_op: bool) -> Any:
         site = call_site() if async_op else ""
-        steps = self._renewed(what, steps)
-        return self._operations.start(what, steps, site=site, early=self.starts_early, async_op=async_op)
+        with turn:
+            steps = self._renewed(what, steps)
+            return self._operations.start(what, steps, site=site, early=self.starts_early, async_op=async_op)
 
     def _start_message(self, what: str, steps: Steps, peers: Sequence[int]) -> Work:
-        return self._operations.start_message(what, self._renewed(what, steps), peers)
+        with turn:
+            return self._operations.start_message(what, self._renewed(what, steps), peers)
 
     def _renewed(self, what: str, steps: Steps) -> Steps:
         self.renew()
@@ -313,18 +321,10 @@ class Communicator(abc.ABC):
     ) -> torch.Tensor:
         """The slices of all ranks, `length` elements each, end to end in a new tensor; `write(out)` makes this rank's.
 
-        On shared memory each rank writes into the one copy that all read; as that of `all_reduced`, the result
-        behaves as private.
-
-        Args:
-            into: an earlier result that all ranks are done with, to be overwritten and returned (see `can_rewrite`);
-                `write` then gets what this rank's slice has.
+        On shared memory each rank writes into the one copy that all read, which behaves as private. An earlier result
+        `into` that all are done with is overwritten (see `can_rewrite`); `write` then gets what this rank's slice has.
         """
-        mine = torch.empty(length, dtype=dtype)
-        if into is not None:
-            mine.copy_(into[self.rank * length : (self.rank + 1) * length])
-        write(mine)
-        out = torch.empty(self.size * length, dtype=dtype) if into is None else into
+        mine, out = collectives.written(self, length, dtype, write, into)
         self.all_gather(list(out.split(length)) if length else [out] * self.size, mine)
         return out
 
@@ -343,5 +343,5 @@ class Communicator(abc.ABC):
         lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         self.all_gather(lengths, torch.tensor([len(data)]))
         pieces = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
-        self.all_gather(pieces, torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)])
-        return [bytes(piece.numpy().tobytes()) for piece in pieces]
+        self.all_gather(pieces, torch.frombuffer(bytearray(data + b"\0"), dtype=torch.uint8)[:-1])
+        return [piece.numpy().tobytes() for piece in pieces]

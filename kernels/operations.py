@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 from .errors import PeerLost, message
-from .waiting import PEER_CHECK_SECONDS, Watch, wait_until
+from .waiting import PEER_CHECK_SECONDS, Watch, turn, wait_until
 
 Ready = Callable[[], bool]
 Steps = Generator[Ready, None, Any]
@@ -55,13 +55,15 @@ class Work:
         self.done = False
 
     def is_completed(self) -> bool:
-        self._operations.progress()
-        if not self.done:
-            self._operations.look(self)
-        return self.done
+        with turn:
+            self._operations.progress()
+            if not self.done:
+                self._operations.look(self)
+            return self.done
 
-    def wait(self) -> Any:
-        self._operations.finish(self)
+    def wait(self, timeout: float | None = None) -> Any:
+        with turn:
+            self._operations.finish(self, timeout)
         if self._error is not None:
             raise self._error
         return self._value
@@ -105,7 +107,7 @@ class Operations:
         self, transport: Transport, ranks: Sequence[int], watch: Watch, *, timeout: float, oversubscribed: bool
     ):
         self._transport, self._ranks, self._watch = transport, tuple(ranks), watch
-        self._timeout, self._oversubscribed = timeout, oversubscribed
+        self.timeout, self._oversubscribed = timeout, oversubscribed
         self._next_look = 0.0
         self.generation = watch.generation
         self.queue: deque[Work] = deque()
@@ -163,27 +165,29 @@ class Operations:
             self._watch.check_peers()
             self._transport.on_stall(work)
 
-    def finish(self, work: Work) -> None:
-        """Wait for one operation, and so for those started before it."""
+    def finish(self, work: Work, timeout: float | None = None) -> None:
+        """Wait for one operation, and so for those started before it; `timeout` seconds instead of the usual."""
         if self.stale:
             self.drop()
         while not work.done:
             first = work if work in self.messages or not self.queue else self.queue[0]
             try:
-                self._wait(lambda first=first: first.done, lambda first=first: first)  # type: ignore[misc]
+                self._wait(lambda first=first: first.done, lambda first=first: first, timeout)  # type: ignore[misc]
             finally:
                 if self.queue and self.queue[0].done:
                     self._finished()
 
-    def wait_until(self, ready: Ready, what: str) -> None:
+    def wait_until(self, ready: Ready, what: str, *, gently: bool = False) -> None:
         """Wait for a condition that is part of `what`, a call that need not be among these."""
 
         def first() -> Work:
             return self.queue[0] if self.queue else Work(self, what, _waiting(ready), range(len(self._ranks)))
 
-        self._wait(ready, first)
+        self._wait(ready, first, gently=gently)
 
-    def _wait(self, ready: Ready, work: Callable[[], Work]) -> None:
+    def _wait(
+        self, ready: Ready, work: Callable[[], Work], timeout: float | None = None, *, gently: bool = False
+    ) -> None:
         def progressed() -> bool:
             self._progress_all()
             return ready()
@@ -191,11 +195,12 @@ class Operations:
         wait_until(
             progressed,
             self._watch,
-            timeout=self._timeout,
+            timeout=self.timeout if timeout is None else timeout,
             oversubscribed=self._oversubscribed,
             on_timeout=lambda: self._transport.on_timeout(work()),
             on_stall=lambda: self._transport.on_stall(work()),
             sleep=self._transport.sleep,
+            gently=gently,
         )
 
     def drop(self) -> None:

@@ -3,20 +3,60 @@
 First spin (only where each rank has a core of its own), then give the core away; where others take it, or nothing
 comes, sleep: until woken, if who is waited for can do that, else a little longer each time. Every round looks at the
 abort flag; every few milliseconds at the peers; the timeout ends it all.
+
+A program may communicate from several threads (a checkpoint that is written while training goes on, gradients that are
+reduced while they are computed). They take turns at what belongs to communicators. Invariant: who waits for another
+process lets the other threads go on meanwhile, since that process may wait for what one of them has still to do.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
+
+from .errors import PeerLost
 
 SPINS = 200
 YIELD_SECONDS = 2e-3
 PEER_CHECK_SECONDS = 5e-3
 TAKEN_SECONDS = 2e-4  # a core given away for longer was wanted by another process
 WANTED_SECONDS = 1.0  # how long that is taken to stay so
+
+turn: Any = threading.RLock()  # Any: what a Condition uses of it has no public type
+
+
+def _in_child() -> None:
+    turn._at_fork_reinit()  # the thread that has it does not exist in a fork
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+class _Others:
+    """Within, the other threads of this process may take their turn."""
+
+    __slots__ = ("_kept",)
+
+    def __enter__(self) -> None:
+        # As a Condition does: all of it, however often this thread has taken it.
+        self._kept = turn._release_save() if turn._is_owned() else None
+
+    def __exit__(self, *error: object) -> None:
+        if self._kept is not None:
+            turn._acquire_restore(self._kept)
+
+
+def others() -> _Others:
+    """Within, the other threads of this process may take their turn.
+
+    >>> with turn, others():
+    ...     print(turn._is_owned())
+    False
+    """
+    return _Others()
 
 
 class _Cores:
@@ -29,7 +69,8 @@ class _Cores:
         return now < self._wanted_until
 
     def give_away(self, now: float) -> None:
-        os.sched_yield()
+        with others():
+            os.sched_yield()
         if time.monotonic() - now > TAKEN_SECONDS:
             self._wanted_until = now + WANTED_SECONDS
 
@@ -68,15 +109,17 @@ def wait_until(
     on_timeout: Callable[[], BaseException],
     on_stall: Callable[[], None] | None = None,
     sleep: Callable[[Callable[[], bool]], None] | None = None,
+    gently: bool = False,
 ) -> None:
     """Return once `ready()`; raise what `watch` finds, or `on_timeout()` after `timeout` seconds.
 
     Args:
         oversubscribed: more ranks than cores, so that spinning would take the core from the rank waited for.
         sleep: sleeps for a moment, and not much longer than until `ready()`, which the waited for rank sees to.
+        gently: sleep from the first moment on, since another thread of this process has better use for the core.
         on_stall: called now and then while nothing comes, to look for the reason (and to raise it).
     """
-    if not oversubscribed:
+    if not oversubscribed and not gently:
         for _ in range(SPINS):
             if ready():
                 return
@@ -86,11 +129,16 @@ def wait_until(
     while not ready():
         watch.check()
         now = time.monotonic()
-        if now - start < YIELD_SECONDS and not (sleep is not None and _cores.wanted(now)):
+        if now - start < YIELD_SECONDS and not gently and not (sleep is not None and _cores.wanted(now)):
             _cores.give_away(now)
             continue
         if now >= next_look:
-            watch.check_peers()
+            try:
+                watch.check_peers()
+            except PeerLost:
+                if ready():  # it had done its part before it went
+                    return
+                raise
             if on_stall is not None:
                 on_stall()
             next_look = now + PEER_CHECK_SECONDS
@@ -101,5 +149,6 @@ def wait_until(
         if sleep is not None:
             sleep(ready)
             continue
-        time.sleep(pause)
+        with others():
+            time.sleep(pause)
         pause = min(pause * 1.5, 1e-3)

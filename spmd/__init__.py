@@ -10,6 +10,8 @@ if not _os.path.isdir(_os.path.join(__path__[0], "kernels")):
 
 __version__ = "0.1.0"
 
+_importlib.import_module(".torch_distributed.registration", __name__).register_when_loaded()
+
 # Where each public name lives. A module is imported when one of its names is first asked for, so that the command line
 # answers without torch.
 _HOMES = {

@@ -84,8 +84,9 @@ class HierarchicalCommunicator(GlooCommunicator):
             )
 
     def close(self) -> None:
-        if self._across is not None:
-            self._across.close()
+        for part in (self._across, self._host, self._shared):
+            if part is not None:
+                part.close()
         super().close()
 
     def reclaim(self) -> None:

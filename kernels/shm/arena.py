@@ -20,7 +20,7 @@ import os
 import platform
 import stat
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -121,6 +121,8 @@ class Arena(Board):
         self._length = len(self._bytes)
         self.directory = Directory(self.words, board_bytes(size), size, rank)
         self.views = Views(fd, self._length, self.words)
+        # Of communicators that were closed: each gives back what it can, and says whether that is all.
+        self.closing: list[Callable[[], bool]] = []
         self.registers = [
             Register(self.words, _registers_start(size) + each * Register.NBYTES) for each in range(size + 1)
         ]
@@ -150,6 +152,10 @@ class Arena(Board):
     def clear(self, generation: int) -> None:
         self.directory.clear()
         super().clear(generation)
+
+    def sweep(self) -> None:
+        """Give back what closed communicators held, as far as all ranks have closed theirs."""
+        self.closing = [given_back for given_back in self.closing if not given_back()]
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A view of the arena's own memory at `offset`; the caller sees to it that it stays allocated."""

@@ -12,8 +12,14 @@ import ctypes
 from collections.abc import Iterable
 
 from ..operations import Ready
+from ..waiting import others
 
-_FUTEX, _WAIT, _WAKE = 202, 0, 1  # the system call's number on x86-64, where alone there is an arena
+_FUTEX, _WAIT, _WAKE, _ALL = (
+    202,
+    0,
+    1,
+    (1 << 31) - 1,
+)  # the system call's number on x86-64, where alone there is an arena
 _MOMENT = 1_000_000  # nanoseconds
 _WORD = (1 << 32) - 1  # what of a bell the kernel compares
 
@@ -41,6 +47,7 @@ class Bells:
 
     def __init__(self, words: memoryview, address: int, at: list[int], rank: int):
         self._words, self._address, self.at, self._rank = words, address, at, rank
+        self._asleep = 0  # threads of this rank
 
     def sleep(self, ready: Ready) -> None:
         """Sleep until the bell rings, or a moment has passed; not at all if it is `ready` by now."""
@@ -48,8 +55,13 @@ class Bells:
         words[mine] = 1
         rung = words[mine + 1]
         if not ready():
-            _syscall(_FUTEX, self._address + 8 * (mine + 1), _WAIT, rung, _moment, None, 0)
-        words[mine] = 0
+            self._asleep += 1
+            try:
+                with others():
+                    _syscall(_FUTEX, self._address + 8 * (mine + 1), _WAIT, rung, _moment, None, 0)
+            finally:
+                self._asleep -= 1
+        words[mine] = int(self._asleep > 0)
 
     def ring(self, ranks: Iterable[int]) -> None:
         """Wake those that sleep."""
@@ -58,4 +70,4 @@ class Bells:
             if self._words[at]:
                 self._words[at] = 0
                 self._words[at + 1] = (self._words[at + 1] + 1) & _WORD
-                _syscall(_FUTEX, self._address + 8 * (at + 1), _WAKE, 1, None, None, 0)
+                _syscall(_FUTEX, self._address + 8 * (at + 1), _WAKE, _ALL, None, None, 0)

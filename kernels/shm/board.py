@@ -127,6 +127,10 @@ class Board:
         (region, active), (at, inside) = self.region(self.rank), self.region(rank)
         return active and (at > region or (at == region and not inside))
 
+    def lost(self, rank: int) -> PeerLost | None:
+        """What is said of a rank that has left because its process ended; None where the watch tells that itself."""
+        return None
+
     def enter_debugger(self) -> None:
         """Say that this rank is at the prompt of a debugger."""
         self.words[self._status(self.rank) + _DEBUGGED] = 1

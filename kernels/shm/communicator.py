@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from ..call import Call, absent, disagreement, wrong_piece, wrong_size
-from ..callsite import call_site
+from ..call import Call, disagreement, wrong_piece, wrong_size
 from ..collectives import ONE_PHASE_BYTES
 from ..communicator import Communicator
 from ..copying import copy
@@ -20,7 +19,7 @@ from ..errors import CollectiveMismatch
 from ..flat import as_bytes, contiguous, copy_back, writable
 from ..operations import Steps, Work
 from ..reduction import Op, check_op, reduce_in_order
-from ..waiting import wait_until
+from ..waiting import turn, wait_until
 from ..word_key import word_key
 from .all_reduce import AllReduce
 from .arena import Arena
@@ -44,6 +43,7 @@ class ShmCommunicator(Communicator):
         self.arena, self.channel = arena, channel
         self._participants = tuple(arena.participant(member) for member in ranks)
         self._block: int | None = None  # the first rank's
+        self._closed = 0  # how far this rank has got in giving the group up: see `Slots.close`
         self._meet()
 
     def _open(self) -> None:
@@ -57,6 +57,7 @@ class ShmCommunicator(Communicator):
     def _meet(self) -> None:
         """Find this group's block, which its first rank allocates."""
         arena = self.arena
+        arena.sweep()
         self._key = word_key("comm", arena.generation, self.ranks, self.channel)
         lines, whole = block_bytes(self.size)
         if self.rank == 0:
@@ -89,7 +90,7 @@ class ShmCommunicator(Communicator):
 
         def on_stall() -> None:
             if self._has_left(0) and not opened():
-                raise absent(self.ranks, self.rank, 0, "a collective", call_site())
+                raise self._absence(0, "a collective")
 
         wait_until(
             opened,
@@ -114,7 +115,41 @@ class ShmCommunicator(Communicator):
         return self.arena.tensor(self._slots.staging.scratch(nbytes), numel, dtype)
 
     def reclaim(self) -> None:
-        self._slots.reclaim()
+        with turn:
+            self._slots.reclaim()
+
+    def close(self) -> None:
+        """Begin nothing any more; what this holds of the arena is free again when all ranks have closed theirs."""
+        with turn:
+            if self._closed or self.arena.heap.foreign:
+                return
+            self._closed = 1
+            self._operations.drop()
+            self._slots.close(1)
+            self.arena.closing.append(self._given_back)
+            self.arena.sweep()
+
+    def _given_back(self) -> bool:
+        """Give back what no other rank reads any more; whether that is all."""
+        stale = self.stale  # where a region has failed, nobody reads what was before it
+        if self._closed == 1 and (stale or self._all_closed(1)):
+            self._slots.staging.free_all()
+            self._rings.free_all()
+            self._closed = 2
+            self._slots.close(2)  # from here on the first rank may give the lines away
+        if self._closed < 2 or self._block is None:
+            return self._closed == 2
+        if not stale and not self._all_closed(2):
+            return False
+        self.arena.directory.forget(self._key)
+        self.arena.heap.free(self._block, block_bytes(self.size)[1])
+        return True
+
+    def _all_closed(self, stage: int) -> bool:
+        return all(
+            self._slots.closed(rank) >= stage or self.arena.lost(participant) is not None
+            for rank, participant in enumerate(self._participants)
+        )
 
     # -- what ends a wait ----------------------------------------------------------------------------------------------
 
@@ -207,18 +242,20 @@ class ShmCommunicator(Communicator):
         operations = self._operations
         if async_op or self._debug or operations.queue or operations.generation != self.arena.generation:
             return super().all_reduced(tensor, op, async_op=async_op)
-        kind = self._kinds.get((tensor.shape, tensor.dtype, op)) or self._kind(tensor, op)
-        return kind(tensor)
+        with turn:
+            kind = self._kinds.get((tensor.shape, tensor.dtype, op)) or self._kind(tensor, op)
+            return kind(tensor)
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
         operations = self._operations
         if async_op or self._debug or operations.queue or operations.generation != self.arena.generation:
             return super().all_reduce(tensor, op, async_op=async_op)
-        kind = self._kinds.get((tensor.shape, tensor.dtype, op)) or self._kind(tensor, op)
-        result = kind(tensor, in_place=True)
-        if result is not None:
-            tensor.detach().copy_(result)
-        return None
+        with turn:
+            kind = self._kinds.get((tensor.shape, tensor.dtype, op)) or self._kind(tensor, op)
+            result = kind(tensor, in_place=True)
+            if result is not None:
+                tensor.detach().copy_(result)
+            return None
 
     def _kind(self, tensor: torch.Tensor, op: Op) -> AllReduce:
         check_op(op, tensor.dtype)

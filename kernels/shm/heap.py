@@ -5,6 +5,7 @@ Free blocks keep their memory up to a limit; past it they give it back and keep 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 from ..errors import MeshError, message
@@ -40,6 +41,7 @@ class Heap(Owned):
         self._emptied: dict[int, list[int]] = {}
         self._kept_bytes = 0
         self._discard = discard
+        self._lock = threading.Lock()
 
     @staticmethod
     def rounded(nbytes: int, least: int = PAGE) -> int:
@@ -56,6 +58,10 @@ class Heap(Owned):
                 )
             )
         size = self.rounded(nbytes, self._least)
+        with self._lock:
+            return self._taken(size, nbytes)
+
+    def _taken(self, size: int, nbytes: int) -> int:
         kept, emptied = self._kept.get(size), self._emptied.get(size)
         if kept:
             self._kept_bytes -= size

@@ -25,7 +25,7 @@ SPINS = 400
 INLINE = ONE_PHASE_BYTES  # bytes of staging that each slot brings along
 
 # words of a rank's line
-_POSTED, _REDUCED, _READ, _ANNOUNCED, _LINE = 0, 1, 2, 3, 8
+_POSTED, _REDUCED, _READ, _ANNOUNCED, _CLOSED, _LINE = 0, 1, 2, 3, 4, 8
 # words of a slot; from `_TENSOR` on those of `Part`, from `_TABLE` on two for each rank
 _SIGNATURE, _RESULT, _RELEASE, _TENSOR, _TABLE = 0, 1, 2, 3, 7
 
@@ -166,6 +166,16 @@ class Slots:
     def calls_of(self, rank: int) -> int:
         """How many operations a rank has posted."""
         return self.words[self._lines[rank] + _POSTED]
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def close(self, stage: int) -> None:
+        """Say how far this rank has got in giving the group up: 1, begins nothing any more; 2, reads nothing of it."""
+        self.words[self._line + _CLOSED] = stage
+
+    def closed(self, rank: int) -> int:
+        """How far a rank has got in giving the group up."""
+        return self.words[self._lines[rank] + _CLOSED]
 
     # -- posting -------------------------------------------------------------------------------------------------------
 

@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 from ...kernels.errors import Aborted, MeshError, PeerLost, message
 from ...kernels.limits import named_limits
-from ...kernels.network.hosts import LEADER_SECONDS, OTHERS_SECONDS, HostArena, HostWatch, StoreWatch, out_of_reach
-from ...kernels.network.interface import towards
-from ...kernels.processes import check_not_imported_by_worker, namespace
+from ...kernels.network.hosts import HostWatch, out_of_reach
+from ...kernels.processes import check_not_imported_by_worker
 from ...kernels.shm import arena as arena_module
 from ...kernels.shm.arena import Arena
 from .. import wire
@@ -30,8 +29,9 @@ from ..failure import Failure, capture, combine, ranks_text
 from ..rank import devices
 from ..rank.session import RankSession
 from ..spec import Layout
+from . import joining
 from .environments import Launch
-from .rendezvous import address, chosen_address, meet
+from .rendezvous import meet
 
 RECOVERY_SECONDS = 5.0
 
@@ -49,23 +49,10 @@ def join(
     _write_whole_lines()
     store = meet(launch, timeout, f"mesh{_meshes}")
     rank, size = launch.rank, layout.size
-    store.set(f"host/{rank}", f"{_host_identity()}\n{address() or ''}")
-    said = [_wait_for(store, f"host/{peer}", peer, timeout).split("\n") for peer in range(size)]
-    hosts = _by_host([identity for identity, _ in said])
+    met = joining.join(store, rank, size, backend=backend, timeout=timeout, make_arena=Arena)
+    arena, hosts = met.arena, met.hosts
     several = len(hosts) > 1 or backend == "hierarchical"
-    here = _reachable_at(rank, hosts, [at for _, at in said])
-    watch: Any = StoreWatch(store, rank, address=here)
-    if not several:
-        arena = _shared_arena(store, rank, hosts, timeout, lambda fd: Arena(fd, size, rank))
-        watch = arena or watch
-    elif backend == "hierarchical" or (backend == "auto" and len(hosts) < size):
-        members = next(host for host in hosts if rank in host)
-        beyond = StoreWatch(store, rank, address=here, seconds=LEADER_SECONDS if rank == members[0] else OTHERS_SECONDS)
-        arena = _shared_arena(store, rank, hosts, timeout, lambda fd: HostArena(fd, members, rank, beyond))
-        watch = HostWatch(arena, hosts) if isinstance(arena, HostArena) else watch
-    else:
-        arena = None
-    own = devices.of_launched(device, backend, launch, store, said[rank][0], size)
+    own = devices.of_launched(device, backend, launch, store, met.identity, size)
     if backend == "auto" and own is not None:
         backend = "nccl"
     elif backend == "auto":
@@ -83,7 +70,7 @@ def join(
         layout,
         rank,
         backend=backend,
-        watch=watch,
+        watch=met.watch,
         store=lambda: store,
         timeout=timeout,
         seed=seed,
@@ -106,78 +93,6 @@ def _write_whole_lines() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not what a program, or a test, has put in its place
             stream.reconfigure(line_buffering=True, write_through=False)
-
-
-def _wait_for(store: Any, key: str, peer: int, timeout: float) -> str:
-    try:
-        return store.get(key).decode()
-    except (RuntimeError, TimeoutError):
-        raise MeshError(
-            message(
-                f"rank {peer} did not come within {timeout:g} s",
-                remedy="check that it was started, with the same world size and the same number of meshes",
-            )
-        ) from None
-
-
-def _host_identity() -> str:
-    """Equal for processes of one host: one kernel, one pid and network namespace, one user.
-
-    Containers, and network namespaces without one, count as hosts of their own: their ranks have addresses of their
-    own, and so can be told apart in what is measured and in what fails.
-    """
-    return f"{namespace()} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
-
-
-def _by_host(identities: list[str]) -> list[list[int]]:
-    """The ranks of each host, hosts in the order of their first ranks."""
-    hosts: dict[str, list[int]] = {}
-    for rank, identity in enumerate(identities):
-        hosts.setdefault(identity, []).append(rank)
-    return list(hosts.values())
-
-
-def _reachable_at(rank: int, hosts: list[list[int]], addresses: list[str]) -> str | None:
-    """Where the others reach this rank: as it says, or, on the host where all met, as the first of the other hosts."""
-    if len(hosts) == 1:
-        return chosen_address() or "127.0.0.1"
-    if addresses[rank]:
-        return addresses[rank]
-    mine = next(host for host in hosts if rank in host)
-    others = [at for peer, at in enumerate(addresses) if at and peer not in mine]
-    return towards(others[0]) if others else None
-
-
-def _shared_arena(
-    store: Any, rank: int, hosts: list[list[int]], timeout: float, open_arena: Callable[[int], Arena]
-) -> Arena | None:
-    """The arena of this rank's host, made by its first rank; None on every rank of all hosts if one of them can't."""
-    arena = fd = None
-    leader = next(host[0] for host in hosts if rank in host)
-    try:
-        if arena_module.supported() is not None:
-            raise OSError(arena_module.supported())
-        if rank == leader:
-            fd = arena_module.create(next(len(host) for host in hosts if rank in host))
-            arena = open_arena(fd)
-            arena.clear(1)
-            store.set(f"arena/{rank}", f"{os.getpid()} {fd}")
-        else:
-            pid, number = map(int, _wait_for(store, f"arena/{leader}", leader, timeout).split())
-            fd = arena_module.open_of(pid, number, next(len(host) for host in hosts if rank in host))
-            arena = open_arena(fd)
-    except (OSError, ValueError):
-        if rank == leader:
-            store.set(f"arena/{rank}", "none")
-    store.set(f"mapped/{rank}", "yes" if arena is not None else "no")
-    answers = [_wait_for(store, f"mapped/{peer}", peer, timeout) for host in hosts for peer in host]
-    if fd is not None:
-        os.close(fd)  # all have mapped it
-    if "no" in answers:
-        return None
-    assert arena is not None
-    arena.generation = 1
-    return arena
 
 
 def call(session: RankSession, body: Callable[[], Any]) -> Any:

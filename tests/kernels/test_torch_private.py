@@ -304,6 +304,7 @@ def test_no_other_file_names_a_private_part_of_torch() -> None:
 
 
 PUBLIC = {"_exit", "_getframe", "_replace", "_asdict", "_fields", "_make", "_render_traceback_"}  # documented elsewhere
+PUBLIC |= {"_is_owned", "_release_save", "_acquire_restore", "_at_fork_reinit"}  # what Condition asks any lock for
 OF_TORCH = {
     name
     for thing in (torch, torch.Tensor, torch.optim.SGD, nn.Linear(1, 1), torch.UntypedStorage, torch.ops.aten.add.out)

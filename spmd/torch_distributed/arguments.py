@@ -1,0 +1,116 @@
+"""What torch gives to a collective, in its several forms, as one form; and what can't be done refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..kernels.errors import SpecError, message
+
+_OPS = {
+    dist.ReduceOp.RedOpType.SUM: "sum",
+    dist.ReduceOp.RedOpType.AVG: "avg",
+    dist.ReduceOp.RedOpType.MIN: "min",
+    dist.ReduceOp.RedOpType.MAX: "max",
+    dist.ReduceOp.RedOpType.PRODUCT: "product",
+    dist.ReduceOp.RedOpType.BAND: "band",
+    dist.ReduceOp.RedOpType.BOR: "bor",
+    dist.ReduceOp.RedOpType.BXOR: "bxor",
+}
+
+
+def listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def one(tensors: list[torch.Tensor], what: str) -> torch.Tensor:
+    if len(tensors) != 1:
+        raise SpecError(
+            message(f"{what} got several tensors", got=len(tensors), expected="one", remedy="call it for each")
+        )
+    return tensors[0]
+
+
+def reducing(opts: Any, kind: Any) -> Any:
+    """Options that may have been given as a reduction alone."""
+    if opts is None or isinstance(opts, dist.ReduceOp | dist.ReduceOp.RedOpType):
+        made = kind()
+        if opts is not None:
+            made.reduceOp = dist.ReduceOp(opts) if isinstance(opts, dist.ReduceOp.RedOpType) else opts
+        return made
+    return opts
+
+
+def rooted(opts: Any, kind: Any) -> Any:
+    """Options that may have been given as a root alone."""
+    if isinstance(opts, int):
+        made = kind()
+        made.rootRank = opts
+        return made
+    return kind() if opts is None else opts
+
+
+def reduction(opts: Any) -> str:
+    found = _OPS.get(opts.reduceOp.op)
+    if found is None:
+        raise SpecError(
+            message(
+                "this backend does not know the reduction",
+                got=str(opts.reduceOp.op),
+                expected=f"one of {sorted(_OPS.values())}",
+                remedy="scale the tensor and sum",
+            )
+        )
+    return found
+
+
+def check_same(what: str, tensor: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+    for piece in pieces:
+        if piece.dtype != tensor.dtype:
+            raise SpecError(
+                message(f"{what} got tensors of several dtypes", got=piece.dtype, expected=tensor.dtype, remedy="cast")
+            )
+
+
+def parts(whole: torch.Tensor, size: int, numel: int, what: str) -> list[torch.Tensor]:
+    """The parts of a tensor that belong to the ranks, end to end."""
+    if whole.numel() != size * numel:
+        raise SpecError(
+            message(
+                f"{what} got a tensor that is not {size} times as large as that of one rank",
+                got=f"{whole.numel()} and {numel} elements",
+                expected=f"{size * numel}",
+                remedy="give one whose first dimension has the ranks' parts end to end",
+            )
+        )
+    if numel == 0:
+        return [whole.reshape(-1)] * size
+    if whole.is_contiguous():
+        return list(whole.detach().view(-1).split(numel))
+    return list(whole.detach().chunk(size))
+
+
+def split(tensor: torch.Tensor, sizes: Sequence[int] | None, size: int, what: str) -> list[torch.Tensor]:
+    if sizes:
+        if len(sizes) != size or sum(sizes) != tensor.shape[0]:
+            raise SpecError(
+                message(
+                    f"all_to_all_single got {what} sizes that do not fit",
+                    got=list(sizes),
+                    expected=f"{size} that sum up to {tensor.shape[0]}",
+                    remedy="give one for each rank",
+                )
+            )
+        return list(tensor.detach().split(list(sizes)))
+    if tensor.shape[0] % size:
+        raise SpecError(
+            message(
+                f"all_to_all_single can't split its {what} evenly",
+                got=f"{tensor.shape[0]} rows for {size} ranks",
+                remedy="give split sizes",
+            )
+        )
+    return list(tensor.detach().split(max(1, tensor.shape[0] // size))) if tensor.shape[0] else [tensor.detach()] * size

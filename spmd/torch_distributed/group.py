@@ -1,0 +1,350 @@
+"""The process group "spmd": torch's collectives over our communicators.
+
+Python may subclass torch's `ProcessGroup`, and torch's C++ then calls these methods, as Python does. A call that is not
+asynchronous is over when it returns. Invariants: ranks that disagree all raise at once, and what is left of the group
+says so in every later call; a group holds nothing when it has been destroyed.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..kernels.communicator import Communicator
+from ..kernels.errors import CollectiveMismatch, MeshError, PeerLost, SpecError, message
+from . import sparse
+from .arguments import check_same, listed, one, parts, reducing, reduction, rooted, split
+from .barrier import MonitoredBarrier
+from .registration import DEVICES, NAME
+from .torch_private import begin_event, end_event, run_as_written
+from .work import Work
+from .world import World
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """A process group of torch's whose ranks talk through a communicator.
+
+    Args:
+        world: the ranks that have met, this group's among them.
+        ranks: this group's, by their numbers in the world.
+        store: this group's part of torch's store.
+        name: that torch gave it.
+        seconds: of silence after which a wait ends.
+    """
+
+    def __init__(self, world: World, ranks: tuple[int, ...], rank: int, store: Any, name: str, seconds: float):
+        super().__init__(rank, len(ranks))
+        self.world, self._ranks, self._rank, self._seconds = world, ranks, rank, seconds
+        self._store, self._name = store, name
+        # A name may come again when its group is gone: that is another group.
+        self._channel = f"torch {name} {store.add(f'spmd/made/{rank}', 1)}"
+        self._comms: dict[str, Communicator] = {}
+        self._broken: BaseException | None = None
+        self._sequence = 0
+        self._coalesced: list[Work] | None = None
+        self._barrier = MonitoredBarrier(store, rank, len(ranks))
+        if rank == 0 or not world.opens_alone:  # so that none of the others has to wait for it when they begin
+            self._comm("cpu")
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    _device_types = property(lambda self: list(map(torch.device, DEVICES)))
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return len(self._ranks)
+
+    # -- beginning, failure and end ------------------------------------------------------------------------------------
+
+    def _comm(self, device: str) -> Communicator:
+        comm = self._comms.get(device)
+        if comm is None:
+            comm = self._comms[device] = self.world.communicator(self._ranks, self._channel, self._seconds, device)
+        return comm
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            kind = type(self._broken) if isinstance(self._broken, CollectiveMismatch | PeerLost) else MeshError
+            problem, remedy = (
+                "this process group has failed: its ranks are out of step",
+                "destroy it and make a new one",
+            )
+            raise kind(message(problem, got=str(self._broken), where=f"rank {self._rank}", remedy=remedy)) from None
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """What to raise for what an operation has raised; bad arguments leave the group as it is."""
+        error = self.world.raised(error)
+        if self._broken is None and not self.world.adopted and not isinstance(error, SpecError | TypeError):
+            self._broken = error
+        return error
+
+    def shutdown(self) -> None:
+        comms, self._comms = self._comms, {}
+        if not comms and self.world.opens_alone and self._broken is None:
+            comms = {"cpu": self._comm("cpu")}  # never used here: the others must hear that it won't be
+        for comm in comms.values():
+            comm.close()
+        self._broken = MeshError(message("this process group was destroyed", remedy="make a new one"))
+        if dist.group.WORLD is self or dist.group.WORLD is None or not isinstance(dist.group.WORLD, ProcessGroup):
+            self.world.close()
+
+    def abort(self) -> None:
+        self._broken = MeshError(message("this process group was aborted", remedy="make a new one"))
+        self.world.watch.abort(f"rank {self._rank} aborted its process group")
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+        for comm in self._comms.values():
+            comm.set_timeout(self._seconds)
+
+    # -- one form for all ----------------------------------------------------------------------------------------------
+
+    def _do(
+        self,
+        name: str,
+        opts: Any,
+        start: Callable[[Communicator, bool], Any],
+        tensors: Sequence[torch.Tensor],
+        result: Any,
+    ) -> Work:
+        """Start an operation, and finish it unless it is asynchronous.
+
+        Args:
+            start: called with the communicator and whether to return works, or to return when all is done.
+            tensors: inputs, whose shapes a profiler is told; `result` is what a future of it gives.
+        """
+        self._check()
+        self._sequence += 1
+        asynchronous = opts is None or bool(opts.asyncOp)
+        event = begin_event(f"{NAME}:{name}", list(tensors))
+        try:
+            comm = self._comm(tensors[0].device.type if tensors else "cpu")
+            started = start(comm, asynchronous)
+        except BaseException as error:
+            if event is not None:
+                end_event(event)
+            raise self._failed(error) from None
+        works = [] if not asynchronous else started if isinstance(started, list) else [started]
+        work = Work(comm, works, result, self._failed, event)
+        if not works:
+            work.is_completed()
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _start_coalescing(self, device: Any) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: Any) -> Work:
+        works, self._coalesced = self._coalesced or [], None
+        comm = works[0].comm if works else self._comm("cpu")
+        return Work(comm, works, [], self._failed)
+
+    # -- reductions ----------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        tensors, opts = listed(tensors), reducing(opts, dist.AllreduceOptions)
+        tensor, op = one(tensors, "all_reduce"), reduction(opts)
+        if tensor.layout is not torch.strided:
+            return self._do("all_reduce", opts, lambda comm, _: sparse.all_reduce(comm, tensor, op), tensors, tensors)
+        return self._do(
+            "all_reduce", opts, lambda comm, later: comm.all_reduce(tensor, op, async_op=later), tensors, tensors
+        )
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        opts = reducing(opts, dist.AllreduceCoalescedOptions)
+        op = reduction(opts)
+        return self._do(
+            "all_reduce",
+            opts,
+            lambda comm, later: [comm.all_reduce(tensor, op, async_op=later) for tensor in tensors],
+            tensors,
+            tensors,
+        )
+
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Work:
+        tensors = listed(tensors)
+        if isinstance(opts, int):
+            root, opts = opts, reducing(op, dist.ReduceOptions)
+            opts.rootRank = root
+        tensor, kind, root = one(tensors, "reduce"), reduction(opts), opts.rootRank
+        return self._do(
+            "reduce", opts, lambda comm, later: comm.reduce(tensor, root, kind, async_op=later), tensors, tensors
+        )
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        outputs, inputs = listed(outputs), inputs if isinstance(inputs[0], list | tuple) else [inputs]
+        opts = reducing(opts, dist.ReduceScatterOptions)
+        output, pieces, op = one(outputs, "reduce_scatter"), list(inputs[0]), reduction(opts)
+        return self._do(
+            "reduce_scatter",
+            opts,
+            lambda comm, later: comm.reduce_scatter(output, pieces, op, async_op=later),
+            pieces,
+            outputs,
+        )
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        opts = reducing(opts, dist.ReduceScatterOptions)
+        op, size = reduction(opts), self.size()
+        pairs = [
+            (output, parts(input, size, output.numel(), "reduce_scatter"))
+            for output, input in zip(outputs, inputs, strict=True)
+        ]
+        return self._do(
+            "_reduce_scatter_base",
+            opts,
+            lambda comm, later: [comm.reduce_scatter(*pair, op, async_op=later) for pair in pairs],
+            inputs,
+            outputs,
+        )
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- copies --------------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        tensors = listed(tensors)
+        opts = rooted(opts, dist.BroadcastOptions)
+        tensor, root = one(tensors, "broadcast"), opts.rootRank
+        return self._do(
+            "broadcast", opts, lambda comm, later: comm.broadcast(tensor, root, async_op=later), tensors, tensors
+        )
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        inputs, outputs = listed(inputs), outputs if isinstance(outputs[0], list | tuple) else [outputs]
+        tensor, pieces = one(inputs, "all_gather"), list(outputs[0])
+        check_same("all_gather", tensor, pieces)
+        return self._do(
+            "all_gather", opts, lambda comm, later: comm.all_gather(pieces, tensor, async_op=later), inputs, outputs
+        )
+
+    def allgather_coalesced(self, outputs: list[list[torch.Tensor]], inputs: Any, opts: Any = None) -> Work:
+        return self._do(
+            "all_gather",
+            opts,
+            lambda comm, later: [
+                # By rank, then by tensor, as torch has them.
+                comm.all_gather([theirs[index] for theirs in outputs], tensor, async_op=later)
+                for index, tensor in enumerate(inputs)
+            ],
+            inputs,
+            outputs,
+        )
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        size = self.size()
+        pairs = [
+            (parts(output, size, input.numel(), "all_gather"), input)
+            for output, input in zip(outputs, inputs, strict=True)
+        ]
+        return self._do(
+            "_all_gather_base",
+            opts,
+            lambda comm, later: [comm.all_gather(*pair, async_op=later) for pair in pairs],
+            inputs,
+            outputs,
+        )
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        inputs, opts = listed(inputs), rooted(opts, dist.GatherOptions)
+        tensor, root = one(inputs, "gather"), opts.rootRank
+        pieces = None
+        if self._rank == root:
+            pieces = list(outputs[0] if isinstance(outputs[0], list | tuple) else outputs)
+            check_same("gather", tensor, pieces)
+        return self._do(
+            "gather", opts, lambda comm, later: comm.gather(tensor, pieces, root, async_op=later), inputs, outputs
+        )
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        outputs, opts = listed(outputs), rooted(opts, dist.ScatterOptions)
+        tensor, root = one(outputs, "scatter"), opts.rootRank
+        pieces = None
+        if self._rank == root:
+            pieces = list(inputs[0] if isinstance(inputs[0], list | tuple) else inputs)
+            check_same("scatter", tensor, pieces)
+        return self._do(
+            "scatter", opts, lambda comm, later: comm.scatter(tensor, pieces, root, async_op=later), outputs, outputs
+        )
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        outs, ins = list(outputs), list(inputs)
+        return self._do(
+            "all_to_all", opts, lambda comm, later: comm.all_to_all(outs, ins, async_op=later), ins, outputs
+        )
+
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
+    ) -> Work:
+        outs = split(output, output_sizes, self.size(), "output")
+        ins = split(input, input_sizes, self.size(), "input")
+        return self._do(
+            "all_to_all", opts, lambda comm, later: comm.all_to_all(outs, ins, async_op=later), [input], [output]
+        )
+
+    alltoall_base = all_to_all_single
+
+    # -- messages, barriers --------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
+        tensors = listed(tensors)
+        tensor = one(tensors, "send")
+        return self._do("send", None, lambda comm, _: comm.isend(tensor, dst, tag), tensors, tensors)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
+        tensors = listed(tensors)
+        tensor = one(tensors, "recv")
+        return self._do("recv", None, lambda comm, _: comm.irecv(tensor, src, tag), tensors, tensors)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
+        tensors = listed(tensors)
+        tensor = one(tensors, "recv")
+        return self._do("recvAnySource", None, lambda comm, _: comm.irecv(tensor, None, tag), tensors, tensors)
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
+        return self._do("barrier", opts, lambda comm, later: comm.barrier(async_op=later), [], [])
+
+    def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """As Gloo's: rank 0 says which ranks did not come in time. (`dist.monitored_barrier` itself asks for Gloo.)"""
+        self._check()
+        self._barrier(self._seconds if timeout is None else timeout.total_seconds(), wait_all_ranks)
+
+    # -- what torch asks of a group ------------------------------------------------------------------------------------
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """All ranks begin at 0."""
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+
+run_as_written(each for each in vars(ProcessGroup).values() if hasattr(each, "__code__"))

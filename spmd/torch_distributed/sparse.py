@@ -1,0 +1,34 @@
+"""Sums of sparse tensors: every rank gets the entries of all, of which there may be other numbers on each."""
+
+from __future__ import annotations
+
+import torch
+
+from ..kernels.communicator import Communicator
+from ..kernels.errors import SpecError, message
+
+
+def all_reduce(comm: Communicator, tensor: torch.Tensor, op: str) -> list[object]:
+    """Overwrite a sparse tensor with the sum of all ranks', in rank order; nothing is left to wait for."""
+    if op != "sum" or tensor.layout is not torch.sparse_coo:
+        raise SpecError(
+            message(
+                "only sums of sparse COO tensors are reduced",
+                got=f"{op} of {tensor.layout}",
+                remedy="use to_dense() or to_sparse_coo()",
+            )
+        )
+    mine = tensor.coalesce()
+    indices, values = mine.indices(), mine.values()
+    counts = [torch.empty(1, dtype=torch.int64) for _ in range(comm.size)]
+    comm.all_gather(counts, torch.tensor([values.shape[0]]))
+    numbers = [int(count) for count in counts]
+    all_indices = [indices.new_empty((indices.shape[0], number)) for number in numbers]
+    all_values = [values.new_empty((number, *values.shape[1:])) for number in numbers]
+    comm.all_gather(all_indices, indices)
+    comm.all_gather(all_values, values)
+    joined = torch.cat(all_indices, dim=1), torch.cat(all_values)
+    whole = torch.sparse_coo_tensor(*joined, mine.shape, check_invariants=False)
+    with torch.no_grad():
+        tensor.copy_(whole.coalesce())
+    return []

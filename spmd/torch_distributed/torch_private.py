@@ -1,0 +1,46 @@
+"""What of torch is private and process groups need: why, what was tried instead, and nothing else.
+
+As `kernels/torch_private.py`, for what only this room uses.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def begin_event(name: str, tensors: list[Tensor]) -> list[Any] | None:
+    """Begin an event of the profiler, with the shapes of its inputs; None where no profiler listens.
+
+    Public way: `torch.profiler.record_function`, which tells no shapes and costs 10 us where nobody listens.
+    """
+    if not torch.autograd._profiler_enabled():
+        return None
+    event = torch._C._profiler._RecordFunctionFast(name, tensors)
+    event.__enter__()
+    return [event]
+
+
+def end_event(event: list[Any]) -> None:
+    """End one, as one of an operation that went on beside the program: that is, in another thread.
+
+    Public way: none; a function whose future ends an event records no shapes.
+    """
+    thread = threading.Thread(target=event.clear)  # it ends, for good, where the last reference to it goes
+    thread.start()
+    thread.join()
+
+
+def run_as_written(functions: Iterable[Any]) -> None:
+    """Keep the compiler from tracing these functions, and what they call, when compiled code comes to them.
+
+    Public way: `torch.compiler.disable`, which imports the compiler: a second, in every program.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for function in functions:
+        frames.set_code_exec_strategy(function.__code__, skip)

@@ -1,0 +1,216 @@
+"""What a collective of a process group gives: torch's `Work`, with a future that is done when the operation is.
+
+Who asks for a future goes on computing, and may wait for it where nobody can advance the operation (DDP waits in C++).
+So a thread beside the program sees to futures: it sleeps until a peer has done its part, and works only while there
+are some.
+Invariant: a future is done once, and callbacks of it run while no thread is kept from communicating.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..kernels.communicator import Communicator
+from ..kernels.waiting import turn
+from .torch_private import end_event, run_as_written
+
+
+class Work(dist.Work):
+    """A started operation of a process group.
+
+    Args:
+        comm: whose operation it is.
+        started: of the communicator, one or several.
+        result: the tensors that it gives.
+        failed: told an error, returns what to raise.
+        event: of a profiler, to be ended when the operation is.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        started: Sequence[Any],
+        result: Any,
+        failed: Callable[[BaseException], BaseException],
+        event: Any = None,
+    ):
+        super().__init__()
+        self.comm, self._started, self._result, self._failed = comm, list(started), result, failed
+        self._error: BaseException | None = None
+        self._source: Any = None
+        self._future: torch.futures.Future | None = None
+        self._told = False
+        self._event = event
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        seconds = timeout.total_seconds()
+        try:
+            while self._started:
+                first = self._started[0]
+                # Those on GPUs never wait for long, and know no timeout.
+                self._source = first.wait(seconds) if seconds > 0 and _hosted(first) else first.wait()
+                with turn:
+                    if self._started and self._started[0] is first:  # another thread may have been here
+                        del self._started[0]
+        except BaseException as error:
+            self.fail(error)
+        self._tell()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error."""
+        self._started.clear()
+        self._error = self._failed(error)
+
+    def look(self) -> bool:
+        """Whether it is over, without waiting, and without telling the future."""
+        try:
+            with turn:
+                while self._started:
+                    if not self._started[0].is_completed():
+                        return False
+                    self._started.pop(0).wait()
+        except BaseException as error:
+            self.fail(error)
+        return True
+
+    def is_completed(self) -> bool:
+        done = self.look()
+        if done:
+            self._tell()
+        return done
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Any:
+        return self._error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def result(self) -> Any:
+        self.wait()
+        return self._result
+
+    def source_rank(self) -> int:
+        return int(self._source)
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        if self._future is None:
+            self._future = torch.futures.Future()
+            if self._error is None and self._started and _hosted(self._started[0]):
+                _futures.add(self)
+            else:
+                self.wait()
+        return self._future
+
+    def _tell(self) -> None:
+        """Have the future done, if there is one."""
+        with turn:
+            event, self._event = self._event, None
+        if event is not None:
+            end_event(event)
+        with turn:
+            if self._future is None or self._told:
+                return
+            self._told = True
+        if self._error is None:
+            self._future.set_result(self._result)
+        else:
+            self._future.set_exception(_plain(self._error))
+
+
+def _hosted(started: Any) -> bool:
+    """Whether an operation is one that this process advances, not a GPU."""
+    return hasattr(started, "done")
+
+
+def _plain(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else RuntimeError(str(error))
+
+
+class _Futures:
+    """The threads that see to works whose futures somebody may wait for: one waits, others run callbacks.
+
+    A callback may start an operation and wait for its future. So who is about to run callbacks leaves the waiting to
+    another thread; as many are made as callbacks wait at one time.
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[Work] = []
+        self._idle = 0
+        self._leads = False  # whether one of them waits
+        self._wanted = threading.Condition()
+
+    def add(self, work: Work) -> None:
+        with self._wanted:
+            self._pending.append(work)
+            self._have_leader()
+
+    def _have_leader(self) -> None:
+        if self._leads or not self._pending:
+            return
+        if self._idle:
+            self._wanted.notify()
+        else:
+            self._idle += 1
+            threading.Thread(target=self._run, name="spmd-futures", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._wanted:
+                while self._leads or not self._pending:
+                    self._wanted.wait()
+                self._leads, self._idle = True, self._idle - 1
+            over = self._await_one()
+            with self._wanted:
+                self._pending = [work for work in self._pending if work not in over]
+                self._leads = False
+                self._have_leader()
+            for work in over:
+                work.is_completed()
+            with self._wanted:
+                self._idle += 1
+
+    def _await_one(self) -> list[Work]:
+        """Those that are over, once one is."""
+        pending = list(self._pending)
+        over: list[Work] = []
+
+        def ready() -> bool:
+            over.extend(work for work in pending if work not in over and work.look())
+            return bool(over) or len(self._pending) > len(pending)
+
+        try:
+            pending[0].comm.wait_for(ready, "an operation with a future")
+        except BaseException as error:
+            over = [work for work in pending if work.look()]
+            if not over:  # said of none of them: of the one that was waited for
+                pending[0].fail(error)
+                over = pending[:1]
+        return over
+
+
+def _in_child() -> None:
+    global _futures
+    _futures = _Futures()  # its threads are the parent's
+
+
+_futures = _Futures()
+os.register_at_fork(after_in_child=_in_child)
+run_as_written(each for cls in (Work, _Futures) for each in vars(cls).values() if hasattr(each, "__code__"))

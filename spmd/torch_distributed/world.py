@@ -1,0 +1,89 @@
+"""Ranks that one `init_process_group` has brought together: how they watch each other, and one arena for all groups.
+
+They meet in the store that torch gives, with the job's secret, as the ranks of a mesh do, and as often as the program
+likes. Ranks of a mesh have met already: their process groups are on the mesh's arena. Invariant: what a group holds of
+the arena goes when the group is destroyed, and the arena with the last group.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from ..kernels.communicator import Communicator
+from ..kernels.errors import Aborted, PeerLost
+from ..kernels.network.authentication import AuthenticatedStore, code
+from ..kernels.registry import make_communicator
+from ..kernels.shm.arena import Arena
+from ..kernels.shm.standing import StandingArena
+from ..kernels.waiting import turn
+from ..mesh.launch import joining
+from ..mesh.launch.environments import Launch
+from ..mesh.launch.roll_call import RollCall
+from ..mesh.launch.secret import secret_of_user
+from ..mesh.rank.memory import keep_freed_memory
+from ..mesh.rank.session import RankSession
+
+
+class World:
+    """Ranks that have met.
+
+    Args:
+        watch: where aborts and deaths are noticed, the arena if there is one for all.
+        store: gives a store that all ranks share.
+        backend: of their communicators.
+    """
+
+    def __init__(self, watch: Any, rank: int, store: Callable[[], Any], backend: str, *, adopted: bool = False):
+        self.watch, self.rank, self.store, self.backend, self.adopted = watch, rank, store, backend, adopted
+
+    @classmethod
+    def met(cls, store: Any, rank: int, size: int, timeout: float) -> World:
+        """Meet in a store of torch's, in which every rank of `size` does the same, and for the same time each."""
+        keep_freed_memory()
+        time = store.add(f"spmd/joins/{rank}", 1)
+        store = dist.PrefixStore(f"spmd/{time}", store)
+        launch = Launch(rank, size, rank, None, None, "init_process_group")
+        key = RollCall(store, launch, "the store of init_process_group", secret_of_user(), one_host=False).key(timeout)
+        met = AuthenticatedStore(store, code(key, b"process group"), datetime.timedelta(seconds=timeout))
+        joined = joining.join(met, rank, size, backend="auto", timeout=timeout, make_arena=StandingArena)
+        if isinstance(joined.watch, StandingArena):
+            joined.watch.begin()
+        joined.watch.generation = 1
+        backend = "gloo" if joined.arena is None else "hierarchical" if len(joined.hosts) > 1 else "shm"
+        return cls(joined.watch, rank, lambda: met, backend)
+
+    @classmethod
+    def of_mesh(cls, session: RankSession) -> World:
+        """The ranks of a mesh."""
+        return cls(session.watch, session.rank, session.store, session.backend, adopted=True)
+
+    @property
+    def opens_alone(self) -> bool:
+        """Whether the first rank of a group opens it without waiting for the others."""
+        return isinstance(self.watch, Arena)
+
+    def communicator(self, ranks: tuple[int, ...], channel: str, timeout: float, device: str) -> Communicator:
+        """The communicator of some of the ranks, this one with them."""
+        with turn:
+            return make_communicator(
+                "nccl" if device == "cuda" else self.backend,
+                ranks=ranks,
+                rank=self.rank,
+                watch=self.watch,
+                store=self.store,
+                timeout=timeout,
+                channel=channel,
+            )
+
+    def raised(self, error: BaseException) -> BaseException:
+        """What to raise for what a wait has raised: outside of a region nobody catches the end of one."""
+        return PeerLost(str(error)) if isinstance(error, Aborted) and not self.adopted else error
+
+    def close(self) -> None:
+        """This rank takes part in nothing any more."""
+        if isinstance(self.watch, StandingArena):
+            self.watch.end()

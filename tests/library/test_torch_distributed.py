@@ -1,0 +1,113 @@
+"""torch's programs on the process group "spmd" (see `torch_programs`), and what such a group holds and gives back."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from scripts import HERE, launched, run, script
+from torch_programs import PROGRAMS, SLOW
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[str]]:
+    """What each rank said of each program; one run of all, since most take less than a second."""
+    code, out, err = launched(RANKS, str(Path(HERE) / "torch_programs.py"))
+    assert code == 0, err
+    found: dict[str, list[str]] = {}
+    for name, text in re.findall(r"^(\w+): ((?:.|\n)*?)(?=^\w+: (?:ok|Traceback)|\Z)", out, re.MULTILINE):
+        found.setdefault(name, []).append(text.strip())
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(set(PROGRAMS) - SLOW))
+def test_program(outcomes: dict[str, list[str]], name: str) -> None:
+    assert outcomes[name] == ["ok"]
+
+
+GROUPS = """
+import gc, os, sys, torch, torch.distributed as dist
+import spmd
+
+rank, size = int(os.environ["SPMD_RANK"]), int(os.environ["SPMD_SIZE"])
+
+def maps():
+    with open("/proc/self/maps") as file:
+        return sum("spmd-arena" in line for line in file)
+
+def top():
+    # up to where in the arena this rank has handed out memory; a group takes a megabyte
+    return dist.group.WORLD.world.watch.top
+
+def begin(name):
+    dist.init_process_group("cpu:spmd", store=dist.FileStore(f"{sys.argv[1]}/{name}", size), rank=rank, world_size=size)
+
+def use(group):
+    x = torch.full((1 << 16,), 1.0)
+    dist.all_reduce(x, group=group)
+    assert x[-1] == size
+    y = torch.ones(3)
+    dist.send(y, 1, group=group) if rank == 0 else dist.recv(y, 0, group=group) if rank == 1 else None
+
+begin("first")
+for number in range(500):
+    group = dist.new_group()
+    if number % 10 == 0:
+        use(group)
+    dist.destroy_process_group(group)
+    if number == 100:
+        before = top()
+del group
+grown = top() - before
+dist.destroy_process_group()
+for number in range(5):  # and again, each with an arena of its own
+    begin(f"again {number}")
+    use(None)
+    dist.destroy_process_group()
+gc.collect()
+sys.stdout.write(f"{rank} grown {grown} maps {maps()}\\n")
+"""
+
+
+def test_groups_that_are_gone_hold_nothing(tmp_path: Path) -> None:
+    code, out, err = launched(RANKS, script(tmp_path, GROUPS), str(tmp_path))
+    assert code == 0, err
+    for line in out.splitlines():
+        _, _, grown, _, maps = line.split()
+        assert int(grown) < 32 << 20 and int(maps) == 0, out
+    assert len(out.splitlines()) == RANKS
+
+
+PEERS = """
+import os, sys, torch, torch.distributed as dist
+import spmd
+
+rank, size = int(os.environ["SPMD_RANK"]), int(os.environ["SPMD_SIZE"])
+dist.init_process_group("spmd", store=dist.FileStore(sys.argv[1] + "/store", size), rank=rank, world_size=size)
+pair = dist.new_group([0, 1])
+if rank == 2:
+    os._exit(0)  # its death is nothing to the other two
+for _ in range(300):
+    dist.all_reduce(torch.ones(1 << 12), group=pair)
+sys.stdout.write("the pair went on\\n")
+try:
+    dist.barrier()
+except spmd.PeerLost as error:
+    sys.stdout.write(f"lost {error.rank}\\n")
+"""
+
+
+def test_a_death_is_told_to_those_who_wait(tmp_path: Path) -> None:
+    code, out, err = launched(3, script(tmp_path, PEERS), str(tmp_path))
+    assert code == 0, err
+    assert sorted(out.split("\n")) == ["", "lost 2", "lost 2", "the pair went on", "the pair went on"]
+
+
+@pytest.mark.parametrize("order", ["import torch.distributed, spmd", "import spmd, torch.distributed"])
+def test_registered_whatever_is_imported_first(order: str) -> None:
+    source = f"import sys; {order}; print(torch.distributed.Backend('spmd'), 'spmd.kernels' in sys.modules)"
+    code, out, err = run("-c", source)
+    assert (code, out.split()) == (0, ["spmd", "False"]), err

@@ -1,0 +1,565 @@
+"""Programs of torch's stack, as users write them, on the process group "spmd": each looks whether it is right.
+
+    python forked.py 2 torch_programs.py               # those that the suite runs
+    python forked.py 4 torch_programs.py ddp fsdp2     # these
+    python forked.py 3 torch_programs.py all
+
+Each begins with a process group of its own, and destroys it. Prints "name: ok", or what went wrong. What is right is
+computed in the same process without communication.
+"""
+
+import copy
+import datetime
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import spmd
+
+Program = Callable[[int, int], None]
+PROGRAMS: dict[str, Program] = {}
+SLOW: set[str] = set()  # not in the suite: those that compile, above all
+
+
+def program(function: Program) -> Program:
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def slow(function: Program) -> Program:
+    SLOW.add(function.__name__)
+    return program(function)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def batch(size: int, rows: int = 4) -> torch.Tensor:
+    return torch.randn(size * rows, 8, generator=torch.Generator().manual_seed(2))
+
+
+def plain(steps: int, size: int, lr: float = 0.1, momentum: float = 0.9) -> dict[str, torch.Tensor]:
+    """What the model is after so many steps on the whole batch."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(batch(size)).square().mean().backward()
+        optimizer.step()
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def same(found: Iterator[tuple[str, torch.Tensor]], expected: dict[str, torch.Tensor], **tolerance: float) -> None:
+    for name, value in found:
+        torch.testing.assert_close(value.detach(), expected[name.removeprefix("module.")], **tolerance)
+
+
+def train(model: nn.Module, mine: torch.Tensor, steps: int = 3, optimizer: object = None) -> None:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(mine).square().mean().backward()
+        optimizer.step()
+
+
+def full(parameters: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, value.full_tensor()) for name, value in parameters)
+
+
+# -- data parallel -----------------------------------------------------------------------------------------------------
+
+
+@program
+def ddp(rank: int, size: int) -> None:
+    model = DistributedDataParallel(Model(), bucket_cap_mb=0.0005)  # several buckets
+    train(model, batch(size).chunk(size)[rank])
+    same(model.named_parameters(), plain(3, size))
+
+
+@program
+def ddp_hooks(rank: int, size: int) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook):
+        model = DistributedDataParallel(Model())
+        model.register_comm_hook(None, hook)
+        train(model, batch(size).chunk(size)[rank])
+        same(model.named_parameters(), plain(3, size), atol=2e-2, rtol=2e-2)
+    model = DistributedDataParallel(Model())
+    model.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook)
+    train(model, batch(size).chunk(size)[rank])
+    mine = model.module.up.weight.detach().clone()
+    dist.broadcast(mine, 0)
+    assert torch.equal(mine, model.module.up.weight)
+
+
+@program
+def ddp_own_hook(rank: int, size: int) -> None:
+    """A hook that asks for a future, and for what comes after it."""
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        work = dist.all_reduce(bucket.buffer().div_(size), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    model = DistributedDataParallel(Model(), bucket_cap_mb=0.0005)
+    model.register_comm_hook(None, hook)
+    train(model, batch(size).chunk(size)[rank])
+    same(model.named_parameters(), plain(3, size))
+
+
+@program
+def ddp_accumulates(rank: int, size: int) -> None:
+    model = DistributedDataParallel(Model())
+    mine = batch(size).chunk(size)[rank]
+    with model.no_sync():
+        model(mine[:2]).square().sum().backward()
+    model(mine[2:]).square().sum().backward()
+    expected = Model()
+    expected(batch(size)).square().sum().backward()
+    for got, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(got.grad * size, wanted.grad)
+
+
+@program
+def sparse_embedding(rank: int, size: int) -> None:
+    torch.manual_seed(1)
+    table = nn.Embedding(10, 3, sparse=True)
+    expected = copy.deepcopy(table)
+    model = DistributedDataParallel(table)
+    ids = torch.arange(2 * size) % 5
+    model(ids.chunk(size)[rank]).sum().backward()
+    expected(ids).sum().backward()
+    torch.testing.assert_close(table.weight.grad.to_dense() * size, expected.weight.grad.to_dense())
+
+
+@program
+def join(rank: int, size: int) -> None:
+    from torch.distributed.algorithms.join import Join
+
+    model = DistributedDataParallel(Model())
+    with Join([model]):
+        for _ in range(2 + rank):
+            model(batch(size).chunk(size)[rank]).square().mean().backward()
+    mine = model.module.up.weight.grad.clone()
+    dist.broadcast(mine, size - 1)
+    assert torch.isfinite(mine).all()
+
+
+@program
+def zero(rank: int, size: int) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(Model())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    train(model, batch(size).chunk(size)[rank], optimizer=optimizer)
+    same(model.named_parameters(), plain(3, size))
+    optimizer.consolidate_state_dict(0)
+
+
+@program
+def local_sgd(rank: int, size: int) -> None:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    model = Model()
+    with torch.no_grad():
+        model.up.weight.fill_(rank)
+    model.up.weight.grad = torch.zeros_like(model.up.weight)  # those without are left alone
+    PeriodicModelAverager(period=1, warmup_steps=0).average_parameters(model.parameters())
+    assert torch.equal(model.up.weight, torch.full_like(model.up.weight, (size - 1) / 2))
+
+
+@slow
+def compiled_ddp(rank: int, size: int) -> None:
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        model = torch.compile(DistributedDataParallel(Model(), bucket_cap_mb=0.0005), backend=backend)
+        train(model, batch(size).chunk(size)[rank])
+        same(((name.removeprefix("_orig_mod."), value) for name, value in model.named_parameters()), plain(3, size))
+
+
+@slow
+def compiled_by_inductor(rank: int, size: int) -> None:
+    model = DistributedDataParallel(torch.compile(Model()))
+    train(model, batch(size).chunk(size)[rank])
+    same(((name.replace("_orig_mod.", ""), value) for name, value in model.named_parameters()), plain(3, size))
+
+
+# -- sharded -----------------------------------------------------------------------------------------------------------
+
+
+@program
+def fsdp1(rank: int, size: int) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(Model(), device_id=torch.device("cpu"), use_orig_params=True)
+    train(model, batch(size).chunk(size)[rank])
+    with FullyShardedDataParallel.summon_full_params(model):
+        same(
+            ((name.replace("_fsdp_wrapped_module.", ""), value) for name, value in model.named_parameters()),
+            plain(3, size),
+        )
+
+
+@program
+def fsdp2(rank: int, size: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (size,))
+    model = Model()
+    for layer in (model.up, model.down):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    train(model, batch(size).chunk(size)[rank])
+    same(full(model.named_parameters()), plain(3, size))
+
+
+@program
+def hsdp(rank: int, size: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    if size % 2:
+        return
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(Model(), mesh=mesh)
+    train(model, batch(size).chunk(size)[rank])
+    same(full(model.named_parameters()), plain(3, size))
+
+
+@program
+def tensor_parallel(rank: int, size: int) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (size,))
+    model = parallelize_module(Model(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    train(model, batch(size))
+    same(full(model.named_parameters()), plain(3, size))
+
+
+@program
+def tensor_and_data_parallel(rank: int, size: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    if size % 2:
+        return
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "model"))
+    model = parallelize_module(Model(), mesh["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    train(model, batch(size).chunk(size // 2)[mesh.get_local_rank("data")])
+    same(full(model.named_parameters()), plain(3, size))
+
+
+@program
+def pipeline(rank: int, size: int) -> None:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    torch.manual_seed(1)
+    layers = [nn.Linear(8, 8) for _ in range(size)]
+    whole = copy.deepcopy(nn.Sequential(*layers))
+    stage = PipelineStage(layers[rank], rank, size, torch.device("cpu"), input_args=(torch.zeros(2, 8),))
+    x = batch(1, 8)
+
+    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (out - target).square().sum()
+
+    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=loss, scale_grads=False)
+    if rank == 0:
+        schedule.step(x, target=x) if size == 1 else schedule.step(x)
+    elif rank == size - 1:
+        schedule.step(target=x)
+    else:
+        schedule.step()
+    loss(whole(x), x).backward()
+    torch.testing.assert_close(layers[rank].weight.grad, whole[rank].weight.grad)
+
+
+@program
+def dtensor(rank: int, size: int) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (size,))
+    x, w = torch.arange(12.0 * size).view(2 * size, 6), torch.arange(6.0 * size).view(6, size)
+    cut = distribute_tensor(x, mesh, [Shard(0)])
+    product = cut @ distribute_tensor(w, mesh, [Replicate()])
+    assert torch.equal(product.full_tensor(), x @ w)
+    partial = cut.sum()
+    assert partial.full_tensor() == x.sum()
+    again = cut.redistribute(mesh, [Shard(1)]) if 6 % size == 0 else cut.redistribute(mesh, [Replicate()])
+    assert torch.equal(again.full_tensor(), x)
+
+
+@program
+def checkpoint(rank: int, size: int) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    folders = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folders, 0)
+    mesh = init_device_mesh("cpu", (size,))
+    model = fully_shard(Model(), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, batch(size).chunk(size)[rank], 1, optimizer)
+    state, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optimizer": of_optimizer}, checkpoint_id=folders[0])
+    other = fully_shard(Model(), mesh=mesh)
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
+    state, of_optimizer = get_state_dict(other, fresh)
+    dcp.load({"model": state, "optimizer": of_optimizer}, checkpoint_id=folders[0])
+    set_state_dict(other, fresh, model_state_dict=state, optim_state_dict=of_optimizer)
+    for got, wanted in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(got.full_tensor(), wanted.full_tensor())
+
+
+@program
+def asynchronous_checkpoint(rank: int, size: int) -> None:
+    """Written by another thread, with a group of its own, while training goes on."""
+    import torch.distributed.checkpoint as dcp
+
+    folders = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folders, 0)
+    beside = dist.new_group()
+    model = DistributedDataParallel(Model())
+    saved = {name: value.detach().clone() for name, value in model.module.state_dict().items()}
+    writing = dcp.async_save(model.module.state_dict(), checkpoint_id=folders[0], process_group=beside)
+    train(model, batch(size).chunk(size)[rank], 20)
+    writing.result()
+    fresh = {name: torch.zeros_like(value) for name, value in saved.items()}
+    dcp.load(fresh, checkpoint_id=folders[0])
+    for name, value in saved.items():
+        assert torch.equal(fresh[name], value)
+
+
+# -- collectives as such -----------------------------------------------------------------------------------------------
+
+
+@program
+def functional_collectives(rank: int, size: int) -> None:
+    group = dist.group.WORLD
+    x = torch.full((size, 2), float(rank))
+    total = functional.all_reduce(x, "sum", group)
+    assert torch.equal(torch.as_tensor(total), torch.full((size, 2), size * (size - 1) / 2))
+    gathered = functional.all_gather_tensor(x, 0, group)
+    assert gathered.shape == (size * size, 2) and gathered[-1, 0] == size - 1
+    scattered = functional.reduce_scatter_tensor(x, "avg", 0, group)
+    assert torch.equal(torch.as_tensor(scattered), torch.full((1, 2), (size - 1) / 2))
+    swapped = functional.all_to_all_single(x, None, None, group)
+    assert swapped[:, 0].tolist() == list(map(float, range(size)))
+    several = functional.all_reduce_coalesced([x, x + 1], "max", group)
+    assert several[1][0, 0] == size
+    assert functional.broadcast(x, 1, group)[0, 0] == 1
+
+
+@program
+def objects(rank: int, size: int) -> None:
+    gathered = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank})
+    assert gathered == [{"rank": each} for each in range(size)]
+    got = [None]
+    dist.scatter_object_list(got, [f"for {each}" for each in range(size)] if rank == 0 else None, 0)
+    assert got == [f"for {rank}"]
+    at_root = [None] * size if rank == 1 else None
+    dist.gather_object("x" * rank, at_root, 1)
+    assert at_root is None or at_root == ["x" * each for each in range(size)]
+    if rank == 0:
+        dist.send_object_list([{"a": 1}], 1)
+    elif rank == 1:
+        got = [None]
+        dist.recv_object_list(got, 0)
+        assert got == [{"a": 1}]
+
+
+@program
+def messages(rank: int, size: int) -> None:
+    if rank == 0:
+        for peer in range(1, size):
+            dist.send(torch.full((3,), 10.0 * peer), peer, tag=7)
+            dist.send(torch.full((3,), 20.0 * peer), peer, tag=8)
+        seen = set()
+        for _ in range(1, size):
+            x = torch.empty(2)
+            source = dist.recv(x)
+            assert x.tolist() == [source, source]
+            seen.add(source)
+        assert seen == set(range(1, size))
+    else:
+        x, y = torch.empty(3), torch.empty(3)
+        dist.recv(y, 0, tag=8)
+        dist.recv(x, 0, tag=7)
+        assert (x[0], y[0]) == (10 * rank, 20 * rank)
+        dist.send(torch.full((2,), float(rank)), 0)
+    x, y = torch.full((1 << 18,), float(rank)), torch.empty(1 << 18)
+    operations = [
+        dist.P2POp(dist.isend, x, (rank + 1) % size),
+        dist.P2POp(dist.irecv, y, (rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert y[-1] == (rank - 1) % size
+
+
+@program
+def groups_in_any_order(rank: int, size: int) -> None:
+    """Each rank makes the pairs that it is in, beginning with another one."""
+    pairs = [(one, other) for one in range(size) for other in range(one + 1, size) if rank in (one, other)]
+    pairs = pairs[rank % max(1, len(pairs)) :] + pairs[: rank % max(1, len(pairs))]
+    groups = {pair: dist.new_group(list(pair), use_local_synchronization=True) for pair in pairs}
+    for pair in sorted(groups):
+        x = torch.tensor([rank])
+        dist.all_reduce(x, group=groups[pair])
+        assert x.item() == sum(pair)
+
+
+@program
+def coalesced(rank: int, size: int) -> None:
+    tensors = [torch.full((3,), rank + 1.0), torch.full((2, 2), 2.0 * rank)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    manager.wait()
+    assert tensors[0][0] == size * (size + 1) / 2 and tensors[1][0, 0] == size * (size - 1)
+    outs = [torch.empty(size * 2), torch.empty(size * 3)]
+    with dist._coalescing_manager():
+        for out, length in zip(outs, (2, 3), strict=True):
+            dist.all_gather_into_tensor(out, torch.full((length,), float(rank)))
+    assert outs[1].view(size, 3)[:, 0].tolist() == list(map(float, range(size)))
+    back = torch.empty(2)
+    with dist._coalescing_manager():
+        dist.reduce_scatter_tensor(back, outs[0])
+    assert back.tolist() == [size * rank, size * rank]
+
+
+@program
+def futures(rank: int, size: int) -> None:
+    """Asking for a future finishes nothing, and its callbacks may communicate."""
+    x = torch.full((1 << 16,), float(rank))
+    work = dist.all_reduce(x, async_op=True)
+    chained = work.get_future().then(lambda done: done.value()[0].sum())
+    assert chained.wait() == (1 << 16) * size * (size - 1) / 2
+    assert work.is_completed() and work.is_success()
+    if rank == 0:  # the others have not come, and won't before this has returned
+        late = dist.barrier(async_op=True)
+        late.get_future()
+        assert not late.is_completed()
+        dist.group.WORLD.get_group_store().set("go", "1")
+    else:
+        dist.group.WORLD.get_group_store().wait(["go"])
+        late = dist.barrier(async_op=True)
+    late.wait()
+
+
+@program
+def two_threads(rank: int, size: int) -> None:
+    """Ranks take turns at being late in one group or in the other: no thread keeps the other's group waiting."""
+    group, wrong = dist.new_group(), []
+
+    def beside() -> None:
+        x = torch.zeros(1)
+        for number in range(200):
+            x.fill_(number + rank)
+            dist.all_reduce(x, group=group)
+            if x.item() != size * number + size * (size - 1) / 2:
+                wrong.append(number)
+
+    thread = threading.Thread(target=beside)
+    if rank % 2:
+        thread.start()
+    y = torch.zeros(1 << 12)
+    for number in range(200):
+        y.fill_(number)
+        dist.all_reduce(y)
+        assert y[-1] == size * number
+        if number == 20 and not rank % 2:
+            thread.start()
+    thread.join()
+    assert not wrong
+
+
+@program
+def disagreement(rank: int, size: int) -> None:
+    group = dist.new_group()
+    for attempt in range(2):
+        try:
+            dist.all_reduce(torch.ones(2 + rank if attempt == 0 else 2), group=group)
+        except spmd.CollectiveMismatch as error:
+            assert ("ranks disagree" if attempt == 0 else "this process group has failed") in str(error)
+        else:
+            raise AssertionError("nothing was raised")
+    dist.barrier()  # other groups go on
+
+
+@program
+def monitored_barrier(rank: int, size: int) -> None:
+    group = dist.group.WORLD
+    group.monitored_barrier(datetime.timedelta(seconds=60))
+    if rank == 0:
+        try:
+            group.monitored_barrier(datetime.timedelta(0))
+        except RuntimeError as error:
+            assert "timed out in monitoredBarrier" in str(error)
+        else:
+            raise AssertionError("nothing was raised")
+
+
+@program
+def events(rank: int, size: int) -> None:
+    with torch.profiler.profile(record_shapes=True) as profile:
+        dist.all_reduce(torch.ones(5))
+    (event,) = [event for event in profile.events() if event.name == "spmd:all_reduce"]
+    assert event.is_async and event.input_shapes == [[5]]
+
+
+def run(name: str, rank: int, size: int, folder: str) -> str:
+    """Run a program: "ok", or what it raised."""
+    store = dist.FileStore(os.path.join(folder, name), size)
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("spmd", store=store, rank=rank, world_size=size, timeout=limit)
+    try:
+        PROGRAMS[name](rank, size)
+        dist.barrier()
+        return "ok"
+    except BaseException:
+        return traceback.format_exc()
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    rank, size = int(os.environ["SPMD_RANK"]), int(os.environ["SPMD_SIZE"])
+    folder = os.environ["SPMD_INIT_METHOD"].removeprefix("file://").rpartition("/")[0]
+    names = sys.argv[1:] or sorted(set(PROGRAMS) - SLOW)
+    for name in PROGRAMS if names == ["all"] else names:
+        began = __import__("time").time()
+        began = time.monotonic()
+        found = run(name, rank, size, folder)
+        if rank == 0:
+            print(f"({name} took {time.monotonic() - began:.1f} s)", file=sys.stderr)
+        if rank == 0 or found != "ok":
+            sys.stdout.write(f"{name}: {found}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
