@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
+from .counting.counted import asked, body_counted
+
 _DEVICES = ("cpu", "cuda")
 
 
@@ -34,12 +36,14 @@ class Ambient:
         autocast: for each type of device under autocast.
         anomaly: None, or whether anomaly detection also looks for NaN.
         dtype: of tensors that are made without one.
+        counting: the ranks are to count their collectives.
     """
 
     grad: bool
     autocast: tuple[Autocast, ...]
     anomaly: bool | None
     dtype: torch.dtype
+    counting: bool = False
 
 
 _USUAL = Ambient(grad=True, autocast=(), anomaly=None, dtype=torch.float32)
@@ -53,7 +57,7 @@ def ambient() -> Ambient | None:
         if torch.is_autocast_enabled(device)
     )
     anomaly = torch.is_anomaly_check_nan_enabled() if torch.is_anomaly_enabled() else None
-    found = Ambient(torch.is_grad_enabled(), autocast, anomaly, torch.get_default_dtype())
+    found = Ambient(torch.is_grad_enabled(), autocast, anomaly, torch.get_default_dtype(), bool(asked()))
     return None if found == _USUAL else found
 
 
@@ -68,6 +72,8 @@ def under(settings: Ambient | None) -> Iterator[None]:
             stack.enter_context(torch.autocast(one.device, one.dtype, cache_enabled=one.cached))
         if settings.anomaly is not None:
             stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=settings.anomaly))
+        if settings.counting:
+            stack.enter_context(body_counted())
         if settings.dtype is not before:
             torch.set_default_dtype(settings.dtype)
             stack.callback(torch.set_default_dtype, before)

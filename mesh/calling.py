@@ -16,6 +16,7 @@ import torch
 from . import trees
 from .ambient import Ambient, ambient
 from .array import Array, Deal
+from .counting.counted import note_mesh
 from .driver.calls import DriverCall
 from .launch.calls import LaunchedCall
 from .mesh import Mesh
@@ -53,6 +54,7 @@ def call(
     """
     leaves, treedef = trees.flatten(tree)
     settings = ambient()
+    note_mesh(mesh)
     signature, deal = _signature(leaves, treedef, settings)
     session: Any = mesh.driver if mesh.is_driver else mesh.session
     calls = session.calls.setdefault(holder, {})

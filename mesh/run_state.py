@@ -117,6 +117,8 @@ class RunState:
 
     def next_run(self) -> int:
         """The number of this call of `Mesh.run` or `Mesh.submit`, from 1 on."""
+        if self._aside:
+            return -self._operations
         self._runs += 1
         return self._runs
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from ..kernels.errors import MeshError, message
 from . import protocol, wire
 from .ambient import Ambient, ambient, under
+from .counting.counted import note_mesh
 from .driver.session import DriverSession
 from .launch import launched
 from .rank.session import RankSession
@@ -38,6 +39,7 @@ def run(mesh: MeshView, fn: Callable[..., Any], args: tuple, ranks: Sequence[int
     """Call `fn(*args)` on ranks: the results in rank order."""
     chosen = _checked(mesh, ranks)
     key = (mesh.seed, "run", mesh.run_state.next_run())
+    note_mesh(mesh)
     if mesh.is_driver:
         if not chosen:
             return []

@@ -16,6 +16,7 @@ _importlib.import_module(".torch_distributed.registration", __name__).register_w
 # answers without torch.
 _HOMES = {
     "_check": ("check",),
+    "_count_collectives": ("count_collectives",),
     "_functional": ("functional", "functional_with_buffers"),
     "_spmd": ("spmd",),
     "_visualize": ("visualize",),
@@ -59,6 +60,7 @@ __all__ = sorted(_HOME_OF)
 
 if _TYPE_CHECKING:
     from ._check import check as check
+    from ._count_collectives import count_collectives as count_collectives
     from ._functional import functional as functional
     from ._functional import functional_with_buffers as functional_with_buffers
     from ._spmd import spmd as spmd

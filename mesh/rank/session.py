@@ -23,6 +23,7 @@ from ...kernels.registry import make_communicator
 from ...kernels.shm.arena import Arena
 from ...kernels.shm.blocks import copied_out
 from ...kernels.torch_private import outside_torch_func
+from ..counting.counted import CountedCommunicator, counting
 from ..run_state import RunState
 from ..spec import Layout
 from .lasting_values import LastingValues
@@ -156,7 +157,13 @@ class RankSession(Owned):
             # A transform of torch.func would take a communicator's memory for what is transformed.
             with outside_torch_func():
                 comm = self._opened(ranks, channel)
-        return comm
+        return self._counted(comm, channel) if comm.size > 1 and counting() else comm
+
+    def _counted(self, comm: Communicator, channel: str) -> Communicator:
+        first, last = self.layout.coords(comm.ranks[0]), self.layout.coords(comm.ranks[-1])
+        axes = tuple(name for name in self.layout.names if first[name] != last[name])
+        counted: Any = CountedCommunicator(comm, axes, of_gradients=channel == "buckets")
+        return counted
 
     def _opened(self, ranks: tuple[int, ...], channel: str) -> Communicator:
         comm = self._comms.get((ranks, channel))

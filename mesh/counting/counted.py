@@ -1,0 +1,140 @@
+"""Collectives are counted where a body asks for a communicator: it gets one that notes what it is asked for.
+
+A driver asks its ranks to count with the call itself (`ambient.Ambient.counting`), and for what they have counted
+afterwards. Invariant: where nobody counts, communicators are handed out as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ...kernels.torch_private import in_backward
+from .counts import Collective, Counts
+
+_threads = threading.local()
+_kept = Counts()  # on a driver's rank: of the calls that were to be counted
+
+
+def counting() -> list[Counts]:
+    """What this thread notes collectives in."""
+    found: list[Counts] | None = getattr(_threads, "counting", None)
+    return found or []
+
+
+def asked() -> list[Counts]:
+    """What those of this thread's calls are to be noted in; not what the library does around their bodies."""
+    found: list[Counts] | None = getattr(_threads, "asked", None)
+    return found or []
+
+
+@contextlib.contextmanager
+def counted_in(*counts: Counts) -> Iterator[None]:
+    """Note this thread's collectives."""
+    before = counting()
+    _threads.counting = [*before, *counts]
+    try:
+        yield
+    finally:
+        _threads.counting = before
+
+
+@contextlib.contextmanager
+def asked_in(*counts: Counts) -> Iterator[None]:
+    """Note those of calls in these, and in no others."""
+    before = asked()
+    _threads.asked = list(counts)
+    try:
+        yield
+    finally:
+        _threads.asked = before
+
+
+def body_counted() -> contextlib.AbstractContextManager[None]:
+    """Around a body that is to be counted: for who has asked, on a launched rank, or for the driver, which will ask."""
+    return counted_in(*(asked() or [_kept]))
+
+
+def take() -> tuple[Collective, ...]:
+    """What this rank has counted for its driver since it was last asked."""
+    global _kept
+    taken, _kept = _kept, Counts()
+    return taken.collectives
+
+
+# -- the driver's meshes -----------------------------------------------------------------------------------------------
+
+
+def note_mesh(mesh: Any) -> None:
+    """Note that a call goes to the ranks of a mesh, which count it."""
+    if asked():
+        _threads.meshes = [*(one for one in _meshes() if one is not mesh), mesh]
+
+
+def taken_meshes() -> list[Any]:
+    """Those noted since this was last asked."""
+    found, _threads.meshes = _meshes(), []
+    return found
+
+
+def _meshes() -> list[Any]:
+    found: list[Any] = getattr(_threads, "meshes", [])
+    return found
+
+
+# -- the communicator --------------------------------------------------------------------------------------------------
+
+
+def _all(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors or ())
+
+
+# By method: the operation, and the bytes that this rank gives to it.
+_OPERATIONS: dict[str, tuple[str, Callable[..., int]]] = {
+    "all_reduce": ("all_reduce", lambda tensor, *_, **__: tensor.nbytes),
+    "all_reduced": ("all_reduce", lambda tensor, *_, **__: tensor.nbytes),
+    "can_rewrite": ("all_reduce", lambda result: 16),
+    "reduce": ("reduce", lambda tensor, *_, **__: tensor.nbytes),
+    "broadcast": ("broadcast", lambda tensor, *_, **__: tensor.nbytes),
+    "gather": ("gather", lambda tensor, *_, **__: tensor.nbytes),
+    "scatter": ("scatter", lambda tensor, scatter_list=None, *_, **__: _all(scatter_list)),
+    "all_gather": ("all_gather", lambda tensor_list, tensor, **_: tensor.nbytes),
+    "all_gathered": ("all_gather", lambda length, dtype, *_, **__: length * dtype.itemsize),
+    "all_gather_bytes": ("all_gather", lambda data: len(data)),
+    "reduce_scatter": ("reduce_scatter", lambda output, input_list, *_, **__: _all(input_list)),
+    "all_to_all": ("all_to_all", lambda output_list, input_list, **_: _all(input_list)),
+    "barrier": ("barrier", lambda **_: 0),
+    "send": ("send", lambda tensor, *_, **__: tensor.nbytes),
+    "isend": ("send", lambda tensor, *_, **__: tensor.nbytes),
+    "recv": ("recv", lambda *_, **__: 0),
+    "irecv": ("recv", lambda *_, **__: 0),
+}
+
+
+class CountedCommunicator:
+    """A communicator that notes what it is asked for; see `kernels.communicator.Communicator`.
+
+    Args:
+        axes: along which its ranks differ.
+        of_gradients: it sums gradients.
+    """
+
+    def __init__(self, comm: Any, axes: tuple[str, ...], of_gradients: bool):
+        self._counted, self._axes, self._of_gradients, self._in = comm, axes, of_gradients, counting()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._counted, name)
+        if name not in _OPERATIONS:
+            return found
+        operation, nbytes = _OPERATIONS[name]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            backward = self._of_gradients or in_backward()
+            one = Collective(operation, self._axes, nbytes(*args, **kwargs), backward)
+            for counts in self._in:
+                counts.note(one)
+            return found(*args, **kwargs)
+
+        return call

@@ -1,0 +1,61 @@
+"""`count_collectives`: how much a step communicates, so that a program or a test can hold it to a budget."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from .mesh.counting.counted import asked, asked_in, counted_in, take, taken_meshes
+from .mesh.counting.counts import Counts
+from .mesh.region import current
+
+
+@contextlib.contextmanager
+def count_collectives() -> Iterator[Counts]:
+    """Count the collectives of a `with` block: around calls of @spmd functions and `mesh.run`, or within a step.
+
+    >>> step = spmd(lambda x: psum(x.sum(), "data"), in_specs=P("data"))
+    >>> with Mesh({"data": 2}), count_collectives() as counts:
+    ...     total = step(torch.arange(4.0))
+    >>> counts.operations, counts.bytes, counts.axes
+    ({'all_reduce': 1}, 4, {'data': 1})
+
+    Returns:
+        A context manager that gives counts of one rank (around calls of a driver: of rank 0, at the end of the block,
+        which waits for them): `operations`, how many of each; `bytes`, what the rank gave to them; `axes`, how many
+        along each axis of the mesh; `collectives`, one by one. `forward` and `backward` are the same of either; sums of
+        gradients belong to the latter. They are a communicator's operations: a `psum` is an all_reduce, a `ppermute` an
+        all_to_all, and the gradients of a step are as many all_reduces as there are buckets. What the library exchanges
+        for its own checks within the body is counted as well; groups of one rank are not.
+
+    Raises:
+        what a call of the block has raised that nobody has seen.
+    """
+    counts = Counts()
+    if current() is not None:
+        with counted_in(counts):
+            yield counts
+        return
+    outer = asked()
+    _collect(outer)
+    try:
+        with asked_in(*outer, counts):
+            yield counts
+    except BaseException:
+        with contextlib.suppress(Exception):
+            _collect([*outer, counts])
+        raise
+    _collect([*outer, counts])
+
+
+def _collect(into: list[Counts]) -> None:
+    """Ask the ranks of a driver what they have counted, rank 0 for all; a launched rank has counted here."""
+    with asked_in():
+        for mesh in taken_meshes():
+            if not mesh.is_driver or mesh.closed:
+                continue
+            with mesh.run_state.aside():
+                found = mesh.run(take)[0]
+            for counts in into:
+                for one in found:
+                    counts.note(one)
