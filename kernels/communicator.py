@@ -23,7 +23,7 @@ from .flat import as_bytes
 from .operations import Operations, Ready, Sleep, Steps, Work
 from .progress import ProgressCounters
 from .reduction import Op, check_op
-from .shm.board import WAITING, Board
+from .shm.board import Board
 from .waiting import Watch, turn
 
 
@@ -122,10 +122,8 @@ class Communicator(abc.ABC):
 
     def on_stall(self, work: Work) -> None:
         """Called now and then while a wait for `work` lasts: a peer that has left the region won't do its part."""
-        if (board := self._board) is None:
-            return
-        if (said := board.said(board.rank)) != (text := f"{WAITING} {work.what}") and (not said or WAITING in said):
-            board.say(text)
+        if self._board is not None:
+            self._board.say_waiting(work.what)
         left = [rank for rank in work.peers if self._has_left(rank) and not self._took_part(rank, work)]
         if left and (len(left) == len(work.peers) or not self._is_message(work)):
             raise self._absence(left[0], work.what)
@@ -133,6 +131,11 @@ class Communicator(abc.ABC):
     def _absence(self, gone: int, what: str) -> BaseException:
         lost = None if self._board is None else self._board.lost(self._board.participant(self.ranks[gone]))
         return lost or absent(self.ranks, self.rank, gone, what, call_site())
+
+    def on_waited(self) -> None:
+        """A wait is over that others could read of: whoever asks later must not."""
+        if self._board is not None:
+            self._board.say("")
 
     def on_timeout(self, work: Work) -> BaseException:
         """The error for a wait that lasts too long."""

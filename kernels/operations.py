@@ -38,6 +38,9 @@ class Transport(Protocol):
     def on_stall(self, work: Work) -> None:
         """Called now and then while a wait for `work` lasts: raise the reason, if there is one."""
 
+    def on_waited(self) -> None:
+        """A wait that lasted is over."""
+
     def on_timeout(self, work: Work) -> BaseException:
         """The error for a wait that lasts too long."""
 
@@ -192,16 +195,25 @@ class Operations:
             self._progress_all()
             return ready()
 
+        stalled = False
+
+        def on_stall() -> None:
+            nonlocal stalled
+            stalled = True
+            self._transport.on_stall(work())
+
         wait_until(
             progressed,
             self._watch,
             timeout=self.timeout if timeout is None else timeout,
             oversubscribed=self._oversubscribed,
             on_timeout=lambda: self._transport.on_timeout(work()),
-            on_stall=lambda: self._transport.on_stall(work()),
+            on_stall=on_stall,
             sleep=self._transport.sleep,
             gently=gently,
         )
+        if stalled:
+            self._transport.on_waited()
 
     def drop(self) -> None:
         """End all with an error: a region failed, and nobody will answer."""

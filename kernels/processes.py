@@ -64,6 +64,15 @@ def gone(its_namespace: str, pid: int) -> bool:
     return False
 
 
+def memory_kills() -> int:
+    """How many processes the kernel has killed for memory, on this host or in this process's control group."""
+    found = 0
+    for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+        with contextlib.suppress(OSError), open(path) as file:
+            found += sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+    return found
+
+
 def check_not_imported_by_worker() -> None:
     """Refuse a mesh in a worker that multiprocessing has spawned, while it imports the script that spawned it."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):

@@ -174,6 +174,9 @@ def combine(
     first = causes[groups[order[0]][0]]
     error = original(first)
     who = ranks_text(groups[order[0]])
+    if isinstance(error, SystemExit) and not error.code:  # raised here it would end the program as if all were well
+        problem = f"{who} called sys.exit({'' if error.code is None else repr(error.code)}) in a call of the mesh"
+        error = RemoteError(message(problem, where=mesh, remedy="return from the function, or raise an error"))
     report = [f"on {who} of {mesh}:\n{first.traceback}"]
     if not isinstance(error, CollectiveMismatch):
         # A mismatch already tells every side; for the rest each group is told once.

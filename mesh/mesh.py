@@ -21,11 +21,11 @@ from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, message
 from ..kernels.shm import arena
 from . import running
-from .display import drawing
+from .display import drawing, stacks
 from .driver.open_sessions import close_quietly
 from .driver.session import DriverSession
 from .launch import launched
-from .launch.arguments import check_arguments, layout_of
+from .launch.arguments import check_arguments, check_same, layout_of
 from .launch.rendezvous import launch_of_process
 from .rank import devices
 from .rank.session import RankSession
@@ -55,11 +55,12 @@ class Mesh:
             `data_parallel(shards=)` None is 1, since the number of threads is seen in the bits).
         seed: what the random numbers of all regions are made from.
         timeout: seconds of silence after which a wait ends in an error.
+        grace: seconds for which a driver's rank that is waited for may do nothing at all (neither get on nor use the
+            processor): then it is killed, its stack shown, and it counts as dead. `math.inf`: for ever.
 
     Attributes:
-        axes, size: as made.
+        axes, size, backend, device: as made, or chosen.
         rank: this process's rank, None in the driver.
-        backend, device: as chosen.
 
     Raises:
         MeshError: the ranks cannot be had, or do not fit the axes.
@@ -81,19 +82,20 @@ class Mesh:
         threads: int | None = None,
         seed: int = 0,
         timeout: float = 300.0,
+        grace: float = 30.0,
     ):
         if current() is not None:
             raise MeshError(message("a Mesh cannot be made inside a region", remedy="make it outside and use it here"))
-        check_arguments(backend, device, threads, timeout)
+        check_arguments(backend, device, threads, timeout, grace)
         launch = launch_of_process() if _here is None else None
         axes = {"data": -1} if axes is None else axes
         layout = layout_of(axes, launch, functools.partial(devices.seats, device, backend))
         if _here is not None:
-            _here._check_same(layout)
+            check_same(layout, _here.layout, _here.describe())
             assert _here._rank_session is not None
             self._be_view(_here._rank_session, _here.threads, _here.pinned_threads)
             return
-        self._set(layout, seed, timeout)
+        self._set(layout, seed, timeout, grace)
         global _newest
         _newest = weakref.ref(self)
         self.pinned_threads = threads or 1
@@ -122,12 +124,13 @@ class Mesh:
             pinned=self.pinned_threads,
             seed=self.seed,
             timeout=self.timeout,
+            grace=self.grace,
         )
         self._finalizer = weakref.finalize(self, close_quietly, self._driver)
         self._finalizer.atexit = False
 
-    def _set(self, layout: Layout, seed: int, timeout: float) -> None:
-        self._layout, self.seed, self.timeout, self.device = layout, seed, timeout, "cpu"
+    def _set(self, layout: Layout, seed: int, timeout: float, grace: float = 0.0) -> None:
+        self._layout, self.seed, self.timeout, self.grace, self.device = layout, seed, timeout, grace, "cpu"
         self._depth = 0
         self.at_close: list[Future] = []  # what to wait for before the ranks are stopped
         self._rank_session = self._driver = None
@@ -145,18 +148,6 @@ class Mesh:
         self._set(session.layout, session.seed, session.timeout)
         self._rank_session, self.backend, self.device = session, session.backend, session.device.type
         self.threads, self.pinned_threads = threads, pinned
-
-    def _check_same(self, layout: Layout) -> None:
-        """A rank that imports a module which makes a mesh: it means the one that this process is a rank of."""
-        if layout != self._layout:
-            raise MeshError(
-                message(
-                    "a rank made a Mesh, most likely by importing a module that makes one",
-                    got=f"axes {layout.axes}",
-                    expected=f"those of {self.describe()}, of which this process is a rank",
-                    remedy="make meshes in the program's main script, or in a function that only it calls",
-                )
-            )
 
     # -- what it is ----------------------------------------------------------------------------------------------------
 
@@ -188,9 +179,8 @@ class Mesh:
         return self._layout.coords(rank)
 
     def __reduce__(self) -> Any:
-        raise MeshError(
-            message("a Mesh cannot be pickled: it stands for processes", remedy="make one where you need it")
-        )
+        problem = "a Mesh cannot be pickled: it stands for processes"
+        raise MeshError(message(problem, remedy="make one where you need it"))
 
     def describe(self) -> str:
         """The mesh in one line."""
@@ -224,9 +214,8 @@ class Mesh:
             MeshError: called in the driver, which is no rank; or ranks that can't be a group.
         """
         if self._rank_session is None:
-            raise MeshError(
-                message("mesh.comm was called in the driver, which is not a rank", remedy="call it inside mesh.run")
-            )
+            problem = "mesh.comm was called in the driver, which is not a rank"
+            raise MeshError(message(problem, remedy="call it inside mesh.run"))
         comm = self._rank_session.comm(axis) if ranks is None else self._rank_session.comm_among(ranks, axis)
         return followed(comm, self.layout)
 
@@ -299,6 +288,19 @@ class Mesh:
         self.driver.shut("it was restarted, and what was on it is lost")
         self._start()
 
+    def stacks(self) -> str:
+        """Where every rank is just now (on a launched one: each of its host), even one that is stuck in C.
+
+        >>> with Mesh({"data": 1}) as mesh:
+        ...     print(mesh.stacks().split(":")[0])
+        rank 0
+
+        Returns:
+            For each rank its threads as the kernel sees them, and Python's stack of each unless it is stopped.
+        """
+        board, mine = (self.driver.ranks.arena, -1) if self.is_driver else (self.session.leases, self.session.rank)
+        return stacks.text_of(board, getattr(board, "members", range(self.size)), mine)
+
     @shows_only_users
     def reload(self, *modules: Any) -> list[str]:
         """Load modules again that were edited on disk, in the driver and on the ranks; values on the mesh stay.
@@ -322,9 +324,8 @@ class Mesh:
 
     def _check_driver(self, what: str, remedy: str) -> None:
         if self._driver is None:
-            raise MeshError(
-                message(f"mesh.{what} is for the program that started the ranks", where=self.describe(), remedy=remedy)
-            )
+            problem = f"mesh.{what} is for the program that started the ranks"
+            raise MeshError(message(problem, where=self.describe(), remedy=remedy))
 
     def __enter__(self) -> Mesh:
         if self._driver is not None:

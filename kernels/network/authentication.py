@@ -54,13 +54,13 @@ class MessageCodes:
         self._heads, self._bodies = code(key, b"heads"), code(key, b"bodies")
         self._count = 0
 
-    def of_head(self, head: bytes) -> bytes:
-        """The code of the next message's head."""
+    def of_next(self, head: bytes, body: bytes = b"") -> bytes:
+        """The code of the next message's head, and of its body if that is short."""
         self._count += 1
-        return hmac.digest(self._heads, struct.pack("<Q", self._count) + head, hashlib.sha256)
+        return hmac.digest(self._heads, struct.pack("<Q", self._count) + head + body, hashlib.sha256)
 
     def of_body(self, body: memoryview) -> bytes:
-        """The code of that message's body."""
+        """The code of that message's body, if it is long."""
         made = hmac.new(self._bodies, struct.pack("<Q", self._count), hashlib.sha256)
         made.update(body)
         return made.digest()

@@ -26,7 +26,6 @@ from ..communicator import Communicator
 from ..flat import as_bytes
 from ..operations import Steps, Work
 from ..reduction import Op
-from ..shm.board import WAITING
 from ..shm.communicator import ShmCommunicator
 from .gloo import GlooCommunicator
 from .hosts import HostWatch
@@ -168,9 +167,10 @@ class HierarchicalCommunicator(GlooCommunicator):
 
     def on_stall(self, work: Work) -> None:
         super().on_stall(work)
-        arena = self._arena
-        if not arena.said(arena.rank):
-            arena.say(f"{WAITING} {work.what}")
+        self._arena.say_waiting(work.what)
+
+    def on_waited(self) -> None:
+        self._arena.say("")
 
     def on_timeout(self, work: Work) -> BaseException:
         error = super().on_timeout(work)

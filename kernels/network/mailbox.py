@@ -32,6 +32,7 @@ from .interface import is_loopback
 
 _HELLO = struct.Struct(f"<q{CODE_BYTES}s")  # the sender's rank, and its code
 _HEADER = struct.Struct("<qQ")  # tag, bytes
+_SHORT = 4096  # bytes of a message that leaves in one piece, with one code
 _STRANGERS = 32  # connections that may stand before they have said hello
 _PAUSE_SECONDS = 0.1  # in which nobody is let in, when this process can open no more files
 
@@ -44,10 +45,13 @@ class _Outgoing:
     def __init__(self, tag: int, tensor: torch.Tensor, codes: MessageCodes | None):
         self.tensor = tensor  # keeps the memory alive
         head, body = _HEADER.pack(tag, tensor.numel()), tensor.numpy().data.cast("B")
-        if codes is None:
+        if len(body) <= _SHORT:
+            short = bytes(body)
+            self.pieces = [memoryview(b"".join((head, b"" if codes is None else codes.of_next(head, short), short)))]
+        elif codes is None:
             self.pieces = [memoryview(head), body]
         else:
-            self.pieces = [memoryview(head + codes.of_head(head)), body, memoryview(codes.of_body(body))]
+            self.pieces = [memoryview(head + codes.of_next(head)), body, memoryview(codes.of_body(body))]
         self.sent = False
 
 
@@ -75,6 +79,7 @@ class _Incoming:
         self.source: int | None = None
         self._codes: MessageCodes | None = None
         self._code_bytes = self._tag = 0
+        self._begun = b""  # the head of the message that is being read, with its code
         self._body: torch.Tensor | None = None
         self._got = 0
 
@@ -101,11 +106,7 @@ class _Incoming:
                         self._codes = self._codes_of(self.source)
                         self._code_bytes = 0 if self._codes is None else CODE_BYTES
                     else:
-                        head, its_code = bytes(self._head[: _HEADER.size]), self._head[_HEADER.size :]
-                        if self._codes is not None and not same(bytes(its_code), self._codes.of_head(head)):
-                            raise _Changed(f"a message from rank {self.source} that is not what it has sent")
-                        self._tag, nbytes = _HEADER.unpack(head)
-                        self._body, self._got = torch.empty(nbytes + self._code_bytes, dtype=torch.uint8), 0
+                        self._begin_message()
                     self._head.clear()
                 if self._body is not None:
                     rest = self._body.numpy().data[self._got :]
@@ -123,14 +124,30 @@ class _Incoming:
         except OSError:
             return False
 
+    def _begin_message(self) -> None:
+        """Make room for a message whose head is there; a long one's only once its code fits."""
+        self._tag, nbytes = _HEADER.unpack_from(self._head)
+        if self._codes is not None and nbytes > _SHORT:
+            self._compare(bytes(self._head[_HEADER.size :]), self._codes.of_next(bytes(self._head[: _HEADER.size])))
+            nbytes += CODE_BYTES
+        self._begun = bytes(self._head)
+        self._body, self._got = torch.empty(nbytes, dtype=torch.uint8), 0
+
     def _checked(self, body: torch.Tensor) -> torch.Tensor:
         """A message's bytes without their code, which fits."""
         if self._codes is None:
             return body
-        nbytes = body.numel() - CODE_BYTES
-        if not same(body[nbytes:].numpy().tobytes(), self._codes.of_body(body[:nbytes].numpy().data)):
+        if body.numel() <= _SHORT:
+            head, its_code = self._begun[: _HEADER.size], self._begun[_HEADER.size :]
+            self._compare(its_code, self._codes.of_next(head, body.numpy().tobytes()))
+            return body
+        content = body[:-CODE_BYTES]
+        self._compare(body[-CODE_BYTES:].numpy().tobytes(), self._codes.of_body(content.numpy().data))
+        return content
+
+    def _compare(self, its_code: bytes, expected: bytes) -> None:
+        if not same(its_code, expected):
             raise _Changed(f"a message from rank {self.source} that is not what it has sent")
-        return body[:nbytes]
 
 
 class Mailbox(Owned):
@@ -188,18 +205,13 @@ class Mailbox(Owned):
 
     def check(self) -> None:
         """Raise if messages no longer move."""
-        if self._failure is not None:
-            raise PeerLost(
-                message(
-                    f"rank {self._rank} of its group can neither send nor receive messages any more",
-                    got=str(self._failure)
-                    if isinstance(self._failure, _Changed)
-                    else f"{type(self._failure).__name__}: {self._failure}",
-                    remedy="see who else can reach the ports of this job: docs/security.md"
-                    if isinstance(self._failure, _Changed)
-                    else "start the job anew; if it happens again, please report it",
-                )
-            )
+        if self._failure is None:
+            return
+        got, remedy = f"{type(self._failure).__name__}: {self._failure}", "start the job anew, and please report it"
+        if isinstance(self._failure, _Changed):
+            got, remedy = str(self._failure), "see who else can reach the ports of this job: docs/security.md"
+        problem = f"rank {self._rank} of its group can neither send nor receive messages any more"
+        raise PeerLost(message(problem, got=got, remedy=remedy))
 
     def connected(self, peer: int) -> bool:
         """Whether there is a connection to a peer; makes it if the peer listens."""

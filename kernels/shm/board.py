@@ -27,7 +27,7 @@ WAITING = "waiting in"
 _ABORT, _GENERATION = 0, 1
 # words of a status page
 _ABORTED, _REGION, _ACTIVE, _PID, _TEXT_LENGTH, _QUIET, _REASON_LENGTH, _TOP, _BELL = 0, 1, 2, 3, 4, 5, 6, 7, 8
-_DEBUGGED, _OVERWRITTEN = 10, 11  # a bell takes two words
+_DEBUGGED, _OVERWRITTEN, _STACKS = 10, 11, 12  # a bell takes two words
 
 
 def board_bytes(size: int) -> int:
@@ -92,6 +92,12 @@ class Board:
         """Publish what this participant is doing, for the messages of others."""
         self._write(_TEXT, _TEXT_LENGTH, text)
 
+    def say_waiting(self, what: str) -> None:
+        """Publish what this participant waits in, unless it has said something else since it entered the region."""
+        said, text = self.said(self.rank), f"{WAITING} {what}"
+        if said != text and (not said or said.startswith(WAITING)):
+            self.say(text)
+
     def said(self, participant: int) -> str:
         return self._read(participant, _TEXT, _TEXT_LENGTH)
 
@@ -149,6 +155,15 @@ class Board:
     def overwritten(self, region: int) -> bool:
         """Whether some rank has begun to, in a region."""
         return any(self.words[self._status(rank) + _OVERWRITTEN] == region for rank in range(self.size))
+
+    def offer_stacks(self, fd: int) -> None:
+        """Say into which of its descriptors this process writes its stacks when it is asked to."""
+        self.words[self._status(self.rank) + _STACKS] = fd + 1
+
+    def process(self, rank: int) -> tuple[int, int]:
+        """A rank's process, and the descriptor of its stacks; -1 for one that has offered none."""
+        base = self._status(rank)
+        return self.words[base + _PID], self.words[base + _STACKS] - 1
 
     # -- ending a region, and the next generation ----------------------------------------------------------------------
 

@@ -128,6 +128,13 @@ class Pending:
                 found[rank] = min(found.get(rank, task.number), task.number)
         return found
 
+    def awaited(self) -> dict[int, tuple[int, bool]]:
+        """The ranks that have something to do: the task that each is at, and whether the program waits for it.
+
+        For what `submit` has started alone it need not wait: a rank may serve for as long as it likes.
+        """
+        return {rank: (number, self.tasks[number].future is None) for rank, number in self.busy().items()}
+
     def failures(self) -> dict[int, Failure]:
         return {rank: failure for task in self.tasks.values() for rank, failure in task.failures().items()}
 

@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 
 from ...kernels.errors import MeshError, message
-from ...kernels.processes import Owned
+from ...kernels.processes import Owned, memory_kills
 from ...kernels.registry import added_factory
 from ...kernels.shm import arena as arena_module
 from ...kernels.shm.arena import Arena
@@ -25,7 +25,7 @@ from .. import protocol, wire
 from ..rank.logs import levels
 from ..remote.connections import listen
 from ..spec import Layout
-from .spawn import zygote
+from .spawn import fork_rank
 
 
 class Rank(Owned):
@@ -45,9 +45,9 @@ class Rank(Owned):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         out, err, listener = os.pipe(), os.pipe(), listen(request.key, rank)
         self.pipes = {"stdout": out[0], "stderr": err[0]}
-        self._zygote = zygote()
+        self._memory_kills = memory_kills()
         try:
-            self.pid, self.pidfd = self._zygote.fork(
+            self._zygote, self.pid, self.pidfd = fork_rank(
                 dataclasses.replace(request, rank=rank), [theirs.fileno(), out[1], err[1], arena, listener.fileno()]
             )
         except BaseException:
@@ -112,6 +112,8 @@ class Rank(Owned):
             return "died" if self._zygote.alive else "died with the process that it was forked from"
         if code >= 0:
             return f"exited with code {code}"
+        if code == -signal.SIGKILL and memory_kills() > self._memory_kills:
+            return "was killed by SIGKILL, for memory by all appearances: the kernel has killed for it since"
         return f"was killed by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
 
     def close(self) -> None:

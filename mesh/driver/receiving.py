@@ -20,6 +20,7 @@ from ..display.output import Collator, coordinates_label
 from ..spec import Layout
 from .pending import Task
 from .ranks import Rank
+from .stuck import Stuck
 
 TICK_SECONDS = 0.1  # between two calls of `carry_on` while a recovery is under way
 
@@ -29,6 +30,8 @@ class Listener(Protocol):
 
     under_way: bool
 
+    @property
+    def stuck(self) -> Stuck: ...
     @property
     def closed(self) -> str | None: ...
     def answered(self, rank: Rank, packet: wire.Packet) -> None: ...
@@ -128,9 +131,8 @@ class Receiving(threading.Thread):
 
     def _turn(self) -> None:
         dues = [due for due in (self._collator.tick(), self._tick_bars()) if due is not None]
-        due = min(dues, default=None)
-        if self._listener.under_way:
-            due = TICK_SECONDS if due is None else min(due, TICK_SECONDS)
+        due = min(dues, default=self._listener.stuck.pause)
+        due = min(due, TICK_SECONDS if self._listener.under_way else self._listener.stuck.pause)
         for key, events in self._selector.select(due):
             kind, rank = key.data
             if self._listener.closed is not None:
@@ -150,6 +152,7 @@ class Receiving(threading.Thread):
                 self._bury(rank)
             else:
                 self.read_output(rank)
+        self._listener.stuck.look()
         if self._listener.under_way:
             self._listener.carry_on()
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from ...kernels.errors import MeshError
 from .. import protocol, wire
 from ..failure import Failure, capture, combine, ranks_text
 from ..run_state import RunState
@@ -25,6 +26,7 @@ from .functions import ShippedObjects
 from .pending import Outcome, Pending, Task
 from .ranks import Rank, Ranks
 from .receiving import Receiving
+from .stuck import Stuck
 from .values import Values
 
 _KINDS = {protocol.Failed: "failed", protocol.Skipped: "skipped"}
@@ -66,13 +68,14 @@ class Recovery:
         interrupted: the user's Ctrl-C is the reason.
     """
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Session, grace: float):
         self._session = session
         self.under_way = self.interrupted = False
         self._warnings = records.Warnings()
         self._since = 0.0
         self._first_failed = 0  # the number of the first task that failed; those before it may end
         self._lost: dict[int, str] = {}  # ranks that died, and how
+        self.stuck = Stuck(session, grace)
         self._failed_starts = 0  # ranks in a row that died before they were ready
 
     @property
@@ -139,7 +142,7 @@ class Recovery:
                 self._session.receiving.bars.report(rank.rank, task, progress.bar)
 
     def died(self, rank: Rank) -> None:
-        how = rank.end_text()
+        how = self.stuck.killed.pop(rank.pid, None) or rank.end_text()
         with self._session.lock:
             rank.alive = False
             self._session.receiving.remove(rank)
@@ -244,11 +247,17 @@ class Recovery:
     def _begin_anew(self) -> None:
         session = self._session
         if self._failed_starts > 2 * session.layout.size:
-            session.shut("its ranks die before they are ready; their error output says why")
+            ends = "; ".join(f"rank {rank} {how}" for rank, how in sorted(self._lost.items()))
+            count = f"{self._failed_starts} times in a row, the last: {ends}"
+            session.shut(f"its ranks die before they are ready, {count}; their error output says why")
             return
         session.pending.tasks.clear()
         session.debugging.forget()
-        replaced = session.ranks.begin_anew()
+        try:
+            replaced = session.ranks.begin_anew()
+        except (MeshError, OSError) as error:
+            session.shut(f"ranks that died could not be replaced: {error}")
+            return
         for rank in range(session.layout.size):
             if rank not in replaced:
                 session.tell(protocol.Renew(session.ranks.generation), ranks=[rank])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import threading
 import time
 import weakref
@@ -23,6 +24,7 @@ from ...kernels.shm.arena import Arena
 from .. import protocol, wire
 from ..array import Array
 from ..display.notebook import shorten
+from ..failure import ranks_text
 from ..rank.interrupts import uninterrupted
 from ..remote.making import driver_node
 from ..run_state import RunState
@@ -37,6 +39,7 @@ from .recovery import Recovery
 from .values import CallValues, Values
 
 CLOSE_SECONDS = 2.0
+SAY_SECONDS = 3.0  # until closing says what it waits for
 
 
 class DriverSession(Owned):
@@ -45,7 +48,7 @@ class DriverSession(Owned):
     Args:
         mesh: whose ranks they are; only its finalizer keeps a session alive longer than its mesh.
         layout: the axes.
-        backend, device, threads, seed, timeout: as given to `Mesh`.
+        backend, device, threads, seed, timeout, grace: as given to `Mesh`.
         pinned: torch threads of a rank while it computes under `shards=`.
 
     Attributes:
@@ -66,6 +69,7 @@ class DriverSession(Owned):
         pinned: int,
         seed: int,
         timeout: float,
+        grace: float,
     ):
         super().__init__()
         open_more_files()
@@ -87,7 +91,7 @@ class DriverSession(Owned):
         self.pending = Pending(self.run_state)
         self._flight = Flight()
         self.debugging = Debugging(lambda rank, line: self.tell(line, ranks=[rank]))
-        self._recovery = Recovery(self)
+        self._recovery = Recovery(self, grace)
         self.receiving = Receiving(self._recovery, layout)
         options = {"backend": backend, "device": device, "threads": threads, "pinned": pinned, "seed": seed}
         options["timeout"] = timeout
@@ -285,8 +289,7 @@ class DriverSession(Owned):
         open_sessions.discard(self)
         failed: BaseException | None = None
         try:
-            for task in list(self.pending.tasks.values()):
-                self.debugging.wait(task, self.timeout)
+            self._finish_tasks()
             self.raise_failure()
             self.node.caller.raise_unseen()
         except BaseException as error:
@@ -300,6 +303,21 @@ class DriverSession(Owned):
         self.shut(why)
         if failed is not None:
             raise failed
+
+    def _finish_tasks(self) -> None:
+        """Wait for what is under way, all together no longer than the timeout, and say so if it takes its time."""
+        began, said = time.monotonic(), False
+        for task in list(self.pending.tasks.values()):
+            self.debugging.wait(task, max(0.0, began + SAY_SECONDS - time.monotonic()))
+            if not task.settled.is_set() and not said and self.timeout > SAY_SECONDS:
+                said, busy = True, sorted(self.pending.busy())
+                print(
+                    f"spmd: {self.describe()} is to be closed, and waits up to {self.timeout:g} s for what "
+                    f"{ranks_text(busy)} {'does' if len(busy) == 1 else 'do'} (Ctrl-C: no longer)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self.debugging.wait(task, max(0.0, began + self.timeout - time.monotonic()))
 
     def shut(self, why: str) -> None:
         """Kill what still runs, and give everything back."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -18,9 +20,18 @@ from ..rank.descriptors import receive, send
 from ..rank.interrupts import uninterrupted
 
 # No other import comes before the path is set: a file in the current folder might go by that name.
+# The first thing is to end with the driver, as it is later with a look at it: importing takes seconds.
 _BOOT = (
-    "import sys; fd, pid, *sys.path[:] = sys.argv[1:]; from spmd.mesh.rank.zygote import main; main(int(fd), int(pid))"
+    "import sys; fd, pid, *sys.path[:] = sys.argv[1:]; import ctypes, os; end = ctypes.CDLL(None).prctl; end(1, 9); "
+    "os.getppid() == int(pid) or os._exit(1); "
+    "from spmd.mesh.rank.zygote import main; end(1, 0); main(int(fd), int(pid))"
 )
+_SILENT_SECONDS = 2.0  # after which it is looked whether it has been stopped
+_TRIES = 3  # a zygote that is killed is replaced, as its ranks are
+
+
+class ZygoteLost(MeshError):
+    """The process that ranks are forked from has been killed."""
 
 
 class Zygote:
@@ -46,24 +57,34 @@ class Zygote:
         """Fork a rank (or a reader) that runs `main(request, fds)` of its module; its pid and a pidfd."""
         with self._lock:
             if not self._ready:
+                self._await()
                 if self._control.recv(1) != b"R":
-                    raise MeshError(
-                        message(
-                            "the process that ranks are forked from did not start",
-                            got=f"exit code {self._process.wait()}",
-                            remedy="its error output says why; check that `import spmd` works in a fresh interpreter",
-                        )
-                    )
+                    raise self._lost("did not start")
                 self._ready = True
             with uninterrupted():
                 send(self._control, request, fds)
                 while True:
+                    self._await()
                     reply, received = receive(self._control)
                     if reply is None:
-                        raise MeshError(message("the process that ranks are forked from is gone", remedy="try again"))
+                        raise self._lost("is gone")
                     if isinstance(reply, protocol.Forked):
                         return reply.pid, received[0]
                     self.exits[reply.pid] = reply.status
+
+    def _await(self) -> None:
+        """Wait until it has said something, or is gone; if it has been stopped it goes on."""
+        readable = select.poll()
+        readable.register(self._control, select.POLLIN)
+        while not readable.poll(1000 * _SILENT_SECONDS):
+            self._process.send_signal(signal.SIGCONT)
+
+    def _lost(self, how: str) -> MeshError:
+        code = self._process.wait()
+        killed = code < 0  # by somebody; else it has failed, and would again
+        remedy = "see who kills it" if killed else "its error output says why; check that `import spmd` works"
+        problem = f"the process that ranks are forked from {how}"
+        return (ZygoteLost if killed else MeshError)(message(problem, got=f"exit code {code}", remedy=remedy))
 
     def exit_code(self, pid: int, wait: float = 0.2) -> int | None:
         """How a rank ended, if the zygote has said so by now."""
@@ -92,6 +113,18 @@ class Zygote:
             self._control.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
+
+
+def fork_rank(request: protocol.RankRequest, fds: list[int]) -> tuple[Zygote, int, int]:
+    """Fork a rank from this process's zygote, or from a new one where that has been killed: it, the pid and a pidfd."""
+    for left in reversed(range(_TRIES)):
+        one = zygote()
+        try:
+            return one, *one.fork(request, fds)
+        except ZygoteLost:
+            if not left:
+                raise
+    raise AssertionError
 
 
 _zygote: Zygote | None = None

@@ -13,7 +13,7 @@ from ..spec import Layout
 from .environments import Launch
 
 
-def check_arguments(backend: str, device: str, threads: int | None, timeout: float) -> None:
+def check_arguments(backend: str, device: str, threads: int | None, timeout: float, grace: float) -> None:
     """Refuse what no mesh can be made with."""
     if backend != "auto" and backend not in backends():
         raise MeshError(
@@ -40,6 +40,21 @@ def check_arguments(backend: str, device: str, threads: int | None, timeout: flo
         raise MeshError(message("Mesh got a bad threads", got=threads, expected="at least 1, or None"))
     if not timeout > 0:
         raise MeshError(message("Mesh got a bad timeout", got=timeout, expected="seconds, more than 0"))
+    if not grace > 0:
+        raise MeshError(message("Mesh got a bad grace", got=grace, expected="seconds, more than 0, or math.inf"))
+
+
+def check_same(layout: Layout, mine: Layout, described: str) -> None:
+    """A rank that imports a module which makes a mesh: it means the one that this process is a rank of."""
+    if layout != mine:
+        raise MeshError(
+            message(
+                "a rank made a Mesh, most likely by importing a module that makes one",
+                got=f"axes {layout.axes}",
+                expected=f"those of {described}, of which this process is a rank",
+                remedy="make meshes in the program's main script, or in a function that only it calls",
+            )
+        )
 
 
 def layout_of(

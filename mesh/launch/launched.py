@@ -25,6 +25,7 @@ from ...kernels.processes import check_not_imported_by_worker
 from ...kernels.shm import arena as arena_module
 from ...kernels.shm.arena import Arena
 from .. import wire
+from ..display.stacks import offer
 from ..failure import Failure, capture, combine, ranks_text
 from ..rank import devices
 from ..rank.session import RankSession
@@ -66,6 +67,7 @@ def join(
         )
     if arena is not None:
         arena.watch_processes()
+        offer(arena)
     session = RankSession(
         layout,
         rank,

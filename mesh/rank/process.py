@@ -19,6 +19,7 @@ from ...kernels.processes import open_more_files
 from ...kernels.registry import register_backend
 from ...kernels.shm.arena import Arena
 from .. import protocol
+from ..display.stacks import offer
 from ..mesh import Mesh
 from ..remote.serving import serve_when_called
 from ..spec import Layout
@@ -55,11 +56,13 @@ def main(request: protocol.RankRequest, fds: list[int]) -> None:
         register_backend(request.backend, pickle.loads(request.factory))
     layout = Layout(request.axes)
     connection = socket.socket(fileno=control)
+    arena = Arena(arena_fd, layout.size, rank)
+    offer(arena)
     session = RankSession(
         layout,
         rank,
         backend=request.backend,
-        watch=Arena(arena_fd, layout.size, rank),
+        watch=arena,
         store=lambda: _store(request.store, layout.size, request.timeout),
         timeout=request.timeout,
         seed=request.seed,

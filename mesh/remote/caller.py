@@ -30,6 +30,7 @@ from .handle import Remote, handle_of
 from .protocol import Cancel, Fetch, Invoke, Name, NodeId, Probe, Release
 from .reference import Ref
 from .residents import Residents
+from .waiting import result_of
 
 CALLS, BYTES = 1024, 1 << 30
 RELEASES = 64  # results that are needed no more, before they are released without a call
@@ -208,7 +209,7 @@ class Caller:
         call = self._post.residents.call_here()
         if call is None or waits_for is None:
             try:
-                return future.result(timeout)
+                return result_of(future, timeout)
             except FutureTimeout:
                 if future.done():
                     return future.result()
@@ -218,7 +219,7 @@ class Caller:
         try:
             while True:
                 with contextlib.suppress(FutureTimeout):
-                    return future.result(seconds)
+                    return result_of(future, seconds)
                 if future.done():
                     return future.result()
                 if call.deadlock:

@@ -205,11 +205,12 @@ def test_public_names_are_imported_when_asked_for(tmp_path: Path) -> None:
 
 
 SIGNATURES = {
-    "Mesh": "(axes=None, *, backend='auto', device='auto', threads=None, seed=0, timeout=300.0)",
+    "Mesh": "(axes=None, *, backend='auto', device='auto', threads=None, seed=0, timeout=300.0, grace=30.0)",
     "Mesh.coords": "(self, rank=None)",
     "Mesh.close": "(self)",
     "Mesh.run": "(self, fn, *args, ranks=None)",
     "Mesh.submit": "(self, fn, *args, rank=0)",
+    "Mesh.stacks": "(self)",
     "Mesh.comm": "(self, axis=None, *, ranks=None)",
     "Mesh.remote": "(self, cls, *args, rank=0, **kwargs)",
     "Ref.get": "(self, timeout=None)",

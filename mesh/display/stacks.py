@@ -1,0 +1,112 @@
+"""The stacks of ranks, on request: also of one that is stuck in C, or holds the interpreter's lock.
+
+A rank writes them from a signal handler in C (faulthandler's), into a file without a name that whoever asks reads; so
+that nothing of what the rank does has to come back first. What the kernel says of its threads comes along: for one that
+is stopped that is all there is. Invariant: asking changes nothing of what a rank computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...kernels.shm.board import Board
+
+SIGNAL = signal.SIGRTMIN + 11  # programs have uses for SIGUSR1 and SIGUSR2
+_ANSWER_SECONDS = 1.0  # for a rank to write its stacks
+_QUIET_SECONDS = 0.05  # after which it has written all
+_LOOK_SECONDS = 0.005
+_MOST_THREADS = 8  # of a process that are told one by one
+
+_offered: int | None = None
+
+
+def offer(board: Board) -> None:
+    """Have this process, a rank, write its stacks when it is asked to."""
+    global _offered
+    if _offered is None:
+        _offered = os.memfd_create("spmd-stacks", os.MFD_CLOEXEC)
+        faulthandler.register(SIGNAL, file=_offered, all_threads=True, chain=False)
+    board.offer_stacks(_offered)
+
+
+def stacks_of(board: Board, rank: int) -> str:
+    """What one rank does: how the kernel sees its threads, and Python's stack of each, the innermost call first."""
+    pid, number = board.process(rank)
+    if not pid:
+        return "it has only begun"
+    status = _status(pid)
+    if status is None:
+        return f"process {pid} has ended"
+    state = status.get("State", "?")
+    head = f"process {pid}, {state}" + (", traced by a debugger" if status.get("TracerPid", "0") != "0" else "")
+    if state.startswith(("T", "t")):
+        written = "it is stopped, and can't say where it is in Python"
+    else:
+        written = _asked(pid, number) or "it does not answer"
+    return "\n".join([head, *_threads(pid), written])
+
+
+def _asked(pid: int, number: int) -> str:
+    """What a process writes when it is asked for its stacks; nothing if it does not."""
+    if number < 0:
+        return ""
+    with contextlib.suppress(OSError):
+        file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            before = last = os.fstat(file).st_size
+            os.kill(pid, SIGNAL)
+            changed, end = time.monotonic(), time.monotonic() + _ANSWER_SECONDS
+            while time.monotonic() < end and (last == before or time.monotonic() - changed < _QUIET_SECONDS):
+                time.sleep(_LOOK_SECONDS)
+                if (size := os.fstat(file).st_size) != last:
+                    last, changed = size, time.monotonic()
+            return os.pread(file, last - before, before).decode(errors="replace").strip()
+        finally:
+            os.close(file)
+    return ""
+
+
+def _threads(pid: int) -> list[str]:
+    """A line for each thread of a process that does something, or waits in the kernel for something."""
+    lines = []
+    with contextlib.suppress(OSError):
+        for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name)):
+            with contextlib.suppress(OSError):
+                name = (task / "comm").read_text().strip()
+                state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+                where = (task / "wchan").read_text().strip("0\n")
+                lines.append(f"  thread {task.name} ({name}): {state}" + (f" in {where}" if where else ""))
+    return (
+        lines if len(lines) <= _MOST_THREADS else [*lines[:_MOST_THREADS], f"  and {len(lines) - _MOST_THREADS} more"]
+    )
+
+
+def _status(pid: int) -> dict[str, str] | None:
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            return {name: text.strip() for name, _, text in (line.partition(":") for line in file)}
+    except OSError:
+        return None
+
+
+def text_of(board: Board | None, members: Sequence[int], mine: int) -> str:
+    """The stacks of all ranks of a host, or of this process alone where they share nothing.
+
+    Args:
+        members: their numbers in the mesh.
+        mine: this process's.
+    """
+    if board is not None:
+        return "\n\n".join(f"rank {rank}: {stacks_of(board, place)}" for place, rank in enumerate(members))
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        written = file.read().decode(errors="replace").strip()
+    return f"rank {mine}: process {os.getpid()}\n{written}"

@@ -1,0 +1,137 @@
+"""Ranks that are stuck: stopped, or waiting for what never comes. They are killed, and then count as dead.
+
+Dead is known at once, slow is no fault, and stuck is what does nothing at all: a rank that somebody waits for, and that
+for `grace` seconds neither comes to another task or region nor uses the processor (it, or what it has started). Ranks
+that wait for others in a collective look for them many times a second, and so are none. Invariant: a rank that is
+traced by a debugger, or at the prompt of one, is left alone, and so are its peers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Protocol
+
+from ..display.stacks import stacks_of
+from .pending import Pending
+from .ranks import Ranks
+
+LOOKS = 8  # in the grace
+IDLE = 1e-3  # of a processor, up to which a rank does nothing
+
+
+class Session(Protocol):
+    """The driver's session, as far as it is seen from here."""
+
+    lock: threading.RLock
+    pending: Pending
+    ranks: Ranks
+
+
+@dataclasses.dataclass(slots=True)
+class _Mark:
+    """When a rank was last seen to do something, and how far it had got."""
+
+    at: float
+    pid: int
+    where: tuple[int, ...]
+    nanoseconds: int
+
+
+class Stuck:
+    """Looks for stuck ranks of one mesh; asked by the thread that listens to them.
+
+    Args:
+        grace: seconds; infinite: nobody is ever taken to be stuck.
+
+    Attributes:
+        killed: what is said of ranks that were killed here, by process.
+    """
+
+    def __init__(self, session: Session, grace: float):
+        self._session, self._grace = session, grace
+        self.pause = min(1.0, grace / LOOKS)
+        self._next = 0.0
+        self._marks: dict[int, _Mark] = {}
+        self.killed: dict[int, str] = {}
+
+    def look(self) -> None:
+        """Kill the ranks that are stuck."""
+        now = time.monotonic()
+        if now < self._next or self._grace == float("inf"):
+            return
+        if now - self._next > 2 * self.pause:
+            self._marks.clear()  # nobody has looked for long: this process was stopped itself, perhaps
+        self._next = now + self.pause
+        session = self._session
+        with session.lock:
+            awaited = session.pending.awaited()
+            board = session.ranks.arena
+        if board is None or (awaited and board.in_debugger()):
+            self._marks.clear()
+            return
+        for rank in set(self._marks).difference(awaited):
+            del self._marks[rank]
+        for rank, (number, waited_for) in awaited.items():
+            pid = session.ranks.all[rank].pid
+            state = _state(pid)
+            if not session.ranks.all[rank].alive or state is None:
+                continue
+            stopped = state.startswith("T")
+            where, spent = (number, *board.region(rank)), _nanoseconds(pid)
+            mark = self._marks.get(rank)
+            if mark is None or mark.pid != pid:
+                self._marks[rank] = _Mark(now, pid, where, spent)
+            elif not (stopped or waited_for) or state.startswith(("D", "t")) or _traced(pid):
+                self._marks[rank] = _Mark(now, pid, where, spent)  # nobody waits; or the kernel, or a debugger is at it
+            elif where != mark.where or spent - mark.nanoseconds > 1e9 * IDLE * self._grace:
+                self._marks[rank] = _Mark(now, pid, where, spent)
+            elif now - mark.at >= self._grace:
+                self._kill(rank, pid, stopped)
+
+    def _kill(self, rank: int, pid: int, stopped: bool) -> None:
+        board = self._session.ranks.arena
+        assert board is not None
+        what = "was stopped" if stopped else "did nothing"
+        self.killed[pid] = (
+            f"was killed: it {what} for {self._grace:g} s while it was waited for (its stack is in the log; "
+            "Mesh(grace=) says how long that may last)"
+        )
+        text = f"spmd: rank {rank} {self.killed[pid]}\n{stacks_of(board, rank)}\n"
+        with contextlib.suppress(Exception):
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        self._marks.pop(rank, None)
+        self._session.ranks.all[rank].signal(signal.SIGKILL)
+
+
+def _state(pid: int) -> str | None:
+    """A process's state as the kernel gives it; None if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
+
+
+def _traced(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in file)
+    return False
+
+
+def _nanoseconds(pid: int) -> int:
+    """Processor time of a process, and of those that it has started and that still run."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                total += int(Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()[0])
+                children = Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+                total += sum(_nanoseconds(int(child)) for child in children)
+    return total

@@ -1,0 +1,270 @@
+"""Ranks that are stopped or stuck, and others that only look so; where all of them are; and who else may be stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fork_server import fork_server
+from patience import HANGS, end_within, running, soon, until
+
+from spmd import Loader, Mesh, MeshError, P, PeerLost, RemoteError, put, save
+
+GRACE = 0.5
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    with Mesh({"data": 2}, timeout=60, grace=GRACE) as made:
+        yield made
+
+
+def works(mesh: Mesh) -> bool:
+    return mesh.run(lambda: float(mesh.comm().all_reduced(torch.tensor(1.0)))) == [mesh.size] * mesh.size
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+# -- what is stuck ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["run", "full", "batch", "save"])
+def test_a_stopped_rank_ends_what_waits_for_it(mesh: Mesh, what: str, tmp_path: Path) -> None:
+    """The timeout is a minute; values that outlive the rank may be read in spite of it."""
+    value = put(torch.arange(4.0), P("data"), mesh=mesh)
+    loader = iter(Loader(torch.arange(8.0), 4, mesh=mesh, shuffle=False, prefetch=0))
+    pid = mesh.driver.pids[1]
+    os.kill(pid, signal.SIGSTOP)
+    waits: dict[str, Callable[[], Any]] = {
+        "run": lambda: mesh.run(lambda: 1),
+        "full": lambda: value.full().tolist() == [0, 1, 2, 3],
+        "batch": lambda: next(loader).full().tolist() == [0, 1, 2, 3],
+        "save": lambda: save(tmp_path, {"w": value}).result().exists(),
+    }
+    try:
+        assert waits[what]()
+        ended = not running(pid)
+    except PeerLost as error:
+        assert f"rank 1 was killed: it was stopped for {GRACE:g} s while it was waited for" in str(error)
+        ended = True
+    if ended:
+        assert end_within(1.0, [pid])
+    else:
+        os.kill(pid, signal.SIGCONT)
+    assert works(mesh)
+
+
+def test_a_rank_that_holds_the_lock_of_python(mesh: Mesh, capfd: pytest.CaptureFixture[str]) -> None:
+    """Stuck in C: its stack is told where it happens, and again in the log when the rank is killed."""
+    pid = mesh.driver.pids[1]
+
+    def stuck_in_c() -> float:
+        comm = mesh.comm()
+        while comm.rank == 1:  # asked for its stack it comes back from C, and goes there again
+            ctypes.PyDLL(None).sleep(1000)
+        return float(comm.all_reduced(torch.ones(1)))
+
+    seen: list[str] = []
+
+    def look() -> None:
+        assert until(lambda: "stuck_in_c" in mesh.stacks() or not running(pid))
+        seen.append(mesh.stacks())
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    with pytest.raises(PeerLost, match=rf"rank 1 was killed: it did nothing for {GRACE:g} s.*rank 0 waited for it"):
+        mesh.run(stuck_in_c)
+    looking.join()
+    assert seen and re.search(r"^rank 0: process \d+", seen[0], re.MULTILINE)
+    log = capfd.readouterr().err
+    assert "spmd: rank 1 was killed: it did nothing" in log and "in stuck_in_c" in log
+    assert works(mesh) and not running(pid)
+
+
+# -- what is not ------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_are_left_alone(mesh: Mesh) -> None:
+    """One that computes, one whose program does, those that wait for one of these, and one that serves."""
+    pids = mesh.driver.pids
+
+    def late(how: str) -> float:
+        comm = mesh.comm()
+        if comm.rank == 1 and how == "computes":
+            end = time.monotonic() + 3 * GRACE
+            while time.monotonic() < end:
+                pass
+        elif comm.rank == 1:
+            busy = f"import time\nend = time.monotonic() + {3 * GRACE}\nwhile time.monotonic() < end: pass"
+            subprocess.run([sys.executable, "-S", "-c", busy], check=True)
+        return float(comm.all_reduced(torch.ones(1)))
+
+    assert mesh.run(late, "computes") == [2.0, 2.0]
+    assert mesh.run(late, "waits for a program that computes") == [2.0, 2.0]
+    assert mesh.submit(time.sleep, 3 * GRACE, rank=1).result(HANGS) is None
+    assert mesh.driver.pids == pids
+
+
+def test_a_rank_in_a_debugger_is_left_alone(mesh: Mesh) -> None:
+    """A tracer is attached to it, or it is at a prompt."""
+    pids = mesh.driver.pids
+    libc = ctypes.CDLL(None, use_errno=True)
+    seize, detach = 0x4206, 17
+    if libc.ptrace(seize, pids[1], None, None):
+        pytest.skip("this system lets nobody trace another process")
+    try:
+        future: list[Any] = []
+        call = threading.Thread(target=lambda: future.append(mesh.run(sleeps, 1, 3 * GRACE)))
+        call.start()
+        call.join(HANGS)
+        assert future == [[0, 1]]
+    finally:
+        os.kill(pids[1], signal.SIGSTOP)  # to detach from one that runs it must be stopped
+        os.waitpid(pids[1], 0x40000000)  # __WALL
+        libc.ptrace(detach, pids[1], None, None)
+        os.kill(pids[1], signal.SIGCONT)
+
+    def at_prompt() -> int:
+        mesh.session.watch.enter_debugger()
+        try:
+            time.sleep(3 * GRACE)
+        finally:
+            mesh.session.watch.leave_debugger()
+        return 1
+
+    assert mesh.run(at_prompt) == [1, 1] and mesh.driver.pids == pids
+
+
+def sleeps(rank: int, seconds: float) -> int:
+    from spmd import axis_index
+
+    if axis_index("data") == rank:
+        time.sleep(seconds)
+    return int(axis_index("data"))
+
+
+def test_a_stopped_rank_that_nobody_waits_for(mesh: Mesh) -> None:
+    pid = mesh.driver.pids[1]
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(2 * GRACE)
+    assert state(pid) == "T" and "it is stopped, and can't say where it is" in mesh.stacks()
+    os.kill(pid, signal.SIGCONT)
+    assert works(mesh) and mesh.driver.pids[1] == pid
+
+
+# -- stacks -----------------------------------------------------------------------------------------------------------
+
+
+def test_stacks_of_launched_ranks(tmp_path: Path) -> None:
+    code = """
+from spmd import Mesh
+mesh = Mesh(timeout=60)
+def at_rest():
+    mesh.comm().barrier()
+    text = mesh.stacks() if mesh.rank == 0 else ""
+    mesh.comm().barrier()
+    return text
+print(mesh.run(at_rest)[0])
+"""
+    told = {"SPMD_SIZE": "2", "SPMD_INIT_METHOD": f"file://{tmp_path}/meet", "OMP_NUM_THREADS": "1"}
+    with fork_server() as server:
+        ranks = [server.start(code, environ={**os.environ, **told, "SPMD_RANK": str(rank)}) for rank in range(2)]
+        (text, error), _ = [rank.communicate() for rank in ranks]
+    assert [line.partition(":")[0] for line in text.splitlines() if line.startswith("rank")] == ["rank 0", "rank 1"], (
+        error
+    )
+    assert text.count("in at_rest") == 2
+
+
+# -- the process that ranks are forked from, and the ends of others ---------------------------------------------------
+
+
+def zygote_of(mesh: Mesh) -> int:
+    return int(Path(f"/proc/{mesh.driver.pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_the_zygote_is_stopped(make_mesh: Callable[..., Mesh]) -> None:
+    mesh = make_mesh({"data": 2})
+    os.kill(zygote_of(mesh), signal.SIGSTOP)
+    os.kill(mesh.driver.pids[1], signal.SIGKILL)
+    with contextlib.suppress(PeerLost):
+        mesh.run(lambda: 1)
+    assert works(mesh)
+
+
+def test_sys_exit_on_a_rank_does_not_end_the_program(shared_mesh: Callable[..., Mesh]) -> None:
+    mesh = shared_mesh({"data": 2})
+
+    def leaves() -> None:
+        if mesh.rank == 1:
+            sys.exit()
+        mesh.comm().barrier()
+
+    with pytest.raises(RemoteError, match=r"rank 1 called sys.exit\(\) in a call of the mesh"):
+        mesh.run(leaves)
+    with pytest.raises(RemoteError, match=r"ranks 0-1 called sys.exit\(0\) in a call of the mesh"):
+        mesh.run(lambda: sys.exit(0))
+    with pytest.raises(SystemExit) as caught:
+        mesh.run(lambda: sys.exit(3))
+    assert caught.value.code == 3
+
+
+def test_closing_with_calls_under_way_waits_once(capfd: pytest.CaptureFixture[str]) -> None:
+    mesh = Mesh({"data": 2}, timeout=3.5)
+    futures = [mesh.submit(time.sleep, 1000, rank=rank) for rank in (0, 1, 0, 1)]
+    began = time.monotonic()
+    mesh.close()
+    assert soon(4 * 3.5, began)
+    assert "waits up to 3.5 s for what ranks 0-1 do (Ctrl-C: no longer)" in capfd.readouterr().err
+    assert all(isinstance(future.exception(), MeshError) for future in futures)
+
+
+def test_a_driver_that_is_killed_while_torch_is_imported(tmp_path: Path) -> None:
+    """What it has started ends at once, without a word."""
+    script = tmp_path / "script.py"
+    script.write_text("from spmd import Mesh\nprint('begins', flush=True)\nMesh({'data': 2})\n")
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdout is not None and driver.stderr is not None
+        assert driver.stdout.readline() == "begins\n"
+        children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children")
+        assert until(lambda: any("spmd.mesh.rank.zygote" in command(int(pid)) for pid in children.read_text().split()))
+        pids = [int(pid) for pid in children.read_text().split()]
+        driver.kill()
+        assert end_within(0.5, pids)
+        assert driver.stderr.read() == ""
+
+
+def command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
+def test_a_kill_for_memory_says_so(make_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the kernel's count of such kills has risen when a rank was killed."""
+    mesh = make_mesh({"data": 2})
+    monkeypatch.setattr("spmd.mesh.driver.ranks.memory_kills", lambda: 1 << 60)
+
+    def killed() -> None:
+        if mesh.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        mesh.comm().barrier()
+
+    with pytest.raises(PeerLost, match="rank 1 was killed by SIGKILL, for memory by all appearances"):
+        mesh.run(killed)
