@@ -56,9 +56,14 @@ class Result:
 Outputs = tuple[Any, list[OutputMeta]]  # the results' treedef, and one for each leaf
 
 
-def encode(treedef: Any, metas: list[OutputMeta]) -> bytes:
+def encode(treedef: Any, metas: list[OutputMeta], *rest: Any) -> bytes:
     """What a rank tells of its results; mostly equal bytes on all ranks, so that they are decoded once."""
-    return cloudpickle.dumps((trees.pack(treedef), metas))
+    return cloudpickle.dumps((trees.pack(treedef), metas, *rest))
+
+
+def rest_of(data: bytes) -> Any:
+    """What a rank has told besides."""
+    return pickle.loads(data)[2]
 
 
 def decode_all(encoded: Sequence[bytes]) -> dict[int, Outputs]:
@@ -66,7 +71,7 @@ def decode_all(encoded: Sequence[bytes]) -> dict[int, Outputs]:
     decoded: dict[bytes, Outputs] = {}
     for data in encoded:
         if data not in decoded:
-            packed, metas = pickle.loads(data)
+            packed, metas, *_ = pickle.loads(data)
             decoded[data] = packed.unpack(), metas
     return {rank: decoded[data] for rank, data in enumerate(encoded)}
 

@@ -52,10 +52,15 @@ def meta(shape: tuple[int, ...], dtype: torch.dtype, spec: P) -> Meta:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Deal:
-    """How a `Loader` dealt a batch: where it stands in the run, and over how many virtual shards."""
+    """How a `Loader` dealt a batch: where it stands in the run, and over how many virtual shards.
+
+    Attributes:
+        sizes: of the virtual shards, where they are other than dealing one by one makes them.
+    """
 
     position: tuple[int, int]
     shards: int | None = None
+    sizes: tuple[int, ...] | None = None
 
 
 class Source(Protocol):

@@ -40,11 +40,13 @@ class BatchSplit:
     Attributes:
         axis, total: over which axis, and dimension 0 of the whole; None if the call is of no `data_parallel` step.
         shards: over how many virtual shards a `Loader` dealt it; None if none did.
+        sizes: of those, where they are other than dealing one by one makes them.
     """
 
     axis: str | None = None
     total: int | None = None
     shards: int | None = None
+    sizes: tuple[int, ...] | None = None
 
 
 def common_length(lengths: Mapping[str, int], whose: str) -> int | None:

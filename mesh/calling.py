@@ -117,7 +117,7 @@ def _signature(leaves: list[Any], treedef: Any, settings: Ambient | None) -> tup
             raise HasRefs
         else:
             parts.append((kind, leaf if isinstance(leaf, int | str | None) else None))
-    parts.append(None if deal is None else (deal.shards,))
+    parts.append(None if deal is None else (deal.shards, deal.sizes))
     return tuple(parts), deal
 
 

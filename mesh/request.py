@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from ..kernels.errors import SpecError, message
 from . import trees
 from .ambient import Ambient
-from .array import Array
+from .array import Array, Deal
 from .batch import BatchArgument, BatchSplit, common_length
 from .mesh import Mesh
 from .program import InputLeaf, InputPlan, describe_path
@@ -57,7 +58,8 @@ class Request:
         self.donated = self._belonging_to(donated) if donated else [False] * len(leaves)
         self._uneven: frozenset[int] = frozenset()
         deals = [deal for leaf in self.leaves if type(leaf) is Array and (deal := leaf.deal) is not None]
-        self.batch = BatchSplit(shards=deals[-1].shards if deals else None)
+        dealt = deals[-1] if deals else Deal((0, 0))
+        self.batch = BatchSplit(shards=dealt.shards, sizes=dealt.sizes)
         if batch is not None:
             self._split_batch(batch)
         for index, (leaf, spec) in enumerate(zip(self.leaves, self.specs, strict=True)):
@@ -114,7 +116,7 @@ class Request:
         if len(set(lengths.values())) > 1:
             common_length({self.where(index): length for index, length in lengths.items()}, self.name)
         if total is not None:
-            self.batch = BatchSplit(argument.axis, total, self.batch.shards)
+            self.batch = dataclasses.replace(self.batch, axis=argument.axis, total=total)
 
     def _check_order(self, axis: str, leaves: Iterable[int]) -> None:
         """Refuse whole leaves beside those of a `Loader`, which deals samples out one by one: rows would not pair."""

@@ -23,6 +23,7 @@ _HOMES = {
     "checkpoint.restore": ("restore",),
     "checkpoint.save": ("save",),
     "data.loader": ("Loader",),
+    "data.streams": ("Stream",),
     "kernels.errors": ("CollectiveMismatch", "MeshError", "PeerLost", "RemoteError", "SpecError", "SpmdError"),
     "kernels.registry": ("register_backend",),
     "mesh.array": ("Array",),
@@ -68,6 +69,7 @@ if _TYPE_CHECKING:
     from .checkpoint.restore import restore as restore
     from .checkpoint.save import save as save
     from .data.loader import Loader as Loader
+    from .data.streams import Stream as Stream
     from .kernels.errors import CollectiveMismatch as CollectiveMismatch
     from .kernels.errors import MeshError as MeshError
     from .kernels.errors import PeerLost as PeerLost

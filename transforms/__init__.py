@@ -2,6 +2,8 @@
 
 from ._data_parallel import data_parallel as data_parallel
 from ._data_parallel import parallel_step as parallel_step
+from ._feistel import numbered as numbered
+from ._feistel import permutation as permutation
 from ._grad import Transformable as Transformable
 from ._grad import check_function as check_function
 from ._grad import grad as grad

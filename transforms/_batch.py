@@ -81,7 +81,8 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
     sizes, mine = split_sizes(total or 0, session.layout.axes[axis]), session.layout.coords(session.rank)[axis]
     virtual = None
     if argument.shards is not None:
-        virtual = VirtualShards.of(session.layout, session.rank, axis, argument.shards, total or 0)
+        sizes_dealt = region.batch.sizes if cut else None
+        virtual = VirtualShards.of(session.layout, session.rank, axis, argument.shards, total or 0, sizes_dealt)
     expected = sizes[mine] if virtual is None else virtual.here
     if cut and virtual is not None and here != expected:
         raise SpecError(

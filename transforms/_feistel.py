@@ -64,6 +64,25 @@ def permute(index: npt.NDArray[np.uint64], length: int, key: int) -> npt.NDArray
     return found
 
 
+def permutation(length: int, key: int) -> npt.NDArray[np.uint64]:
+    """The keyed shuffle of range(length) as a whole.
+
+    >>> permutation(5, key=7), permutation(0, key=7)
+    (array([3, 0, 4, 1, 2], dtype=uint64), array([], dtype=uint64))
+    """
+    index = np.arange(length, dtype=np.uint64)
+    return permute(index, length, key) if length else index
+
+
+def numbered(key: int, index: int) -> int:
+    """One of a key's random numbers of 63 bits.
+
+    >>> numbered(7, 0), numbered(7, 1)
+    (3595544800446187243, 154844686297477902)
+    """
+    return _mix(key + (index + 1) * _GAMMA & _MASK) >> 1
+
+
 def _network(index: npt.NDArray[np.uint64], bits: int, keys: list[int]) -> npt.NDArray[np.uint64]:
     """A bijection of range(2**bits). With an odd number of bits the halves differ by one, and no bit is left out."""
     low_bits = np.uint64((bits + 1) // 2)

@@ -66,9 +66,9 @@ def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) 
 
 
 def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet) -> Answer:
-    treedef, leaves, metas = state.shipped(task.reader)(state.session, *task.arguments)
+    treedef, leaves, metas, *rest = state.shipped(task.reader)(state.session, *task.arguments)
     _keep(state, task.out, leaves, metas, lasts=False)  # it can be read again
-    return protocol.Metadata(task.number, agreement.encode(treedef, metas), lasting=False), None
+    return protocol.Metadata(task.number, agreement.encode(treedef, metas, *rest), lasting=False), None
 
 
 def fetch_value(state: RankState, task: protocol.FetchValue, packet: wire.Packet) -> Answer:

@@ -224,6 +224,8 @@ def _leaf(field: str, value: Any) -> None:
         _tensor(field, value, named)
     elif "loader" in value:
         schema.fields(field, value, {**named, "loader": _position_in_data, "deals": _deals})
+        if "stream" in value["deals"]:
+            return
         length, step = len(Sampler(**_sampled(value["deals"]))), value["loader"]["step"]
         schema.require(step <= length, f"{field}.loader.step", step, f"at most {length}")
     elif "sampler" in value:
@@ -261,7 +263,7 @@ def _axes(field: str, value: Any) -> None:
 
 
 def _position_in_data(field: str, value: Any) -> None:
-    schema.fields(field, value, {"epoch": schema.whole, "step": schema.whole})
+    schema.fields(field, value, {"epoch": schema.whole, "step": schema.whole}, {"streams": schema.text})
 
 
 _SAMPLED: dict[str, Check] = {
@@ -274,6 +276,8 @@ _SAMPLED: dict[str, Check] = {
 def _deals(field: str, value: Any) -> None:
     """A sampler's arguments, and what else batches depend on, which is only compared."""
     schema.mapping_of(schema.plain)(field, value)
+    if "stream" in value:
+        return
     schema.require({*_SAMPLED} <= {*value}, field, [*value], f"the fields {', '.join(_SAMPLED)}")
     _sampler(field, _sampled(value))
 

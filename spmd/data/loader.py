@@ -6,24 +6,21 @@ the sampler alone. Invariant: the batches depend on the sampler's arguments, nev
 
 from __future__ import annotations
 
+import json
 import math
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import numpy as np
-import torch
-from torch.utils.data import IterableDataset
 
 from ..kernels.callsite import hide_our_frames
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
-from ..mesh.array import Array, Deal
+from ..mesh.array import Array
 from ..mesh.display import drawing
 from ..mesh.mesh import Mesh, resolve
-from ..mesh.put import as_tensor, fill, is_array
-from ..transforms import Sampler
-from .reading import ONE_LENGTH, MapReader
+from ..mesh.put import is_array
+from .map_batches import MapBatches
+from .stream_batches import StreamBatches
+from .streams import Stream
 
 
 class Loader:
@@ -35,11 +32,11 @@ class Loader:
     [tensor([8]), tensor([9])]
 
     Args:
-        dataset: a dict, tuple, named tuple or single one of tensors or arrays that share dimension 0; or any map-style
-            dataset (`len(d)`, `d[i]`; a list is one), whose samples are collated.
+        dataset: a dict, tuple, named tuple or single one of tensors or arrays that share dimension 0; any map-style
+            dataset (`len(d)`, `d[i]`; a list is one), whose samples are collated; or a `Stream`, read forwards.
         batch_size: samples in a minibatch, over all ranks.
         mesh: None is the enclosing or default mesh.
-        seed, shuffle, drop_last, order: as in `Sampler`.
+        seed, shuffle, drop_last, order: as in `Sampler`; of a Stream `shuffle` is the order of its shards.
         collate_fn: makes a batch of a list of samples; None is torch's default. Tensors are sharded along dimension 0;
             what is no tensor (or has no dimension) must be the same on all ranks. It may pad, on each rank to the
             longest sample there: a step gets its own part, `shards()` are all, `full()` refuses.
@@ -80,24 +77,24 @@ class Loader:
         for name, value in (("prefetch", prefetch), ("workers", workers), ("prefetch_mb", prefetch_mb)):
             if value < 0:
                 raise SpecError(message(f"Loader got a bad {name}", got=value, expected="at least 0"))
-        tree = _tensors(dataset) if collate_fn is None else None
         self.dataset, self.prefetch, self.shards, self._most_bytes = dataset, prefetch, shards, int(prefetch_mb * 1e6)
-        length = len(dataset) if tree is None else trees.leaves(tree)[0].shape[0]
-        self.sampler = Sampler(length, batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last, order=order)
         self._mesh = mesh
-        ahead = workers, max(1, prefetch) * workers, self._most_bytes
-        self._reader = MapReader(
-            dataset if tree is None else tree, tree is None, collate_fn, self.sampler, shards, ahead
-        )
-        # Samples that are collated may be padded, on each rank to a length of its own.
-        self._ragged = tree is None and shards is None
+        options: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last, "collate": collate_fn}
+        options["ahead"] = workers, max(1, prefetch) * workers, self._most_bytes
+        self._batches: MapBatches | StreamBatches
+        if isinstance(dataset, Stream):
+            self._batches = StreamBatches(dataset, batch_size, shards, **options)
+        else:
+            self._batches = MapBatches(dataset, batch_size, shards, order=order, **options)
+            self.sampler = self._batches.sampler
         self._epoch = 0
         self._yielded = 0
-        self._resume = 0
+        self._position: Any = None  # what a Stream's position is besides the number of batches
+        self._resume: tuple[int, Any] = (0, None)
         self._loads = 0  # how often a position was loaded, after which iterators under way go on from it
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return len(self._batches)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -107,124 +104,76 @@ class Loader:
     @property
     def settings(self) -> dict[str, Any]:
         """What its batches depend on, besides the dataset and the position."""
-        names = ("length", "batch_size", "seed", "shuffle", "drop_last", "order")
-        return {**{name: getattr(self.sampler, name) for name in names}, "shards": self.shards}
+        return {**self._batches.settings, "shards": self.shards}
 
-    def state_dict(self) -> dict[str, int]:
-        """The position of the next batch; it means the same at any number of ranks."""
-        return {"epoch": self._epoch, "step": self._yielded}
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the next batch, plain data; it means the same at any number of ranks."""
+        state: dict[str, Any] = {"epoch": self._epoch, "step": self._yielded}
+        return state if self._position is None else {**state, "streams": json.dumps(self._position)}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a position that `state_dict` gave.
 
         Raises:
             SpecError: there is no such position.
         """
         epoch, step = int(state["epoch"]), int(state["step"])
-        if epoch < 0 or not 0 <= step <= len(self):
-            raise SpecError(
-                message("Loader got a bad state", got=state, expected=f"epoch from 0 on, step 0 to {len(self)}")
-            )
-        if step and step == len(self):
-            epoch, step = epoch + 1, 0
-        self._epoch, self._yielded, self._resume = epoch, step, step
+        self._epoch, self._yielded, self._position = self._batches.checked(epoch, step, state.get("streams"))
+        self._resume = self._yielded, self._position
         self._loads += 1
 
     def __iter__(self) -> Iterator[Any]:
         try:
             mesh = resolve(self._mesh)
-            axis = mesh.layout.batch_axis
             last = self._epoch
             while self._epoch <= last:
-                loads, epoch, first = self._loads, self._epoch, self._resume
-                self._resume, self._yielded = 0, first
-                yield from self._batches(mesh, axis, epoch, first)
+                loads, epoch = self._loads, self._epoch
+                self._yielded, self._position = self._resume
+                self._resume = (0, None)
+                yield from self._of_epoch(mesh, epoch)
                 if self._loads == loads and epoch == last:
                     return
         except Exception as error:
             hide_our_frames(error)
             raise
 
-    def _batches(self, mesh: Mesh, axis: str, epoch: int, first: int) -> Iterator[Any]:
-        """The batches of an epoch from a step on, until another position is loaded."""
-        loads = self._loads
-        pending: deque[Callable[[], Any]] = deque()
-        steps = iter(range(first, len(self)))
-
-        def ask() -> bool:
-            for step in steps:
-                deal = Deal((epoch, step), self.shards)
-                where = (axis, epoch, step)
-                part = fill(
-                    mesh, "the Loader's dataset", self._reader, where, deal, ragged=self._ragged, remedy=ONE_LENGTH
-                )
-                pending.append(part)
-                return True
-            return False
-
+    def _of_epoch(self, mesh: Mesh, epoch: int) -> Iterator[Any]:
+        """The batches of an epoch from a position on, until another position is loaded."""
+        loads, parts = self._loads, mesh.layout.axes[mesh.layout.batch_axis]
+        feed = self._batches.begin(mesh, epoch, self._yielded, self._position)
         while self._loads == loads:
-            if not pending and not ask():
-                break
-            batch = pending.popleft()()
+            batch, position = feed.take() if len(feed) or feed.ask() else (None, None)
+            if batch is None:
+                self._epoch, self._yielded, self._position = epoch + 1, 0, None
+                return
             ahead = self.prefetch if mesh.is_driver else 0
-            if ahead and (nbytes := _nbytes(batch) // mesh.layout.axes[axis]):
+            if ahead and (nbytes := _nbytes(batch) // parts):
                 ahead = min(ahead, self._most_bytes // nbytes)
-            while len(pending) < ahead and ask():
+            while len(feed) < ahead and feed.ask():
                 pass
-            self._yielded += 1
-            if self._yielded == len(self):
+            self._yielded, self._position = self._yielded + 1, position
+            if self._batches.is_last(self._yielded - 1):
                 self._epoch, self._yielded = epoch + 1, 0
             yield batch
+            if self._epoch != epoch:
+                return
 
     def grids(self, epoch: int) -> tuple[list[drawing.Grid], int]:
         """Pictures of which rank takes which sample, and the number of ranks."""
+        if isinstance(self._batches, StreamBatches):
+            raise SpecError(message("which samples a Stream has is known only when it is read", got=repr(self.dataset)))
         return self.sampler.grids(resolve(self._mesh).layout, epoch, self.shards)
 
     def _repr_html_(self) -> str:
-        return drawing.html(*self.grids(self._epoch))
+        streams = isinstance(self._batches, StreamBatches)
+        return f"<pre>{self!r}</pre>" if streams else drawing.html(*self.grids(self._epoch))
 
     def __repr__(self) -> str:
-        return f"Loader({self.sampler!r}, shards={self.shards})"
-
-
-def _tensors(dataset: Any) -> Any:
-    """The dataset as a tree of tensors with one length, or None if it is map-style."""
-    if isinstance(dataset, IterableDataset):
-        raise SpecError(
-            message(
-                "Loader can't shuffle and deal an IterableDataset",
-                got=type(dataset).__name__,
-                expected="a map-style dataset, with len(d) and d[i]",
-            )
-        )
-    if isinstance(dataset, list | torch.utils.data.Dataset):
-        return None
-    leaves = [_unread(leaf) for leaf in trees.leaves(dataset)]
-    if not leaves or not all(isinstance(leaf, torch.Tensor | np.memmap) for leaf in leaves):
-        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, dict | tuple):
-            return None
-        raise SpecError(
-            message(
-                "Loader got a dataset that it can't read",
-                got=type(dataset).__name__,
-                expected="a dict, tuple or single one of tensors or arrays, or a map-style dataset",
-            )
-        )
-    lengths = [leaf.shape[0] if leaf.ndim else None for leaf in leaves]
-    if None in lengths or len(set(lengths)) > 1:
-        listed = ", ".join(f"{path or 'the whole'}: {n}" for path, n in zip(trees.paths(dataset), lengths, strict=True))
-        raise SpecError(
-            message("the leaves of the dataset differ in length", got=listed, remedy="make dimension 0 agree")
-        )
-    return trees.map(_unread, dataset)
+        what = self.dataset if isinstance(self.dataset, Stream) else self.sampler
+        return f"Loader({what!r}, shards={self.shards})"
 
 
 def _nbytes(batch: Any) -> int:
     """Bytes of a batch's tensors; of what is padded on each rank to its own length, as if that were nothing."""
     found = [leaf for leaf in trees.leaves(batch, is_leaf=is_array) if isinstance(leaf, Array)]
     return sum(abs(math.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in found)
-
-
-def _unread(leaf: Any) -> Any:
-    """A leaf of a dataset as a tensor; a mapped file as it is, of which each rank reads its own samples."""
-    return leaf if isinstance(leaf, np.memmap) and leaf.dtype.kind in "biufc" else as_tensor(leaf)

@@ -66,7 +66,7 @@ class MapReader:
                 # A copy: with a circle through this object its processes would live until garbage is looked for.
                 pool = Pool(copy.copy(self).read, self._ahead[0], "reads for the Loader")
                 self._queue = ReadAhead(pool, *self._ahead[1:])
-            batch = self._queue.next((mine, parts, epoch, step), self._following)
+            (batch,) = self._queue.next((mine, parts, epoch, step), self._following)
         else:
             batch = self.read(mine, parts, epoch, step)
         return described(batch, session, axis, self._total(step), self.map_style and self.collate is None)
@@ -78,10 +78,11 @@ class MapReader:
             return self._collated(ids, epoch, step, self._groups(len(ids), mine, parts, self._total(step)))
         return trees.map(lambda x: x[ids] if isinstance(x, torch.Tensor) else np.array(x[ids.numpy()]), self.data)
 
-    def _following(self, request: tuple) -> Iterator[tuple]:
+    def _following(self, request: tuple) -> Iterator[tuple[tuple, list[tuple]]]:
         """What will be asked for from a request on: the rest of the epoch."""
         mine, parts, epoch, step = request
-        return ((mine, parts, epoch, later) for later in range(step, len(self.sampler)))
+        coming = range(step, len(self.sampler))
+        return (((mine, parts, epoch, later), [(mine, parts, epoch, later)]) for later in coming)
 
     def _total(self, step: int) -> int:
         return min(self.sampler.batch_size, self.sampler.length - step * self.sampler.batch_size)
@@ -127,6 +128,8 @@ class MapReader:
 class ReadAhead:
     """What was asked of a pool before a rank wants it, in the order in which it will.
 
+    A request is divided into parts: one, for any of the readers, or one for each of several.
+
     Args:
         ahead: requests to have under way.
         most_bytes: that their answers may have, as far as the largest so far tells; one request is always under way.
@@ -134,19 +137,23 @@ class ReadAhead:
 
     def __init__(self, pool: Pool, ahead: int, most_bytes: int):
         self._pool, self._ahead, self._most_bytes = pool, ahead, most_bytes
-        self._asked: deque[tuple[tuple, int]] = deque()
-        self._coming: Iterator[tuple] = iter(())
+        self._asked: deque[tuple[tuple, list[int]]] = deque()
+        self._coming: Iterator[tuple[tuple, list[tuple]]] = iter(())
         self._largest = 0
 
-    def next(self, request: tuple, following: Callable[[tuple], Iterator[tuple]]) -> Any:
-        """The answer to a request; `following(request)` are this one and those that will come after it."""
+    def next(self, request: tuple, following: Callable[[tuple], Iterator[tuple[tuple, list[tuple]]]]) -> list[Any]:
+        """The answers to a request's parts.
+
+        Args:
+            following: `following(request)` gives this one and those that will come after it, each with its parts.
+        """
         if not self._asked or self._asked[0][0] != request:
             self._pool.forget()
             self._asked.clear()
             self._coming = following(request)
             self._ask(len(self._pool))  # one each: what they are like is not known yet
         try:
-            found = self._pool.take(self._asked[0][1])
+            found = [self._pool.take(number) for number in self._asked[0][1]]
         except BaseException:
             self._asked.clear()
             raise
@@ -156,8 +163,10 @@ class ReadAhead:
         return found
 
     def _ask(self, count: int) -> None:
-        while len(self._asked) < count and (request := next(self._coming, None)) is not None:
-            self._asked.append((request, self._pool.ask(request)))
+        while len(self._asked) < count and (coming := next(self._coming, None)) is not None:
+            request, parts = coming
+            places = range(len(parts)) if len(parts) > 1 else [None]
+            self._asked.append((request, [self._pool.ask(*each) for each in zip(parts, places, strict=True)]))
 
 
 def described(

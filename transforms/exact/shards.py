@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,13 +35,17 @@ class VirtualShards:
     calls: int = 0
 
     @staticmethod
-    def of(layout: Layout, rank: int, axis: str, count: int, total: int) -> VirtualShards:
-        """Those of a batch of `total` samples on a mesh."""
+    def of(
+        layout: Layout, rank: int, axis: str, count: int, total: int, sizes: Sequence[int] | None = None
+    ) -> VirtualShards:
+        """Those of a batch of `total` samples on a mesh; `sizes` where they are not dealt one by one."""
         owners, start = [], 0
         for owned in split_sizes(count, layout.axes[axis]):
             owners.append(range(start, start + owned))
             start += owned
-        return VirtualShards(axis, strided_sizes(total, count), owners, layout.coords(rank)[axis])
+        return VirtualShards(
+            axis, [*sizes] if sizes else strided_sizes(total, count), owners, layout.coords(rank)[axis]
+        )
 
     @property
     def total(self) -> int:
@@ -54,10 +59,10 @@ class VirtualShards:
     @property
     def scale(self) -> float:
         """What the root of the tree is multiplied by, where a shard of the full size counts as 1."""
-        return self.sizes[0] / self.total if self.total else 0.0
+        return max(self.sizes) / self.total if self.total else 0.0
 
     def weight(self, shard: int) -> float:
-        return self.sizes[shard] / self.sizes[0]
+        return self.sizes[shard] / max(self.sizes)
 
     def filled(self, place: int) -> list[int]:
         """The shards of a rank that have samples."""

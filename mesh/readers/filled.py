@@ -1,0 +1,98 @@
+"""A batch that every rank reads from its own virtual streams, whose lengths are known only once it is read.
+
+Beside `put.fill`, which knows them beforehand. Invariant: all processes agree on how many samples each stream gave.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+from .. import agreement, protocol, trees
+from ..array import Deal, meta
+from ..launch import launched
+from ..mesh import Mesh
+from ..rank.local_values import LocalValues
+from ..spec import split_sizes, strided_sizes
+
+Found = dict[int, tuple[int, Any]]
+"""By virtual stream: how many samples it gave, and where it is now."""
+
+
+def fill_streams(
+    mesh: Mesh, name: str, reader: Any, arguments: tuple, position: tuple[int, int], shards: int | None, remedy: str
+) -> Callable[[], tuple[Any, Found]]:
+    """Have every rank read its part of a batch; a function that waits for it and gives the tree of Arrays, or None.
+
+    Args:
+        name: what is read, for messages.
+        reader: `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each, Found)`, called on every rank.
+        position, shards: of the `Deal`.
+        remedy: what to do where the ranks' parts do not fit together.
+    """
+    if not mesh.is_driver:
+        return functools.partial(_here, mesh, reader, arguments, position, shards)
+    driver, values = mesh.driver, mesh.driver.new_values()
+    key = driver.shipped.ship_function(reader).key
+    values.read = functools.partial(protocol.FillValues, reader=key, arguments=arguments, out=values.number)
+    task = driver.submit(values.read)
+    task.reported = True  # what fails is told who comes to this batch, and nobody if the loop was left before
+
+    def there() -> tuple[Any, Found]:
+        encoded = driver.wait(task).values()
+        found: Found = {}
+        for part in map(agreement.rest_of, encoded):
+            found |= part
+        if not any(count for count, _ in found.values()):
+            return None, found
+        treedef, results = agreement.assemble(
+            mesh.layout, agreement.decode_all(encoded), name=name, where=mesh.describe(), remedy=remedy
+        )
+        deal = _deal(found, position, shards)
+        arrays = iter(values.arrays(None, [result.meta for result in results if result.meta is not None], deal=deal))
+        made = [result.value if result.meta is None else next(arrays) for result in results]
+        return trees.unflatten(treedef, made), found
+
+    return there
+
+
+def _here(
+    mesh: Mesh, reader: Any, arguments: tuple, position: tuple[int, int], shards: int | None
+) -> tuple[Any, Found]:
+    session, layout = mesh.session, mesh.layout
+
+    def read() -> tuple[Any, list[Any], list[agreement.OutputMeta], Found]:
+        treedef, leaves, outputs, mine = reader(session, *arguments)
+        everyone = session.comm().all_gather_bytes(json.dumps(list(mine.items())).encode())
+        return treedef, leaves, outputs, {v: (n, at) for each in everyone for v, (n, at) in json.loads(each)}
+
+    treedef, leaves, outputs, found = launched.call(session, read)
+    total = sum(count for count, _ in found.values())
+    if not total:
+        return None, found
+    metas, tensors, shapes = [], [], []
+    for leaf, about in zip(leaves, outputs, strict=True):
+        if about.spec is None:
+            continue
+        shape, each = about.shape, None
+        if about.spec.entries:
+            axes = about.spec.dim_axes(0)
+            owned, held = split_sizes(len(found), layout.parts(axes)), []
+            for part in range(len(owned)):
+                held.append(sum(found[v][0] for v in range(sum(owned[:part]), sum(owned[: part + 1]))))
+            shape = (total, *about.shape[1:])
+            each = tuple((held[layout.part(rank, axes)], *about.shape[1:]) for rank in range(layout.size))
+        metas.append(meta(shape, about.dtype, about.spec))
+        tensors.append(leaf)
+        shapes.append(each)
+    arrays = iter(LocalValues(session, tensors, metas, shapes, deal=_deal(found, position, shards)).arrays(mesh))
+    made = [leaf if about.spec is None else next(arrays) for leaf, about in zip(leaves, outputs, strict=True)]
+    return trees.unflatten(treedef, made), found
+
+
+def _deal(found: Found, position: tuple[int, int], shards: int | None) -> Deal:
+    sizes = [found[v][0] for v in sorted(found)]
+    even = shards is None or sizes == strided_sizes(sum(sizes), shards)
+    return Deal(position, shards, None if even else tuple(sizes))

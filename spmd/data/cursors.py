@@ -1,0 +1,304 @@
+"""Cursors: where a virtual stream is in what it reads, each stage of its pipeline as an iterator that knows its state.
+
+A state is made of counters (and of what a source's `tell()` gives), never of samples. Invariant: a cursor opened at
+another's `state()` gives what that one would have given next; for that it reads at most one window of a shuffle again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..kernels.errors import SpecError, message
+from ..kernels.word_key import word_key
+from ..mesh.readers import process
+from ..transforms import numbered, permutation
+
+State = Any
+"""Lists, numbers, strings and None: what JSON has."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Which stream of how many, in which epoch: what all random numbers of a stream are made from.
+
+    Attributes:
+        path: of the stage among those of its pipeline.
+        shuffle: whether the shards come in another order in each epoch.
+    """
+
+    seed: int
+    epoch: int
+    stream: int
+    streams: int
+    shuffle: bool
+    path: tuple[int, ...] = ()
+
+    def below(self, index: int = 0) -> Place:
+        return dataclasses.replace(self, path=(*self.path, index))
+
+    def key(self, *more: Any) -> int:
+        return word_key("stream", self.seed, self.epoch, self.stream, self.path, *more)
+
+
+class Shards:
+    """Records of a stream's share of the shards, one shard after another.
+
+    Where there are fewer shards than streams, several streams read one, and each takes every so-manieth record.
+    """
+
+    def __init__(self, shards: Sequence[Any], opened: Callable[..., Any], place: Place, state: State):
+        self._shards, self._open = shards, opened
+        count = len(shards)
+        # Enough parts of each shard to give every stream as many; without need no shard is read by two.
+        self._parts = 1 if count >= place.streams else place.streams // math.gcd(count, place.streams)
+        whole = Place(place.seed, place.epoch, -1, place.streams, place.shuffle, place.path)
+        order = permutation(count, whole.key("shards")) if place.shuffle else range(count)
+        self._mine = [
+            (int(order[unit % count]), unit // count)
+            for unit in range(place.stream, count * self._parts, place.streams)
+        ]
+        self._unit, self._read, at = (0, 0, None) if state is None else state
+        self._records: Any = None
+        if state is not None and self._read and self._unit < len(self._mine):
+            self._begin(self._read, at)
+
+    def _begin(self, skip: int = 0, at: Any = None) -> None:
+        shard = self._shards[self._mine[self._unit][0]]
+        if at is not None:
+            self._records = iter(self._open(shard, at))
+            return
+        self._records = iter(self._open(shard))
+        for _ in range(skip):
+            next(self._records)
+
+    def __next__(self) -> Any:
+        while self._unit < len(self._mine):
+            shard, part = self._mine[self._unit]
+            process.note.write(f"record {self._read} of {self._shards[shard]!r}")
+            try:
+                if self._records is None:
+                    self._begin()
+                for record in self._records:
+                    self._read += 1
+                    if (self._read - 1) % self._parts == part:
+                        return record
+                    process.note.write(f"record {self._read} of {self._shards[shard]!r}")
+            except Exception as error:
+                if hasattr(error, "add_note"):
+                    error.add_note(f"[reading record {self._read} of {self._shards[shard]!r}]")
+                raise
+            self._unit, self._read, self._records = self._unit + 1, 0, None
+        raise StopIteration
+
+    def state(self) -> State:
+        tell = getattr(self._records, "tell", None)
+        return [self._unit, self._read, tell() if tell is not None and self._read else None]
+
+
+class Mapped:
+    """Each sample through a function, with random numbers of the sample's own."""
+
+    def __init__(self, source: Any, function: Callable[[Any], Any], place: Place, state: State):
+        self._source, self._function = source, function
+        self._key = place.key("map")
+        self._count = 0 if state is None else state[0]
+
+    def __next__(self) -> Any:
+        sample = next(self._source)
+        seed_generators(numbered(self._key, self._count))
+        self._count += 1
+        try:
+            return self._function(sample)
+        except StopIteration as error:
+            raise RuntimeError(f"{self._function!r} raised StopIteration") from error
+
+    def state(self) -> State:
+        return [self._count, self._source.state()]
+
+
+class Filtered:
+    """The samples for which a predicate holds."""
+
+    def __init__(self, source: Any, predicate: Callable[[Any], Any]):
+        self._source, self._predicate = source, predicate
+
+    def __next__(self) -> Any:
+        while True:
+            sample = next(self._source)
+            if self._predicate(sample):
+                return sample
+
+    def state(self) -> State:
+        return self._source.state()
+
+
+class Shuffled:
+    """Windows of samples, each in an order computed from its number. The state is where the window began."""
+
+    def __init__(self, source: Any, window: int, place: Place, state: State):
+        self._source, self._window, self._place = source, window, place
+        self._number, given, _ = (0, 0, None) if state is None else state
+        self._began = source.state()
+        self._samples: list[Any] = []
+        self._order: Any = ()
+        self._given = 0
+        if given:
+            self._fill()
+            self._given = given
+
+    def _fill(self) -> None:
+        self._began = self._source.state()
+        self._samples = []
+        while len(self._samples) < self._window:
+            try:
+                self._samples.append(next(self._source))
+            except StopIteration:
+                break
+        self._order = permutation(len(self._samples), self._place.key("window", self._number))
+        self._given = 0
+
+    def __next__(self) -> Any:
+        if self._given == len(self._samples):
+            self._number += bool(self._samples)
+            self._fill()
+            if not self._samples:
+                raise StopIteration
+        index = int(self._order[self._given])
+        self._given += 1
+        found, self._samples[index] = self._samples[index], None
+        return found
+
+    def state(self) -> State:
+        if self._samples and self._given == len(self._samples):
+            return [self._number + 1, 0, self._source.state()]
+        return [self._number, self._given, self._began]
+
+
+class Packed:
+    """Sequences laid end to end and cut to one length. The state is where the first one that is not used up began."""
+
+    def __init__(self, source: Any, length: int, pad: Any, state: State):
+        self._source, self._length, self._pad = source, length, pad
+        self._pieces: deque[tuple[torch.Tensor, State]] = deque()
+        self._offset = 0
+        self._held = 0
+        if state is not None and state[0]:
+            self._take()
+            self._offset = state[0]
+
+    def _take(self) -> None:
+        while True:
+            before = self._source.state()
+            piece = torch.as_tensor(next(self._source))
+            if piece.dim() != 1:
+                raise SpecError(
+                    message(
+                        "pack got a sample that is not a sequence",
+                        got=f"shape {tuple(piece.shape)}",
+                        expected="tensors, arrays or lists of one dimension",
+                        remedy="map each sample to its tokens first",
+                    )
+                )
+            if len(piece):  # an empty list would be one of floats
+                break
+        if self._pieces and piece.dtype != self._pieces[0][0].dtype:
+            raise SpecError(
+                message(
+                    "pack got sequences of several dtypes",
+                    got=f"{self._pieces[0][0].dtype} and {piece.dtype}",
+                    remedy="map them to one",
+                )
+            )
+        self._pieces.append((piece, before))
+        self._held += len(piece)
+
+    def __next__(self) -> torch.Tensor:
+        while self._held - self._offset < self._length:
+            try:
+                self._take()
+            except StopIteration:
+                left = self._held - self._offset
+                if self._pad is None or left == 0:
+                    self._pieces.clear()
+                    self._held = self._offset = 0
+                    raise
+                some = self._pieces[0][0]
+                self._pieces.append((some.new_full((self._length - left,), self._pad), self._source.state()))
+                self._held += self._length - left
+        parts, wanted = [], self._length
+        while wanted:
+            piece = self._pieces[0][0][self._offset : self._offset + wanted]
+            parts.append(piece)
+            wanted -= len(piece)
+            self._offset += len(piece)
+            if self._offset == len(self._pieces[0][0]):
+                self._held -= self._offset
+                self._pieces.popleft()
+                self._offset = 0
+        return torch.cat(parts)
+
+    def state(self) -> State:
+        return [self._offset, self._pieces[0][1] if self._pieces else self._source.state()]
+
+
+class Mixed:
+    """Samples of several sources, which of them drawn by weight; one that is used up leaves the rest to the others."""
+
+    def __init__(self, sources: Sequence[Any], weights: Sequence[float], place: Place, state: State):
+        self._sources, self._weights = sources, weights
+        self._key = place.key("mix")
+        self._count = 0 if state is None else state[0]
+        self._alive = [True] * len(sources) if state is None else [bool(alive) for alive in state[1]]
+
+    def __next__(self) -> Any:
+        while any(self._alive):
+            weights = [weight if alive else 0.0 for weight, alive in zip(self._weights, self._alive, strict=True)]
+            point = numbered(self._key, self._count) / 2**63 * sum(weights)
+            sums = list(itertools.accumulate(weights))
+            chosen = next(index for index, upto in enumerate(sums) if point < upto or upto == sums[-1])
+            try:
+                sample = next(self._sources[chosen])
+            except StopIteration:
+                self._alive[chosen] = False
+                continue
+            self._count += 1
+            return sample
+        raise StopIteration
+
+    def state(self) -> State:
+        return [self._count, [int(alive) for alive in self._alive], [source.state() for source in self._sources]]
+
+
+def takes_position(opened: Callable[..., Any]) -> bool:
+    """Whether `open(shard, position)` can be called, besides `open(shard)`."""
+    try:
+        inspect.signature(opened).bind(None, None)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def seed_generators(number: int) -> None:
+    """Set the generators of torch, NumPy and Python."""
+    torch.default_generator.manual_seed(number)
+    np.random.seed(number & 0xFFFFFFFF)
+    random.seed(number)
+
+
+def taken(cursor: Any, count: int) -> Iterator[Any]:
+    """The next samples of a cursor, up to so many."""
+    for _ in range(count):
+        try:
+            yield next(cursor)
+        except StopIteration:
+            return

@@ -1,0 +1,134 @@
+"""The batches of a dataset that knows its length: which there are, and asking the ranks for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from ..kernels.errors import SpecError, message
+from ..mesh import trees
+from ..mesh.array import Deal
+from ..mesh.mesh import Mesh
+from ..mesh.put import as_tensor, fill
+from ..transforms import Sampler
+from .reading import ONE_LENGTH, MapReader
+
+
+class MapBatches:
+    """Those of a map-style dataset, or of a tree of tensors.
+
+    Args:
+        options: the Sampler's.
+        ahead: as in `MapReader`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        shards: int | None,
+        *,
+        collate: Callable[[list], Any] | None,
+        ahead: tuple[int, int, int],
+        **options: Any,
+    ):
+        tree = _tensors(dataset) if collate is None else None
+        length = len(dataset) if tree is None else trees.leaves(tree)[0].shape[0]
+        self.sampler = Sampler(length, batch_size, **options)
+        self.shards = shards
+        self._reader = MapReader(dataset if tree is None else tree, tree is None, collate, self.sampler, shards, ahead)
+        # Samples that are collated may be padded, on each rank to a length of its own.
+        self._ragged = tree is None and shards is None
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        names = ("length", "batch_size", "seed", "shuffle", "drop_last", "order")
+        return {name: getattr(self.sampler, name) for name in names}
+
+    def checked(self, epoch: int, step: int, streams: Any) -> tuple[int, int, None]:
+        """A position, refused if there is none such."""
+        if epoch < 0 or not 0 <= step <= len(self) or streams is not None:
+            got = {"epoch": epoch, "step": step, **({} if streams is None else {"streams": streams})}
+            raise SpecError(
+                message("Loader got a bad state", got=got, expected=f"epoch from 0 on, step 0 to {len(self)}")
+            )
+        return (epoch + 1, 0, None) if step and step == len(self) else (epoch, step, None)
+
+    def is_last(self, step: int) -> bool:
+        """Whether an epoch is known to end with a step."""
+        return step + 1 == len(self)
+
+    def begin(self, mesh: Mesh, epoch: int, step: int, position: None) -> _Feed:
+        """Ask for the batches of an epoch from a step on."""
+        return _Feed(self, mesh, epoch, step)
+
+
+class _Feed:
+    """Batches asked for and not yet taken, in order."""
+
+    def __init__(self, batches: MapBatches, mesh: Mesh, epoch: int, step: int):
+        self._batches, self._mesh, self._epoch, self._next = batches, mesh, epoch, step
+        self._pending: deque[Callable[[], Any]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def ask(self) -> bool:
+        """Ask for one more, if there is one."""
+        if self._next >= len(self._batches):
+            return False
+        where, this = (self._mesh.layout.batch_axis, self._epoch, self._next), self._batches
+        deal = Deal((self._epoch, self._next), this.shards)
+        name = "the Loader's dataset"
+        self._pending.append(fill(self._mesh, name, this._reader, where, deal, ragged=this._ragged, remedy=ONE_LENGTH))
+        self._next += 1
+        return True
+
+    def take(self) -> tuple[Any, None]:
+        """The first, and the position behind it as far as it is more than a number of batches."""
+        return self._pending.popleft()(), None
+
+
+def _tensors(dataset: Any) -> Any:
+    """The dataset as a tree of tensors with one length, or None if it is map-style."""
+    if isinstance(dataset, IterableDataset):
+        raise SpecError(
+            message(
+                "Loader can't shuffle and deal an IterableDataset",
+                got=type(dataset).__name__,
+                expected="a map-style dataset, with len(d) and d[i]",
+            )
+        )
+    if isinstance(dataset, list | torch.utils.data.Dataset):
+        return None
+    leaves = [_unread(leaf) for leaf in trees.leaves(dataset)]
+    if not leaves or not all(isinstance(leaf, torch.Tensor | np.memmap) for leaf in leaves):
+        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, dict | tuple):
+            return None
+        raise SpecError(
+            message(
+                "Loader got a dataset that it can't read",
+                got=type(dataset).__name__,
+                expected="a dict, tuple or single one of tensors or arrays, or a map-style dataset",
+            )
+        )
+    lengths = [leaf.shape[0] if leaf.ndim else None for leaf in leaves]
+    if None in lengths or len(set(lengths)) > 1:
+        listed = ", ".join(f"{path or 'the whole'}: {n}" for path, n in zip(trees.paths(dataset), lengths, strict=True))
+        raise SpecError(
+            message("the leaves of the dataset differ in length", got=listed, remedy="make dimension 0 agree")
+        )
+    return trees.map(_unread, dataset)
+
+
+def _unread(leaf: Any) -> Any:
+    """A leaf of a dataset as a tensor; a mapped file as it is, of which each rank reads its own samples."""
+    return leaf if isinstance(leaf, np.memmap) and leaf.dtype.kind in "biufc" else as_tensor(leaf)

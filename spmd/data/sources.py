@@ -1,0 +1,164 @@
+"""Readers of files, one record after another, that can say where they are and be opened there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from typing import Any
+
+from ..kernels.errors import MeshError, message
+
+
+class JsonLines:
+    """The values of a file of JSON lines."""
+
+    def __init__(self, path: str, at: int = 0):
+        self._file = open(path, "rb")  # noqa: SIM115
+        self._file.seek(at)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while line := self._file.readline():
+            if not line.isspace():
+                return json.loads(line)
+        self._file.close()
+        raise StopIteration
+
+    def tell(self) -> int | None:
+        return None if self._file.closed else self._file.tell()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Records:
+    """Opens files of records of one size."""
+
+    nbytes: int
+
+    def __call__(self, path: str, at: int = 0) -> Iterator[bytes]:
+        return _Records(path, self.nbytes, at)
+
+
+class _Records:
+    def __init__(self, path: str, nbytes: int, at: int):
+        self._file = open(path, "rb")  # noqa: SIM115
+        self._nbytes, self._at, self._path = nbytes, at, path
+        self._file.seek(at * nbytes)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        record = self._file.read(self._nbytes)
+        if not record:
+            self._file.close()
+            raise StopIteration
+        if len(record) < self._nbytes:
+            raise ValueError(f"{self._path} ends within a record: {len(record)} bytes instead of {self._nbytes}")
+        self._at += 1
+        return record
+
+    def tell(self) -> int:
+        return self._at
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Table:
+    """Opens Parquet and Arrow files."""
+
+    columns: tuple[str, ...] | None
+
+    def __call__(self, path: str, at: tuple[int, int] = (0, 0)) -> Iterator[dict[str, Any]]:
+        return _Rows(path, self.columns, at)
+
+
+class _Rows:
+    """Rows of a file, a group of them at a time; a position is (group, row in it)."""
+
+    def __init__(self, path: str, columns: tuple[str, ...] | None, at: tuple[int, int]):
+        try:
+            import pyarrow  # not needed by who reads other files
+            import pyarrow.parquet
+        except ImportError:
+            raise MeshError(
+                message("reading Parquet and Arrow files needs pyarrow", remedy="pip install pyarrow")
+            ) from None
+        self._columns = columns
+        if path.endswith((".arrow", ".feather")):
+            reader = pyarrow.ipc.open_file(pyarrow.memory_map(path))
+            self._groups = reader.num_record_batches
+            self._get = lambda group: _chosen(reader.get_batch(group), columns)
+        else:
+            file = pyarrow.parquet.ParquetFile(path)
+            self._groups = file.num_row_groups
+            self._get = lambda group: file.read_row_group(group, columns=None if columns is None else list(columns))
+        self._group, self._row = at
+        self._rows: list[dict[str, Any]] | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        while self._group < self._groups:
+            if self._rows is None:
+                self._rows = self._get(self._group).to_pylist()
+            if self._row < len(self._rows):
+                self._row += 1
+                return self._rows[self._row - 1]
+            self._group, self._row, self._rows = self._group + 1, 0, None
+        raise StopIteration
+
+    def tell(self) -> tuple[int, int]:
+        return (self._group, self._row)
+
+
+def _chosen(batch: Any, columns: tuple[str, ...] | None) -> Any:
+    return batch if columns is None else batch.select(list(columns))
+
+
+class Tar:
+    """Samples of a tar file: consecutive members whose names differ in their extension only."""
+
+    def __init__(self, path: str, at: int = 0):
+        self._file = open(path, "rb")  # noqa: SIM115
+        self._file.seek(at)
+        self._tar = tarfile.open(fileobj=self._file, mode="r:")  # noqa: SIM115
+        self._start = at
+        self._next: tarfile.TarInfo | None = None
+        self._at: int | None = at
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        sample: dict[str, Any] = {}
+        while True:
+            member, self._next = self._next or self._tar.next(), None
+            self._tar.members.clear()  # or it keeps them all
+            if member is None:
+                break
+            if not member.isfile():
+                continue
+            folder, name = os.path.split(member.name)
+            stem, _, extension = name.partition(".")
+            key = os.path.join(folder, stem)
+            if sample and sample["__key__"] != key:
+                self._next, self._at = member, member.offset
+                return sample
+            content = self._tar.extractfile(member)
+            assert content is not None
+            sample["__key__"] = key
+            sample[extension] = content.read()
+        self._at = None
+        if not sample:
+            self._tar.close()
+            self._file.close()
+            raise StopIteration
+        return sample
+
+    def tell(self) -> int | None:
+        return self._at

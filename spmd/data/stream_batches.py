@@ -1,0 +1,136 @@
+"""The batches of a `Stream`: how many virtual streams there are, and asking the ranks for their parts.
+
+Every request carries the last position that is known, so that any rank can answer it. Invariant: an epoch ends with the
+first batch to which no virtual stream gives a sample.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ..kernels.errors import SpecError, message
+from ..mesh.mesh import Mesh
+from ..mesh.readers.filled import fill_streams
+from .reading import ONE_LENGTH
+from .stream_reading import StreamReader
+from .streams import Stream
+
+MOST_STREAMS = 64
+_runs = itertools.count()
+
+
+class _Unsized(SpecError, TypeError):
+    """What has no length: a TypeError, which `list` and progress bars expect."""
+
+
+class StreamBatches:
+    """Those of a Stream.
+
+    Args:
+        shards: as many virtual streams; None is the largest power of two that divides the batch size, up to 64.
+        ahead: as in `StreamReader`.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        batch_size: int,
+        shards: int | None,
+        *,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+        collate: Callable[[list], Any] | None,
+        ahead: tuple[int, int, int],
+    ):
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise SpecError(message("Loader got a bad batch_size", got=repr(batch_size), expected="at least 1"))
+        count = math.gcd(batch_size, MOST_STREAMS) if shards is None else shards
+        if batch_size % count:
+            raise SpecError(
+                message(
+                    "a Stream's batch can't be made of equal parts of its virtual streams",
+                    got=f"batch_size={batch_size}, shards={shards}",
+                    remedy="make batch_size a multiple of shards",
+                )
+            )
+        self.stream, self.batch_size, self.count, self.shards = stream, batch_size, count, shards
+        self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
+        self._reader = StreamReader(stream, batch_size, count, seed, shuffle, collate, ahead)
+
+    def __len__(self) -> int:
+        raise _Unsized(
+            message(
+                "how many batches a Stream has is known only when it has been read",
+                got=repr(self.stream),
+                remedy="count them, or iterate without a length",
+            )
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        names = ("batch_size", "count", "seed", "shuffle", "drop_last")
+        return {"stream": self.stream.describe(), **{name: getattr(self, name) for name in names}}
+
+    def checked(self, epoch: int, step: int, streams: Any) -> tuple[int, int, Any]:
+        """A position, refused if there is none such."""
+        try:
+            position = None if streams is None else json.loads(streams)
+        except (TypeError, ValueError):
+            position = ()
+        fits = position is None if step == 0 else isinstance(position, list) and len(position) == self.count
+        if epoch < 0 or step < 0 or not fits:
+            raise SpecError(
+                message(
+                    "Loader got a bad state",
+                    got={"epoch": epoch, "step": step, "streams": str(streams)[:60]},
+                    expected=f"that of a Loader of this Stream, in {self.count} virtual streams",
+                )
+            )
+        return epoch, step, position
+
+    def is_last(self, step: int) -> bool:
+        """Whether an epoch is known to end with a step: never before the next is asked for."""
+        return False
+
+    def begin(self, mesh: Mesh, epoch: int, step: int, position: Any) -> _Feed:
+        """Ask for the batches of an epoch from a position on."""
+        return _Feed(self, mesh, epoch, step, position)
+
+
+class _Feed:
+    """Batches asked for and not yet taken, in order."""
+
+    def __init__(self, batches: StreamBatches, mesh: Mesh, epoch: int, step: int, position: Any):
+        self._batches, self._mesh, self._epoch, self._next = batches, mesh, epoch, step
+        self._known = step, position  # the last step up to which all was taken, and the position before it
+        self._run = next(_runs)
+        self._pending: deque[Callable[[], Any]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def ask(self) -> bool:
+        """Ask for one more."""
+        this = self._batches
+        where = (self._mesh.layout.batch_axis, self._run, self._epoch, self._next, self._known)
+        position = (self._epoch, self._next)
+        name = "the Loader's Stream"
+        self._pending.append(fill_streams(self._mesh, name, this._reader, where, position, this.shards, ONE_LENGTH))
+        self._next += 1
+        return True
+
+    def take(self) -> tuple[Any, Any]:
+        """The first, or None if the epoch is over, and the position behind it."""
+        batch, found = self._pending.popleft()()
+        count = sum(count for count, _ in found.values())
+        if count == 0 or (self._batches.drop_last and count < self._batches.batch_size):
+            return None, None
+        position = [found[stream][1] for stream in sorted(found)]
+        self._known = self._known[0] + 1, position
+        return batch, position

@@ -1,0 +1,152 @@
+"""Reading a rank's part of a minibatch from its virtual streams.
+
+Each virtual stream gives its part of every batch, collated by itself; a rank lays those of its streams one behind the
+other. Invariant: a stream's part of step s, its length and the position after it are the same whoever reads it. A
+request comes with a position from which it can be answered, so that whoever takes another's place can do so.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from ..mesh import trees
+from ..mesh.agreement import OutputMeta
+from ..mesh.rank.session import RankSession
+from ..mesh.readers.pool import Pool
+from ..mesh.spec import split_sizes, strided_sizes
+from .cursors import Place, State, taken
+from .random_numbers import one_thread, own_random_numbers, seed
+from .reading import ReadAhead, described, joined, without_samples
+from .streams import Stream
+
+Parts = dict[int, tuple[int, State, Any]]
+"""By virtual stream: how many samples it has given, where it is behind them, and the batch that they make."""
+Base = tuple[int, Sequence[State] | None]
+"""A step, and where each virtual stream is before it; None is the beginning of the epoch."""
+_RUNS_KEPT = 2  # iterations under way that a reader remembers
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    """One iteration over an epoch: the cursors of a reader's streams, and the step that they have come to."""
+
+    step: int
+    open: dict[int, Any]
+
+
+class StreamReader:
+    """Reads a rank's part of a batch; shipped to the ranks once, and from there to their workers.
+
+    Args:
+        count: of virtual streams.
+        ahead: processes that read for the rank, the batches to have asked of them, and at most how many bytes of those.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        batch_size: int,
+        count: int,
+        seed: int,
+        shuffle: bool,
+        collate: Any,
+        ahead: tuple[int, int, int],
+    ):
+        self.stream, self.sizes, self.count = stream, strided_sizes(batch_size, count), count
+        self.seed, self.shuffle, self.collate = seed, shuffle, collate
+        self._ahead = ahead
+        self._runs: OrderedDict[int, _Run] = OrderedDict()
+        self._queue: ReadAhead | None = None
+        self._empty: Any = None  # a batch without its samples, once one was seen
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_queue": None, "_runs": OrderedDict(), "_empty": None}
+
+    def __call__(
+        self, session: RankSession, axis: str, run: int, epoch: int, step: int, base: Base
+    ) -> tuple[Any, list[Any], list[OutputMeta], dict[int, tuple[int, State]]]:
+        parts, mine = session.layout.axes[axis], session.layout.coords(session.rank)[axis]
+        owned = split_sizes(self.count, parts)
+        first = sum(owned[:mine])
+        streams = tuple(range(first, first + owned[mine]))
+        if self._ahead[0]:
+            found = self._asked_before(run, epoch, step, streams, base)
+        else:
+            found = self.read(run, epoch, step, streams, base)
+        batches = [batch for _, (count, _, batch) in sorted(found.items()) if count]
+        if batches:
+            batch = batches[0] if len(batches) == 1 else joined(batches)
+            self._empty = trees.map(without_samples, batch)
+        else:
+            batch = self._without_samples(epoch)
+        counts = {stream: (count, state) for stream, (count, state, _) in found.items()}
+        return *described(batch, session, axis, 0, self.collate is None), counts
+
+    def read(self, run: int, epoch: int, step: int, streams: tuple[int, ...], base: Base) -> Parts:
+        """The parts of some streams of a step's batch, from where they are or else from `base` on."""
+        known = self._runs.get(run)
+        with own_random_numbers(), one_thread(True):
+            if known is None or known.step != step or not {*streams} <= {*known.open}:
+                known = self._runs[run] = _Run(step, self._opened(epoch, step, streams, base))
+                while len(self._runs) > _RUNS_KEPT:
+                    self._runs.popitem(last=False)
+            return self._next(known, epoch, step, streams)
+
+    def _opened(self, epoch: int, step: int, streams: tuple[int, ...], base: Base) -> dict[int, Any]:
+        at, states = base
+        opened = {v: self.stream.open(self._place(epoch, v), None if states is None else states[v]) for v in streams}
+        for v, cursor in opened.items():
+            for _ in taken(cursor, (step - at) * self.sizes[v]):
+                pass
+        return opened
+
+    def _next(self, known: _Run, epoch: int, step: int, streams: tuple[int, ...]) -> Parts:
+        known.step = -1  # if this fails, its streams are somewhere in between
+        collate = default_collate if self.collate is None else self.collate
+        found: Parts = {}
+        for v in streams:
+            samples = list(taken(known.open[v], self.sizes[v]))
+            seed("batch", self.seed, epoch, step, v)
+            found[v] = len(samples), known.open[v].state(), collate(samples) if samples else None
+        known.step = step + 1
+        return found
+
+    def _place(self, epoch: int, stream: int) -> Place:
+        return Place(self.seed, epoch, stream, self.count, self.shuffle)
+
+    def _asked_before(self, run: int, epoch: int, step: int, streams: tuple[int, ...], base: Base) -> Parts:
+        workers = min(self._ahead[0], max(1, len(streams)))
+        if self._queue is None:
+            pool = Pool(copy.copy(self).read, workers, "reads for the Loader")
+            self._queue = ReadAhead(pool, *self._ahead[1:])
+        shares = [streams[place::workers] for place in range(workers)]
+
+        def following(_: tuple) -> Iterator[tuple]:
+            for later in itertools.count(step):
+                yield (run, epoch, later), [(run, epoch, later, share, base) for share in shares]
+
+        found: Parts = {}
+        for part in self._queue.next((run, epoch, step), following):
+            found |= part
+        return found
+
+    def _without_samples(self, epoch: int) -> Any:
+        """What a batch is like, for a rank that gets no samples: as the last one, or made of any stream's first."""
+        if self._empty is None:
+            with own_random_numbers(), one_thread(True):
+                for v in range(self.count):
+                    samples = list(taken(self.stream.open(self._place(epoch, v)), 1))
+                    if samples:
+                        collate = default_collate if self.collate is None else self.collate
+                        self._empty = trees.map(without_samples, collate(samples))
+                        break
+                else:
+                    return ()
+        return self._empty

@@ -1,0 +1,197 @@
+"""`Stream`: samples that are read forwards, from files or whatever gives one after another, as a description.
+
+Nothing is read where a Stream is made: it goes to the ranks, where each virtual stream of a `Loader` opens its own.
+Invariant: what a virtual stream gives depends on its number, their number, the seed and the epoch alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ..kernels.errors import SpecError, message
+from . import cursors, sources
+from .cursors import Place, State
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stage:
+    """A step of a pipeline: what it does, with which arguments, to what the streams before it give."""
+
+    kind: str
+    arguments: tuple
+    below: tuple[_Stage, ...] = ()
+
+    def open(self, place: Place, state: State) -> Any:
+        """A cursor at the beginning, or at a state."""
+        if self.kind == "shards":
+            return cursors.Shards(*self.arguments, place, state)
+        if self.kind == "mix":
+            inner = [None] * len(self.below) if state is None else state[2]
+            opened = [one.open(place.below(i), at) for i, (one, at) in enumerate(zip(self.below, inner, strict=True))]
+            return cursors.Mixed(opened, *self.arguments, place, state)
+        child = state if state is None or self.kind == "filter" else state[-1]
+        source = self.below[0].open(place.below(), child)
+        if self.kind == "filter":
+            return cursors.Filtered(source, *self.arguments)
+        if self.kind == "pack":
+            return cursors.Packed(source, *self.arguments, state)
+        made = {"map": cursors.Mapped, "shuffle": cursors.Shuffled}[self.kind]
+        return made(source, *self.arguments, place, state)
+
+    def describe(self) -> str:
+        """What order and number of samples depend on, in words: equal for pipelines that a position fits."""
+        inner = ", ".join(one.describe() for one in self.below)
+        if self.kind == "shards":
+            return f"{len(self.arguments[0])} shards"
+        shown = "" if self.kind in ("map", "filter") else f"({', '.join(map(repr, self.arguments))})"
+        return f"mix[{inner}]{shown}" if self.kind == "mix" else f"{inner}.{self.kind}{shown}"
+
+
+class Stream:
+    """Samples that are read forwards, from shards that are opened one after another.
+
+    >>> def count(shard):
+    ...     yield from range(shard, shard + 3)
+    >>> stream = Stream([0, 10, 20, 30], count).filter(lambda x: x % 10 != 1).map(lambda x: torch.tensor(x))
+    >>> with Mesh({"data": 2}) as mesh:
+    ...     [batch.full().tolist() for batch in Loader(stream, batch_size=4, shuffle=False, mesh=mesh)]
+    [[0, 10, 20, 30], [2, 12, 22, 32]]
+
+    A `Loader` reads it as V virtual streams, each with its own share of the shards, its own random numbers and its own
+    shuffle. V is the Loader's `shards=`, or else the largest power of two up to 64 that divides the batch size; a rank
+    owns whole streams. So the batches, and their order, are the same at any number of ranks, every sample comes once in
+    an epoch, and a position is a few counters for each stream, with which any number of ranks goes on.
+
+    Args:
+        shards: what to open: paths, or anything else that can be pickled. Give several for each virtual stream: where
+            there are fewer, streams read the same shard, and each takes only every so-manieth record.
+        open: `open(shard)` gives an iterator over the shard's records. If it also takes a position, `open(shard, at)`,
+            it is called with what the iterator's `tell()` has given (JSON: numbers, strings, lists), and goes on there;
+            else a resumed run reads the shard's first records again and drops them.
+
+    Raises:
+        SpecError: there are no shards, or `open` can't be called.
+    """
+
+    def __init__(self, shards: Iterable[Any], open: Callable[..., Any]):
+        shards = list(shards)
+        if not shards or not callable(open):
+            raise SpecError(
+                message(
+                    "Stream got nothing to read",
+                    got=f"{len(shards)} shards, and {open!r} to open them with",
+                    expected="at least one shard, and a function open(shard)",
+                )
+            )
+        self._stage = _Stage("shards", (shards, open))
+
+    @classmethod
+    def _of(cls, stage: _Stage) -> Stream:
+        made = cls.__new__(cls)
+        made._stage = stage
+        return made
+
+    def _then(self, kind: str, *arguments: Any) -> Stream:
+        return Stream._of(_Stage(kind, arguments, (self._stage,)))
+
+    def map(self, function: Callable[[Any], Any]) -> Stream:
+        """Each sample through a function, whose random numbers depend on seed, epoch, stream and sample alone."""
+        return self._then("map", _callable("map", function))
+
+    def filter(self, predicate: Callable[[Any], Any]) -> Stream:
+        """The samples for which a predicate holds."""
+        return self._then("filter", _callable("filter", predicate))
+
+    def shuffle(self, window: int) -> Stream:
+        """Windows of so many samples, each in an order of its own, computed from its number.
+
+        A virtual stream holds one window in memory, and a resumed run reads at most one again: shuffle names, or what
+        is small, and map them to what is large afterwards.
+        """
+        return self._then("shuffle", _positive("shuffle", "window", window))
+
+    def pack(self, length: int, *, pad: Any = None) -> Stream:
+        """Sequences laid end to end and cut to one length: tensors of shape [length].
+
+        Args:
+            length: of what comes out.
+            pad: the value with which the last one of a virtual stream is filled up; None leaves it out.
+        """
+        return self._then("pack", _positive("pack", "length", length), pad)
+
+    @staticmethod
+    def mix(streams: Sequence[Stream], weights: Sequence[float] | None = None) -> Stream:
+        """Several streams as one, each sample from one of them, drawn by weight.
+
+        A stream that is used up leaves the rest of the epoch to the others, so that every sample comes once.
+
+        Args:
+            streams: at least one.
+            weights: positive, of any sum; None is equal ones.
+        """
+        weights = [1.0] * len(streams) if weights is None else [float(weight) for weight in weights]
+        if not streams or len(weights) != len(streams) or not all(weight > 0 for weight in weights):
+            raise SpecError(
+                message(
+                    "mix got streams and weights that don't fit",
+                    got=f"{len(streams)} streams, weights {weights}",
+                    expected="as many positive weights as streams, at least one",
+                )
+            )
+        return Stream._of(_Stage("mix", (weights,), tuple(stream._stage for stream in streams)))
+
+    @staticmethod
+    def jsonl(paths: Iterable[Any]) -> Stream:
+        """The values of files of JSON lines; a position is a place in a file."""
+        return Stream(_paths(paths), sources.JsonLines)
+
+    @staticmethod
+    def parquet(paths: Iterable[Any], columns: Sequence[str] | None = None) -> Stream:
+        """The rows of Parquet files, or Arrow files (`.arrow`, `.feather`), as dicts; needs pyarrow.
+
+        Args:
+            paths: a row group (a record batch) is read at a time, and is what a resumed run reads again.
+            columns: None is all.
+        """
+        return Stream(_paths(paths), sources.Table(None if columns is None else tuple(columns)))
+
+    @staticmethod
+    def tar(paths: Iterable[Any]) -> Stream:
+        """The samples of tar files as WebDataset writes them: a dict of bytes by extension, and "__key__"."""
+        return Stream(_paths(paths), sources.Tar)
+
+    @staticmethod
+    def records(paths: Iterable[Any], nbytes: int) -> Stream:
+        """The records of files in which all have the same size, as bytes."""
+        return Stream(_paths(paths), sources.Records(_positive("records", "nbytes", nbytes)))
+
+    def open(self, place: Place, state: State = None) -> Any:
+        """A cursor on one virtual stream: at the beginning of an epoch, or where a state says."""
+        return self._stage.open(place, state)
+
+    def describe(self) -> str:
+        """In words, what a position in it depends on."""
+        return self._stage.describe()
+
+    def __repr__(self) -> str:
+        return f"Stream({self.describe()})"
+
+
+def _paths(paths: Iterable[Any]) -> list[str]:
+    if isinstance(paths, str | bytes):
+        raise SpecError(message("a Stream got one path", got=repr(paths), expected="a list of paths"))
+    return [str(path) for path in paths]
+
+
+def _callable(caller: str, function: Any) -> Any:
+    if not callable(function):
+        raise SpecError(message(f"{caller} got what can't be called", got=repr(function), expected="a function"))
+    return function
+
+
+def _positive(caller: str, name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise SpecError(message(f"{caller} got a bad {name}", got=repr(value), expected="a whole number of at least 1"))
+    return value
