@@ -22,6 +22,7 @@ _HOMES = {
     "_visualize": ("visualize",),
     "checkpoint.restore": ("restore",),
     "checkpoint.save": ("save",),
+    "data.evaluate": ("evaluate",),
     "data.loader": ("Loader",),
     "data.streams": ("Stream",),
     "kernels.errors": ("CollectiveMismatch", "MeshError", "PeerLost", "RemoteError", "SpecError", "SpmdError"),
@@ -68,6 +69,7 @@ if _TYPE_CHECKING:
     from ._visualize import visualize as visualize
     from .checkpoint.restore import restore as restore
     from .checkpoint.save import save as save
+    from .data.evaluate import evaluate as evaluate
     from .data.loader import Loader as Loader
     from .data.streams import Stream as Stream
     from .kernels.errors import CollectiveMismatch as CollectiveMismatch

@@ -67,7 +67,11 @@ class Shards:
             (int(order[unit % count]), unit // count)
             for unit in range(place.stream, count * self._parts, place.streams)
         ]
-        self._unit, self._read, at = (0, 0, None) if state is None else state
+        at: Any = None
+        self._unit: int = 0
+        self._read: int = 0
+        if state is not None:
+            self._unit, self._read, at = state
         self._records: Any = None
         if state is not None and self._read and self._unit < len(self._mine):
             self._begin(self._read, at)
@@ -147,7 +151,8 @@ class Shuffled:
 
     def __init__(self, source: Any, window: int, place: Place, state: State):
         self._source, self._window, self._place = source, window, place
-        self._number, given, _ = (0, 0, None) if state is None else state
+        self._number: int = 0 if state is None else state[0]
+        given = 0 if state is None else state[1]
         self._began = source.state()
         self._samples: list[Any] = []
         self._order: Any = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import tarfile
@@ -81,8 +82,8 @@ class _Rows:
 
     def __init__(self, path: str, columns: tuple[str, ...] | None, at: tuple[int, int]):
         try:
-            import pyarrow  # not needed by who reads other files
-            import pyarrow.parquet
+            pyarrow = importlib.import_module("pyarrow")  # not needed by who reads other files
+            parquet = importlib.import_module("pyarrow.parquet")
         except ImportError:
             raise MeshError(
                 message("reading Parquet and Arrow files needs pyarrow", remedy="pip install pyarrow")
@@ -93,7 +94,7 @@ class _Rows:
             self._groups = reader.num_record_batches
             self._get = lambda group: _chosen(reader.get_batch(group), columns)
         else:
-            file = pyarrow.parquet.ParquetFile(path)
+            file = parquet.ParquetFile(path)
             self._groups = file.num_row_groups
             self._get = lambda group: file.read_row_group(group, columns=None if columns is None else list(columns))
         self._group, self._row = at
@@ -126,7 +127,7 @@ class Tar:
     def __init__(self, path: str, at: int = 0):
         self._file = open(path, "rb")  # noqa: SIM115
         self._file.seek(at)
-        self._tar = tarfile.open(fileobj=self._file, mode="r:")  # noqa: SIM115
+        self._tar: Any = tarfile.open(fileobj=self._file, mode="r:")  # noqa: SIM115
         self._start = at
         self._next: tarfile.TarInfo | None = None
         self._at: int | None = at

@@ -15,6 +15,16 @@ from . import cursors, sources
 from .cursors import Place, State
 
 
+_CURSORS = {
+    "shards": cursors.Shards,
+    "map": cursors.Mapped,
+    "filter": cursors.Filtered,
+    "shuffle": cursors.Shuffled,
+    "pack": cursors.Packed,
+    "mix": cursors.Mixed,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Stage:
     """A step of a pipeline: what it does, with which arguments, to what the streams before it give."""
@@ -25,20 +35,15 @@ class _Stage:
 
     def open(self, place: Place, state: State) -> Any:
         """A cursor at the beginning, or at a state."""
+        made: Any = _CURSORS[self.kind]
         if self.kind == "shards":
-            return cursors.Shards(*self.arguments, place, state)
+            return made(*self.arguments, place, state)
         if self.kind == "mix":
             inner = [None] * len(self.below) if state is None else state[2]
             opened = [one.open(place.below(i), at) for i, (one, at) in enumerate(zip(self.below, inner, strict=True))]
-            return cursors.Mixed(opened, *self.arguments, place, state)
-        child = state if state is None or self.kind == "filter" else state[-1]
-        source = self.below[0].open(place.below(), child)
-        if self.kind == "filter":
-            return cursors.Filtered(source, *self.arguments)
-        if self.kind == "pack":
-            return cursors.Packed(source, *self.arguments, state)
-        made = {"map": cursors.Mapped, "shuffle": cursors.Shuffled}[self.kind]
-        return made(source, *self.arguments, place, state)
+            return made(opened, *self.arguments, place, state)
+        source = self.below[0].open(place.below(), state if state is None or self.kind == "filter" else state[-1])
+        return made(source, *self.arguments, *{"filter": (), "pack": (state,)}.get(self.kind, (place, state)))
 
     def describe(self) -> str:
         """What order and number of samples depend on, in words: equal for pipelines that a position fits."""

@@ -1,0 +1,64 @@
+"""`evaluate`: totals over all batches of a loader, exact also where the last one is short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..kernels.errors import SpecError, message
+from ..mesh import trees
+from ..mesh.put import fetch
+from .loader import Loader
+
+
+def evaluate(step: Callable[..., Any], loader: Loader, *args: Any) -> Any:
+    """Add up what a step returns for every batch of an epoch.
+
+    Let the step return sums and counts, not means: a mean of means is wrong where batches differ in size.
+
+    >>> with Mesh({"data": 2}) as mesh:
+    ...     @spmd(mesh=mesh)
+    ...     @data_parallel
+    ...     def totals(w, batch):
+    ...         return {"sum": psum((w * batch).sum(), "data"), "count": psum(torch.tensor(len(batch)), "data")}
+    ...     evaluate(totals, Loader(torch.arange(5.0), batch_size=3, mesh=mesh), torch.tensor(2.0))
+    {'sum': tensor(20., dtype=torch.float64), 'count': tensor(5)}
+
+    Args:
+        step: `step(*args, batch)`, an `@spmd` function that gives a tree of values that are the same on all ranks.
+        loader: its first epoch is read, and it is set to the beginning of that again.
+
+    Returns:
+        The tree of their sums, as tensors: of floats in float64, of integers and booleans in int64.
+
+    Raises:
+        SpecError: the loader has no batches. What the step raises.
+    """
+    beginning = {"epoch": 0, "step": 0}
+    loader.load_state_dict(beginning)
+    totals, last = None, None
+    for batch in loader:
+        # One call behind, so that the ranks compute while the last results are added here.
+        last, before = step(*args, batch), last
+        totals = _added(totals, before)
+    totals = _added(totals, last)
+    loader.load_state_dict(beginning)
+    if totals is None:
+        raise SpecError(message("evaluate got a loader without batches", got=repr(loader)))
+    return totals
+
+
+def _added(totals: Any, result: Any) -> Any:
+    if result is None:
+        return totals
+    found = trees.map(_wide, fetch(result))
+    return found if totals is None else trees.map(torch.add, totals, found)
+
+
+def _wide(leaf: Any) -> torch.Tensor:
+    tensor = torch.as_tensor(leaf)
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.to(torch.float64 if tensor.is_floating_point() else torch.int64)
