@@ -133,7 +133,12 @@ def original(failure: Failure) -> BaseException:
 
 
 def combine(
-    failures: dict[int, Failure], lost: dict[int, str], mesh: str, *, interrupted: bool = False
+    failures: dict[int, Failure],
+    lost: dict[int, str],
+    mesh: str,
+    *,
+    interrupted: bool = False,
+    remedy: str | None = None,
 ) -> BaseException:
     """The exception to raise for one failed region.
 
@@ -142,6 +147,7 @@ def combine(
         lost: how each rank that died did so.
         mesh: the mesh's description, for the message.
         interrupted: the user's Ctrl-C ended the region.
+        remedy: what to do about lost ranks, if there is more to say than that they were replaced.
     """
     causes = {rank: failure for rank, failure in sorted(failures.items()) if failure.kind == "error"}
     if lost:
@@ -153,7 +159,8 @@ def combine(
             message(
                 f"{ends}{others}",
                 where=mesh,
-                remedy="the mesh has replaced it and goes on, with all values but those that were on its GPU alone",
+                remedy=remedy
+                or "the mesh has replaced it and goes on, with all values but those that were on its GPU alone",
             ),
             ranks[0],
         )

@@ -55,6 +55,8 @@ class Mesh:
             `data_parallel(shards=)` None is 1, since the number of threads is seen in the bits).
         seed: what the random numbers of all regions are made from.
         timeout: seconds of silence after which a wait ends in an error.
+        on_loss: what becomes of @spmd calls under way when ranks of a driver die, which are replaced: "rerun" runs them
+            again, with the same values and random numbers; "raise" raises `PeerLost`, as `mesh.run` always does.
         grace: seconds for which a driver's rank that is waited for may do nothing at all (neither get on nor use the
             processor): then it is killed, its stack shown, and it counts as dead. `math.inf`: for ever.
 
@@ -82,20 +84,20 @@ class Mesh:
         threads: int | None = None,
         seed: int = 0,
         timeout: float = 300.0,
+        on_loss: str = "rerun",
         grace: float = 30.0,
     ):
         if current() is not None:
             raise MeshError(message("a Mesh cannot be made inside a region", remedy="make it outside and use it here"))
-        check_arguments(backend, device, threads, timeout, grace)
+        check_arguments(backend, device, threads, timeout, on_loss, grace)
         launch = launch_of_process() if _here is None else None
         axes = {"data": -1} if axes is None else axes
         layout = layout_of(axes, launch, functools.partial(devices.seats, device, backend))
         if _here is not None:
             check_same(layout, _here.layout, _here.describe())
-            assert _here._rank_session is not None
-            self._be_view(_here._rank_session, _here.threads, _here.pinned_threads)
+            self._be_view(_here.session, _here.threads, _here.pinned_threads)
             return
-        self._set(layout, seed, timeout, grace)
+        self._set(layout, seed, timeout, grace, on_loss)
         global _newest
         _newest = weakref.ref(self)
         self.pinned_threads = threads or 1
@@ -124,13 +126,15 @@ class Mesh:
             pinned=self.pinned_threads,
             seed=self.seed,
             timeout=self.timeout,
+            on_loss=self.on_loss,
             grace=self.grace,
         )
         self._finalizer = weakref.finalize(self, close_quietly, self._driver)
         self._finalizer.atexit = False
 
-    def _set(self, layout: Layout, seed: int, timeout: float, grace: float = 0.0) -> None:
+    def _set(self, layout: Layout, seed: int, timeout: float, grace: float = 0.0, on_loss: str = "raise") -> None:
         self._layout, self.seed, self.timeout, self.grace, self.device = layout, seed, timeout, grace, "cpu"
+        self.on_loss = on_loss
         self._depth = 0
         self.at_close: list[Future] = []  # what to wait for before the ranks are stopped
         self._rank_session = self._driver = None
@@ -148,8 +152,6 @@ class Mesh:
         self._set(session.layout, session.seed, session.timeout)
         self._rank_session, self.backend, self.device = session, session.backend, session.device.type
         self.threads, self.pinned_threads = threads, pinned
-
-    # -- what it is ----------------------------------------------------------------------------------------------------
 
     @property
     def layout(self) -> Layout:
@@ -252,8 +254,6 @@ class Mesh:
     def driver(self) -> DriverSession:
         assert self._driver is not None
         return self._driver
-
-    # -- beginning and end --------------------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:

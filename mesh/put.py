@@ -5,7 +5,6 @@ The same in the driver and on launched ranks, where each rank keeps its own part
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -181,9 +180,13 @@ def fill(
 
         return here
     driver, values = mesh.driver, mesh.driver.new_values()
-    key = driver.shipped.ship_function(reader).key
-    values.read = functools.partial(protocol.FillValues, reader=key, arguments=arguments, out=values.number)
-    task = driver.submit(values.read)
+    shipped = driver.shipped.ship_function(reader)
+
+    def read(number: int, region: int, freed: protocol.Spans, forgotten: tuple[str, ...]) -> protocol.FillValues:
+        return protocol.FillValues(number, region, freed, forgotten, shipped.key, arguments, values.number)
+
+    values.read = read
+    task = driver.submit(read, name="a batch", values=values)
     task.reported = True  # what fails is told who comes to this batch, and nobody if the loop was left before
 
     def there() -> Any:

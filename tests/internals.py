@@ -113,3 +113,15 @@ def values_held() -> int:
 
     (values,) = [obj for obj in gc.get_objects() if isinstance(obj, Values)]
     return len(values)
+
+
+def arena_bytes(mesh: Any) -> int:
+    """The memory that a mesh's shared memory takes."""
+    import os
+
+    return os.fstat(mesh.driver.ranks._arena_fd).st_blocks * 512
+
+
+def zygote_of(mesh: Any) -> int:
+    """The process that a mesh's ranks are forked from."""
+    return mesh.driver.ranks.all[0]._zygote._process.pid

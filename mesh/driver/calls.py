@@ -88,6 +88,10 @@ class DriverCall:
             told=self._planned.told,
             compare=None if waits else functools.partial(self._compare, looked),
             needs=functools.partial(_lacking, leaves),
+            name=self._name,
+            holds=self,
+            arguments=tuple(leaves),
+            values=results,
         )
         this.started = task
         results.tells_numbers = looked is Check.SCALARS

@@ -174,17 +174,26 @@ class ShippedObjects:
             packet.close()
 
     def for_newcomer(self) -> Iterator[tuple[protocol.Message, wire.Packet | None]]:
-        """What to tell a rank that replaces a dead one."""
-        # What names values is pickled and sent to all ranks anew when it is needed, after the values themselves.
-        for key in tuple(self._naming_values):
-            self._drop(key)
+        """What to tell a rank that replaces a dead one, but for what names values."""
         yield protocol.SetPath(tuple(self._path)), None
         yield protocol.SetSources(self._sources), None
         for key, packet in self._packets.items():
-            yield protocol.Ship(key), packet
+            if key not in self._naming_values:
+                yield protocol.Ship(key), packet
+
+    def naming_values(self) -> Iterator[tuple[protocol.Message, wire.Packet | None]]:
+        """The rest, once it has the values."""
+        for key in self._naming_values:
+            yield protocol.Ship(key), self._packets[key]
+
+    def drop_naming_values(self) -> None:
+        """Have what names values be pickled and sent to all ranks anew when it is needed, after the values."""
+        for key in tuple(self._naming_values):
+            self._drop(key)
 
     def read_anew(self) -> None:
         """Have the ranks read everything again, now that names mean something else there."""
+        self.drop_naming_values()
         for what, packet in self.for_newcomer():
             self._session.tell(what, packet)
 

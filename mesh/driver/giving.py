@@ -30,6 +30,9 @@ class Session(Protocol):
         self,
         make: Callable[[int, int, Spans, tuple[str, ...]], protocol.Task],
         content: Callable[[], wire.Packet] | None = None,
+        *,
+        name: str | None = None,
+        values: CallValues | None = None,
     ) -> Task: ...
 
 
@@ -49,4 +52,5 @@ def put(session: Session, values: CallValues, tensors: Sequence[torch.Tensor], s
         where = given[-1] if given else None
         return protocol.PutValues(number, region, freed, forgotten, out=values.number, specs=specs, given=where)
 
-    return session.submit(make, lambda: session.dumps([*tensors], room=None if arena is None else room))
+    place = None if arena is None else room
+    return session.submit(make, lambda: session.dumps([*tensors], room=place), name="put", values=values)

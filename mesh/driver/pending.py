@@ -34,9 +34,11 @@ class Task:
         prints: rank -> what is to be compared of its results.
         compare: asked what has failed where prints differ.
         context: of the caller; a notebook keeps in it which cell that is.
+        again: what it takes to send it again, if that may be done when a rank dies.
     """
 
     __slots__ = (
+        "again",
         "answers",
         "compare",
         "context",
@@ -73,6 +75,7 @@ class Task:
         self.compare = compare
         self.seconds = -time.monotonic()
         self.context = contextvars.copy_context()
+        self.again: Any = None
 
     @property
     def complete(self) -> bool:
@@ -96,6 +99,9 @@ class Task:
     def settle(self, failure: Outcome = None) -> None:
         """Make the outcome known; a future takes a failure over, for others `reported` tells whether it was seen."""
         self.failure = failure
+        if self.again is not None:
+            self.again.close()
+            self.again = None
         self.seconds += time.monotonic()
         if self.future is not None:
             self.reported = True

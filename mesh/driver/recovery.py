@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from ...kernels.errors import MeshError
@@ -26,6 +26,7 @@ from .functions import ShippedObjects
 from .pending import Outcome, Pending, Task
 from .ranks import Rank, Ranks
 from .receiving import Receiving
+from .rerun import freed_meanwhile, send_again, send_read, tell, to_rerun
 from .stuck import Stuck
 from .values import Values
 
@@ -33,12 +34,14 @@ _KINDS = {protocol.Failed: "failed", protocol.Skipped: "skipped"}
 INTERRUPT_SECONDS = 0.3  # for calls under way to end by themselves after Ctrl-C
 WAIT_SECONDS = 1.0  # for ranks to stop after Ctrl-C, before it is said which do not
 GRACE_SECONDS = 0.75  # for ranks to give up by themselves once one has failed
+FENCE_SECONDS = 10.0  # for ranks to give up a call that is to run again; then they count as lost
 
 
 class Session(Protocol):
     """The driver's session, as far as it is seen from here."""
 
     layout: Layout
+    numbers: Iterator[int]
     lock: threading.RLock
     changed: threading.Condition
     closed: str | None
@@ -46,7 +49,9 @@ class Session(Protocol):
     debugging: Debugging
     pending: Pending
     ranks: Ranks
+    regions: int
     receiving: Receiving
+    reruns: bool
     run_state: RunState
     shipped: ShippedObjects
     values: Values
@@ -175,9 +180,13 @@ class Recovery:
             busy = session.pending.busy()
             if busy and time.monotonic() - self._since < GRACE_SECONDS:
                 return
-            failure = self._failure()
+            again, why = self._to_rerun()
+            if busy and again and time.monotonic() - self._since > FENCE_SECONDS:
+                for rank in busy:
+                    session.ranks.all[rank].signal(signal.SIGKILL)
+            failure = self._failure(why)
             for task in sorted(session.pending.tasks.values(), key=lambda task: task.number):
-                if task.settled.is_set():
+                if task.settled.is_set() or task in again:
                     continue
                 if task.fine:
                     self._settle(task)
@@ -186,7 +195,14 @@ class Recovery:
             if busy:
                 self.signal_busy()
             else:
-                self._begin_anew()
+                self._begin_anew(again)
+
+    def _to_rerun(self) -> tuple[list[Task], str | None]:
+        """The tasks that will run again, and why others won't that could."""
+        session = self._session
+        if not self._lost or self.interrupted or not session.reruns or session.memory is None:
+            return [], None
+        return to_rerun(session.pending.tasks.values(), session.memory.overwritten)
 
     def interrupt(self) -> None:
         """Ctrl-C: let what is about to end do so, stop the rest, and wait for that; a second Ctrl-C kills the ranks.
@@ -229,10 +245,10 @@ class Recovery:
             if number >= self._first_failed:
                 self._session.ranks.all[rank].signal(signal.SIGINT)
 
-    def _failure(self) -> Outcome:
+    def _failure(self, why: str | None = None) -> Outcome:
         failures, lost = self._session.pending.failures(), dict(self._lost)
         where, interrupted = self._session.describe(), self.interrupted
-        return lambda: combine(failures, lost, where, interrupted=interrupted)
+        return lambda: combine(failures, lost, where, interrupted=interrupted, remedy=why)
 
     def _settle(self, task: Task, failure: Outcome = None) -> None:
         session = self._session
@@ -244,30 +260,55 @@ class Recovery:
         session.pending.settle(task, failure, generation=generation, seen=self.interrupted)
         session.changed.notify_all()
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, again: Sequence[Task]) -> None:
         session = self._session
         if self._failed_starts > 2 * session.layout.size:
             ends = "; ".join(f"rank {rank} {how}" for rank, how in sorted(self._lost.items()))
             count = f"{self._failed_starts} times in a row, the last: {ends}"
             session.shut(f"its ranks die before they are ready, {count}; their error output says why")
             return
-        session.pending.tasks.clear()
+        session.pending.tasks = {task.number: task for task in again}
         session.debugging.forget()
+        dead = [rank.rank for rank in session.ranks.all if not rank.alive and rank.ready]
+        for task in again:
+            if any(session.memory.region(rank)[0] == task.region for rank in dead):
+                task.again.losses += 1
         try:
             replaced = session.ranks.begin_anew()
         except (MeshError, OSError) as error:
             session.shut(f"ranks that died could not be replaced: {error}")
             return
+        generation, lasting = session.ranks.generation, session.memory is not None
+        if replaced and not lasting:
+            session.shipped.drop_naming_values()
+        kept, freed = session.values.needed()
         for rank in range(session.layout.size):
             if rank not in replaced:
-                session.tell(protocol.Renew(session.ranks.generation), ranks=[rank])
+                session.tell(protocol.Renew(generation), ranks=[rank])
                 continue
-            kept, freed = session.values.needed()
-            session.tell(protocol.Renew(session.ranks.generation, kept), ranks=[rank])
+            session.tell(protocol.Renew(generation, kept), ranks=[rank])
             session.tell(protocol.Free(freed, ()), ranks=[rank])
             for message, packet in session.shipped.for_newcomer():
                 session.tell(message, packet, [rank])
-            session.values.lost_on(rank, lasting=session.memory is not None)
+            session.values.lost_on(rank, lasting=lasting)
+        if replaced:
+            self._run_again(again, replaced)
         self._lost.clear()
         self.under_way = self.interrupted = False
         session.changed.notify_all()
+
+    def _run_again(self, again: Sequence[Task], replaced: Sequence[int]) -> None:
+        """Send what the replaced ranks left undone once more."""
+        session = self._session
+        held = [leaf for task in again for leaf in task.again.arguments]
+        for values in session.values.unread(held):
+            send_read(session, values)
+        for rank in replaced:
+            for message, packet in session.shipped.naming_values():
+                session.tell(message, packet, [rank])
+        for task in again:
+            send_again(session, task, replaced)
+        freed = freed_meanwhile(again)
+        if freed:
+            session.tell(protocol.Free(freed, ()))
+        tell(self._lost, again, time.monotonic() - self._since, session.describe())

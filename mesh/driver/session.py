@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -36,6 +36,7 @@ from .pending import Flight, Outcome, Pending, Task
 from .ranks import Ranks
 from .receiving import Receiving
 from .recovery import Recovery
+from .rerun import Again
 from .values import CallValues, Values
 
 CLOSE_SECONDS = 2.0
@@ -48,7 +49,7 @@ class DriverSession(Owned):
     Args:
         mesh: whose ranks they are; only its finalizer keeps a session alive longer than its mesh.
         layout: the axes.
-        backend, device, threads, seed, timeout, grace: as given to `Mesh`.
+        backend, device, threads, seed, timeout, on_loss, grace: as given to `Mesh`.
         pinned: torch threads of a rank while it computes under `shards=`.
 
     Attributes:
@@ -69,12 +70,14 @@ class DriverSession(Owned):
         pinned: int,
         seed: int,
         timeout: float,
+        on_loss: str,
         grace: float,
     ):
         super().__init__()
         open_more_files()
         self._mesh = weakref.ref(mesh)
         self.layout, self.backend, self.device, self.timeout = layout, backend, device, timeout
+        self.reruns = on_loss == "rerun" and device == "cpu"
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.values = Values(self)
@@ -84,8 +87,8 @@ class DriverSession(Owned):
         self.calls: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self.closed: str | None = None
         self.closing = False
-        self._numbers = itertools.count(1)
-        self._regions = 0
+        self.numbers: Iterator[int] = itertools.count(1)
+        self.regions = 0
         self._everyone = tuple(range(layout.size))
         self.run_state = RunState()
         self.pending = Pending(self.run_state)
@@ -124,10 +127,9 @@ class DriverSession(Owned):
 
     def new_values(self) -> CallValues:
         """Room for the values of a call that is about to be sent."""
-        return self.values.of_call(next(self._numbers))
+        return self.values.of_call(next(self.numbers))
 
     def content(self, obj: Any, parts: Callable[[], Iterable[tuple[str, Any]]]) -> wire.Packet:
-        """See `sending.content`."""
         return sending.content(self, obj, parts)
 
     def dumps(
@@ -149,6 +151,10 @@ class DriverSession(Owned):
         told: dict[int, bytes] | None = None,
         compare: Callable[[Task], Outcome] | None = None,
         needs: Callable[[], Iterable[tuple[Any, int]]] = tuple,
+        name: str | None = None,
+        holds: Any = None,
+        arguments: Sequence[Any] = (),
+        values: CallValues | None = None,
     ) -> Task:
         """Send a task to ranks (all by default).
 
@@ -160,6 +166,8 @@ class DriverSession(Owned):
             told, compare: see `Task`.
             needs: of the values whose names are in the message those that a rank may lack, as (those of a call,
                 index); asked once all ranks are there, since one that was replaced has none.
+            name: of what may be run again when a rank dies, for messages; None: it may not.
+            holds, arguments, values: see `rerun.Again`.
         """
         chosen = self._everyone if ranks is None else tuple(ranks)
         others = () if ranks is None else tuple(rank for rank in self._everyone if rank not in chosen)
@@ -169,28 +177,32 @@ class DriverSession(Owned):
             for values, index in needs():
                 values.restore(index)
             packet = wire.Packet(b"") if content is None else content()
+            again = None if name is None or not self.reruns else Again(name, make, packet, holds, arguments, values)
+            task: Task | None = None
             try:
                 with self.lock:
                     self.ready()
                     if generation != self.ranks.generation:
                         continue
-                    self._regions += region
-                    number, at = next(self._numbers), self._regions if region else 0
+                    self.regions += region
+                    number, at = next(self.numbers), self.regions if region else 0
                     task = Task(number, chosen, at, future, told, compare)
+                    task.again = again
                     with uninterrupted():
                         # What nothing here refers to any more goes with the task.
                         freed, forgotten = self.values.freed(), self.shipped.unused()
                         self.pending.tasks[number] = task
                         self.tell(make(number, at, freed, forgotten), packet, ranks and chosen)
                         if others and region:
-                            rest = Task(next(self._numbers), others, at)
+                            rest = Task(next(self.numbers), others, at)
                             self.pending.tasks[rest.number] = rest
                             self.tell(protocol.PassThrough(rest.number, at, freed, forgotten), ranks=others)
                         elif others and (freed or forgotten):
                             self.tell(protocol.Free(freed, forgotten), ranks=others)
                     return task
             finally:
-                packet.close()
+                if task is None or again is None:
+                    packet.close()  # else when the task is over
 
     def tell(
         self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None

@@ -11,40 +11,19 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ...kernels.errors import MeshError, PeerLost, message
-from .. import protocol, wire
+from ...kernels.errors import MeshError, message
+from .. import protocol
 from ..array import Array, Deal, Meta, refuse_ragged
 from ..protocol import ALL, Spans
 from ..remote.handle import Remote, named
 from ..remote.reference import Ref
 from ..replication.values import scalar_in
-from ..spec import Layout
 from .pending import Task
-
-
-class Session(Protocol):
-    """What sends tasks to the ranks and waits for them: the driver's session."""
-
-    layout: Layout
-    node: Any
-
-    @property
-    def mesh(self) -> Any: ...
-    def describe(self) -> str: ...
-    def dumps(self, obj: Any) -> wire.Packet: ...
-    def wait(self, task: Task) -> Task: ...
-    def submit(
-        self,
-        make: Callable[[int, int, Spans, tuple[str, ...]], protocol.Task],
-        content: Callable[[], wire.Packet] | None = None,
-        *,
-        ranks: Sequence[int] | None = None,
-        needs: Callable[[], Iterable[tuple[Any, int]]] = tuple,
-    ) -> Task: ...
+from .replicas import Session, copy_from_replicas
 
 
 class CallValues:
@@ -58,6 +37,7 @@ class CallValues:
     Attributes:
         task: the call.
         missing: index -> the ranks that were replaced since, and lack the value.
+        unread_on: the ranks that were replaced since, and have not read what can be read again.
         named: index -> the Array, if a rank was sent its name.
         tells_numbers: the call's answers have the numbers among its values, so that these need not be fetched.
         freed: the names of those that are gone while others are not.
@@ -81,6 +61,7 @@ class CallValues:
         "session",
         "task",
         "tells_numbers",
+        "unread_on",
     )
 
     def __init__(self, values: Values, session: Session, number: int):
@@ -91,6 +72,7 @@ class CallValues:
         self.missing: dict[int, set[int]] = {}
         self.named: dict[int, weakref.ref[Array]] = {}
         self.freed: list[int] = []
+        self.unread_on: set[int] = set()
         self.read: Callable[..., protocol.FillValues] | None = None
         self._metas: Sequence[Meta] | None = None
         self._find: Callable[[], Sequence[Meta]] | None = None
@@ -119,11 +101,42 @@ class CallValues:
         self.task, self.hints, self._find, self.deal = task, hints, find, deal
         mesh, count = self.session.mesh, len(hints)
         self._live = count
+        if self.unread_on:
+            self.missing = {index: set(self.unread_on) for index in range(count)}
         return [Array(mesh, self, index) for index in range(count)]
 
     def restore(self, index: int) -> None:
-        """Have a value on all ranks, also on those that were replaced."""
-        self._values.restore(self, index)
+        """Have a value on all ranks, also on those that were replaced: read again, or from who has the same."""
+        self.check(self.session)
+        if self.missing.get(index):
+            if self.read is None:
+                copy_from_replicas(self.session, self.number, self.meta(index), index, self.missing[index])
+                self.missing.pop(index, None)
+            else:
+                self._read_again(self.read)
+
+    def _read_again(self, read: Callable[..., protocol.FillValues]) -> None:
+        ranks = sorted(self.unread_on)
+        self.was_read(ranks)
+        try:
+            self.session.wait(self.session.submit(read, ranks=ranks, name="a batch", values=self))
+        except BaseException:
+            self.not_read(ranks)
+            raise
+
+    def not_read(self, ranks: Iterable[int]) -> None:
+        """These ranks lack what can be read again."""
+        self.unread_on.update(ranks)
+        self.missing = {index: set(self.unread_on) for index in range(len(self.hints))}
+
+    def was_read(self, ranks: Iterable[int]) -> None:
+        """These ranks have what can be read again."""
+        self.unread_on.difference_update(ranks)
+        self.missing = {index: set(self.unread_on) for index in self.missing if self.unread_on}
+
+    def freed_names(self) -> Spans:
+        """Those of its values that the ranks were told to free."""
+        return (self.number, 0, ALL) if self._live is not None and self._live <= 0 else tuple(self.freed)
 
     def release(self, index: int) -> None:
         self._values.garbage.append((self, index))
@@ -189,7 +202,8 @@ class CallValues:
     def _fetch(self, index: int, ranks: Sequence[int]) -> list[torch.Tensor]:
         self.settle()
         fetch = functools.partial(protocol.FetchValue, call=self.number, index=index)
-        return self.session.wait(self.session.submit(fetch, ranks=ranks, needs=lambda: [(self, index)])).values()
+        task = self.session.submit(fetch, ranks=ranks, needs=lambda: [(self, index)], name="fetching", holds=self)
+        return self.session.wait(task).values()
 
     def shards(self, index: int) -> list[torch.Tensor]:
         return self._fetch(index, range(self.session.layout.size))
@@ -260,48 +274,17 @@ class Values:
             lasting: the new one has what the old one had made, but for what can be read again.
         """
         for values in list(self._calls.values()):
-            if not lasting or values.read is not None:
+            if values.read is not None:
+                values.not_read([rank])
+            elif not lasting:
                 for index in range(len(values.hints)):
                     values.missing.setdefault(index, set()).add(rank)
 
-    def restore(self, values: CallValues, index: int) -> None:
-        """Give a value to the ranks that were replaced since it was made: read again, or from who has the same."""
-        values.check(self._session)
-        missing = values.missing.get(index)
-        if not missing:
-            return
-        session = self._session
-        if values.read is None:
-            for rank in sorted(missing):
-                self._copy_to(rank, values, index, missing)
-            values.missing.pop(index, None)
-            return
-        ranks = sorted(set().union(*values.missing.values()))
-        session.wait(session.submit(values.read, ranks=ranks))
-        values.missing.clear()
-
-    def _copy_to(self, rank: int, values: CallValues, index: int, missing: set[int]) -> None:
-        session, about = self._session, values.meta(index)
-        donors = [replica for replica in session.layout.replicas(about.spec, rank) if replica not in missing]
-        if not donors:
-            raise PeerLost(
-                message(
-                    f"a value on this mesh was lost with rank {rank}, which alone held a shard of it",
-                    got=f"{about.spec}, shape {tuple(about.shape)}",
-                    where=session.describe(),
-                    remedy="restore it from a checkpoint, or compute it again",
-                ),
-                rank,
-            )
-        fetch = functools.partial(protocol.FetchValue, call=values.number, index=index)
-        shard = session.wait(session.submit(fetch, ranks=donors[:1])).values()[0]
-        session.wait(
-            session.submit(
-                functools.partial(protocol.StoreValue, call=values.number, index=index, spec=about.spec),
-                functools.partial(session.dumps, shard),
-                ranks=[rank],
-            )
-        )
+    def unread(self, held: Iterable[Any]) -> list[CallValues]:
+        """Of the values that can be read again those that some rank lacks and these Arrays, or a function, name."""
+        wanted = {id(array._source) for array in held if isinstance(array, Array)}
+        found = [values for values in list(self._calls.values()) if values.unread_on]
+        return [values for values in found if id(values) in wanted or values.named]
 
     # -- meshes and values travel as names ----------------------------------------------------------------------------
 
@@ -322,7 +305,7 @@ class Values:
                         remedy="move it with put(array.full(), mesh=...)",
                     )
                 )
-            self.restore(values, obj._index)
+            values.restore(obj._index)
             values.named[obj._index] = weakref.ref(obj)
             return ("array", values.number, obj._index, tuple(values.meta(obj._index).shape))
         if type(obj) is not type(mesh):

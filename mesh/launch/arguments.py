@@ -13,7 +13,7 @@ from ..spec import Layout
 from .environments import Launch
 
 
-def check_arguments(backend: str, device: str, threads: int | None, timeout: float, grace: float) -> None:
+def check_arguments(backend: str, device: str, threads: int | None, timeout: float, on_loss: str, grace: float) -> None:
     """Refuse what no mesh can be made with."""
     if backend != "auto" and backend not in backends():
         raise MeshError(
@@ -40,6 +40,8 @@ def check_arguments(backend: str, device: str, threads: int | None, timeout: flo
         raise MeshError(message("Mesh got a bad threads", got=threads, expected="at least 1, or None"))
     if not timeout > 0:
         raise MeshError(message("Mesh got a bad timeout", got=timeout, expected="seconds, more than 0"))
+    if on_loss not in ("rerun", "raise"):
+        raise MeshError(message("Mesh got an unknown on_loss", got=repr(on_loss), expected='"rerun" or "raise"'))
     if not grace > 0:
         raise MeshError(message("Mesh got a bad grace", got=grace, expected="seconds, more than 0, or math.inf"))
 

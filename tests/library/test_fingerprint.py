@@ -367,7 +367,7 @@ def fail(one: Program, how: str) -> None:
 @pytest.mark.parametrize("placed", [True, False])
 @pytest.mark.parametrize("how", FAILING)
 def test_after_a_call_that_failed_it_goes_back(make_mesh: Any, tmp_path: Path, how: str, placed: bool) -> None:
-    one = Program(make_mesh({"data": 2}), tmp_path)
+    one = Program(make_mesh({"data": 2}, on_loss="raise"), tmp_path)
     values = [one.step(number) for number in range(4)]
     fail(one, how)
     one.w = one.restored(1, placed)
@@ -383,7 +383,8 @@ def test_after_a_call_that_failed_it_goes_back(make_mesh: Any, tmp_path: Path, h
 @pytest.mark.parametrize("how", FAILING)
 def test_a_call_made_again_draws_what_it_would_have_drawn(make_mesh: Any, tmp_path: Path, how: str) -> None:
     """A call that failed has no number of its own; what else is called between has."""
-    whole, one = (Program(make_mesh({"data": 2}), tmp_path / name) for name in ("whole", "failing"))
+    one = Program(make_mesh({"data": 2}, on_loss="raise"), tmp_path / "failing")
+    whole = Program(make_mesh({"data": 2}), tmp_path / "whole")
     expected = [whole.step(number) for number in range(2)]
     whole.train(whole.w, torch.ones(8, 4))
     whole.evaluate(whole.w, torch.ones(4))

@@ -1,0 +1,141 @@
+"""Which of the calls that a dead rank leaves unfinished are run again, and how they are sent anew.
+
+A call is pure, and its inputs are held until every rank has its outputs: so it is sent once more, with the same values
+and random keys. What may have had effects (`mesh.run`), what has raised an exception and what had begun to overwrite
+donated memory is not, nor what comes after the latter two. Invariant: calls run again in the order in which they were
+made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from .. import protocol, wire
+from ..protocol import Spans
+from .pending import Pending, Task
+from .values import CallValues
+
+LOSSES = 3  # of ranks, in a row, in one call: then it is the call's fault
+logger = logging.getLogger("spmd")
+
+
+@dataclasses.dataclass(slots=True)
+class Again:
+    """What it takes to send a task again.
+
+    Attributes:
+        name: of the call, for messages.
+        make, packet: the message and its content.
+        holds: what must live until the task is over, besides its arguments.
+        arguments: its inputs.
+        values: its outputs.
+        losses: how often it has lost ranks.
+    """
+
+    name: str
+    make: Callable[[int, int, Spans, tuple[str, ...]], protocol.Task]
+    packet: wire.Packet
+    holds: Any
+    arguments: Sequence[Any]
+    values: CallValues | None
+    losses: int = 0
+
+    def close(self) -> None:
+        self.packet.close()
+
+
+def to_rerun(tasks: Iterable[Task], overwritten: Callable[[int], bool]) -> tuple[list[Task], str | None]:
+    """The tasks that are to be run again, in order, and why those behind them are not, if there are any.
+
+    First come those that need no other rank: what they need is there, and regions may need what they read.
+
+    Args:
+        overwritten: whether donated memory may be other than it was before a region.
+    """
+    found: list[Task] = []
+    for task in sorted(tasks, key=lambda task: (task.region > 0, task.number)):
+        if task.settled.is_set() or task.fine:
+            continue
+        if any(failure.kind == "error" for failure in task.failures().values()):
+            if task.region:
+                break
+            continue
+        if task.again is None:
+            continue
+        if task.region and overwritten(task.region):
+            return found, (
+                f"{task.again.name} had begun to overwrite what was donated to it, which is lost: restore it from a "
+                "checkpoint, or leave donate= out"
+            )
+        if task.again.losses >= LOSSES:
+            return found, (
+                f"{task.again.name} has lost ranks {LOSSES} times in a row, and is not run again: see what ends "
+                "them (too little memory, perhaps)"
+            )
+        found.append(task)
+    return found, None
+
+
+class Session(Protocol):
+    """The driver's session, as far as it is seen from here."""
+
+    numbers: Iterator[int]
+    pending: Pending
+    regions: int
+
+    def tell(
+        self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None
+    ) -> None: ...
+
+
+def send_again(session: Session, task: Task, replaced: Collection[int]) -> None:
+    """Send a task that lost ranks once more: a region to all, as a new one; else to those that have not done it."""
+    again, ranks = task.again, _ranks_to_ask(task, replaced)
+    session.regions += task.region > 0
+    task.region = session.regions if task.region else 0
+    for rank in ranks:
+        task.answers.pop(rank, None)
+        task.prints.pop(rank, None)
+    if again.values is not None:
+        again.values.was_read(ranks)
+    session.tell(again.make(task.number, task.region, (), ()), again.packet, ranks)
+
+
+def send_read(session: Session, values: CallValues) -> None:
+    """Have the ranks that lack values that were read read them again; nobody waits for it."""
+    assert values.read is not None
+    ranks = sorted(values.unread_on)
+    values.was_read(ranks)
+    task = Task(next(session.numbers), tuple(ranks))
+    task.reported = True
+    task.again = Again("a batch", values.read, wire.Packet(b""), None, (), values)
+    session.pending.tasks[task.number] = task
+    session.tell(values.read(task.number, 0, (), ()), ranks=ranks)
+
+
+def _ranks_to_ask(task: Task, replaced: Collection[int]) -> list[int]:
+    if task.region:
+        return [*task.ranks]
+    done = {rank for rank, (kind, _) in task.answers.items() if kind == "ok"}
+    return [rank for rank in task.ranks if rank in replaced or rank not in done]
+
+
+def freed_meanwhile(tasks: Sequence[Task]) -> Spans:
+    """What of the outputs of these is needed no more, and would be there again."""
+    spans: list[int] = []
+    for task in tasks:
+        values = task.again.values if task.again is not None else None
+        if values is not None:
+            spans += values.freed_names()
+    return tuple(spans)
+
+
+def tell(lost: dict[int, str], tasks: Sequence[Task], seconds: float, where: str) -> None:
+    """Log what has happened."""
+    ends = "; ".join(f"rank {rank} {how}" for rank, how in sorted(lost.items()))
+    calls = [task.again.name for task in tasks if task.region and task.again is not None]
+    what = f"; {', '.join(calls)} {'runs' if len(calls) == 1 else 'run'} again" if calls else ""
+    logger.warning("%s [%s]: replaced, with its values, in %.0f ms%s", ends, where, 1e3 * seconds, what)

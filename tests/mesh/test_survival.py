@@ -1,0 +1,326 @@
+"""Ranks die and nothing is lost: values, calls, batches and random numbers are those of the undisturbed run."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from internals import arena_bytes, zygote_of
+from patience import HANGS, end_within
+from torch import nn
+
+from spmd import (
+    Loader,
+    MeshError,
+    P,
+    PeerLost,
+    axis_index,
+    data_parallel,
+    functional,
+    optimizer,
+    psum,
+    put,
+    spmd,
+    value_and_grad,
+)
+
+
+def kill(mesh, ranks) -> None:
+    """Kill ranks, and wait until they are gone."""
+    pids = [mesh.driver.pids[rank] for rank in ranks]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert end_within(HANGS, pids)
+
+
+def trained(mesh, *, shards=None, donate=(), deaths=None, steps=9) -> str:
+    """A hash of the parameters after every step, the losses and the samples, of a run with dropout.
+
+    Args:
+        deaths: step -> the ranks that are killed as soon as that step has been called.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(200, 12)
+    y = (x @ torch.randn(12, 3)).argmax(1)
+    # The first weight is above what lies in a ledger; steps take as long as a death takes to be noticed.
+    apply, params = functional(nn.Sequential(nn.Linear(12, 1500), nn.Dropout(0.2), nn.ReLU(), nn.Linear(1500, 3)))
+    opt = optimizer(torch.optim.AdamW, lr=1e-2)
+    state = opt.init(params)
+
+    @spmd(mesh=mesh, donate=donate)
+    @data_parallel(shards=shards)
+    def step(params, state, batch):
+        loss, grads = value_and_grad(lambda p, b: F.cross_entropy(apply(p, b["x"]), b["y"]))(params, batch)
+        params, state = opt.step(params, grads, state)
+        return params, state, loss
+
+    found, done = hashlib.sha256(), 0
+    loader = Loader({"x": x, "y": y}, batch_size=32, seed=1, mesh=mesh, shards=shards)
+    while done < steps:
+        for batch in loader:
+            params, state, loss = step(params, state, batch)
+            if deaths and done in deaths:
+                kill(mesh, deaths[done])
+            found.update(batch["y"].full().numpy().tobytes())
+            for name in sorted(params):
+                found.update(params[name].full().numpy().tobytes())
+            found.update(loss.full().numpy().tobytes())
+            done += 1
+            if done == steps:
+                break
+    return found.hexdigest()
+
+
+@pytest.mark.parametrize("shards", [None, 4])
+def test_the_same_bits_after_any_deaths(make_mesh, shards, caplog):
+    undisturbed = trained(make_mesh({"data": 2}), shards=shards)
+    mesh = make_mesh({"data": 2})
+    with caplog.at_level(logging.WARNING, "spmd"):
+        assert trained(mesh, shards=shards, deaths={0: [0], 2: [1], 5: [0, 1], 7: [1]}) == undisturbed
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("was killed by SIGKILL" in text and "replaced, with its values, in" in text for text in said) >= 4
+
+
+def test_a_second_death_before_the_call_has_begun_again(make_mesh):
+    undisturbed = trained(make_mesh({"data": 2}), steps=4)
+    mesh = make_mesh({"data": 2})
+    start = mesh.driver.ranks._start
+    kills = iter(range(2))
+
+    def start_and_kill(number):
+        rank = start(number)
+        if next(kills, None) is not None:
+            os.kill(rank.pid, signal.SIGKILL)
+        return rank
+
+    mesh.driver.ranks._start = start_and_kill
+    assert trained(mesh, steps=4, deaths={1: [1]}) == undisturbed
+
+
+def test_the_process_that_ranks_are_forked_from_dies_in_a_call(make_mesh):
+    mesh = make_mesh({"data": 2})
+    w = put(torch.arange(3.0), mesh=mesh)
+
+    @spmd(mesh=mesh)
+    def slow(w):
+        time.sleep(0.3)
+        return psum(w, "data")
+
+    assert slow(w).full().tolist() == [0, 2, 4]
+    doubled = slow(w)
+    os.kill(zygote_of(mesh), signal.SIGKILL)
+    assert doubled.full().tolist() == [0, 2, 4]
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def kinds() -> dict[str, torch.Tensor]:
+    """Tensors of all kinds, small and large."""
+    large = torch.randn(300, 200)
+    return {
+        "large": large,
+        "transposed": large.mT,
+        "a column": large[:, 3],
+        "a part": large[10:250],
+        "expanded": torch.arange(200.0).expand(300, 200),
+        "channels last": torch.randn(4, 32, 20, 20).to(memory_format=torch.channels_last),
+        "complex": torch.randn(200, 200, dtype=torch.complex64).conj(),
+        "bfloat16": torch.randn(200, 200).bfloat16(),
+        "bool": torch.randn(300, 300) > 0,
+        "number": torch.tensor(3),
+        "small": torch.arange(7),
+        "nothing": torch.empty(3, 0),
+        "frozen": nn.Parameter(torch.randn(200, 200), requires_grad=False),
+    }
+
+
+def test_values_of_every_kind(make_mesh):
+    mesh = make_mesh({"data": 2})
+    here = kinds()
+    made = spmd(lambda: (torch.manual_seed(3), kinds())[1], mesh=mesh)
+    placed = put(here, mesh=mesh)
+    cut = put(torch.arange(60_000), P("data"), mesh=mesh)
+    results = made()
+    summed = spmd(lambda w: psum(w, "data"), mesh=mesh)(put(torch.randn(400, 400), mesh=mesh))
+
+    def looks() -> list:
+        def local(tree):
+            def look(array):
+                return array.local.clone(), array.local.stride(), type(array.local).__name__
+
+            return {name: look(array) for name, array in tree.items()}
+
+        return mesh.run(local, {**placed, **{f"made {name}": value for name, value in results.items()}, "sum": summed})
+
+    before = looks()
+    assert torch.equal(placed["large"].full(), here["large"])
+    for ranks in ([0], [1], [0, 1], [0, 1]):
+        kill(mesh, ranks)
+        for now, then in zip(looks(), before, strict=True):
+            for name, (value, stride, kind) in then.items():
+                assert torch.equal(now[name][0], value), name
+                assert now[name][1:] == (stride, kind), name
+        assert torch.equal(cut.full(), torch.arange(60_000))
+
+
+def test_some_values_of_a_call_are_gone(make_mesh):
+    mesh = make_mesh({"data": 2})
+    step = spmd(lambda n: {"large": torch.full((300, 300), n), "small": torch.tensor(n)}, mesh=mesh)
+    kept = []
+    for n in range(6):
+        made = step(float(n))
+        kept.append(made["small" if n % 2 else "large"])
+        del made
+    mesh.run(int)  # tells the ranks what is gone
+    kill(mesh, [0, 1])
+    more = [step(float(n))["large"] for n in range(6, 9)]
+    kill(mesh, [1])
+    assert [array.full().view(-1)[-1].item() for array in kept + more] == list(range(9))
+
+
+def test_batches_are_read_again(make_mesh):
+    mesh = make_mesh({"data": 2})
+    batches = list(Loader({"x": torch.arange(24)}, batch_size=8, mesh=mesh, seed=3))
+    before = [batch["x"].full() for batch in batches]
+    kill(mesh, [0, 1])
+    doubled = spmd(lambda x: 2 * x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    for batch, expected in zip(batches, before, strict=True):
+        assert torch.equal(doubled(batch["x"]).full(), 2 * expected)
+        assert torch.equal(batch["x"].full(), expected)
+
+
+def test_memory_of_dead_ranks_is_given_back(make_mesh):
+    mesh = make_mesh({"data": 2})
+    step = spmd(lambda w: psum(w, "data") / 2, mesh=mesh)
+    w = step(put(torch.randn(1 << 20), mesh=mesh))
+    expected = w.full()
+    sizes = []
+    for _ in range(8):
+        w = step(w)
+        assert torch.equal(w.full(), expected)
+        kill(mesh, [0, 1])
+        assert torch.equal(w.full(), expected)
+        sizes.append(arena_bytes(mesh))
+    assert sizes[-1] <= sizes[1] + (8 << 20), sizes
+
+
+def test_more_values_than_descriptors(tmp_path: Path):
+    script = tmp_path / "many.py"
+    script.write_text(
+        """
+import resource
+import torch
+from spmd import Mesh, SpmdError, put, spmd
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
+with Mesh({"data": 1}) as mesh:
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 512
+    x = torch.zeros(1 << 15)
+    made = spmd(lambda w, n: w + n, mesh=mesh)
+    kept = [put(x + n, mesh=mesh) for n in range(600)]
+    kept += [made(kept[n], 600) for n in range(600)]
+    assert [float(kept[n][0]) for n in (0, 599, 600, 1199)] == [0, 599, 600, 1199]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 512))
+    try:
+        made(x, 1)
+    except SpmdError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
+    assert float(made(kept[7], 1).full()[0]) == 8
+"""
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=HANGS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "limit on open files" in done.stdout
+
+
+# -- what is not run again ---------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_ends_its_ranks_is_given_up(make_mesh):
+    mesh = make_mesh({"data": 2})
+
+    @spmd(mesh=mesh)
+    def deadly(w):
+        if axis_index("data") == 1:
+            os._exit(7)
+        return psum(w, "data")
+
+    w = put(torch.ones(2), mesh=mesh)
+    with pytest.raises(PeerLost, match=r"rank 1 exited with code 7.*deadly has lost ranks 3 times in a row"):
+        deadly(w)
+    assert w.tolist() == [1, 1]
+    assert mesh.run(lambda: axis_index("data")) == [0, 1]
+
+
+def test_an_exception_is_not_retried(make_mesh, tmp_path):
+    mesh = make_mesh({"data": 2})
+
+    @spmd(mesh=mesh)
+    def fails(w):
+        (tmp_path / f"{axis_index('data')} {time.monotonic_ns()}").touch()
+        raise ValueError("once")
+
+    with pytest.raises(ValueError, match="once"):
+        fails(put(torch.ones(2), mesh=mesh))
+    assert len({path.name.split()[0] for path in tmp_path.iterdir()}) == len([*tmp_path.iterdir()])
+
+
+def test_what_may_have_effects_is_not_run_again(make_mesh):
+    mesh = make_mesh({"data": 2})
+    w = put(torch.ones(2), mesh=mesh)
+    with pytest.raises(PeerLost, match="rank 1 exited with code 3"):
+        mesh.run(lambda: os._exit(3), ranks=[1])
+    future = mesh.submit(lambda: os._exit(4), rank=0)
+    with pytest.raises(PeerLost, match="rank 0 exited with code 4"):
+        future.result(HANGS)
+    assert w.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_donated_values(make_mesh, tmp_path, when):
+    """A call that dies before it overwrites is run again; after that what was donated is lost, and said to be."""
+    mesh, marker = make_mesh({"data": 2}), tmp_path / "died"
+    opt = optimizer(torch.optim.AdamW, lr=0.1)
+
+    @spmd(mesh=mesh, donate=("params", "state"))
+    def step(params, state, turn):
+        def die(at):
+            if turn == 3 and at == when and axis_index("data") == 1 and not marker.exists():
+                marker.touch()
+                os._exit(5)
+
+        die("before")
+        params, state = opt.step(params, {"w": psum(params["w"] + 1, "data")}, state)
+        die("after")
+        return params, state
+
+    def after(steps):
+        params, state = {"w": torch.arange(50_000.0)}, opt.init({"w": torch.arange(50_000.0)})
+        for turn in range(steps):
+            params, state = step(params, state, turn)
+        return params["w"].full()
+
+    if when == "before":
+        found = after(5)
+        assert marker.exists()
+        assert torch.equal(found, after(5))
+        return
+    with pytest.raises(PeerLost, match="step had begun to overwrite what was donated to it, which is lost"):
+        after(5)
+    assert torch.isfinite(after(5)).all()
+
+
+def test_a_bad_on_loss(make_mesh):
+    with pytest.raises(MeshError, match="unknown on_loss"):
+        make_mesh({"data": 2}, on_loss="ignore")
