@@ -8,12 +8,16 @@ namespace of one boot of one kernel. Invariant: what is not known to be dead is 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import multiprocessing
 import os
 import resource
+import signal
 
 from .errors import MeshError, message
+
+_PR_SET_PDEATHSIG = 1
 
 _current = os.getpid()
 
@@ -62,6 +66,14 @@ def gone(its_namespace: str, pid: int) -> bool:
     except (PermissionError, OverflowError):
         return False
     return False
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends, by whatever death."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended meanwhile
+        os._exit(1)
 
 
 def memory_kills() -> int:

@@ -40,6 +40,10 @@ class Forked:
             time.sleep(0.02)
         return self._read("out"), self._read("err")
 
+    def communicate_so_far(self) -> str:
+        """What it has printed until now."""
+        return self._read("out") if self._out.with_suffix(".out").exists() else ""
+
     def kill(self) -> None:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)

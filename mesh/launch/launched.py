@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ...kernels.errors import Aborted, MeshError, PeerLost, message
 from ...kernels.limits import named_limits
 from ...kernels.network.hosts import HostWatch, out_of_reach
-from ...kernels.processes import check_not_imported_by_worker
+from ...kernels.processes import check_not_imported_by_worker, end_with_parent
 from ...kernels.shm import arena as arena_module
 from ...kernels.shm.arena import Arena
 from .. import wire
@@ -46,6 +46,8 @@ def join(
     """Meet the other ranks: this rank's session, and the backend that was chosen."""
     global _meshes
     check_not_imported_by_worker()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # else a launcher that is killed leaves its ranks training
+        end_with_parent()
     _meshes += 1
     _write_whole_lines()
     store = meet(launch, timeout, f"mesh{_meshes}")

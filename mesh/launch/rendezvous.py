@@ -85,11 +85,14 @@ def meet(launch: Launch, timeout: float, part: str) -> AuthenticatedStore:
         store = _given_store if _given_store is not None else _store_at(method, launch, timeout)
         _host_of_store = getattr(innermost(store), "host", None)  # a file is nowhere
         limit_silence(store, max(1.0, timeout / 2))
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"spmd/{attempt}", store)
+        restarts = "TORCHELASTIC_RUN_ID" in os.environ
+        store = dist.PrefixStore("spmd/restarts" if restarts else "spmd/0", store)
         where = "the given store" if _given_store is not None else method
         one_host = _on_one_host(launch) or is_loopback(_host_of_store or "")
-        _met = store, RollCall(store, launch, where, secret, one_host=one_host).key(timeout)
+        key = RollCall(store, launch, where, secret, one_host=one_host, restarts=restarts).key(timeout)
+        if restarts:  # what ranks that are gone have left is not seen, either
+            store = dist.PrefixStore(code(key, b"store").hex()[:16], store)
+        _met = store, key
     store, key = _met
     return AuthenticatedStore(
         dist.PrefixStore(part, store), code(key, part.encode()), datetime.timedelta(seconds=timeout)

@@ -3,6 +3,10 @@
 A sign-in carries a code of the job's secret and a number used once; the numbers of all ranks make the key of the job,
 so that nothing of an earlier job fits into this one. Invariant: a rank that is missing, there twice or of another
 opinion on the number of ranks is named within the timeout, on all ranks; and who does not know the secret is nobody.
+
+Under a launcher that restarts ranks, a meeting place has sign-ins of ranks that are gone, and the launchers of several
+hosts count restarts each for itself. There each rank says, besides, which numbers it has seen: the meeting is over when
+all ranks have said the same, with one's own new number in it, which nobody can have said before.
 """
 
 from __future__ import annotations
@@ -18,11 +22,12 @@ import time
 import torch.distributed as dist
 
 from ...kernels.errors import MeshError, message
-from ...kernels.network.authentication import CODE_BYTES, code, seal, unseal
+from ...kernels.network.authentication import CODE_BYTES, code, same, seal, unseal
 from ...kernels.processes import gone, namespace
 from .environments import Launch
 from .secret import Secret, required
 
+_LOOK_SECONDS = 0.02
 _MARK_BYTES = 8  # that tell one secret from another, and nothing about it
 
 
@@ -52,11 +57,14 @@ class RollCall:
         where: what it is called in messages.
         secret: what this rank has.
         one_host: whether all ranks are known to be on this host, and so to have the same file at home.
+        restarts: whether ranks that are gone may have met here.
     """
 
-    def __init__(self, store: dist.Store, launch: Launch, where: str, secret: Secret, *, one_host: bool):
+    def __init__(
+        self, store: dist.Store, launch: Launch, where: str, secret: Secret, *, one_host: bool, restarts: bool = False
+    ):
         self._store, self._launch, self._where, self._secret = store, launch, where, secret
-        self._one_host = one_host
+        self._one_host, self._restarts = one_host, restarts
         self._mark = code(secret.key, b"mark")[:_MARK_BYTES]
         self._name = f"rank/{launch.rank}"
         mine = _Signature(socket.gethostname(), namespace(), os.getpid(), launch.size, secrets.token_hex(16))
@@ -64,6 +72,8 @@ class RollCall:
 
     def key(self, timeout: float) -> bytes:
         """Sign in, and wait for all others: the key of the job."""
+        if self._restarts:
+            return self._key_among_restarts(timeout)
         size = self._launch.size
         self._sign_in()
         found: dict[int, _Signature] = {}
@@ -91,6 +101,45 @@ class RollCall:
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.1)
         return self._job_key(self._secret.key, found)
+
+    def _key_among_restarts(self, timeout: float) -> bytes:
+        size, end = self._launch.size, time.monotonic() + timeout
+        self._store.set(self._name, self._mine)  # type: ignore[arg-type]
+        said = b""
+        while True:
+            self._stay()
+            found, strange = self._signed_in()
+            differ = bool(strange) and len(found) + len(strange) == size and self._may_differ(strange)
+            key = b"" if differ else self._secret.key
+            everyone = {**found, **self._believed(strange)} if differ else found
+            if len(everyone) == size:
+                agreed = code(key, b"agreed", *(everyone[rank].number.encode() for rank in range(size)))
+                if agreed != said:
+                    self._store.set(f"agreed/{self._launch.rank}", agreed)  # type: ignore[arg-type]
+                    said = agreed
+                names = [f"agreed/{peer}" for peer in range(size)]
+                if self._store.check(names) and all(same(self._store.get(name), agreed) for name in names):
+                    return self._without_secret(everyone) if differ else self._job_key(key, everyone)
+            if time.monotonic() > end:
+                missing = sorted(set(range(size)) - set(everyone)) or [
+                    peer for peer in range(size) if not self._store.check([f"agreed/{peer}"])
+                ]
+                raise self._missing(missing or list(range(size)), timeout, strange)
+            time.sleep(_LOOK_SECONDS)
+
+    def _signed_in(self) -> tuple[dict[int, _Signature], dict[int, bytes]]:
+        """The ranks that have signed in, now or in an earlier life, and what is there that this secret has not made."""
+        found: dict[int, _Signature] = {}
+        strange: dict[int, bytes] = {}
+        for peer in range(self._launch.size):
+            if self._store.check([f"rank/{peer}"]):
+                data = self._store.get(f"rank/{peer}")
+                opened = unseal(self._secret.key, f"rank/{peer}", data[_MARK_BYTES:])
+                if opened is None:
+                    strange[peer] = data
+                elif (signature := _Signature.parse(opened)).size == self._launch.size:  # else of a job that has shrunk
+                    found[peer] = signature
+        return found, strange
 
     def _job_key(self, key: bytes, found: dict[int, _Signature]) -> bytes:
         return code(key, b"job", *(found[rank].number.encode() for rank in range(self._launch.size)))

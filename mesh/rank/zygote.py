@@ -8,7 +8,6 @@ so do the zygote and all its ranks.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -17,12 +16,12 @@ import signal
 import socket
 import sys
 
+from ...kernels.processes import end_with_parent
 from .. import protocol
 from ..readers import process as reader_process
 from . import process as rank_process  # and with it torch, which is what this process is for
 from .descriptors import receive, send
 
-_PR_SET_PDEATHSIG = 1
 # What ranks import to unpickle a program, a twentieth of a second on each: here once.
 PRELOADED = ("spmd.transforms", "spmd.optim.optimizer", "spmd._functional", "spmd.data.loader")
 
@@ -64,7 +63,7 @@ def main(control_fd: int, driver_pid: int) -> None:
                 os.setpgid(0, 0)  # what its programs start ends with it
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _die_with_parent()
+                end_with_parent()
                 for fd in (control.detach(), wake_read, wake_write, driver):
                     os.close(fd)
                 code = 1
@@ -90,13 +89,6 @@ def main(control_fd: int, driver_pid: int) -> None:
     for pid in children:
         _end_group(pid)
     os._exit(0)
-
-
-def _die_with_parent() -> None:
-    zygote = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != zygote:
-        os._exit(1)
 
 
 def _end_group(pid: int) -> None:

@@ -1,0 +1,90 @@
+"""Launchers that restart ranks, and that are killed."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from fork_server import Forked, ForkServer, fork_server
+from patience import HANGS, end_within, until
+
+JOB = """
+import os, sys, time
+import torch
+from spmd import Mesh
+mesh = Mesh(backend="gloo", timeout=60)
+print(mesh.size, mesh.run(lambda: float(mesh.comm().all_reduced(torch.tensor(1.0)))), flush=True)
+if os.environ["RANK"] == sys.argv[1]:
+    time.sleep(1000)
+os._exit(3)
+"""
+
+
+def start(server: ForkServer, store: dist.TCPStore, rank: int, size: int, restarts: int) -> Forked:
+    """A rank as an agent of torchrun's starts it, which keeps the store itself and counts its own restarts."""
+    told = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "GROUP_RANK": rank,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_RESTART_COUNT": restarts,
+        "OMP_NUM_THREADS": 1,
+    }
+    return server.start(JOB, "0", environ={**os.environ, **{name: str(text) for name, text in told.items()}})
+
+
+def test_ranks_meet_again_whoever_was_restarted_how_often() -> None:
+    """A rank of one host dies, and its agent counts that; the other agent starts its own anew and counts nothing."""
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, timeout=datetime.timedelta(seconds=HANGS), wait_for_workers=False
+    )
+    with fork_server() as server:
+        for life in range(3):
+            first = start(server, store, 0, 2, 0)
+            second = start(server, store, 1, 2, life)
+            out, err = second.communicate()
+            assert out == "2 [2.0, 2.0]\n", err
+            first.kill()  # it waits as a rank does whose peer has died
+            assert first.communicate()[0] == "2 [2.0, 2.0]\n"
+        alone = start(server, store, 0, 1, 0)  # and the job may shrink
+        assert until(lambda: "1 [1.0]\n" in alone.communicate_so_far())
+        alone.kill()
+
+
+SLEEPS = """
+import os, sys, time
+from pathlib import Path
+from spmd import Mesh
+mesh = Mesh(timeout=60)
+mesh.run(lambda: 0)
+(Path(sys.argv[1]) / str(os.getpid())).touch()
+while True:
+    mesh.run(lambda: time.sleep(0.01))
+"""
+
+
+def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+    script, pids = tmp_path / "job.py", tmp_path / "pids"
+    script.write_text(SLEEPS)
+    pids.mkdir()
+    with subprocess.Popen([sys.executable, "-m", "spmd", "run", "-n", "2", str(script), str(pids)]) as launcher:
+        try:
+            end = time.monotonic() + HANGS
+            while len(list(pids.iterdir())) < 2:
+                assert launcher.poll() is None and time.monotonic() < end
+                time.sleep(0.05)
+        finally:
+            launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+    assert end_within(1.0, [int(path.name) for path in pids.iterdir()])
