@@ -252,6 +252,12 @@ def outside_torch_func() -> contextlib.AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
+def being_recorded() -> bool:
+    """Whether `make_fx` (`torch.func.linearize`, export) or `torch.jit.trace` records operations. Public way: none."""
+    records = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return records or torch._C._get_tracing_state() is not None
+
+
 # -- modules -----------------------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ from .launch.arguments import check_arguments, check_same, layout_of
 from .launch.rendezvous import launch_of_process
 from .rank import devices
 from .rank.session import RankSession
-from .region import current
+from .region import current, planned_session
 from .remote.handle import Remote
 from .remote.making import make_remote
 from .replication.messages import followed
@@ -215,11 +215,11 @@ class Mesh:
         Raises:
             MeshError: called in the driver, which is no rank; or ranks that can't be a group.
         """
-        if self._rank_session is None:
+        session = planned_session() or self._rank_session
+        if session is None:
             problem = "mesh.comm was called in the driver, which is not a rank"
             raise MeshError(message(problem, remedy="call it inside mesh.run"))
-        comm = self._rank_session.comm(axis) if ranks is None else self._rank_session.comm_among(ranks, axis)
-        return followed(comm, self.layout)
+        return followed(session.comm_among(ranks, axis), session.layout)
 
     @shows_only_users
     def run(self, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:

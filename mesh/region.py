@@ -53,6 +53,12 @@ def current() -> Region | None:
     return stack[-1] if stack else None
 
 
+def planned_session() -> RankSession | None:
+    """The session of a step that is only checked on this thread, whatever mesh it names."""
+    region = current()
+    return region.session if region is not None and region.session.backend == "planned" else None
+
+
 def require(what: str) -> Region:
     """The running region, or an error that says that `what` needs one."""
     region = current()

@@ -7,8 +7,10 @@ leads.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +22,7 @@ from .mesh import trees
 from .mesh.agreement import OutputMeta, path_in, refuse_varying
 from .mesh.array import Array, meta
 from .mesh.program import CompiledCall
+from .mesh.put import is_array
 from .mesh.rank.planned import PlannedSession
 from .mesh.replication.values import Check
 from .mesh.request import Request
@@ -69,6 +72,7 @@ def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
     mesh: Any = _PlannedMesh(Layout(tuple(axes.items())))
     fakes = FakeTensors()
     wanted = wrapped.request(mesh, trees.map(lambda leaf: _plain(leaf, fakes), args), {})
+    _keep_specs(wanted, trees.leaves(args, is_leaf=is_array))
     first = _run(wrapped, mesh, wanted, 0, fakes)
     shapes = [[about.shape for about in first.metas]]
     if mesh.size > 1:
@@ -93,16 +97,36 @@ def _plain(leaf: Any, fakes: FakeTensors) -> Any:
     return fakes.like(leaf) if isinstance(leaf, Tensor) else leaf
 
 
+def _keep_specs(wanted: Request, leaves: Sequence[Any]) -> None:
+    """Give the leaves that were Arrays the specs that these have, where a call would leave them as they are."""
+    for index, leaf in enumerate(leaves):
+        spec = leaf.hint().spec if isinstance(leaf, Array) else REPLICATED
+        if spec.entries and wanted.specs[index] is None:
+            wanted.mesh.layout.check_shape(leaf.hint().shape, spec, where=wanted.where(index))
+            wanted.specs[index] = spec
+
+
 def _run(step: Spmd, mesh: Any, wanted: Request, rank: int, fakes: FakeTensors) -> Any:
     session = PlannedSession(mesh.layout, rank, mesh.describe())
     call = CompiledCall(session, mesh, step.program, wanted.treedef, wanted.plan(None))
-    with warnings.catch_warnings(), fakes, PretendedNumbers():
+    with warnings.catch_warnings(), _quiet(), fakes, PretendedNumbers():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # where memory may be shared
         outcome = call(wanted.leaves, [], (0, "check"), check=Check.TYPES)
     for index, about in enumerate(outcome.metas):
         what = f"result {path_in(outcome.treedef, index)} of {step.program.name}"
         refuse_varying(mesh.layout, about, what, mesh.describe())
     return outcome
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs the traceback of what its fake tensors raise, which the caller is told anyway."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _whole(layout: Layout, about: OutputMeta, shapes: Sequence[tuple[int, ...]]) -> Any:

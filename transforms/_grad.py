@@ -26,7 +26,7 @@ from . import _empty_shards
 from ._arguments import Argument, prepare
 from ._backward import Plain
 from ._call import Call, Strategy
-from ._named_axes import check_axis
+from ._named_axes import check_axis, refuse_recording
 from ._plan import Plan, plan_of
 from ._tokens import in_gradient
 from .exact import gradient as _exact
@@ -130,6 +130,8 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
                 remedy="use torch.func.grad there, and psum or pmean what comes out",
             )
         )
+    if current() is not None:
+        refuse_recording(f"spmd's grad of {name}")
     if torch.is_inference_mode_enabled():
         raise SpecError(
             message(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.communicator import Communicator
 from ..kernels.errors import SpecError, message
-from ..kernels.torch_private import outside_torch_func
+from ..kernels.torch_private import being_recorded, outside_torch_func
 from ..mesh import trees
 from ..mesh.put import as_tensor
 from ..mesh.rank.session import RankSession
@@ -95,8 +95,22 @@ def check_axis(what: str, axis: Axis) -> tuple[RankSession, tuple[str, ...]]:
 
 def group(what: str, axis: Axis) -> tuple[tuple[str, ...], Communicator]:
     """The checked names of `axis`, and the communicator of the ranks along it."""
+    refuse_recording(what)
     session, axes = check_axis(what, axis)
     return axes, session.comm(axes)
+
+
+def refuse_recording(what: str) -> None:
+    """Refuse to communicate while torch records operations: it would keep what comes as a constant."""
+    if being_recorded():
+        raise SpecError(
+            message(
+                f"{what} was called while torch records operations (make_fx, torch.func.linearize, torch.jit.trace, "
+                "torch.export), which would keep its result as a constant",
+                remedy="record what lies between the collectives; torch.func.jvp and vjp go through them, and "
+                "torch.compile leaves them to Python",
+            )
+        )
 
 
 def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:

@@ -33,17 +33,31 @@ class PlannedCommunicator:
     def __init__(self, ranks: tuple[int, ...], rank: int):
         self.ranks, self.rank, self.size = ranks, ranks.index(rank), len(ranks)
 
-    def all_reduced(self, x: Tensor, op: str = "sum") -> Tensor:
-        return x.new_empty(x.shape)
+    def all_reduced(self, x: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
+        result = x.new_empty(x.shape)
+        return Done(result) if async_op else result
 
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
         return [mine] * self.size
 
-    def _nothing(self, *args: Any, **kwargs: Any) -> Any:
+    def _nothing(self, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         """What is written to keeps its shape."""
+        return Done(None) if async_op else None
 
     all_gather = reduce_scatter = all_to_all = broadcast = reduce = all_reduce = gather = scatter = barrier = _nothing
-    send = recv = _nothing
+    send = _nothing
+
+    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
+        return (self.rank + 1) % self.size if src is None else src
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Done:
+        return Done(None)
+
+    def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Done:
+        return Done(self.recv(tensor, src, tag))
+
+    def empty(self, shape: Any, *, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
 
     def all_gathered(self, length: int, dtype: torch.dtype, write: Callable, into: Tensor | None = None) -> Tensor:
         write(torch.empty(length, dtype=dtype))
@@ -51,6 +65,19 @@ class PlannedCommunicator:
 
     def can_rewrite(self, result: Tensor | None) -> bool:
         return False
+
+
+class Done:
+    """An operation that is over as soon as it is started; see `kernels.operations.Work`."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> Any:
+        return self._value
 
 
 class PlannedBuckets:

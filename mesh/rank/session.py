@@ -106,8 +106,10 @@ class RankSession(Owned):
         """The communicator of the ranks that differ from this one in `axis` only."""
         return self.comm_of(self.layout.group(self.rank, self.axes(axis)), channel)
 
-    def comm_among(self, ranks: Sequence[int], axis: object = None) -> Communicator:
-        """The communicator of listed ranks, in that order; who lists ranks names no axis."""
+    def comm_among(self, ranks: Sequence[int] | None, axis: Any = None) -> Communicator:
+        """The communicator of listed ranks, in that order; who lists ranks names no axis, and who lists none does."""
+        if ranks is None:
+            return self.comm(axis)
         if axis is not None:
             raise MeshError(message('comm got both "axis" and "ranks"', remedy="give one of them"))
         group, size = tuple(ranks), self.layout.size

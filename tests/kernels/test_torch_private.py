@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import warnings
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -208,6 +210,22 @@ def inject_parametrizations() -> None:
     assert layer.weight.item() == 2
 
 
+def being_recorded() -> None:
+    seen = []
+
+    def f(x):
+        seen.append(torch_private.being_recorded())
+        return x * 2
+
+    f(torch.ones(2))
+    for record in (make_fx(f), lambda x: torch.func.linearize(f, x), lambda x: torch.jit.trace(f, x)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch.jit, and of linearize itself
+            record(torch.ones(2))
+        assert seen[0] is False and seen[-1] is True, record
+        seen[1:] = []
+
+
 def clipping_functions() -> None:
     x, seen = torch.ones(2), []
     for cell, clip in zip(
@@ -264,6 +282,7 @@ PARTS: dict[Callable[[], None], str] = {
     in_torch_func: "collectives and grad within transforms of torch.func",
     tables: "functional, and looking for changes of captured modules",
     inject_parametrizations: "shipping modules with parametrizations",
+    being_recorded: "refusing collectives whose results would become constants of a graph",
     clipping_functions: "refusing to clip gradients that are none in a step",
     compiled_call: "carrying module.compile() to the ranks",
     tree_node_of: "batches and results in classes that are registered with torch's trees",

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from spmd import (
+    Loader,
     P,
     SpecError,
     all_gather,
@@ -21,6 +22,7 @@ from spmd import (
     optimizer,
     psum,
     psum_scatter,
+    put,
     spmd,
     value_and_grad,
 )
@@ -113,3 +115,53 @@ def test_a_train_step(shard):
     forgotten = spmd(data_parallel(loss_fn))
     assert "it comes of argument 1['x']" in refused(forgotten, params, batch)
     check(train_step, {"data": 3000, "model": 2}, params, opt_state, batch)  # an uneven batch
+
+
+def test_arrays_keep_their_specs(shared_mesh):
+    """What lives cut on a mesh is cut in the check as well, at the sizes that are asked for."""
+    x = put(torch.ones(8, 3), P("data"), mesh=shared_mesh({"data": 2}))
+    assert check(spmd(lambda x: psum(x.sum(), "data")), {"data": 4}, x).shape == ()
+    assert check(spmd(lambda x: x * 2, out_specs=P("data")), {"data": 4}, x).shape == (8, 3)
+    assert "comes of argument 0" in refused(spmd(lambda x: x.sum()), x, axes={"data": 4})
+    assert "not divisible by axis data of size 3" in refused(spmd(lambda x: x), x, axes={"data": 3})
+
+
+def test_a_loaders_batch(shared_mesh):
+    (batch,) = Loader({"x": torch.ones(8, 3)}, 8, mesh=shared_mesh({"data": 2}))
+
+    @spmd
+    @data_parallel
+    def step(w, batch):
+        return value_and_grad(lambda w, batch: (batch["x"] @ w).square().mean())(w, batch)
+
+    loss, gradient = check(step, {"data": 4}, torch.ones(3), batch)
+    assert (loss.shape, gradient.shape) == ((), (3,))
+
+
+def test_message_passing(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+
+    def ring(x):
+        comm = mesh.comm("data")
+        assert comm.size == 4096
+        there, back = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        sent, received = comm.isend(x, there), torch.empty_like(x)
+        assert comm.irecv(received, back).wait() == back
+        sent.wait()
+        work = comm.all_reduce(received, async_op=True)
+        return work.wait() or received
+
+    assert check(spmd(ring), HUGE, meta(5)).shape == (5,)
+
+    def received(x):
+        y = torch.empty_like(x)
+        mesh.comm("data").irecv(y, 0).wait()
+        return y
+
+    assert "a message (irecv)" in refused(spmd(received), meta(5))
+
+
+def test_errors_of_fake_tensors_are_told_once(caplog, capfd):
+    with pytest.raises(RuntimeError, match="3 and 7"):
+        check(spmd(lambda x: x @ torch.ones(7)), HUGE, torch.ones(3))
+    assert not caplog.records and capfd.readouterr() == ("", "")

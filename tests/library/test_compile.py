@@ -6,6 +6,7 @@ import cloudpickle
 import pytest
 import torch
 from scripts import launched, script
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import spmd
 from spmd import P, SpecError, all_gather, data_parallel, functional, grad, optimizer, psum, value_and_grad
@@ -235,3 +236,27 @@ def counting(graph, inputs):
 
 def compiled_by_counting():
     return getattr(torch, "counted_compilations", 0)
+
+
+RECORDERS = {
+    "make_fx": lambda f, x: make_fx(f)(x),
+    "linearize": torch.func.linearize,
+    "jit.trace": lambda f, x: torch.jit.trace(f, x, check_trace=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("record", RECORDERS)
+def test_recording_is_refused(shared_mesh, record):
+    """What a collective gives would be a constant of the graph."""
+    mesh, recorder = shared_mesh({"data": 2}), RECORDERS[record]
+    for what in ("psum", "all_gather", "spmd's grad of"):
+        call = {
+            "psum": lambda x: psum(x, "data"),
+            "all_gather": lambda x: all_gather(x, "data"),
+            "spmd's grad of": lambda x: grad(lambda w: (w * x).sum())(x),
+        }[what]
+        with pytest.raises(SpecError, match=f"{what}.* was called while torch records operations"):
+            spmd.spmd(lambda x, call=call: (recorder(call, x), 0)[1], in_specs=P("data"), mesh=mesh)(torch.ones(4))
+    graph = spmd.spmd(lambda x: psum(make_fx(lambda x: x * 2)(x)(x), "data"), in_specs=P("data"), mesh=mesh)
+    assert graph(torch.ones(4)).full().tolist() == [4, 4]
