@@ -238,9 +238,9 @@ class Mesh:
         """Start `fn(*args)` on one rank and return a future of its result; collectives do not work in it."""
         return running.submit(self, fn, args, rank)
 
-    def remote(self, cls: Callable[..., Any], *args: Any, rank: int = 0, **kwargs: Any) -> Remote:
+    def remote(self, cls: Callable, *args: Any, rank: int = 0, restore: bool = False, **kwargs: Any) -> Remote:
         """Make an object, `cls(*args, **kwargs)`, on a rank: its handle, a `Remote`. Raises what `cls` raises."""
-        return make_remote(self, cls, args, kwargs, rank)
+        return make_remote(self, cls, args, kwargs, rank, restore)
 
     @property
     def session(self) -> RankSession:

@@ -97,8 +97,7 @@ class DriverSession(Owned):
         self._recovery = Recovery(self, grace)
         self.receiving = Receiving(self._recovery, layout)
         options = {"backend": backend, "device": device, "threads": threads, "pinned": pinned, "seed": seed}
-        options["timeout"] = timeout
-        self.ranks = Ranks(layout, options, self.receiving.add)
+        self.ranks = Ranks(layout, options | {"timeout": timeout}, self.receiving.add)
         self.node = driver_node(self.ranks.request.key, self.describe, self._mesh, self.values.object_of)
         try:
             self.ranks.start(layout.size)
@@ -306,6 +305,7 @@ class DriverSession(Owned):
             self.node.caller.raise_unseen()
         except BaseException as error:
             failed = error
+        self.node.close(why)  # so that no end of a rank is taken for its death
         with self.lock:
             self.closing = True
             self.tell(protocol.Exit())

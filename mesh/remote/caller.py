@@ -8,7 +8,6 @@ an error that nobody has asked for is raised at the next call, or when the mesh 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import pickle
 import threading
@@ -27,13 +26,16 @@ from . import answers
 from .connections import Connection
 from .contents import Contents
 from .handle import Remote, handle_of
-from .protocol import Cancel, Fetch, Invoke, Name, NodeId, Probe, Release
+from .pending import Waiting, duplicate, new_future
+from .protocol import RESTORABLE, Cancel, Fetch, Invoke, Name, NodeId, Probe, Release
 from .reference import Ref
 from .residents import Residents
+from .restoring import Restorable, Restoring, Sent
 from .waiting import result_of
 
 CALLS, BYTES = 1024, 1 << 30
 RELEASES = 64  # results that are needed no more, before they are released without a call
+REPLACED_SECONDS = 60.0  # in which a rank that has died is to be replaced
 PROBE_SECONDS = 0.1  # that a method waits for a call before it is looked whether it waits for itself
 
 
@@ -55,26 +57,6 @@ class Post(Protocol):
     def wake(self) -> None: ...
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Waiting:
-    """What takes the answer to something that was sent.
-
-    Attributes:
-        settle: takes a packet (None: it is large, and stays where it is), or an error.
-        what: that is asked for, in words.
-        future, name: of a call.
-        refs: its arguments, whose results must stay until it is answered.
-        nbytes: of its arguments.
-    """
-
-    settle: Callable[[Any, BaseException | None], None]
-    what: str
-    future: Future | None = None
-    name: Name | None = None
-    refs: tuple[Ref, ...] = ()
-    nbytes: int = 0
-
-
 class Caller:
     """The calls that this process makes.
 
@@ -87,6 +69,7 @@ class Caller:
         self._post = post
         self.contents = Contents(self, post.describe, name_of, object_of)
         self._numbers = itertools.count(1)
+        self.restoring = Restoring(post, self.next_number, REPLACED_SECONDS)
         self._unseen: deque[BaseException] = deque(maxlen=1)
         # What nothing here refers to any more; the garbage collector, which may come at any moment, puts it there.
         self._garbage: deque[tuple[NodeId, int]] = deque()
@@ -94,58 +77,90 @@ class Caller:
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def make(self, rank: int, args: tuple, kwargs: dict[str, Any], label: str) -> Remote:
+    def make(self, rank: int, args: tuple, kwargs: dict[str, Any], label: str, *, restore: bool) -> Remote:
         """Make an object on a rank: `args` are where modules lie, sources, its class and what that takes.
+
+        Args:
+            restore: make it again where its rank dies.
 
         Raises:
             OSError: nobody is there; nothing has been sent.
         """
-        connection, name = self._post.connection(rank), (self._post.id, next(self._numbers))
-        ref = self._send(connection, (rank, 0), name, "", args, kwargs, label)
+        connection, name = self._post.connection(rank), (self._post.id, self.next_number())
+        packet, refs = self.contents.of_call(args, kwargs, label)
+        if restore and refs:
+            raise MeshError(message(f"{label} is to be restored, and was given a Ref", remedy="give it ref.get()"))
+        making = duplicate(packet)
+        ref = self._send(connection, (rank, 0), name, RESTORABLE if restore else "", packet, refs, label)
         try:
             methods = ref.get()
-        except PeerLost:
-            if connection.peer is None:  # who was about to die accepted the connection, and read nothing of it
+        except BaseException as error:
+            making.close()
+            if isinstance(error, PeerLost) and connection.peer is None:
+                # Who was about to die accepted the connection, and read nothing of it.
                 raise ConnectionRefusedError from None
             raise
         assert connection.peer is not None
-        return Remote(self, connection.peer, name, label, methods, owns=True)
+        handle = Remote(self, connection.peer, name, label, methods, owns=True)
+        if restore:
+            self.restoring.add(Restorable(name, label, connection.peer, making, handle=weakref.ref(handle)), connection)
+        else:
+            making.close()
+        return handle
 
     def invoke(self, handle: Remote, method: str, args: tuple, kwargs: dict[str, Any]) -> Ref:
         """Call a method of an object."""
         self.raise_unseen()
         owner, label = handle._owner, f"{handle._label}.{method}"
         self._post.check_open()
+        packet, refs = self.contents.of_call(args, kwargs, label)
+        restorable = self.restoring.objects.get(handle._name) if self.restoring.objects else None
         connection = self._post.alive(owner)
-        if connection is None:
+        if connection is None and restorable is None:
+            packet.close()
             ref = Ref(self, owner, (self._post.id, 0), label)
             ref.future.set_exception(answers.lost(owner[0], handle._label, self._post.describe()))
             return ref
-        return self._send(connection, owner, handle._name, method, args, kwargs, label)
+        return self._send(connection, owner, handle._name, method, packet, refs, label, restorable)
 
     def _send(
-        self, connection: Connection, owner: NodeId, target: Name, method: str, args: tuple, kwargs: Any, label: str
+        self,
+        connection: Connection | None,
+        owner: NodeId,
+        target: Name,
+        method: str,
+        packet: wire.Packet,
+        refs: tuple[Ref, ...],
+        label: str,
+        restorable: Restorable | None = None,
     ) -> Ref:
-        packet, refs = self.contents.of_call(args, kwargs, label)
         caller = self._post.residents.current()
-        self._wait_for_room(connection, owner)
         try:
+            if connection is not None:
+                self._wait_for_room(connection, owner)
             with uninterrupted(), self._post.lock:
-                number = next(self._numbers) if method else target[1]
+                number = target[1] if method in ("", RESTORABLE) else self.next_number()
                 ref = Ref(self, owner, (self._post.id, number), label)
-                if connection.lost:
-                    ref.future.set_exception(answers.lost(owner[0], label, self._post.describe()))
-                    return ref
-                connection.pending[number] = Waiting(
-                    self._settler(ref), label, ref.future, ref.name, refs, packet.nbytes
-                )
-                connection.nbytes += packet.nbytes
+                waiting = Waiting(self._settler(ref), label, ref.future, ref.name, refs, packet.nbytes)
                 names = tuple((one.owner, one.name) for one in refs)
                 released = self._released(owner) if self._garbage else ()
-                connection.send(Invoke(number, owner[1], target, method, caller, names, released), packet)
+                said = Invoke(number, owner[1], target, method, caller, names, released)
+                if restorable is not None:
+                    connection = self.restoring.note(restorable, Sent(said, packet, waiting), connection)
+                elif connection is None or connection.lost:
+                    ref.future.set_exception(answers.lost(owner[0], label, self._post.describe()))
+                    return ref
+                if connection is not None:
+                    connection.pending[number] = waiting
+                    connection.nbytes += packet.nbytes
+                    connection.send(said, packet)
         finally:
             packet.close()
         return ref
+
+    def next_number(self) -> int:
+        """A number that nothing else this process sends has."""
+        return next(self._numbers)
 
     def _settler(self, ref: Ref) -> Callable[[Any, BaseException | None], None]:
         """What makes an answer known; that it is waited for does not keep a Ref alive."""
@@ -181,7 +196,7 @@ class Caller:
 
     def cancel(self, ref: Ref) -> bool:
         """Have a call not begun: whether that was in time."""
-        future = _future()
+        future = new_future()
 
         def settle(packet: Any, error: BaseException | None) -> None:
             future.set_result(error is None and pickle.loads(packet.data))
@@ -203,16 +218,14 @@ class Caller:
         if future.done():
             return future.result()
         if self._post.is_serving_thread():
-            raise MeshError(
-                message("a callback waits for a result that is not there", remedy="wait in a thread of your own")
-            )
+            raise MeshError(message("a callback waits for a result that is not there", remedy="wait in a thread"))
         call = self._post.residents.call_here()
         if call is None or waits_for is None:
             try:
                 return result_of(future, timeout)
             except FutureTimeout:
-                if future.done():
-                    return future.result()
+                if future.done():  # it is the call's own
+                    raise
                 raise TimeoutError(f"no result within {timeout:g} s") from None
         seconds = PROBE_SECONDS
         call.waits_for = waits_for
@@ -248,7 +261,7 @@ class Caller:
 
     def fetch(self, owner: NodeId, name: Name, what: str) -> Future:
         """Ask a process for the result of a call: a future of its packet."""
-        future = _future()
+        future = new_future()
 
         def settle(packet: Any, error: BaseException | None) -> None:
             if error is None:
@@ -275,7 +288,7 @@ class Caller:
         connection = self._post.alive(owner)
         with self._post.lock:
             if connection is not None and not connection.lost:
-                number = next(self._numbers)
+                number = self.next_number()
                 connection.pending[number] = waiting
                 connection.send(make(number))
                 return
@@ -324,6 +337,7 @@ class Caller:
         with self._post.lock:
             while self._dropped:
                 owner, name = self._dropped.popleft()
+                self.restoring.forget(name)
                 self._release(owner, (name,))
             while len(self._garbage) >= RELEASES:
                 self._release(self._garbage[0][0])
@@ -333,9 +347,3 @@ class Caller:
         connection = self._post.alive(owner)
         if connection is not None:
             connection.send(Release(released, objects))
-
-
-def _future() -> Future:
-    future: Future = Future()
-    future.set_running_or_notify_cancel()
-    return future

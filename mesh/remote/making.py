@@ -34,7 +34,7 @@ class MeshView(Protocol):
     def describe(self) -> str: ...
 
 
-def make_remote(mesh: MeshView, cls: Callable[..., Any], args: tuple, kwargs: dict[str, Any], rank: int) -> Remote:
+def make_remote(mesh: MeshView, cls: Callable, args: tuple, kwargs: dict[str, Any], rank: int, restore: bool) -> Remote:
     """See `Mesh.remote`."""
     if not callable(cls):
         raise MeshError(message("mesh.remote makes objects of a class", got=repr(cls), remedy="pass a class"))
@@ -45,18 +45,22 @@ def make_remote(mesh: MeshView, cls: Callable[..., Any], args: tuple, kwargs: di
     sources: dict[str, list[str]] = {}
     for function in functions:
         sources.update(typed_sources(function))
+    if restore and not mesh.is_driver:
+        raise MeshError(
+            message("restore=True is for objects that the driver makes", remedy="make it there, and pass its handle")
+        )
     try:
-        return _made(mesh, rank, (tuple(sys.path), sources, cls, *args), kwargs, label)
+        return _made(mesh, rank, (tuple(sys.path), sources, cls, *args), kwargs, label, restore)
     except BaseException as error:
         raise shorten(error) from error.__cause__
 
 
-def _made(mesh: MeshView, rank: int, args: tuple, kwargs: dict[str, Any], label: str) -> Remote:
+def _made(mesh: MeshView, rank: int, args: tuple, kwargs: dict[str, Any], label: str, restore: bool) -> Remote:
     end = time.monotonic() + REPLACED_SECONDS
     while True:
         node = _node(mesh)
         try:
-            return node.caller.make(rank, args, kwargs, label)
+            return node.caller.make(rank, args, kwargs, label, restore=restore)
         except PeerLost:
             raise
         except OSError:  # the rank has died, and is about to be replaced

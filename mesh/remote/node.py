@@ -22,7 +22,7 @@ from .. import wire
 from . import answers
 from .caller import Caller
 from .connections import Connection, Exchange, address, same_user
-from .protocol import DRIVER, Cancelled, Invoke, NodeId, Raised, Result, decode
+from .protocol import DRIVER, Cancelled, Invoke, NodeId, Raised, Result, SavedResult, SavedState, decode
 from .residents import Residents
 
 
@@ -150,6 +150,8 @@ class Node(Owned):
         if kind is Invoke:
             with self.lock:
                 self.residents.take(connection, said, packet)
+        elif kind is SavedResult or kind is SavedState:
+            self.caller.restoring.take(connection, said, packet)
         elif kind is Result or kind is Raised or kind is Cancelled:
             self._answer(connection, said, packet)
         else:
@@ -180,8 +182,10 @@ class Node(Owned):
             if connection.outgoing is not None and self._to.get(connection.outgoing) is connection:
                 del self._to[connection.outgoing]
             pending, connection.pending = connection.pending, {}
+            if connection.peer is not None and connection.outgoing is not None and self.closed is None:
+                self.caller.restoring.rank_lost(connection.peer)
         rank = DRIVER if connection.outgoing is None else connection.outgoing
-        for waiting in pending.values():
+        for waiting in (one for one in pending.values() if not one.again):
             waiting.settle(None, answers.lost(rank, waiting.what, self.describe()))
 
     def close(self, why: str) -> None:

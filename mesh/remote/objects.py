@@ -9,16 +9,20 @@ the call ends (what the object does later does not change it), and stays until t
 from __future__ import annotations
 
 import dataclasses
+import linecache
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from ...kernels.errors import MeshError, message
 from .. import wire
 from ..protocol import Message
 from .connections import Connection
-from .protocol import Invoke, Name
+from .handle import methods_of
+from .protocol import LOAD, RESTORABLE, Invoke, Name
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -68,7 +72,7 @@ class LiveObject:
 
     Attributes:
         value: the object itself; None until it is made.
-        failed: why it could not be made.
+        maker: where what it has become is sent after each call, if it is one that is restored.
         running: the call that it is at.
         closing: no more calls will come.
     """
@@ -76,7 +80,7 @@ class LiveObject:
     def __init__(self, name: Name, label: str, serial: int, run: Callable[[LiveObject, Call], None]):
         self.name, self.label, self.serial, self._run = name, label, serial, run
         self.value: Any = None
-        self.failed: wire.Packet | None = None
+        self.maker: Connection | None = None
         self.running: Call | None = None
         self.closing = False
         self.done = 0
@@ -142,7 +146,34 @@ class LiveObject:
         if self._thread is not None:
             self._ready.put(None)
 
+    def do(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Do what a call asks for."""
+        if method == LOAD:
+            return self.value.load(*args)
+        if method not in ("", RESTORABLE):
+            return getattr(self.value, method)(*args, **kwargs)
+        self.value = _made(args, kwargs)
+        methods = methods_of(type(self.value))
+        if self.maker is not None and not {"save", "load"} <= methods:
+            raise MeshError(
+                message(
+                    "restore=True needs a class that can say what its objects have become",
+                    got=f"{type(self.value).__name__}, which lacks {', '.join(sorted({'save', 'load'} - methods))}",
+                    expected="save(), which returns a value, and load(value)",
+                    remedy="add them, or leave restore out",
+                )
+            )
+        return methods
+
     def _serve(self) -> None:
         while (call := self._ready.get()) is not None:
             self._run(self, call)
             del call  # what it holds must not live until the next one
+
+
+def _made(args: tuple, kwargs: dict[str, Any]) -> Any:
+    path, sources, cls, *rest = args
+    sys.path.extend(folder for folder in path if folder not in sys.path)
+    for name, lines in sources.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    return cls(*rest, **kwargs)

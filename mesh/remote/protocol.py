@@ -20,6 +20,8 @@ Name = tuple[NodeId, int]
 that has made them."""
 
 DRIVER = -1
+# In the place of a method's name: make an object that is restored, and give it what another one of it has saved.
+RESTORABLE, LOAD = ".restorable", ".load"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Invoke(Message):
         number: of the call.
         incarnation: the second half of the `NodeId` of the process where the object is; 0 to make one.
         target: the object.
-        method: its name; empty: make the object, whose class is the first argument.
+        method: its name; empty: make the object, of a class that is among the arguments.
         caller: the number of the object whose method calls, 0 for none: calls of one caller run in order.
         refs: whose results the content refers to, as (the process that has the result, the call).
         released: of earlier calls over this connection those whose results the caller needs no more.
@@ -114,7 +116,38 @@ class WaitsForItself(Message):
     chain: tuple[Name, ...]
 
 
-_CLASSES: tuple[Any, ...] = (Invoke, Release, Fetch, Cancel, Result, Raised, Cancelled, Probe, WaitsForItself)
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavedResult(Message):
+    """To the maker of an object that is restored: it has done this call of the maker's; the content is the result.
+
+    Attributes:
+        failed: the content is an error, as of `Raised`.
+    """
+
+    target: Name
+    call: int
+    failed: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavedState(Message):
+    """The content is what such an object has become; `Kept` is the answer."""
+
+    number: int
+    target: Name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept(Message):
+    """A `SavedState` has come."""
+
+    number: int
+
+
+_CLASSES: tuple[Any, ...] = (
+    *(Invoke, Release, Fetch, Cancel, Result, Raised, Cancelled, Probe, WaitsForItself),
+    *(SavedResult, SavedState, Kept),
+)
 _CODES = {cls: (code, fields_of(cls)) for code, cls in enumerate(_CLASSES)}
 
 

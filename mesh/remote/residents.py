@@ -8,24 +8,37 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import linecache
-import os
 import pickle
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from ...kernels.errors import PeerLost, message
+from ...kernels.errors import MeshError, PeerLost, message
 from .. import wire
 from . import answers
 from .connections import Connection
 from .contents import Contents
-from .handle import methods_of
 from .objects import Call, LiveObject
+from .pending import duplicate
 from .probes import Probes
-from .protocol import Cancel, Cancelled, Fetch, Invoke, Name, NodeId, Probe, Raised, Release, Result, WaitsForItself
+from .protocol import (
+    LOAD,
+    RESTORABLE,
+    Cancel,
+    Cancelled,
+    Fetch,
+    Invoke,
+    Kept,
+    Name,
+    NodeId,
+    Probe,
+    Raised,
+    Release,
+    Result,
+    WaitsForItself,
+)
+from .saving import Saving
 
 PUSHED = 1 << 16  # bytes of a result that is sent with the answer; larger ones stay until they are fetched
 
@@ -68,6 +81,7 @@ class Residents:
         self._gone: set[NodeId] = set()
         self._serials = itertools.count(1)
         self._here = threading.local()
+        self._saving = Saving(post, reader)
         self.probes = Probes(post.id, self._calls, self.objects, post.connection)
 
     # -- on an object's own thread -------------------------------------------------------------------------------------
@@ -90,16 +104,12 @@ class Residents:
         try:
             settings, args, kwargs = self._read(call)
             with self._around(settings):
-                if call.said.method:
-                    result = getattr(live.value, call.said.method)(*args, **kwargs)
-                else:
-                    live.value = self._make(args, kwargs)
-                    result = methods_of(type(live.value))
+                result = live.do(call.said.method, args, kwargs)
             packet, refs = self._reader.contents.of_result(result, f"{type(live.value).__name__}.{call.said.method}")
+            if refs and live.maker is not None:
+                raise MeshError(message("an object that is restored returned a Ref", remedy="return its result"))
         except BaseException as error:
             kind, packet, refs = Raised, answers.packed(error, self._post.id[0]), ()
-            if not call.said.method:
-                live.failed = packet
         finally:
             self._here.call = None
         if refs:
@@ -110,9 +120,14 @@ class Residents:
                 live.running = None
                 live.left(call)
             return
+        if live.maker is not None and call.said.method not in (RESTORABLE, LOAD):
+            kind, packet = self._saving.saved(live, call, kind, packet)
         self._finish(live, call, kind, packet)
 
     def _read(self, call: Call) -> tuple[Any, tuple, dict[str, Any]]:
+        if call.said.method == LOAD:  # what `save` gave, as it came
+            return None, (self._reader.contents.loads(call.packet),), {}
+
         def argument(index: int) -> Any:
             return self._reader.contents.loads(call.arguments[index])
 
@@ -123,14 +138,6 @@ class Residents:
             for packet in call.arguments.values():
                 packet.close()
             call.arguments.clear()
-
-    @staticmethod
-    def _make(args: tuple, kwargs: dict[str, Any]) -> Any:
-        path, sources, cls, *rest = args
-        sys.path.extend(folder for folder in path if folder not in sys.path)
-        for name, lines in sources.items():
-            linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-        return cls(*rest, **kwargs)
 
     def _finish_later(self, live: LiveObject, call: Call, result: Any) -> None:
         """The result has Refs in it: it is there when theirs are."""
@@ -189,9 +196,10 @@ class Residents:
             self._gather(live, call, index, owner, wanted)
 
     def _target(self, said: Invoke, call: Call) -> tuple[LiveObject | None, Any]:
-        if not said.method:
+        if said.method in ("", RESTORABLE):
             label, serial = f"object-{said.number}", next(self._serials)
             made = self.objects[said.target] = LiveObject(said.target, label, serial, self._run)
+            made.maker = call.origin if said.method else None
             return made, None
         if said.incarnation != self._post.id[1]:
             return None, answers.lost(self._post.id[0], "this object", self._post.describe())
@@ -259,6 +267,8 @@ class Residents:
                 connection.send(Result(said.number, False) if kind is Result else Raised(said.number), packet)
 
             self._ask(said.call, send)
+        elif isinstance(said, Kept):
+            self._saving.kept(said.number)
         elif isinstance(said, Release):
             with self._lock:
                 self._release(peer, said.calls)
@@ -334,8 +344,3 @@ class Residents:
         others = len(call.deadlock) - 2
         by_way = f", by way of {others} more" if others > 0 else ""
         return f"{method} waits for a call that cannot begin, or end, before {method} has{by_way}"
-
-
-def duplicate(packet: wire.Packet) -> wire.Packet:
-    """A packet of its own for who closes it."""
-    return wire.Packet(packet.data, packet.inline, None if packet.fd is None else os.dup(packet.fd))

@@ -14,7 +14,6 @@ from ..kernels.errors import SpecError, message
 from . import cursors, sources
 from .cursors import Place, State
 
-
 _CURSORS = {
     "shards": cursors.Shards,
     "map": cursors.Mapped,

@@ -213,7 +213,7 @@ SIGNATURES = {
     "Mesh.submit": "(self, fn, *args, rank=0)",
     "Mesh.stacks": "(self)",
     "Mesh.comm": "(self, axis=None, *, ranks=None)",
-    "Mesh.remote": "(self, cls, *args, rank=0, **kwargs)",
+    "Mesh.remote": "(self, cls, *args, rank=0, restore=False, **kwargs)",
     "Ref.get": "(self, timeout=None)",
     "Ref.done": "(self)",
     "Ref.cancel": "(self)",

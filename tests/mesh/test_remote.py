@@ -24,8 +24,8 @@ class Counter:
         self.value += more * times
         return self.value
 
-    def fail(self, text: str) -> None:
-        raise LookupError(text)
+    def fail(self, text: str, kind: type[Exception] = LookupError) -> None:
+        raise kind(text)
 
     def get(self) -> int:
         return self.value
@@ -106,6 +106,8 @@ def test_an_error_keeps_its_type_and_the_remote_traceback(mesh: Mesh) -> None:
     assert "in fail" in str(caught.value.__cause__) and "rank 1" in str(caught.value.__cause__)
     assert counter.add(1).get() == 1
     assert isinstance(counter.fail("again").exception(), LookupError)
+    with pytest.raises(TimeoutError, match="its own"):
+        counter.fail("its own", TimeoutError).get()
     with pytest.raises(ZeroDivisionError):
         mesh.remote(lambda: 1 // 0, rank=1)
 
@@ -313,7 +315,7 @@ def test_objects_go_with_their_handles(mesh: Mesh) -> None:
 
 def test_a_rank_that_dies_takes_its_objects_along(make_mesh: Any) -> None:
     mesh = make_mesh({"data": 2})
-    lost, kept = mesh.remote(Tensors, rank=1), mesh.remote(Counter, 3, rank=0)
+    lost, kept = mesh.remote(Tensors, rank=1), mesh.remote(Counter, 0, rank=0)
     large = lost.make(1 << 18, 1.0)
     pid = lost.where().get()
     gate = mesh.remote(Gate, kept, rank=1)
@@ -326,7 +328,7 @@ def test_a_rank_that_dies_takes_its_objects_along(make_mesh: Any) -> None:
         assert caught.value.rank == 1
     with pytest.raises(PeerLost):
         lost.where().get()
-    assert kept.get().get() == 3
+    assert kept.get().get() == 0
     again = mesh.remote(Tensors, rank=1)
     assert again.where().get() != pid
     assert mesh.run(lambda: float(torch.ones(2).sum())) == [2.0, 2.0]
@@ -348,3 +350,63 @@ def test_closing_and_restarting(make_mesh: Any) -> None:
     with pytest.raises(LookupError, match="at the end"):
         while not mesh.closed:
             mesh.remote(Counter, 1).get().get()
+
+
+class Ledger:
+    """Notes what it is told, and can be killed on the way."""
+
+    def __init__(self, first: str):
+        self.lines = [first]
+
+    def write(self, line: str) -> int:
+        self.lines.append(line)
+        return len(self.lines)
+
+    def write_and_die(self, line: str) -> int:
+        if os.path.exists(line):
+            return self.write(line)
+        if not line.startswith("/dev"):
+            open(line, "w").close()  # the second time it lives
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    def fail(self, line: str) -> None:
+        self.lines.append(line)
+        raise LookupError(line)
+
+    def read(self) -> list[str]:
+        return self.lines
+
+    def where(self) -> int:
+        return os.getpid()
+
+    def save(self) -> list[str]:
+        return self.lines
+
+    def load(self, lines: list[str]) -> None:
+        self.lines = lines
+
+
+def test_an_object_that_saves_is_restored(make_mesh: Any, tmp_path: Any) -> None:
+    """Each call is done once, those on their way included, wherever its rank dies."""
+    mesh = make_mesh({"data": 2})
+    ledger, other = mesh.remote(Ledger, "first", rank=1, restore=True), mesh.remote(Counter, rank=0)
+    fatal = str(tmp_path / "fatal")
+    before = [ledger.write("a"), ledger.fail("b"), ledger.write(ledger.where()), ledger.write_and_die(fatal)]
+    after = [ledger.write(str(number)) for number in range(20)]
+    assert before[0].get() == 2 and isinstance(before[1].exception(), LookupError)
+    pid = before[2].get() and mesh.remote(Ledger, "", rank=0).where().get()
+    assert before[3].get(HANGS) == 5
+    assert [ref.get(HANGS) for ref in after] == list(range(6, 26))
+    lines = ledger.read().get()
+    assert [lines[0], lines[1], lines[2], lines[4]] == ["first", "a", "b", fatal] and len(lines) == 25
+    assert ledger.where().get() not in (lines[3], pid)
+    os.kill(ledger.where().get(), signal.SIGKILL)
+    assert ledger.read().get(HANGS) == lines
+    assert mesh.run(lambda handle: handle.read().get()[0], ledger) == ["first"] * 2
+    assert other.add(1).get() == 1
+    with pytest.raises(PeerLost, match="rank 1"):
+        ledger.write_and_die("/dev/null/always").get(HANGS)
+    assert ledger.read().get(HANGS) == lines
+    with pytest.raises(MeshError, match=r"restore=True needs.*lacks load, save"):
+        mesh.remote(Counter, rank=0, restore=True)

@@ -1,0 +1,47 @@
+"""What waits for an answer from another process."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from .. import wire
+from .protocol import Name
+from .reference import Ref
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Waiting:
+    """What takes the answer to something that was sent.
+
+    Attributes:
+        settle: takes a packet (None: it is large, and stays where it is), or an error.
+        what: that is asked for, in words.
+        future, name: of a call.
+        refs: its arguments, whose results must stay until it is answered.
+        nbytes: of its arguments.
+        again: it is sent again where its rank dies.
+    """
+
+    settle: Callable[[Any, BaseException | None], None]
+    what: str
+    future: Future | None = None
+    name: Name | None = None
+    refs: tuple[Ref, ...] = ()
+    nbytes: int = 0
+    again: bool = False
+
+
+def duplicate(packet: wire.Packet) -> wire.Packet:
+    """A packet of its own for who closes it."""
+    return wire.Packet(packet.data, packet.inline, None if packet.fd is None else os.dup(packet.fd))
+
+
+def new_future() -> Future:
+    """A future that only the library ends."""
+    future: Future = Future()
+    future.set_running_or_notify_cancel()
+    return future

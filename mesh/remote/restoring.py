@@ -1,0 +1,229 @@
+"""Objects that are made again where their rank has died: `mesh.remote(..., restore=True)`.
+
+After each call such an object says what it has become (`save`), to the process that has made it, and the call is
+answered when that has arrived. So when the rank dies, the object is made again on the rank's replacement, is told what
+it was (`load`), and does the calls that were not answered. Invariant: of the maker's calls each is done once, for the
+last one that was done is known by its number, with its result; one that takes its rank along `ATTEMPTS` times is lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ...kernels.errors import MeshError
+from .. import wire
+from . import answers
+from .connections import Connection
+from .pending import Waiting, duplicate
+from .protocol import LOAD, RESTORABLE, Invoke, Kept, Name, NodeId, SavedResult, SavedState
+
+ATTEMPTS = 3
+PAUSE_SECONDS = 0.02  # between two looks whether a rank has been replaced
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sent:
+    """A call that has not been answered: its message, and what takes the answer."""
+
+    said: Invoke
+    packet: wire.Packet
+    waiting: Any
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Restorable:
+    """What the maker of an object knows, to make it again.
+
+    Attributes:
+        owner: the process where it is.
+        making: the arguments that it was made with.
+        state: what it last saved.
+        last: the number of the maker's call that it has done last, whether that failed, and its result.
+        coming: the same of a call whose state is on its way.
+        sent: the maker's calls that are not answered, by number.
+        away: its rank has died, and it is not made again yet.
+        first: the number of the call that it was at when its rank died, and how often in a row.
+        handle: a weak reference to its handle.
+    """
+
+    name: Name
+    label: str
+    owner: NodeId
+    making: wire.Packet
+    state: wire.Packet | None = None
+    last: tuple[int, bool, wire.Packet] | None = None
+    coming: tuple[int, bool, wire.Packet] | None = None
+    sent: dict[int, Sent] = dataclasses.field(default_factory=dict)
+    away: bool = False
+    first: tuple[int, int] = (0, 0)
+    handle: Callable[[], Any] = lambda: None
+
+    def close(self) -> None:
+        for packet in (self.making, self.state, *(done[2] for done in (self.last, self.coming) if done is not None)):
+            if packet is not None:
+                packet.close()
+        for sent in self.sent.values():
+            sent.packet.close()
+
+
+class Post(Protocol):
+    """What carries messages: this process's node."""
+
+    id: NodeId
+    lock: threading.RLock
+    closed: str | None
+
+    def describe(self) -> str: ...
+    def connection(self, rank: int) -> Connection: ...
+
+
+class Restoring:
+    """The objects of this process's that are made again.
+
+    Args:
+        post: carries what is sent.
+        next_number: gives a number that nothing else sent has.
+        seconds: in which a rank that has died is to be replaced.
+    """
+
+    def __init__(self, post: Post, next_number: Callable[[], int], seconds: float):
+        self._post, self._next_number, self._seconds = post, next_number, seconds
+        self.objects: dict[Name, Restorable] = {}
+
+    def add(self, one: Restorable, connection: Connection) -> None:
+        """An object has been made."""
+        with self._post.lock:
+            self.objects[one.name] = one
+            if connection.lost:
+                self.rank_lost(one.owner)
+
+    def note(self, one: Restorable, sent: Sent, connection: Connection | None) -> Connection | None:
+        """A call is about to be sent, or, where this gives None, will be when the object is made again."""
+        number, settle = sent.said.number, sent.waiting.settle
+        sent.packet, sent.waiting.again = duplicate(sent.packet), True
+        one.sent[number] = sent
+
+        def answered(packet: Any, error: BaseException | None) -> None:
+            with self._post.lock:
+                mine = one.sent.pop(number, None)
+            if mine is not None:
+                mine.packet.close()
+            settle(packet, error)
+
+        sent.waiting.settle = answered
+        return None if one.away or connection is None or connection.lost else connection
+
+    def take(self, connection: Connection, said: Any, packet: wire.Packet) -> None:
+        """An object has done a call, and says what came of it, or what it has become."""
+        with self._post.lock:
+            one = self.objects.get(said.target)
+            if one is None or one.owner != connection.peer:
+                packet.close()
+            elif isinstance(said, SavedResult):
+                one.coming = (said.call, said.failed, packet)
+            else:
+                if one.state is not None:
+                    one.state.close()
+                one.state = packet
+                if one.coming is not None:
+                    if one.last is not None:
+                        one.last[2].close()
+                    one.last, one.coming = one.coming, None
+        if isinstance(said, SavedState):
+            connection.send(Kept(said.number))
+
+    def forget(self, name: Name) -> None:
+        """The handle of an object is gone."""
+        one = self.objects.pop(name, None)
+        if one is not None:
+            one.close()
+
+    def rank_lost(self, peer: NodeId) -> None:
+        """A process has ended: make again what was there; the node's lock is held."""
+        for one in self.objects.values():
+            if one.owner == peer and not one.away:
+                one.away = True
+                threading.Thread(target=self._make_again, args=(one,), name="spmd-restore", daemon=True).start()
+
+    def _make_again(self, one: Restorable) -> None:
+        end = time.monotonic() + self._seconds
+        while time.monotonic() < end and self._post.closed is None:
+            try:
+                connection = self._post.connection(one.owner[0])
+            except (OSError, MeshError):  # not replaced yet, or closed meanwhile
+                time.sleep(PAUSE_SECONDS)
+                continue
+            if self._made_on(connection, one):
+                return
+            time.sleep(PAUSE_SECONDS)
+        with self._post.lock:
+            sent, one.sent = one.sent, {}
+        for call in sent.values():
+            call.packet.close()
+            call.waiting.settle(None, answers.lost(one.owner[0], one.label, self._post.describe()))
+
+    def _made_on(self, connection: Connection, one: Restorable) -> bool:
+        """Make an object again over a connection, and send its calls after it; whether anybody was there."""
+        failed = self._told(connection, one, Invoke(one.name[1], 0, one.name, RESTORABLE, 0, (), ()), one.making)
+        if connection.peer is None or connection.lost:
+            return False
+        if failed is None and one.state is not None:
+            said = Invoke(self._next_number(), connection.peer[1], one.name, LOAD, 0, (), ())
+            failed = self._told(connection, one, said, one.state)
+            if connection.lost:
+                return False
+        with self._post.lock:
+            one.owner, one.away = connection.peer, False
+            if (handle := one.handle()) is not None:
+                handle._owner = one.owner
+            sent, one.sent = one.sent, {}
+            if failed is None and not connection.lost:
+                done = {0 if one.last is None else one.last[0]}
+                hopeless = self._hopeless(one, [number for number in sent if number not in done])
+                one.sent = {number: call for number, call in sent.items() if number not in done | hopeless}
+                for number, call in one.sent.items():
+                    connection.pending[number] = call.waiting
+                    connection.nbytes += call.waiting.nbytes
+                    call.said = dataclasses.replace(call.said, incarnation=one.owner[1], released=())
+                    connection.send(call.said, call.packet)
+                sent = {number: call for number, call in sent.items() if number in done | hopeless}
+        for call in sent.values():
+            call.packet.close()
+            if failed is not None or one.last is None or call.said.number != one.last[0]:
+                lost = answers.lost(one.owner[0], one.label, self._post.describe())
+                call.waiting.settle(None, lost if failed is None else failed)
+            else:
+                _, was_error, packet = one.last
+                error = answers.raised(packet, self._post.describe()) if was_error else None
+                call.waiting.settle(None if was_error else duplicate(packet), error)
+        return True
+
+    @staticmethod
+    def _hopeless(one: Restorable, unanswered: list[int]) -> set[int]:
+        """The call that is not made again, if there is one: its rank has died with it too often."""
+        number = min(unanswered, default=0)
+        one.first = (number, one.first[1] + 1 if number == one.first[0] else 1)
+        return {number} if number and one.first[1] >= ATTEMPTS else set()
+
+    def _told(self, connection: Connection, one: Restorable, said: Invoke, packet: wire.Packet) -> BaseException | None:
+        """Send something that is answered, and wait for that: the error that it gave."""
+        done, errors = threading.Event(), []
+
+        def settle(answer: wire.Packet | None, error: BaseException | None) -> None:
+            if answer is not None:
+                answer.close()
+            if error is not None:
+                errors.append(error)
+            done.set()
+
+        with self._post.lock:
+            if connection.lost:
+                return None
+            connection.pending[said.number] = Waiting(settle, one.label)
+            connection.send(said, packet)
+        done.wait()
+        return errors[0] if errors else None
