@@ -222,7 +222,7 @@ def being_recorded() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch.jit, and of linearize itself
             record(torch.ones(2))
-        assert seen[0] is False and seen[-1] is True, record
+        assert seen[0] is False and True in seen, record  # what is recorded may be run again without
         seen[1:] = []
 
 
