@@ -176,6 +176,16 @@ class Array:
         self.check_readable()
         return self._source.full(self._index)
 
+    def to_dtensor(self) -> Any:
+        """The value as a torch `DTensor` on `mesh.device_mesh`, on a rank; it shows the memory of `local`.
+
+        Raises:
+            MeshError: in the driver, which is no rank.
+            SpecError: it is cut in a way that torch has no placements for.
+        """
+        # By name: torch's process groups stand above this file.
+        return importlib.import_module("spmd.torch_distributed.dtensor").to_dtensor(self)
+
     def item(self) -> float | int | bool | complex:
         """The only element, as a Python number."""
         return self.full().item()

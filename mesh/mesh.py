@@ -68,9 +68,8 @@ class Mesh:
         MeshError: the ranks cannot be had, or do not fit the axes.
     """
 
-    # One of the two, in a driver this and on a rank that.
-    _driver: DriverSession | None
-    _rank_session: RankSession | None
+    _driver: DriverSession | None  # one of the two, in a driver this
+    _rank_session: RankSession | None  # and on a rank that
     threads: int
     pinned_threads: int
 
@@ -91,8 +90,8 @@ class Mesh:
             raise MeshError(message("a Mesh cannot be made inside a region", remedy="make it outside and use it here"))
         check_arguments(backend, device, threads, timeout, on_loss, grace)
         launch = launch_of_process() if _here is None else None
-        axes = {"data": -1} if axes is None else axes
-        layout = layout_of(axes, launch, functools.partial(devices.seats, device, backend))
+        seats = functools.partial(devices.seats, device, backend)
+        layout = layout_of({"data": -1} if axes is None else axes, launch, seats)
         if _here is not None:
             check_same(layout, _here.layout, _here.describe())
             self._be_view(_here.session, _here.threads, _here.pinned_threads)
@@ -181,8 +180,7 @@ class Mesh:
         return self._layout.coords(rank)
 
     def __reduce__(self) -> Any:
-        problem = "a Mesh cannot be pickled: it stands for processes"
-        raise MeshError(message(problem, remedy="make one where you need it"))
+        raise MeshError(message("a Mesh cannot be pickled: it is processes", remedy="make one where you need it"))
 
     def describe(self) -> str:
         """The mesh in one line."""
@@ -220,6 +218,8 @@ class Mesh:
             problem = "mesh.comm was called in the driver, which is not a rank"
             raise MeshError(message(problem, remedy="call it inside mesh.run"))
         return followed(session.comm_among(ranks, axis), session.layout)
+
+    device_mesh = property(running.device_mesh)
 
     @shows_only_users
     def run(self, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:

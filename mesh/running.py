@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -33,6 +34,12 @@ class MeshView(Protocol):
     def session(self) -> RankSession: ...
     @property
     def run_state(self) -> RunState: ...
+
+
+def device_mesh(mesh: MeshView) -> Any:
+    """torch's `DeviceMesh` of the mesh's ranks, with the same names, over process groups of "spmd"; inside a rank."""
+    # By name: torch's process groups stand above this file.
+    return importlib.import_module("spmd.torch_distributed.device_mesh").of_mesh(mesh)
 
 
 def run(mesh: MeshView, fn: Callable[..., Any], args: tuple, ranks: Sequence[int] | None) -> list[Any]:

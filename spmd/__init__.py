@@ -36,6 +36,7 @@ _HOMES = {
     "mesh.spec": ("P", "Sharded"),
     "optim.averaging": ("ema",),
     "optim.optimizer": ("optimizer",),
+    "torch_distributed.dtensor": ("from_dtensor",),
     "transforms": (
         "Sampler",
         "all_gather",
@@ -90,6 +91,7 @@ if _TYPE_CHECKING:
     from .mesh.spec import Sharded as Sharded
     from .optim.averaging import ema as ema
     from .optim.optimizer import optimizer as optimizer
+    from .torch_distributed.dtensor import from_dtensor as from_dtensor
     from .transforms import Sampler as Sampler
     from .transforms import all_gather as all_gather
     from .transforms import all_to_all as all_to_all

@@ -523,6 +523,26 @@ def monitored_barrier(rank: int, size: int) -> None:
 
 
 @program
+def a_launched_mesh(rank: int, size: int) -> None:
+    """Its device mesh takes the process group that there is, or makes one on the mesh's own arena."""
+    for _ in range(2):
+        with spmd.Mesh({"data": -1}) as mesh:
+            total = torch.ones(1)
+            dist.all_reduce(total, group=mesh.device_mesh["data"].get_group())
+            assert total == size and mesh.device_mesh.mesh_dim_names == ("data",)
+            array = spmd.put(torch.arange(2.0 * size), spmd.P("data"), mesh=mesh)
+            assert array.to_dtensor().sum().full_tensor() == size * (2 * size - 1)
+            dist.destroy_process_group()
+            assert mesh.device_mesh["data"].size() == size
+            dist.barrier()
+    try:
+        dist.barrier()
+    except spmd.MeshError as error:
+        assert "closed" in str(error)
+    dist.destroy_process_group()
+
+
+@program
 def events(rank: int, size: int) -> None:
     with torch.profiler.profile(record_shapes=True) as profile:
         dist.all_reduce(torch.ones(5))
@@ -537,12 +557,14 @@ def run(name: str, rank: int, size: int, folder: str) -> str:
     dist.init_process_group("spmd", store=store, rank=rank, world_size=size, timeout=limit)
     try:
         PROGRAMS[name](rank, size)
-        dist.barrier()
+        if dist.is_initialized():
+            dist.barrier()
         return "ok"
     except BaseException:
         return traceback.format_exc()
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def main() -> None:

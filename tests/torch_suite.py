@@ -75,7 +75,7 @@ def run(backend: str, size: int, only: str) -> dict[str, str]:
     import spmd.torch_distributed.creation  # noqa: F401 (before the forks
 
     torch.set_num_threads(1)
-    for feature in ("ddp", "subgroup"):
+    for feature in ("ddp", "subgroup", "gpu"):
         DistTestCases.backend_feature[feature].add(backend)
     module = suite(backend)
     if backend != "gloo":

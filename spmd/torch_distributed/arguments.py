@@ -9,17 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ..kernels.errors import SpecError, message
+from ..kernels.reduction import OPS
 
-_OPS = {
-    dist.ReduceOp.RedOpType.SUM: "sum",
-    dist.ReduceOp.RedOpType.AVG: "avg",
-    dist.ReduceOp.RedOpType.MIN: "min",
-    dist.ReduceOp.RedOpType.MAX: "max",
-    dist.ReduceOp.RedOpType.PRODUCT: "product",
-    dist.ReduceOp.RedOpType.BAND: "band",
-    dist.ReduceOp.RedOpType.BOR: "bor",
-    dist.ReduceOp.RedOpType.BXOR: "bxor",
-}
+_OPS = {getattr(dist.ReduceOp.RedOpType, name.upper()): name for name in OPS}
 
 
 def listed(tensors: Any) -> list[torch.Tensor]:

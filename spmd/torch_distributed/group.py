@@ -24,8 +24,10 @@ from .torch_private import begin_event, end_event, run_as_written
 from .work import Work
 from .world import World
 
+_Base: Any = dist.ProcessGroup  # whose stubs know other signatures than its callers
 
-class ProcessGroup(dist.ProcessGroup):
+
+class ProcessGroup(_Base):
     """A process group of torch's whose ranks talk through a communicator.
 
     Args:
@@ -40,8 +42,7 @@ class ProcessGroup(dist.ProcessGroup):
         super().__init__(rank, len(ranks))
         self.world, self._ranks, self._rank, self._seconds = world, ranks, rank, seconds
         self._store, self._name = store, name
-        # A name may come again when its group is gone: that is another group.
-        self._channel = f"torch {name} {store.add(f'spmd/made/{rank}', 1)}"
+        self._channel = world.channel(name, store, rank)
         self._comms: dict[str, Communicator] = {}
         self._broken: BaseException | None = None
         self._sequence = 0
@@ -74,6 +75,8 @@ class ProcessGroup(dist.ProcessGroup):
         return comm
 
     def _check(self) -> None:
+        if self.world.over:
+            self._broken = MeshError(message("the mesh was closed", remedy="make process groups of another"))
         if self._broken is not None:
             kind = type(self._broken) if isinstance(self._broken, CollectiveMismatch | PeerLost) else MeshError
             problem, remedy = (
@@ -122,7 +125,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         Args:
             start: called with the communicator and whether to return works, or to return when all is done.
-            tensors: inputs, whose shapes a profiler is told; `result` is what a future of it gives.
+            tensors: inputs, whose shapes a profiler is told.
         """
         self._check()
         self._sequence += 1
@@ -148,8 +151,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: Any) -> Work:
         works, self._coalesced = self._coalesced or [], None
-        comm = works[0].comm if works else self._comm("cpu")
-        return Work(comm, works, [], self._failed)
+        return Work(works[0].comm if works else self._comm("cpu"), works, [], self._failed)
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
@@ -163,8 +165,7 @@ class ProcessGroup(dist.ProcessGroup):
         )
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        opts = reducing(opts, dist.AllreduceCoalescedOptions)
-        op = reduction(opts)
+        op = reduction(opts := reducing(opts, dist.AllreduceCoalescedOptions))
         return self._do(
             "all_reduce",
             opts,
@@ -174,10 +175,10 @@ class ProcessGroup(dist.ProcessGroup):
         )
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Work:
-        tensors = listed(tensors)
         if isinstance(opts, int):
             root, opts = opts, reducing(op, dist.ReduceOptions)
             opts.rootRank = root
+        tensors = listed(tensors)
         tensor, kind, root = one(tensors, "reduce"), reduction(opts), opts.rootRank
         return self._do(
             "reduce", opts, lambda comm, later: comm.reduce(tensor, root, kind, async_op=later), tensors, tensors
@@ -221,8 +222,7 @@ class ProcessGroup(dist.ProcessGroup):
     # -- copies --------------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
-        tensors = listed(tensors)
-        opts = rooted(opts, dist.BroadcastOptions)
+        tensors, opts = listed(tensors), rooted(opts, dist.BroadcastOptions)
         tensor, root = one(tensors, "broadcast"), opts.rootRank
         return self._do(
             "broadcast", opts, lambda comm, later: comm.broadcast(tensor, root, async_op=later), tensors, tensors

@@ -8,6 +8,8 @@ the arena goes when the group is destroyed, and the arena with the last group.
 from __future__ import annotations
 
 import datetime
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +29,9 @@ from ..mesh.launch.secret import secret_of_user
 from ..mesh.rank.memory import keep_freed_memory
 from ..mesh.rank.session import RankSession
 
+# Of groups of a mesh, how often each name has been used.
+_times: weakref.WeakKeyDictionary[RankSession, Counter[str]] = weakref.WeakKeyDictionary()
+
 
 class World:
     """Ranks that have met.
@@ -35,10 +40,12 @@ class World:
         watch: where aborts and deaths are noticed, the arena if there is one for all.
         store: gives a store that all ranks share.
         backend: of their communicators.
+        session: of the mesh whose ranks they are.
     """
 
-    def __init__(self, watch: Any, rank: int, store: Callable[[], Any], backend: str, *, adopted: bool = False):
-        self.watch, self.rank, self.store, self.backend, self.adopted = watch, rank, store, backend, adopted
+    def __init__(self, watch: Any, rank: int, store: Callable[[], Any], backend: str, session: Any = None):
+        self.watch, self.rank, self.store, self.backend, self.session = watch, rank, store, backend, session
+        self._times = Counter[str]() if session is None else _times.setdefault(session, Counter())
 
     @classmethod
     def met(cls, store: Any, rank: int, size: int, timeout: float) -> World:
@@ -59,7 +66,25 @@ class World:
     @classmethod
     def of_mesh(cls, session: RankSession) -> World:
         """The ranks of a mesh."""
-        return cls(session.watch, session.rank, session.store, session.backend, adopted=True)
+        return cls(session.watch, session.rank, session.store, session.backend, session)
+
+    @property
+    def adopted(self) -> bool:
+        """Whether they have met as a mesh."""
+        return self.session is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether the mesh whose ranks they are was closed."""
+        return self.session is not None and self.session.closed
+
+    def channel(self, name: str, store: Any, rank: int) -> str:
+        """What tells a group from all others, also from one that bore its name and is gone."""
+        if self.session is None:
+            return f"torch {name} {store.add(f'spmd/made/{rank}', 1)}"
+        # A rank that replaces one that died begins anew, as the others did.
+        self._times[name] += 1
+        return f"torch {name} {self._times[name]}"
 
     @property
     def opens_alone(self) -> bool:

@@ -222,6 +222,8 @@ SIGNATURES = {
     "Array.shards": "(self)",
     "Array.full": "(self)",
     "Array.item": "(self)",
+    "Array.to_dtensor": "(self)",
+    "from_dtensor": "(dtensor, *, mesh=None)",
     "put": "(tree, spec=P(), *, mesh=None)",
     "fetch": "(tree)",
     "Sharded": "(local, spec)",
@@ -271,7 +273,7 @@ SIGNATURES = {
     "count_collectives": "()",
 }
 ATTRIBUTES = {
-    "Mesh": ["axes", "size", "rank", "is_driver", "backend", "device", "__enter__", "__exit__"],
+    "Mesh": ["axes", "size", "rank", "is_driver", "backend", "device", "device_mesh", "__enter__", "__exit__"],
     "Ref": ["__await__", "__repr__"],
     "Array": ["shape", "dtype", "spec", "mesh", "local", "__float__", "__array__", "__repr__"],
     "Sampler": ["__len__"],

@@ -1,0 +1,119 @@
+"""`Array`s as torch's `DTensor`s and back, without a copy: spec and placements say the same, axis by axis of the mesh.
+
+A mesh axis that cuts dimension d is `Shard(d)`, any other is `Replicate()`. Invariant: what has no counterpart is
+refused in words, never cut anew without asking.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from ..kernels.errors import SpecError, message
+from ..mesh.array import Array, meta
+from ..mesh.mesh import Mesh, resolve
+from ..mesh.rank.local_values import LocalValues
+from ..mesh.region import current
+from ..mesh.spec import RAGGED, Layout, P, Sharded
+from .device_mesh import of_mesh
+
+
+def from_dtensor(dtensor: DTensor, *, mesh: Mesh | None = None) -> Any:
+    """The same value as a value of this library, without a copy; `Partial` placements are reduced first.
+
+    >>> import spmd
+    >>> def program():
+    ...     there = mesh.device_mesh
+    ...     x = torch.distributed.tensor.distribute_tensor(torch.arange(4.0), there, [Shard(0)])
+    ...     return spmd.from_dtensor(x * 2).spec
+    >>> with spmd.Mesh({"data": 2}) as mesh:
+    ...     mesh.run(program)
+    [P('data'), P('data')]
+
+    Args:
+        dtensor: on the mesh's `device_mesh`, or on a part of it that names some of its axes.
+        mesh: as for `put`.
+
+    Returns:
+        An `Array`; within an @spmd function, which returns no Arrays, a `Sharded`.
+
+    Raises:
+        SpecError: it is on another mesh, or is cut in a way that no spec says.
+        MeshError: in the driver.
+    """
+    mesh = resolve(mesh)
+    layout, session = mesh.layout, mesh.session
+    names = dtensor.device_mesh.mesh_dim_names or ()
+    if not set(names) <= set(layout.names) or any(
+        dtensor.device_mesh.size(dim) != layout.axes[name] for dim, name in enumerate(names)
+    ):
+        raise SpecError(
+            message(
+                "from_dtensor got a tensor on another mesh",
+                got=f"axes {names}, sizes {tuple(dtensor.device_mesh.shape)}",
+                expected=f"some of {layout.axes}",
+                remedy="make it on mesh.device_mesh",
+            )
+        )
+    if any(isinstance(placement, Partial) for placement in dtensor.placements):
+        whole = [Replicate() if isinstance(each, Partial) else each for each in dtensor.placements]
+        dtensor = dtensor.redistribute(placements=whole)
+    entries: list[list[str]] = [[] for _ in dtensor.shape]
+    for name, placement in zip(names, dtensor.placements, strict=True):
+        if type(placement) is Shard:
+            entries[placement.dim].append(name)
+        elif type(placement) is not Replicate:
+            raise SpecError(
+                message(
+                    "from_dtensor got a placement that no spec says",
+                    got=str(placement),
+                    expected="Shard, Replicate or Partial",
+                    remedy="redistribute it first",
+                )
+            )
+    spec, shape = P(*entries), tuple(dtensor.shape)
+    _check_cuts("from_dtensor", layout, shape, spec)
+    local = dtensor.to_local()
+    region = current()
+    if region is not None and region.pure:
+        return Sharded(local, spec)
+    return Array(mesh, LocalValues(session, [local], [meta(shape, dtensor.dtype, spec)]), 0)
+
+
+def to_dtensor(array: Array) -> DTensor:
+    """What `Array.to_dtensor` gives."""
+    mesh, spec, shape = array.mesh, array.spec, tuple(array.shape)
+    device_mesh = of_mesh(mesh)  # refuses in the driver
+    _check_cuts("to_dtensor", mesh.layout, shape, spec)
+    dims = {name: dim for dim in range(len(spec.entries)) for name in spec.dim_axes(dim)}
+    placements = [Shard(dims[name]) if name in dims else Replicate() for name in mesh.layout.names]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        array.local, device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def _check_cuts(what: str, layout: Layout, shape: tuple[int, ...], spec: P) -> None:
+    """Refuse what the two cut in different ways."""
+    for dim in range(len(spec.entries)):
+        axes = spec.dim_axes(dim)
+        if list(axes) != sorted(axes, key=layout.names.index):
+            raise SpecError(
+                message(
+                    f"{what} can't cut dimension {dim} by axes in another order than the mesh's",
+                    got=str(axes),
+                    expected=str(tuple(sorted(axes, key=layout.names.index))),
+                    remedy="put the value with axes in the mesh's order",
+                )
+            )
+        size, parts = shape[dim], layout.parts(axes)
+        if size == RAGGED or size % parts:
+            raise SpecError(
+                message(
+                    f"{what} can't cut dimension {dim} evenly, and torch cuts unevenly in another way",
+                    got=f"{'several sizes' if size == RAGGED else size} over {parts} ranks",
+                    remedy="pad it, or drop the rest",
+                )
+            )

@@ -1,0 +1,122 @@
+"""`mesh.device_mesh` inside ranks, and Arrays as DTensors and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import spmd
+from spmd import MeshError, P, SpecError, put
+
+
+@pytest.fixture
+def mesh(shared_mesh: Any) -> spmd.Mesh:
+    return shared_mesh({"data": 2, "model": 2})
+
+
+def test_names_and_ranks_are_the_meshs(mesh: spmd.Mesh) -> None:
+    def look() -> tuple[Any, ...]:
+        there = mesh.device_mesh
+        same = there is mesh.device_mesh
+        return there.mesh_dim_names, there.mesh.tolist(), list(there.get_coordinate()), same
+
+    coordinates = [list(mesh.coords(rank).values()) for rank in range(4)]
+    found = mesh.run(look)
+    assert found == [(("data", "model"), [[0, 1], [2, 3]], each, True) for each in coordinates]
+
+
+def test_a_driver_is_no_rank(mesh: spmd.Mesh) -> None:
+    with pytest.raises(MeshError, match=r"inside mesh\.run"):
+        _ = mesh.device_mesh
+    with pytest.raises(MeshError, match=r"inside mesh\.run"):
+        put(torch.ones(2), mesh=mesh).to_dtensor()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+
+
+def test_fsdp_and_tensor_parallel_modules_in_a_run(mesh: spmd.Mesh) -> None:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+
+    def step() -> list[torch.Tensor]:
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        there = mesh.device_mesh
+        parallel = parallelize_module(model(), there["model"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(parallel, mesh=there["data"])
+        parallel(x.chunk(2)[there.get_local_rank("data")]).square().mean().backward()
+        return [parameter.grad.full_tensor() for parameter in parallel.parameters()]
+
+    expected = model()
+    expected(x).square().mean().backward()
+    for found in mesh.run(step):
+        for got, parameter in zip(found, expected.parameters(), strict=True):
+            torch.testing.assert_close(got, parameter.grad)
+    with pytest.raises(ZeroDivisionError):
+        mesh.run(lambda: 1 / 0)
+    torch.testing.assert_close(mesh.run(step)[0][0], expected[0].weight.grad)  # also after a failure
+
+
+@pytest.mark.parametrize("spec", [P(), P("data"), P(None, "model"), P("model", "data"), P(("data", "model"))])
+def test_there_and_back_without_a_copy(mesh: spmd.Mesh, spec: P) -> None:
+    whole = torch.arange(32.0).view(8, 4)
+    array = put(whole, spec, mesh=mesh)
+
+    def there_and_back() -> tuple[Any, ...]:
+        dtensor = array.to_dtensor()
+        back = spmd.from_dtensor(dtensor, mesh=mesh)
+        places = {one.local.data_ptr() for one in (array, back)} | {dtensor.to_local().data_ptr()}
+        return torch.equal(dtensor.full_tensor(), whole), back.spec, tuple(back.shape), len(places)
+
+    assert mesh.run(there_and_back) == [(True, spec, (8, 4), 1)] * 4
+
+
+def test_partial_is_reduced(mesh: spmd.Mesh) -> None:
+    array = put(torch.arange(8.0).view(8, 1), P("data"), mesh=mesh)
+
+    def total() -> tuple[P, list[float]]:
+        found = spmd.from_dtensor(array.to_dtensor().sum(0), mesh=mesh)
+        return found.spec, found.local.tolist()
+
+    assert mesh.run(total) == [(P(), [28.0])] * 4
+
+
+def test_what_an_spmd_function_returns(mesh: spmd.Mesh) -> None:
+    array = put(torch.arange(8.0), P("data"), mesh=mesh)
+
+    @spmd.spmd(mesh=mesh)
+    def doubled() -> Any:
+        return spmd.from_dtensor(array.to_dtensor() * 2)
+
+    found = doubled()
+    assert found.spec == P("data") and torch.equal(found.full(), 2 * torch.arange(8.0))
+
+
+def test_what_has_no_counterpart_is_refused(mesh: spmd.Mesh) -> None:
+    turned = put(torch.ones(8), P(("model", "data")), mesh=mesh)
+    with pytest.raises(SpecError, match="another order"):
+        mesh.run(turned.to_dtensor)
+
+    def uneven() -> None:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        spmd.from_dtensor(distribute_tensor(torch.ones(5), mesh.device_mesh["data"], [Shard(0)]), mesh=mesh)
+
+    with pytest.raises(SpecError, match="evenly"):
+        mesh.run(uneven)
+
+    def elsewhere() -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, distribute_tensor
+
+        other = init_device_mesh("cpu", (4,), mesh_dim_names=("rows",))
+        spmd.from_dtensor(distribute_tensor(torch.ones(4), other, [Replicate()]), mesh=mesh)
+
+    with pytest.raises(SpecError, match="another mesh"):
+        mesh.run(elsewhere)
