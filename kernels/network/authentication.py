@@ -55,9 +55,13 @@ class MessageCodes:
         self._count = 0
 
     def of_next(self, head: bytes, body: bytes = b"") -> bytes:
-        """The code of the next message's head, and of its body if that is short."""
+        """The code of the next message's head, and of its body if that is short.
+
+        Keyed BLAKE2b (RFC 7693): half a microsecond for so little, in which no other thread takes over.
+        """
         self._count += 1
-        return hmac.digest(self._heads, struct.pack("<Q", self._count) + head + body, hashlib.sha256)
+        told = struct.pack("<Q", self._count) + head + body
+        return hashlib.blake2b(told, key=self._heads, digest_size=CODE_BYTES).digest()
 
     def of_body(self, body: memoryview) -> bytes:
         """The code of that message's body, if it is long."""

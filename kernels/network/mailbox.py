@@ -32,7 +32,7 @@ from .interface import is_loopback
 
 _HELLO = struct.Struct(f"<q{CODE_BYTES}s")  # the sender's rank, and its code
 _HEADER = struct.Struct("<qQ")  # tag, bytes
-_SHORT = 4096  # bytes of a message that leaves in one piece, with one code
+_SHORT = 1024  # bytes of a message that leaves in one piece, with one code
 _STRANGERS = 32  # connections that may stand before they have said hello
 _PAUSE_SECONDS = 0.1  # in which nobody is let in, when this process can open no more files
 

@@ -21,7 +21,7 @@ from spmd.kernels.network.mailbox import Mailbox
 
 MUTATIONS = 1000
 OVER_SOCKETS = 40
-BODIES = [b"", b"a", bytes(range(256)) * 3, struct.pack("<3f", 1, 2, 3), b"y" * 4096, b"z" * 4097]
+BODIES = [b"", b"a", bytes(range(256)) * 3, struct.pack("<3f", 1, 2, 3), b"y" * 1024, b"z" * 1025]
 SENT = [(0, tag, body) for tag, body in enumerate(BODIES)]
 HEAD = struct.Struct("<qQ")
 HELLO_BYTES = 8 + CODE_BYTES
@@ -62,7 +62,7 @@ def frames_sent(to: Mailbox, secret: bytes, *, as_group: str = "group") -> list[
     rest = data[HELLO_BYTES:]
     coded = CODE_BYTES if len(rest) > sum(HEAD.size + len(body) for body in BODIES) else 0
     for body in BODIES:
-        for length in (HEAD.size + coded, len(body) + (coded if len(body) > 4096 else 0)):
+        for length in (HEAD.size + coded, len(body) + (coded if len(body) > 1024 else 0)):
             pieces.append(rest[:length])
             rest = rest[length:]
     assert not rest
