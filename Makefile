@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo test test-fast test-real test-torch bench profile lint types suite clean gpu
+.PHONY: demo test test-fast test-real test-torch bench chaos profile lint types suite clean gpu
 
 demo: $(VENV)/.demo
 	$(PY) notebooks/digits.py
@@ -27,6 +27,10 @@ test-fast: lint
 SUITE ?=
 bench: $(VENV)/.bench
 	cd bench && $(PY) -m pytest -k "bench_$(SUITE)" && $(PY) cost.py
+
+# Ranks killed at random moments for five minutes: the run must be the undisturbed one, bit for bit.
+chaos: $(VENV)/.made
+	cd bench && $(PY) chaos.py
 
 # Where the time of each model's step goes, and that of a call that does nothing.
 profile: $(VENV)/.bench

@@ -180,10 +180,10 @@ def fill(
 
         return here
     driver, values = mesh.driver, mesh.driver.new_values()
-    shipped = driver.shipped.ship_function(reader)
+    shipped, out = driver.shipped.ship_function(reader), values.number  # and not the values, which will have `read`
 
     def read(number: int, region: int, freed: protocol.Spans, forgotten: tuple[str, ...]) -> protocol.FillValues:
-        return protocol.FillValues(number, region, freed, forgotten, shipped.key, arguments, values.number)
+        return protocol.FillValues(number, region, freed, forgotten, shipped.key, arguments, out)
 
     values.read = read
     task = driver.submit(read, name="a batch", values=values)

@@ -300,7 +300,7 @@ class Recovery:
     def _run_again(self, again: Sequence[Task], replaced: Sequence[int]) -> None:
         """Send what the replaced ranks left undone once more."""
         session = self._session
-        held = [leaf for task in again for leaf in task.again.arguments]
+        held = [one for task in again for one in (*task.again.arguments, task.again.holds)]
         for values in session.values.unread(held):
             send_read(session, values)
         for rank in replaced:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ class Session(Protocol):
     """What sends tasks to the ranks and waits for them: the driver's session."""
 
     layout: Layout
+    lock: threading.RLock
     node: Any
 
     @property

@@ -50,13 +50,13 @@ class Again:
 def to_rerun(tasks: Iterable[Task], overwritten: Callable[[int], bool]) -> tuple[list[Task], str | None]:
     """The tasks that are to be run again, in order, and why those behind them are not, if there are any.
 
-    First come those that need no other rank: what they need is there, and regions may need what they read.
+    First come those that need no other rank: what others need may be what they read.
 
     Args:
         overwritten: whether donated memory may be other than it was before a region.
     """
     found: list[Task] = []
-    for task in sorted(tasks, key=lambda task: (task.region > 0, task.number)):
+    for task in sorted(tasks, key=_order):
         if task.settled.is_set() or task.fine:
             continue
         if any(failure.kind == "error" for failure in task.failures().values()):
@@ -77,6 +77,12 @@ def to_rerun(tasks: Iterable[Task], overwritten: Callable[[int], bool]) -> tuple
             )
         found.append(task)
     return found, None
+
+
+def _order(task: Task) -> tuple[bool, bool, int]:
+    """What makes values on its own comes first, then what fetches them, then regions."""
+    fetches = task.again is not None and task.again.values is None
+    return task.region > 0, fetches, task.number
 
 
 class Session(Protocol):

@@ -173,8 +173,8 @@ class DriverSession(Owned):
         while True:
             self.ready()
             generation = self.ranks.generation
-            for values, index in needs():
-                values.restore(index)
+            for needed, index in needs():
+                needed.restore(index)
             packet = wire.Packet(b"") if content is None else content()
             again = None if name is None or not self.reruns else Again(name, make, packet, holds, arguments, values)
             task: Task | None = None

@@ -101,8 +101,8 @@ class CallValues:
         self.task, self.hints, self._find, self.deal = task, hints, find, deal
         mesh, count = self.session.mesh, len(hints)
         self._live = count
-        if self.unread_on:
-            self.missing = {index: set(self.unread_on) for index in range(count)}
+        with self.session.lock:  # a rank may be replaced meanwhile
+            self.missing = {index: set(self.unread_on) for index in range(count) if self.unread_on}
         return [Array(mesh, self, index) for index in range(count)]
 
     def restore(self, index: int) -> None:
@@ -281,8 +281,8 @@ class Values:
                     values.missing.setdefault(index, set()).add(rank)
 
     def unread(self, held: Iterable[Any]) -> list[CallValues]:
-        """Of the values that can be read again those that some rank lacks and these Arrays, or a function, name."""
-        wanted = {id(array._source) for array in held if isinstance(array, Array)}
+        """Of what can be read again that which some rank lacks, if these (values, or Arrays) or a function need it."""
+        wanted = {id(one._source if isinstance(one, Array) else one) for one in held}
         found = [values for values in list(self._calls.values()) if values.unread_on]
         return [values for values in found if id(values) in wanted or values.named]
 

@@ -74,18 +74,19 @@ class Values:
             call, start, stop = spans[at : at + 3]
             kept = self._calls.get(call)
             if kept is None:
-                raise self._lost()
+                raise self._lost(call)
             found = kept.tensors[start:stop]
             if kept.live < len(kept.tensors) and any(tensor is None for tensor in found):
-                raise self._lost()
+                raise self._lost(call)
             tensors += found
             specs += kept.specs[start:stop]
         return tensors, specs
 
-    def _lost(self) -> MeshError:
+    def _lost(self, call: int) -> MeshError:
         return MeshError(
             message(
                 "a value was lost with the rank that this one has replaced",
+                got=f"the results of call {call}",
                 where=self._where,
                 remedy="run the call again",
             )
