@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo test test-fast test-real test-torch bench chaos profile lint types suite clean gpu
+.PHONY: demo docs test test-fast test-real test-torch bench chaos profile lint types suite clean gpu
 
 demo: $(VENV)/.demo
 	$(PY) notebooks/digits.py
@@ -87,6 +87,14 @@ test-torch: $(VENV)/.made
 	cd tests
 	for ranks in 2 3 4; do $(PY) forked.py $$ranks torch_programs.py all; done
 	$(PY) torch_suite.py
+
+# The site, in build/site: every page, every public name, every link, or it fails.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+
+$(VENV)/.docs: $(VENV)/.demo
+	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[docs]'
+	touch $@
 
 $(VENV)/.real: $(VENV)/.made
 	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[real]'

@@ -74,7 +74,7 @@ def test_environment_variables_are_listed() -> None:
         for path in (ROOT / folder).rglob("*.py")
         for name in re.findall(r"\bSPMD_[A-Z_]+\b", path.read_text())
     }
-    listed = set(re.findall(r"\bSPMD_[A-Z_]+\b", (ROOT / "README.md").read_text()))
+    listed = set(re.findall(r"\bSPMD_[A-Z_]+\b", (ROOT / "docs" / "environment.md").read_text()))
     assert listed == read
 
 
@@ -209,7 +209,7 @@ SIGNALLED = (
 
 def failures() -> dict[str, tuple[str, str]]:
     """The table's rows: what goes wrong -> (what the user sees, afterwards)."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "errors.md").read_text()
     table = text.partition("| what goes wrong | what the user sees | afterwards |\n")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
     return {wrong: (sees, afterwards) for wrong, sees, afterwards in rows}
