@@ -200,9 +200,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
-        print(
-            f"samples a second, medians of {ROUNDS}; {RANKS} processes, {os.cpu_count()} cores, {torch.__version__}"
-        )
+        print(f"samples a second, medians of {ROUNDS}; {RANKS} processes, {os.cpu_count()} cores, {torch.__version__}")
         print(f"{'case':10} {'side':10} {'workers':8} {'samples/s':>12}   lowest, highest")
         for case, (_, _, workers) in CASES.items():
             rates: dict[str, list[float]] = {side: [] for side in WHO[case]}
