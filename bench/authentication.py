@@ -4,8 +4,8 @@
 
 Two meshes in one job, measured in turn: one with all codes, those of messages between hosts too (though its connections
 are on loopback, the fastest and so the hardest case), and one whose messages have none. Each figure is that of the
-fastest tenth of the rounds, for a loaded machine makes the others longer by more than codes do; the ratio is that of the
-two, and its spread the quartiles of the rounds' own ratios. Last, what the codes of one short message take alone.
+fastest tenth of the rounds, for a loaded machine makes the others longer by more than codes do; the ratio is that of
+the two, and its spread the quartiles of the rounds' own ratios. Last, what the codes of one short message take alone.
 """
 
 from __future__ import annotations
