@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import threading
 from concurrent.futures import CancelledError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -410,3 +413,34 @@ def test_an_object_that_saves_is_restored(make_mesh: Any, tmp_path: Any) -> None
     assert ledger.read().get(HANGS) == lines
     with pytest.raises(MeshError, match=r"restore=True needs.*lacks load, save"):
         mesh.remote(Counter, rank=0, restore=True)
+
+
+def test_strangers_are_turned_away(mesh: Mesh) -> None:
+    """Whoever finds the name of a rank's socket, but lacks the mesh's key: what it sends is not looked at."""
+    counter = mesh.remote(Counter, rank=1)
+    assert counter.add(1).get() == 1
+    for name in listening(mesh.run(os.getpid)):
+        with contextlib.ExitStack() as stack:
+            silent, garbage, leaves = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3))
+            for connection in (silent, garbage, leaves):
+                connection.settimeout(HANGS)
+                connection.connect(name)
+            garbage.sendall(b"x" * 32)
+            assert len(garbage.recv(80, socket.MSG_WAITALL)) == 80  # a number, who it is, and its proof
+            garbage.sendall(b"y" * 48)
+            assert garbage.recv(1) == b""  # it was put out
+            leaves.sendall(b"x" * 32)
+    assert counter.add(1).get() == 2
+
+
+def listening(pids: list[int]) -> list[str]:
+    """The names of the sockets that processes listen on, which any process of the host can see."""
+    inodes = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+    found = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "@spmd-" in line]
+    names = {fields[7] for fields in found if fields[6] in inodes and fields[3] == "00010000"}
+    assert len(names) == len(pids)
+    return ["\0" + name[1:] for name in names]
