@@ -330,11 +330,13 @@ class CompiledCall:
 
 def _net_over(session: RankSession, treedef: Any, local: list[Any]) -> Net:
     """A net that knows of the arguments along which axes they are cut."""
-    net = Net(session.layout.axes)
+    net, known = Net(session.layout.axes), []
     for index, value in enumerate(local):
-        axes = net.axes & (marked(value) or frozenset()) if isinstance(value, torch.Tensor) else None
-        if axes:
-            net.note(value, Varying(dict.fromkeys(axes, describe_path(path_in(treedef, index)))))
+        if isinstance(value, torch.Tensor):
+            axes = net.axes & (marked(value) or frozenset())
+            origin = describe_path(path_in(treedef, index)) if axes else ""
+            known.append((value, Varying(dict.fromkeys(axes, origin))))
+    net.enter(known)
     return net
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import platform
@@ -121,6 +122,8 @@ class Arena(Board):
         self._length = len(self._bytes)
         self.directory = Directory(self.words, board_bytes(size), size, rank)
         self.views = Views(fd, self._length, self.words)
+        # What this object holds does not hold it in turn: without a circle its mapping goes when it goes.
+        self._remove = functools.partial(_give_back, self._shared)
         # Of communicators that were closed: each gives back what it can, and says whether that is all.
         self.closing: list[Callable[[], bool]] = []
         self.registers = [
@@ -130,7 +133,7 @@ class Arena(Board):
         # A rank that replaces a dead one begins above what that one had handed out: others may still read it.
         self.heap = self._new_heap(())
         if rank < size:
-            self.results = ResultBlocks(self.words, self.heap, self, self.registers[rank])
+            self.results = ResultBlocks(self.words, self.heap, weakref.proxy(self), self.registers[rank])
             self.lasting = Lasting(fd, self.heap_start, _heap_bytes(), self.heap)
             ledger = _ledgers_start(size) + rank * _ledger_bytes()
             self.ledger = Ledger(self._bytes, self.address, ledger, _ledger_bytes(), self._remove)
@@ -183,5 +186,7 @@ class Arena(Board):
         """Whether a tensor reads memory that other ranks share or reuse, and must be copied to outlive the region."""
         return 0 <= tensor.data_ptr() - self.address < self._length or self.views.offset_of(tensor) is not None
 
-    def _remove(self, offset: int, nbytes: int) -> None:
-        self._shared.madvise(mmap.MADV_REMOVE, offset, nbytes)
+
+def _give_back(shared: mmap.mmap, offset: int, nbytes: int) -> None:
+    """Give pages back to the system."""
+    shared.madvise(mmap.MADV_REMOVE, offset, nbytes)

@@ -7,9 +7,11 @@ Invariant: every word has one writer (a rank, or the driver), but for the abort 
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import select
+from collections.abc import Callable
 
 from ..errors import Aborted, PeerLost, message
 from .bells import Bells
@@ -83,8 +85,10 @@ class Board:
         """Up to where this rank, or one that it replaces, has handed out memory."""
         return self.words[self._status(self.rank) + _TOP]
 
-    def rose(self, top: int) -> None:
-        self.words[self._status(self.rank) + _TOP] = top
+    @property
+    def rose(self) -> Callable[[int], None]:
+        """What notes a new `top`; it does not hold this object."""
+        return functools.partial(self.words.__setitem__, self._status(self.rank) + _TOP)
 
     # -- who is doing what ---------------------------------------------------------------------------------------------
 

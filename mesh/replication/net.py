@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -115,6 +115,20 @@ class Net:
 
     def note(self, tensor: Any, varying: Varying) -> None:
         tensor._spmd_varying = (self, version(tensor), varying)
+
+    def enter(self, tensors: Sequence[tuple[Tensor, Varying]]) -> None:
+        """Note how tensors that nothing has followed yet differ.
+
+        By memory where all in it differ alike, for torch takes views of them within its operations, which are other
+        objects.
+        """
+        kinds: dict[int, set[frozenset[str]]] = {}
+        for tensor, varying in tensors:
+            kinds.setdefault(storage(tensor), set()).add(varying.axes)
+        for tensor, varying in tensors:
+            self.note(tensor, varying)
+            if len(kinds[storage(tensor)]) == 1:
+                self.made(tensor, varying)
 
     def view(self, tensor: Tensor, varying: Varying) -> None:
         """Note how a tensor in the memory of another differs."""

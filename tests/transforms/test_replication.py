@@ -169,6 +169,19 @@ def test_what_does_not_differ(mesh):
     accepted(mesh, lambda x, y: (x[2 * axis_index("data")].sum() * 0 + 1, x)[1], ONES, ONES, in_specs=None)
 
 
+def test_views_of_what_came_in(mesh, square):
+    """Torch takes views of them as other objects; so it does of gradients."""
+    cut = P("data", "model")
+    for view in (lambda y: y[0], lambda y: y.view(-1)[:2], lambda y: y.t()[0], lambda y: y[0].expand(3, 2), torch.diag):
+        assert "argument 0" in refused(square, lambda y, view=view: view(y).sum() + 1, ONES, in_specs=cut)
+        assert "argument 0" in refused(square, lambda y, view=view: F.linear(view(y), ONES[:2, :2]), ONES, in_specs=cut)
+    slope = grad(lambda w, x: (w * x).sum(), axes=())
+    assert "argument 1" in refused(mesh, lambda w, x: slope(w, x)[0], ONES[:2], ONES, in_specs=(P(), CUT))
+    assert "along model" in refused(square, lambda w, x: slope(w, x)[0], ONES, ONES, in_specs=(P("model"), P("model")))
+    whole = accepted(mesh, lambda w, x: grad(lambda w, x: (w * x).sum())(w, x)[0], ONES[:2], ONES, in_specs=(P(), CUT))
+    assert whole.tolist() == [1.0] * 4
+
+
 def test_views_and_writes(mesh):
     def into_rows(x):
         out = torch.zeros(2, 4)

@@ -122,9 +122,8 @@ class TreeSums:
         net = active()
         with unfollowed():
             found = self._finish()
-        for one, total in zip(self._sums, found, strict=True):
-            if net is not None:
-                net.note(total, one.varying.without(one.axes))
+        if net is not None:
+            net.enter([(total, one.varying.without(one.axes)) for one, total in zip(self._sums, found, strict=True)])
         return found
 
     def _finish(self) -> list[Tensor]:
