@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -222,7 +223,7 @@ class Array:
         return np.asarray(self)
 
     def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if spec else str(self)
+        return format(self.item(), spec) if spec and self.numel() == 1 else str(self)
 
     # -- torch's functions, which run on the ranks ---------------------------------------------------------------------
 
@@ -325,3 +326,6 @@ for _name in (
     *("__format__", "__str__", "__getitem__", *_OPERATORS),
 ):
     setattr(Array, _name, shows_only_users(getattr(Array, _name)))
+
+# What logs numbers asks whether it is given one (TensorBoard, tqdm's `set_postfix`), and takes a loss then.
+numbers.Number.register(Array)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 
 import numpy as np
 import pytest
 import torch
+from tqdm import tqdm
 
 from spmd import Array, MeshError, P, SpecError, put, spmd
 
@@ -155,3 +157,15 @@ def test_numbers_come_with_the_answer(make_mesh, size):
     assert [one.full().tolist() for one in results[1:-1]] == [50.0, [5.0], [[True]], 50.0, 50j, 10]
     with pytest.raises(MeshError, match="closed"):
         results[0].full()
+
+
+def test_what_logs_numbers_takes_a_loss(shared_mesh):
+    """`np.isscalar` is what TensorBoard's `add_scalar` asks, `numbers.Number` what tqdm does."""
+    mesh = shared_mesh({"data": 2})
+    loss, row = put(torch.tensor(0.25), mesh=mesh), put(torch.ones(3), mesh=mesh)
+    assert np.isscalar(loss) and np.array([loss]).squeeze() == 0.25
+    with tqdm(file=io.StringIO()) as bar:
+        bar.set_postfix(loss=loss)
+        assert bar.postfix == "loss=0.25"
+        bar.set_postfix(row=row)
+        assert "1.0, 1.0, 1.0" in bar.postfix
