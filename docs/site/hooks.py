@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(\]\()(\.\./[^)#\s]+)")
 
 
+@event_priority(100)  # before the plugin that reads the package
 def on_config(config: Any) -> Any:
     """Compare docs/api.md with the public names, and lay the package out as an installation has it."""
     source = (ROOT / "spmd" / "__init__.py").read_text()
