@@ -15,9 +15,9 @@ from torch import Tensor
 
 def pretend_host(name: str) -> None:
     """This launched rank says that it is on that host."""
-    from spmd.mesh.launch import launched
+    from spmd.mesh.launch import joining
 
-    launched._host_identity = lambda: name
+    joining._host_identity = lambda: name
 
 
 @contextlib.contextmanager

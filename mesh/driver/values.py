@@ -305,6 +305,7 @@ class Values:
                         remedy="move it with put(array.full(), mesh=...)",
                     )
                 )
+            values.check(session)
             values.restore(obj._index)
             values.named[obj._index] = weakref.ref(obj)
             return ("array", values.number, obj._index, tuple(values.meta(obj._index).shape))

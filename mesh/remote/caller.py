@@ -114,14 +114,14 @@ class Caller:
         owner, label = handle._owner, f"{handle._label}.{method}"
         self._post.check_open()
         packet, refs = self.contents.of_call(args, kwargs, label)
-        restorable = self.restoring.objects.get(handle._name) if self.restoring.objects else None
+        restorable = self.restoring.objects.get(handle._named) if self.restoring.objects else None
         connection = self._post.alive(owner)
         if connection is None and restorable is None:
             packet.close()
             ref = Ref(self, owner, (self._post.id, 0), label)
             ref.future.set_exception(answers.lost(owner[0], handle._label, self._post.describe()))
             return ref
-        return self._send(connection, owner, handle._name, method, packet, refs, label, restorable)
+        return self._send(connection, owner, handle._named, method, packet, refs, label, restorable)
 
     def _send(
         self,
@@ -318,7 +318,7 @@ class Caller:
     def dropped(self, handle: Remote) -> None:
         """The handle of an object is gone that this process has made."""
         if self._post.closed is None and not self._post.foreign:
-            self._dropped.append((handle._owner, handle._name))
+            self._dropped.append((handle._owner, handle._named))
             self._post.wake()
 
     def _released(self, owner: NodeId) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ class Remote:
     """
 
     def __init__(self, caller: Caller, owner: NodeId, name: Name, label: str, methods: frozenset[str], *, owns: bool):
-        self._caller, self._owner, self._name, self._label = caller, owner, name, label
+        self._caller, self._owner, self._named, self._label = caller, owner, name, label
         self._methods, self._owns = methods, owns
 
     def __del__(self) -> None:
@@ -89,16 +89,16 @@ class Remote:
 class Method:
     """A method of a remote object, ready to be called."""
 
-    __slots__ = ("_handle", "_name")
+    __slots__ = ("_handle", "_named")
 
     def __init__(self, handle: Remote, name: str):
-        self._handle, self._name = handle, name
+        self._handle, self._named = handle, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Ref:
-        return self._handle._caller.invoke(self._handle, self._name, args, kwargs)
+        return self._handle._caller.invoke(self._handle, self._named, args, kwargs)
 
     def __repr__(self) -> str:
-        return f"{self._handle!r}.{self._name}"
+        return f"{self._handle!r}.{self._named}"
 
 
 def methods_of(cls: type) -> frozenset[str]:
@@ -119,7 +119,7 @@ def named(obj: Remote | Ref, caller: Caller) -> tuple:
         )
     if isinstance(obj, Ref):
         return ("ref", obj.owner, obj.name)
-    return ("remote", obj._owner, obj._name, obj._label, obj._methods)
+    return ("remote", obj._owner, obj._named, obj._label, obj._methods)
 
 
 def handle_of(name: tuple, caller: Caller) -> Remote:

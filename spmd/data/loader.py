@@ -143,6 +143,8 @@ class Loader:
         feed = self._batches.begin(mesh, epoch, self._yielded, self._position)
         while self._loads == loads:
             batch, position = feed.take() if len(feed) or feed.ask() else (None, None)
+            if batch is None and not self._yielded:
+                return  # an epoch of no batches, which leads nowhere
             if batch is None:
                 self._epoch, self._yielded, self._position = epoch + 1, 0, None
                 return

@@ -314,9 +314,6 @@ def _check_keywords(cls: type[torch.optim.Optimizer], hyper: dict[str, Any]) -> 
                 remedy="take an optimizer that needs one gradient a step, such as AdamW, or use this one without spmd",
             )
         )
-    if issubclass(cls, torch.optim.SparseAdam):
-        problem, remedy = "SparseAdam takes sparse gradients, and those of a step are dense", "take Adam, or AdamW"
-        raise SpmdError(message(problem, remedy=remedy))
     accepted = _arguments(cls.__init__)
     accepted.pop("params", None)
     open_ended = any(a.kind is a.VAR_KEYWORD for a in inspect.signature(cls.__init__).parameters.values())

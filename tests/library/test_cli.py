@@ -256,10 +256,12 @@ def test_bad_numbers_of_ranks(ranks: str, text: str, capsys: pytest.CaptureFixtu
 
 def test_where_runs_part() -> None:
     def call(name: str, **leaves: str) -> dict:
-        return {"name": name, "leaves": [[f"[{key!r}]", digest, digest] for key, digest in leaves.items()]}
+        return {"name": name, "leaves": [[f"[{key!r}]", digest, digest, None] for key, digest in leaves.items()]}
 
     one = [call("step", w="a"), call("step", w="b", loss="c")]
     assert compare(one, one) is None
-    assert compare(one, [one[0], call("step", w="b", loss="d")]) == Parting(2, "step", "result['loss']", ("c", "d"))
+    assert compare(one, [one[0], call("step", w="b", loss="d")]) == Parting(
+        2, "step", "result['loss']", ("c", "d"), (None, None)
+    )
     assert compare(one, [call("other", w="a"), one[1]]).leaf.startswith("the function called")  # type: ignore[union-attr]
     assert compare(one, one[:1]) == Parting(2, "a function", "the number of calls", ("2", "1"))

@@ -152,7 +152,7 @@ print(mesh.describe())
     ], err  # fmt: skip
     assert "SpecError: dimension 0 of size 5 is not divisible" in err and "ZeroDivisionError: division by zero" in err
     frames = re.findall(r'File ".*/(?:spmd|mesh|transforms|kernels)/.*", line', err)
-    assert len(frames) == 2, err  # that of the call itself for each error, and no other of the library's
+    assert not frames, err
 
 
 def test_modules_beside_the_script(tmp_path):

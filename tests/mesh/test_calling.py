@@ -96,7 +96,7 @@ def test_after_a_failure_and_a_lost_rank(spied):
     kill = threading.Timer(0.3, os.kill, (mesh.driver.pids[1], signal.SIGKILL))
     kill.start()
     with pytest.raises(Exception, match="rank 1"):
-        spmd(lambda x: time.sleep(30) or x, mesh=mesh)(start).full()
+        mesh.run(time.sleep, 30)
     kill.join()
     for _ in range(3):
         assert float(halved(start).full()) == 0.5

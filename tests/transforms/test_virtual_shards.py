@@ -386,5 +386,5 @@ def test_loader_collates_a_shard_at_a_time(shared_mesh):
     def ragged(samples):
         return torch.zeros(len(samples), len(samples))
 
-    with pytest.raises(SpecError, match="make samples of one shape"):
+    with pytest.raises(SpecError, match="have collate_fn pad to one length"):
         next(iter(Loader(data, 7, mesh=shared_mesh({"data": 1}), shards=4, collate_fn=ragged)))
