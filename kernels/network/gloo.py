@@ -60,7 +60,7 @@ class GlooCommunicator(NetworkedCommunicator):
 
     def _open(self) -> None:
         """Connect to the peers; again after every recovery, under a name that no stale message bears."""
-        self.close()
+        self._disconnect()  # no more than that: who is opened afresh is not closed for good
         options = gloo_options(self.timeout, self._address())
         self._turns: dict[int, int] = {}  # messages started, by destination
         self._posted: dict[int, int] = {}  # messages handed to the mailbox
@@ -102,10 +102,13 @@ class GlooCommunicator(NetworkedCommunicator):
         return {one for one, (here, there) in ends.items() if f"{there} {here}".encode() in theirs}
 
     def close(self) -> None:
+        self._disconnect()
+        super().close()
+
+    def _disconnect(self) -> None:
         if self._mailbox is not None:
             self._mailbox.close()
             self._mailbox = None
-        super().close()
         if self._group is None or self._owned.foreign:  # a child's connections are its parent's
             return
         # Gloo has no way to give an operation up, and its destructor waits for those under way until they time
