@@ -133,7 +133,7 @@ class Arena(Board):
         # A rank that replaces a dead one begins above what that one had handed out: others may still read it.
         self.heap = self._new_heap(())
         if rank < size:
-            self.results = ResultBlocks(self.words, self.heap, weakref.proxy(self), self.registers[rank])
+            self.results = ResultBlocks(self.words, self.heap, self, self.registers[rank])
             self.lasting = Lasting(fd, self.heap_start, _heap_bytes(), self.heap)
             ledger = _ledgers_start(size) + rank * _ledger_bytes()
             self.ledger = Ledger(self._bytes, self.address, ledger, _ledger_bytes(), self._remove)
