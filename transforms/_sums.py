@@ -11,7 +11,7 @@ from ..kernels.bucket import Buckets, Leaf
 from ..kernels.errors import SpecError, message
 from ..mesh.rank.planned import PlannedBuckets, PlannedCommunicator
 from ..mesh.region import Region
-from ..mesh.replication.net import NOWHERE, Varying, active, joined, unfollowed
+from ..mesh.replication.net import Varying, active, joined, unfollowed
 from ._plan import Plan
 from ._tokens import forget_undefined
 
@@ -109,10 +109,10 @@ class Sums:
             if group in self._open:
                 with unfollowed():
                     totals = self._open[group].finish()
-                found.update({(group, index): total for index, total in enumerate(totals)})
-                if net is not None:
-                    known = [(index, self._varying.get((group, index), NOWHERE)) for index in range(len(totals))]
-                    net.enter([(totals[index], varying.without(group[0])) for index, varying in known])
+                for index, total in enumerate(totals):
+                    found[group, index] = total
+                    if net is not None and (group, index) in self._varying:
+                        net.note(total, self._varying[group, index].without(group[0]))
                 continue
             for index, member in enumerate(members):
                 local = self._local.get((group, index))

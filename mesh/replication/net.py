@@ -126,9 +126,10 @@ class Net:
         for tensor, varying in tensors:
             kinds.setdefault(storage(tensor), set()).add(varying.axes)
         for tensor, varying in tensors:
-            self.note(tensor, varying)
-            if len(kinds[storage(tensor)]) == 1:
-                self.made(tensor, varying)
+            if varying.origins:
+                self.note(tensor, varying)
+                if len(kinds[storage(tensor)]) == 1:
+                    self.made(tensor, varying)
 
     def view(self, tensor: Tensor, varying: Varying) -> None:
         """Note how a tensor in the memory of another differs."""

@@ -122,8 +122,9 @@ class TreeSums:
         net = active()
         with unfollowed():
             found = self._finish()
-        if net is not None:
-            net.enter([(total, one.varying.without(one.axes)) for one, total in zip(self._sums, found, strict=True)])
+        for one, total in zip(self._sums, found, strict=True):
+            if net is not None:
+                net.note(total, one.varying.without(one.axes))
         return found
 
     def _finish(self) -> list[Tensor]:
