@@ -68,6 +68,15 @@ def gone(its_namespace: str, pid: int) -> bool:
     return False
 
 
+def status_of(pid: int) -> dict[str, str] | None:
+    """What the kernel tells of a process, by name (`State`, `TracerPid`); None if it has ended."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            return {name: text.strip() for name, _, text in (line.partition(":") for line in file)}
+    except OSError:
+        return None
+
+
 def end_with_parent() -> None:
     """Have the kernel kill this process when the one that started it ends, by whatever death."""
     parent = os.getppid()

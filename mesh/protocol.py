@@ -312,36 +312,39 @@ class Exited(Message):
     status: int
 
 
-# -- encoding ----------------------------------------------------------------------------------------------------------
+class Codec:
+    """Messages of some classes as bytes: a pickle of the class's number and the fields.
+
+    >>> codec = Codec(Forked, Exited)
+    >>> codec.decode(codec.encode(Exited(3, -9)))
+    Exited(pid=3, status=-9)
+    """
+
+    def __init__(self, *classes: type[Message]):
+        self._classes: tuple[Any, ...] = classes
+        # By class: its number, and what takes a message apart.
+        self._codes = {cls: (code, _fields_of(cls)) for code, cls in enumerate(classes)}
+
+    def encode(self, message: Message) -> bytes:
+        code, fields = self._codes[type(message)]
+        return pickle.dumps((code, *fields(message)), pickle.HIGHEST_PROTOCOL)
+
+    def decode(self, data: bytes) -> Any:
+        code, *fields = pickle.loads(data)
+        return self._classes[code](*fields)
 
 
-def fields_of(cls: type) -> Any:
+def _fields_of(cls: type) -> Any:
     names = [field.name for field in dataclasses.fields(cls)]
     if len(names) > 1:
         return operator.attrgetter(*names)
     return (lambda message: (getattr(message, names[0]),)) if names else (lambda message: ())
 
 
-_CLASSES: tuple[Any, ...] = (
+_codec = Codec(
     *(Ship, Free, SetPath, SetSources, Renew, Exit, DebuggerLine),
     *(CallProgram, CallFunction, PassThrough, PutValues, FillValues, FetchValue, StoreValue, ReloadModules),
     *(Ready, Progress, DebuggerPrompt, Logged, Warned, Unchanged, Metadata, Answer, Failed, Skipped),
     *(RankRequest, ReaderRequest, Forked, Exited),
 )
-# By class: its number, and what takes a message apart.
-_CODES = {cls: (code, fields_of(cls)) for code, cls in enumerate(_CLASSES)}
-
-
-def encode(message: Message) -> bytes:
-    """A message as bytes: a pickle of its class's number and its fields.
-
-    >>> decode(encode(FetchValue(3, 0, (1, 0, ALL), (), 2, 5)))
-    FetchValue(number=3, region=0, freed=(1, 0, -1), forgotten=(), call=2, index=5)
-    """
-    code, fields = _CODES[type(message)]
-    return pickle.dumps((code, *fields(message)), pickle.HIGHEST_PROTOCOL)
-
-
-def decode(data: bytes) -> Any:
-    code, *fields = pickle.loads(data)
-    return _CLASSES[code](*fields)
+encode, decode = _codec.encode, _codec.decode

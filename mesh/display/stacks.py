@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...kernels.processes import status_of
 from ...kernels.shm.board import Board
 
 SIGNAL = signal.SIGRTMIN + 11  # programs have uses for SIGUSR1 and SIGUSR2
@@ -41,7 +42,7 @@ def stacks_of(board: Board, rank: int) -> str:
     pid, number = board.process(rank)
     if not pid:
         return "it has only begun"
-    status = _status(pid)
+    status = status_of(pid)
     if status is None:
         return f"process {pid} has ended"
     state = status.get("State", "?")
@@ -86,14 +87,6 @@ def _threads(pid: int) -> list[str]:
     return (
         lines if len(lines) <= _MOST_THREADS else [*lines[:_MOST_THREADS], f"  and {len(lines) - _MOST_THREADS} more"]
     )
-
-
-def _status(pid: int) -> dict[str, str] | None:
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            return {name: text.strip() for name, _, text in (line.partition(":") for line in file)}
-    except OSError:
-        return None
 
 
 def text_of(board: Board | None, members: Sequence[int], mine: int) -> str:

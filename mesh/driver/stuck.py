@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+from ...kernels.processes import status_of
 from ..display.stacks import stacks_of
 from .pending import Pending
 from .ranks import Ranks
@@ -80,15 +81,16 @@ class Stuck:
             del self._marks[rank]
         for rank, (number, waited_for) in awaited.items():
             pid = session.ranks.all[rank].pid
-            state = _state(pid)
-            if not session.ranks.all[rank].alive or state is None:
+            status = status_of(pid)
+            if not session.ranks.all[rank].alive or status is None:
                 continue
+            state, traced = status["State"], status["TracerPid"] != "0"
             stopped = state.startswith("T")
             where, spent = (number, *board.region(rank)), _nanoseconds(pid)
             mark = self._marks.get(rank)
             if mark is None or mark.pid != pid:
                 self._marks[rank] = _Mark(now, pid, where, spent)
-            elif not (stopped or waited_for) or state.startswith(("D", "t")) or _traced(pid):
+            elif not (stopped or waited_for) or state.startswith(("D", "t")) or traced:
                 self._marks[rank] = _Mark(now, pid, where, spent)  # nobody waits; or the kernel, or a debugger is at it
             elif where != mark.where or spent - mark.nanoseconds > 1e9 * IDLE * self._grace:
                 self._marks[rank] = _Mark(now, pid, where, spent)
@@ -109,20 +111,6 @@ class Stuck:
             sys.stderr.flush()
         self._marks.pop(rank, None)
         self._session.ranks.all[rank].signal(signal.SIGKILL)
-
-
-def _state(pid: int) -> str | None:
-    """A process's state as the kernel gives it; None if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return None
-
-
-def _traced(pid: int) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
-        return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in file)
-    return False
 
 
 def _nanoseconds(pid: int) -> int:

@@ -8,10 +8,8 @@ answered once.
 from __future__ import annotations
 
 import dataclasses
-import pickle
-from typing import Any
 
-from ..protocol import Message, fields_of
+from ..protocol import Codec, Message
 
 NodeId = tuple[int, int]
 """A process of a mesh: its rank (`DRIVER` for the driver), and a random number that no other process has."""
@@ -144,23 +142,8 @@ class Kept(Message):
     number: int
 
 
-_CLASSES: tuple[Any, ...] = (
+_codec = Codec(
     *(Invoke, Release, Fetch, Cancel, Result, Raised, Cancelled, Probe, WaitsForItself),
     *(SavedResult, SavedState, Kept),
 )
-_CODES = {cls: (code, fields_of(cls)) for code, cls in enumerate(_CLASSES)}
-
-
-def encode(message: Message) -> bytes:
-    """A message as bytes.
-
-    >>> decode(encode(Result(3, True)))
-    Result(number=3, kept=True)
-    """
-    code, fields = _CODES[type(message)]
-    return pickle.dumps((code, *fields(message)), pickle.HIGHEST_PROTOCOL)
-
-
-def decode(data: bytes) -> Any:
-    code, *fields = pickle.loads(data)
-    return _CLASSES[code](*fields)
+encode, decode = _codec.encode, _codec.decode
