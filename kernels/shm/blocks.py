@@ -190,10 +190,14 @@ class Views(Owned):
         self._places[block] = Place(block, nbytes, word)
         return view
 
-    def place_of(self, address: int) -> Place | None:
-        """The view that begins at an address and shows what all share; None for what this rank has written to."""
+    def place_of(self, address: int, *, written: bool = False) -> Place | None:
+        """The view that begins at an address and shows what all share; None for what this rank has written to.
+
+        Args:
+            written: that of what it has written to as well, where the others' bytes are.
+        """
         place = self._places.get(address - self._base)
-        return None if place is None or any_copied(address, place.nbytes) else place
+        return None if place is None or (not written and any_copied(address, place.nbytes)) else place
 
     def _dropped(self, reference: weakref.ref) -> None:
         _, offset, nbytes, release_word = self._taken.pop(id(reference))

@@ -60,7 +60,11 @@ def _gaps(kept: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[i
     return found
 
 
-def place_of(arena: Arena, storage: torch.UntypedStorage) -> Place | None:
-    """Where a storage lies, if that outlives this process; None for memory of its own, and for what it has changed."""
+def place_of(arena: Arena, storage: torch.UntypedStorage, *, written: bool = False) -> Place | None:
+    """Where a storage lies, if that outlives this process; None for memory of its own, and for what it has changed.
+
+    Args:
+        written: see `Views.place_of`.
+    """
     address = storage.data_ptr()
-    return arena.lasting.place_of(address, storage.nbytes()) or arena.views.place_of(address)
+    return arena.lasting.place_of(address, storage.nbytes()) or arena.views.place_of(address, written=written)

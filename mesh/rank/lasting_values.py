@@ -124,7 +124,8 @@ class LastingValues:
                 data += pickled
             else:
                 storage = tensor.untyped_storage()
-                place = place_of(self._arena, storage)
+                # What a program has written to a value since (it should not) is not the value, and goes with the rank.
+                place = place_of(self._arena, storage, written=True)
                 assert place is not None, "a large value that is kept has been placed"
                 which = places.setdefault(place, len(places))
                 words.append(which << _AT | tensor.data_ptr() - storage.data_ptr())

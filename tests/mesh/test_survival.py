@@ -188,6 +188,17 @@ def test_some_values_of_a_call_are_gone(make_mesh):
     assert [array.full().view(-1)[-1].item() for array in kept + more] == list(range(9))
 
 
+def test_what_a_program_writes_to_a_value_goes_with_the_rank(make_mesh):
+    mesh = make_mesh({"data": 2})
+    made = spmd(lambda w: {"sum": psum(w, "data"), "other": w + 1}, mesh=mesh)(put(torch.ones(300, 300), mesh=mesh))
+    total = made["sum"]
+    mesh.run(lambda: total.local.zero_())
+    del made  # of what the call has left some goes, and the rest is noted anew
+    assert mesh.run(lambda: float(total.local[0, 0])) == [0, 0]
+    kill(mesh, [0, 1])
+    assert mesh.run(lambda: float(total.local[0, 0])) == [2, 2]
+
+
 def test_batches_are_read_again(make_mesh):
     mesh = make_mesh({"data": 2})
     batches = list(Loader({"x": torch.arange(24)}, batch_size=8, mesh=mesh, seed=3))
