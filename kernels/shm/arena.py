@@ -122,7 +122,7 @@ class Arena(Board):
         self._length = len(self._bytes)
         self.directory = Directory(self.words, board_bytes(size), size, rank)
         self.views = Views(fd, self._length, self.words)
-        # What this object holds does not hold it in turn: without a circle its mapping goes when it goes.
+        # Not a method, and so no circle: a driver's mapping goes with its arena, not when garbage is next looked for.
         self._remove = functools.partial(_give_back, self._shared)
         # Of communicators that were closed: each gives back what it can, and says whether that is all.
         self.closing: list[Callable[[], bool]] = []

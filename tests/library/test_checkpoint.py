@@ -8,13 +8,13 @@ import os
 import resource
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from bodies import never_finish_writing
 from patience import HANGS
 from safetensors.torch import load_file
 from scripts import launched, run, script
@@ -686,16 +686,11 @@ def test_a_full_disk_on_a_rank(make_mesh: Any, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-00000000", "step-00000001"]
 
 
-def stuck() -> None:
-    """On a rank: never finish writing."""
-    os.fsync = lambda *_: time.sleep(60)  # type: ignore[assignment]
-
-
 def test_a_rank_killed_while_it_writes(make_mesh: Any, tmp_path: Path) -> None:
     mesh = make_mesh({"data": 2})
     value = put(torch.ones(4), mesh=mesh)
     save(tmp_path, {"value": value}, step=0)
-    mesh.run(stuck, ranks=[1])
+    mesh.run(never_finish_writing, ranks=[1])
     future = save(tmp_path, {"value": value}, step=1, background=True)
     os.kill(mesh.driver.pids[1], signal.SIGKILL)
     with pytest.raises(MeshError, match="a rank was lost before"):

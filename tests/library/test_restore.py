@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bodies import never_finish_writing
 from scripts import launched, run, script, started
 
 from spmd import Loader, P, Sampler, SpecError, SpmdError, optimizer, put, restore, save, spmd
@@ -479,16 +480,11 @@ def test_the_state_of_now_for_a_checkpoint_from_before_the_first_step(
         restore(tmp_path, like={**now, "more": 1})
 
 
-def killed_in_the_middle() -> None:
-    """On a rank: never finish writing."""
-    os.fsync = lambda *_: time.sleep(60)  # type: ignore[assignment]
-
-
 def test_restored_after_a_rank_was_killed_while_it_wrote_in_the_background(make_mesh: Any, tmp_path: Path) -> None:
     mesh = make_mesh({"data": 2})
     value = put(torch.ones(4), mesh=mesh)
     save(tmp_path, {"value": value}, step=0)
-    mesh.run(killed_in_the_middle, ranks=[1])
+    mesh.run(never_finish_writing, ranks=[1])
     save(tmp_path, {"value": value}, step=1, background=True)
     os.kill(mesh.driver.pids[1], signal.SIGKILL)
     with pytest.warns(UserWarning, match=r"could not be written in the background .*a rank was lost before"):
