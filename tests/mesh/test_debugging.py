@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from patience import HANGS
+from patience import HANGS, until
 from scripts import HERE, run, script
 
 STEP = """
@@ -60,6 +61,15 @@ class Terminal:
 
     def type(self, line: str) -> None:
         os.write(self._fd, f"{line}\n".encode())
+
+    def press_ctrl_c(self) -> None:
+        """Once the prompt is read from: a signal between the two interrupts no program, nothing wakes the read then."""
+        assert until(self._reads)
+        os.kill(self.process.pid, signal.SIGINT)
+
+    def _reads(self) -> bool:
+        call = Path(f"/proc/{self.process.pid}/syscall").read_text().split()
+        return call[0] in ("0", "63") and call[1] == "0x0"  # `read` of x86-64 or aarch64, of standard input
 
 
 @contextlib.contextmanager
@@ -147,7 +157,7 @@ def test_ctrl_c_at_the_prompt(tmp_path: Path) -> None:
     program = STEP.replace('    print("result", float(step(torch.tensor(3.0))), flush=True)', QUIT)
     with at_terminal(script(tmp_path, program)) as terminal:
         terminal.expect(r"\(Pdb rank 0\) ")
-        os.kill(terminal.process.pid, 2)
+        terminal.press_ctrl_c()
         terminal.expect(r"ended by KeyboardInterrupt\n")
         terminal.expect(r"after \[5, 5\]\n")
 

@@ -11,7 +11,7 @@ import torch
 from internals import values_held
 from patience import until
 
-from spmd import Loader, MeshError, P, SpecError, axis_index, psum, put, spmd
+from spmd import Loader, Mesh, MeshError, P, SpecError, axis_index, psum, put, spmd
 
 
 def resident(mesh) -> list[int]:
@@ -20,12 +20,11 @@ def resident(mesh) -> list[int]:
     return mesh.run(values_held)
 
 
-@pytest.fixture
-def mesh(shared_mesh):
-    mesh = shared_mesh({"data": 2})
-    gc.collect()
-    mesh.run(len, "collect the garbage of earlier tests")
-    return mesh
+@pytest.fixture(scope="module")
+def mesh():
+    """Of its own: what is counted here may not change as values of other tests are collected."""
+    with Mesh({"data": 2}) as mesh:
+        yield mesh
 
 
 @pytest.fixture
