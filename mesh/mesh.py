@@ -21,7 +21,7 @@ from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, message
 from ..kernels.shm import arena
 from . import running
-from .display import drawing, stacks
+from .display import drawing, stacks, status
 from .driver.open_sessions import close_quietly
 from .driver.session import DriverSession
 from .launch import launched
@@ -116,18 +116,9 @@ class Mesh:
             self._start()
 
     def _start(self) -> None:
-        self._driver = DriverSession(
-            self,
-            self._layout,
-            backend=self.backend,
-            device=self.device,
-            threads=self.threads,
-            pinned=self.pinned_threads,
-            seed=self.seed,
-            timeout=self.timeout,
-            on_loss=self.on_loss,
-            grace=self.grace,
-        )
+        names = ("backend", "device", "threads", "seed", "timeout", "on_loss", "grace")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        self._driver = DriverSession(self, self._layout, pinned=self.pinned_threads, **options)
         self._finalizer = weakref.finalize(self, close_quietly, self._driver)
         self._finalizer.atexit = False
 
@@ -298,8 +289,15 @@ class Mesh:
         Returns:
             For each rank its threads as the kernel sees them, and Python's stack of each unless it is stopped.
         """
-        board, mine = (self.driver.ranks.arena, -1) if self.is_driver else (self.session.leases, self.session.rank)
-        return stacks.text_of(board, getattr(board, "members", range(self.size)), mine)
+        return stacks.of_mesh(self)
+
+    def status(self) -> status.Status:
+        """What every rank does just now (on a launched one: each of its host): a table, also in a notebook.
+
+        Returns:
+            For each rank a row with `rank`, `host`, `pid`, `memory` in bytes, `calls` done, and what it is `doing`.
+        """
+        return status.of_mesh(self)
 
     @shows_only_users
     def reload(self, *modules: Any) -> list[str]:

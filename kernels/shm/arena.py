@@ -13,6 +13,7 @@ Who owns a block of it is told in `blocks`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import functools
@@ -79,6 +80,20 @@ def open_of(pid: int, number: int, size: int) -> int:
         os.close(fd)
         raise OSError(errno.EPERM, "an arena that could be cut short", link)
     return fd
+
+
+def found_in(pid: int) -> dict[tuple[int, int], tuple[int, int]]:
+    """The arenas that a process of this user has open: (device, inode) -> (number of its descriptor, ranks)."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for number in map(int, os.listdir(f"/proc/{pid}/fd")):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{pid}/fd/{number}") == f"/memfd:{_NAME} (deleted)":
+                    one = os.stat(f"/proc/{pid}/fd/{number}")
+                    for size in range(1, one.st_size // _heap_bytes()):
+                        if _file_bytes(size) == one.st_size:
+                            found[one.st_dev, one.st_ino] = number, size
+    return found
 
 
 def _device_of_memfds() -> int:

@@ -30,6 +30,7 @@ _ABORT, _GENERATION = 0, 1
 # words of a status page
 _ABORTED, _REGION, _ACTIVE, _PID, _TEXT_LENGTH, _QUIET, _REASON_LENGTH, _TOP, _BELL = 0, 1, 2, 3, 4, 5, 6, 7, 8
 _DEBUGGED, _OVERWRITTEN, _STACKS = 10, 11, 12  # a bell takes two words
+_BEGUN, _DONE = 13, 14
 
 
 def board_bytes(size: int) -> int:
@@ -50,7 +51,9 @@ class Board:
         self.generation = self.words[_GENERATION]
         self._peers: dict[int, int] = {}  # participant -> pidfd
         if rank < size:
-            self.words[self._status(rank) + _PID] = os.getpid()
+            base = self._status(rank)
+            self.words[base + _PID] = os.getpid()
+            self.words[base + _BEGUN] = self.words[base + _DONE]  # of a rank that this one replaces
             self._say_cores()
 
     @property
@@ -126,6 +129,24 @@ class Board:
 
     def leave(self) -> None:
         self.words[self._status(self.rank) + _ACTIVE] = 0
+
+    def begin_task(self) -> None:
+        """Count what this rank begins to do, in a region or alone."""
+        self.words[self._status(self.rank) + _BEGUN] += 1
+
+    def end_task(self) -> None:
+        base = self._status(self.rank)
+        self.words[base + _DONE] = self.words[base + _BEGUN]
+
+    def tasks(self, rank: int) -> tuple[int, int]:
+        """How much a rank has begun, and done."""
+        base = self._status(rank)
+        return self.words[base + _BEGUN], self.words[base + _DONE]
+
+    def introduce(self, title: str) -> None:
+        """Say which process this one is, a driver, and what its mesh is called."""
+        self.words[self._status(self.rank) + _PID] = os.getpid()
+        self.say(title)
 
     def region(self, rank: int) -> tuple[int, bool]:
         """(the last region that a rank entered, whether it is still in it)."""

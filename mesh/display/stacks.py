@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ...kernels.processes import status_of
 from ...kernels.shm.board import Board
@@ -89,17 +90,19 @@ def _threads(pid: int) -> list[str]:
     )
 
 
-def text_of(board: Board | None, members: Sequence[int], mine: int) -> str:
-    """The stacks of all ranks of a host, or of this process alone where they share nothing.
+def board_of(mesh: Any) -> tuple[Board | None, Sequence[int]]:
+    """What the ranks of this host share, and their numbers in the mesh."""
+    board: Board | None = mesh.driver.ranks.arena if mesh.is_driver else mesh.session.leases
+    return board, getattr(board, "members", range(mesh.size))
 
-    Args:
-        members: their numbers in the mesh.
-        mine: this process's.
-    """
+
+def of_mesh(mesh: Any) -> str:
+    """The stacks of all ranks of a host, or of this process alone where they share nothing."""
+    board, members = board_of(mesh)
     if board is not None:
         return "\n\n".join(f"rank {rank}: {stacks_of(board, place)}" for place, rank in enumerate(members))
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         written = file.read().decode(errors="replace").strip()
-    return f"rank {mine}: process {os.getpid()}\n{written}"
+    return f"rank {mesh.rank}: process {os.getpid()}\n{written}"

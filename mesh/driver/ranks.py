@@ -147,6 +147,8 @@ class Ranks:
         self._arena_fd = arena_module.create(layout.size)
         self.arena: Arena | None = Arena(self._arena_fd, layout.size, layout.size)
         self.arena.clear(self.generation)
+        self._title = f"Mesh({layout.axes}, backend={options['backend']!r}, device={options['device']!r})"
+        self.arena.introduce(self._title)
         # Where ranks of a backend that needs a store meet. A file without a name, and no TCPStore: that one asks the
         # name service about every connection, which takes seconds where none answers.
         self._store_fd = os.memfd_create("spmd-store", os.MFD_CLOEXEC)
@@ -191,6 +193,7 @@ class Ranks:
         assert self.arena is not None
         self.generation += 1
         self.arena.clear(self.generation)
+        self.arena.introduce(self._title)
         dead = [rank for rank in self.all if not rank.alive]
         for rank in dead:
             self._deaths.unregister(rank.pidfd)

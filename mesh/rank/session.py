@@ -228,6 +228,7 @@ class RankSession(Owned):
         if self.arena is not None:
             spread(self.rank, self.layout.size)
         self.watch.enter(number)
+        self._begin_task()
         began = time.monotonic()
         try:
             self._check_driver()
@@ -243,6 +244,7 @@ class RankSession(Owned):
         finally:
             if not self.foreign:
                 self.watch.leave()
+                self._end_task()
         if self.foreign:
             return
         for comm in self._comms.values():
@@ -253,11 +255,22 @@ class RankSession(Owned):
     def alone(self) -> Iterator[None]:
         """Refuse to communicate, since no other rank takes part in what this one does."""
         self._alone = True
+        self._begin_task()
         try:
             self._check_driver()
             yield
         finally:
             self._alone = False
+            if not self.foreign:
+                self._end_task()
+
+    def _begin_task(self) -> None:
+        if self.leases is not None:
+            self.leases.begin_task()
+
+    def _end_task(self) -> None:
+        if self.leases is not None:
+            self.leases.end_task()
 
     def _check_driver(self) -> None:
         """Begin nothing that the driver has called off. (What another rank does wrong, this one may do as well.)"""

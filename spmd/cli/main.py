@@ -1,4 +1,4 @@
-"""The command line: `spmd run`, on torch's elastic launcher, `spmd bench`, `spmd doctor` and `spmd verify`."""
+"""The command line: `spmd run`, on torch's elastic launcher, `spmd bench`, `doctor`, `verify` and `top`."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("bench", add_help=False, help="measure this machine, or this job's ranks, in about a minute")
     commands.add_parser("doctor", help="say what is found here, what a Mesh would do, and whether the transports work")
     commands.add_parser("verify", add_help=False, help="compare the bits of a script at several numbers of ranks")
+    commands.add_parser("top", add_help=False, help="show what the ranks of your meshes on this host do now")
     command = parser.parse_args(own[:1]).command  # anything but a command ends here
     if command == "run":
         return run(own[1:])
@@ -56,6 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .verify import verify
 
         return verify(own[1:])
+    if command == "top":
+        from .top import top
+
+        return top(own[1:])
     parser.parse_args(own)  # it takes no arguments
     from .doctor import doctor
 

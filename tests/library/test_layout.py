@@ -212,6 +212,7 @@ SIGNATURES = {
     "Mesh.run": "(self, fn, *args, ranks=None)",
     "Mesh.submit": "(self, fn, *args, rank=0)",
     "Mesh.stacks": "(self)",
+    "Mesh.status": "(self)",
     "Mesh.comm": "(self, axis=None, *, ranks=None)",
     "Mesh.remote": "(self, cls, *args, rank=0, restore=False, **kwargs)",
     "Ref.get": "(self, timeout=None)",
