@@ -189,13 +189,90 @@ def local_sgd(rank: int, size: int) -> None:
     assert torch.equal(model.up.weight, torch.full_like(model.up.weight, (size - 1) / 2))
 
 
-@slow
+class Wide(nn.Module):
+    """With several buckets in DDP, whose compiler wants the first to have at most a MiB, and the others no less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(600, 600) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def of_wide(steps: int, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    model = Wide()
+    train(model, x, steps)
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def compiled_steps(rank: int, size: int, backend: str) -> int:
+    """Compiled DDP learns what one process learns; how many graphs there are, to which it is cut by buckets."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend(backend)
+    x = torch.randn(2 * size, 600, generator=torch.Generator().manual_seed(2))
+    model = torch.compile(DistributedDataParallel(Wide(), bucket_cap_mb=1), backend=graphs)
+    train(model, x.chunk(size)[rank])
+    same(((name.removeprefix("_orig_mod."), value) for name, value in model.named_parameters()), of_wide(3, x))
+    return graphs.frame_count
+
+
+@program
 def compiled_ddp(rank: int, size: int) -> None:
-    for backend in ("eager", "aot_eager"):
-        torch._dynamo.reset()
-        model = torch.compile(DistributedDataParallel(Model(), bucket_cap_mb=0.0005), backend=backend)
-        train(model, batch(size).chunk(size)[rank])
-        same(((name.removeprefix("_orig_mod."), value) for name, value in model.named_parameters()), plain(3, size))
+    assert compiled_steps(rank, size, "aot_eager") > 1
+
+
+@slow
+def compiled_ddp_in_other_ways(rank: int, size: int) -> None:
+    assert compiled_steps(rank, size, "eager") > 1
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        assert compiled_steps(rank, size, "aot_eager") == 1
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer", compiled_autograd=True):
+        compiled_steps(rank, size, "aot_eager")
+
+
+@slow
+def compiled_ddp_whole_step(rank: int, size: int) -> None:
+    """A step of which the compiler is given all: what it leaves to Python runs as written."""
+    torch._dynamo.reset()
+    model = DistributedDataParallel(Wide(), bucket_cap_mb=1)
+    x = torch.randn(2 * size, 600, generator=torch.Generator().manual_seed(2))
+    train_compiled = torch.compile(train, backend="aot_eager")
+    train_compiled(model, x.chunk(size)[rank])
+    same(model.named_parameters(), of_wide(3, x))
+
+
+@slow
+def compiled_fsdp2(rank: int, size: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (size,))
+    model = Model()
+    for layer in (model.up, model.down):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    train(torch.compile(model, backend="aot_eager"), batch(size).chunk(size)[rank])
+    same(full(model.named_parameters()), plain(3, size))
+
+
+@slow
+def compiled_collectives(rank: int, size: int) -> None:
+    """Of functional collectives, and of those that compile to them, one graph."""
+
+    def f(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        y = functional.all_reduce(x * 2, "sum", group)
+        return functional.all_gather_tensor(y + 1, 0, group).sum()
+
+    torch._dynamo.reset()
+    x = torch.full((3,), float(rank))
+    found = torch.compile(f, backend="aot_eager", fullgraph=True)(x, dist.group.WORLD)
+    assert found == size * 3 * (size * (size - 1) + 1)
 
 
 @slow
@@ -391,6 +468,32 @@ def objects(rank: int, size: int) -> None:
 
 
 @program
+def objects_of_strangers(rank: int, size: int) -> None:
+    """Between hosts, what torch would unpickle is refused if it has no code of the job's secret."""
+    group = dist.new_group()
+    if group.world.backend == "shm":  # the kernel vouches for it
+        return
+    comm = group._comm("cpu")
+    if rank == 0:
+        comm.key = b"another"
+    everyone = set(range(size))
+    exchanges = (  # and who raises
+        (lambda: dist.broadcast_object_list([rank], 0, group), everyone - {0}),
+        (lambda: dist.all_gather_object([None] * size, rank, group), everyone),
+        (lambda: dist.scatter_object_list([None], list(range(size)) if rank == 0 else None, 0, group), everyone - {0}),
+        (lambda: dist.gather_object(rank, [None] * size if rank == 1 else None, 1, group), {1}),
+    )
+    for exchange, expected in exchanges:
+        group._broken = None
+        try:
+            exchange()
+        except spmd.PeerLost as error:
+            assert rank in expected and "is not of this job" in str(error)
+        else:
+            assert rank not in expected
+
+
+@program
 def messages(rank: int, size: int) -> None:
     if rank == 0:
         for peer in range(1, size):
@@ -550,9 +653,24 @@ def events(rank: int, size: int) -> None:
     assert event.is_async and event.input_shapes == [[5]]
 
 
-def run(name: str, rank: int, size: int, folder: str) -> str:
+def meeting_place(name: str, rank: int, size: int) -> dist.Store:
+    """A part of it for each program; at a TCPStore where the ranks are on several hosts."""
+    method = os.environ["SPMD_INIT_METHOD"]
+    kind, _, place = method.partition("://")
+    if kind == "file":
+        return dist.FileStore(os.path.join(os.path.dirname(place), name), size)
+    host, _, port = place.partition(":")
+    if method not in _stores:
+        _stores[method] = dist.TCPStore(host, int(port), size, rank == 0)
+    return dist.PrefixStore(name, _stores[method])
+
+
+_stores: dict[str, dist.Store] = {}
+
+
+def run(name: str, rank: int, size: int) -> str:
     """Run a program: "ok", or what it raised."""
-    store = dist.FileStore(os.path.join(folder, name), size)
+    store = meeting_place(name, rank, size)
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("spmd", store=store, rank=rank, world_size=size, timeout=limit)
     try:
@@ -570,12 +688,10 @@ def run(name: str, rank: int, size: int, folder: str) -> str:
 def main() -> None:
     warnings.simplefilter("ignore")
     rank, size = int(os.environ["SPMD_RANK"]), int(os.environ["SPMD_SIZE"])
-    folder = os.environ["SPMD_INIT_METHOD"].removeprefix("file://").rpartition("/")[0]
     names = sys.argv[1:] or sorted(set(PROGRAMS) - SLOW)
     for name in PROGRAMS if names == ["all"] else names:
-        began = __import__("time").time()
         began = time.monotonic()
-        found = run(name, rank, size, folder)
+        found = run(name, rank, size)
         if rank == 0:
             print(f"({name} took {time.monotonic() - began:.1f} s)", file=sys.stderr)
         if rank == 0 or found != "ok":

@@ -63,6 +63,46 @@ def test_fsdp_and_tensor_parallel_modules_in_a_run(mesh: spmd.Mesh) -> None:
     torch.testing.assert_close(mesh.run(step)[0][0], expected[0].weight.grad)  # also after a failure
 
 
+class Scored(nn.Module):
+    """The compiler leaves an `nn.Sequential` that DDP calls to Python, but not a module of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square()
+
+
+def test_compiled_ddp_in_a_run(shared_mesh: Any) -> None:
+    mesh = shared_mesh({"data": 2})
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+
+    def train(parallel: nn.Module, mine: torch.Tensor) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            parallel(mine).mean().backward()
+            optimizer.step()
+        return [parameter.detach() for parameter in parallel.parameters()]
+
+    def compiled() -> tuple[int, list[torch.Tensor]]:
+        from torch._dynamo.testing import CompileCounterWithBackend
+
+        there = mesh.device_mesh
+        graphs = CompileCounterWithBackend("eager")
+        parallel = nn.parallel.DistributedDataParallel(Scored(), process_group=there["data"].get_group())
+        mine = x.chunk(2)[there.get_local_rank("data")]
+        learnt = train(torch.compile(parallel, backend=graphs), mine)
+        return graphs.frame_count, learnt
+
+    expected = train(Scored(), x)
+    for graphs, found in mesh.run(compiled):
+        assert graphs > 0
+        for got, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
 @pytest.mark.parametrize("spec", [P(), P("data"), P(None, "model"), P("model", "data"), P(("data", "model"))])
 def test_there_and_back_without_a_copy(mesh: spmd.Mesh, spec: P) -> None:
     whole = torch.arange(32.0).view(8, 4)

@@ -106,6 +106,14 @@ def test_a_death_is_told_to_those_who_wait(tmp_path: Path) -> None:
     assert sorted(out.split("\n")) == ["", "lost 2", "lost 2", "the pair went on", "the pair went on"]
 
 
+def test_the_program_of_the_page_under_torchrun() -> None:
+    docs = Path(HERE).parent / "docs"
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
+    code, out, err = run(*launcher, str(docs / "torch" / "train.py"))
+    assert code == 0, err
+    assert f"```text\n{out}```" in (docs / "torch_distributed.md").read_text()
+
+
 @pytest.mark.parametrize("order", ["import torch.distributed, spmd", "import spmd, torch.distributed"])
 def test_registered_whatever_is_imported_first(order: str) -> None:
     source = f"import sys; {order}; print(torch.distributed.Backend('spmd'), 'spmd.kernels' in sys.modules)"
