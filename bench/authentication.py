@@ -2,10 +2,10 @@
 
     python bench/authentication.py > bench/results/authentication.txt
 
-Two meshes in one job, measured in turn: one with all codes, those of messages between hosts too (though its connections
-are on loopback, the fastest and so the hardest case), and one whose messages have none. Each figure is that of the
-fastest tenth of the rounds, for a loaded machine makes the others longer by more than codes do; the ratio is that of
-the two, and its spread the quartiles of the rounds' own ratios. Last, what the codes of one short message take alone.
+Two meshes in one job: one with all codes, those of messages between hosts too (though its connections are on loopback,
+the fastest and so the hardest case), and one whose messages have none. One operation of each in turn, thousands of
+times, so that what else the machine does meets both alike; the figures are medians, the ratio is that of the two, and
+its spread that of nine parts of the run. Last, what the codes of one short message take alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from spmd import Mesh, P, psum, spmd
 from spmd.kernels.network import authentication, mailbox
 
-ROUNDS, SECONDS = 61, 0.015
+PARTS = 9
 
 
 def without_codes(make: Callable[[], Mesh]) -> Mesh:
@@ -34,76 +34,81 @@ def without_codes(make: Callable[[], Mesh]) -> Mesh:
     mailbox.Mailbox._codes_between = lambda *_: None  # type: ignore[method-assign]
     try:
         mesh = make()
-        mesh.run(ping, mesh, 12)
+        ping(mesh, 12)()
         return mesh
     finally:
         mailbox.Mailbox._codes_between = real  # type: ignore[method-assign]
 
 
-def ping(mesh: Mesh, nbytes: int, count: int = 1) -> float:
-    """Seconds of a message from rank 0 to rank 1: half of one there and one back."""
+def ping(mesh: Mesh, nbytes: int) -> Callable[[], float]:
+    """A message from rank 0 to rank 1, half of one there and one back."""
     comm, data = mesh.comm(), torch.zeros(nbytes, dtype=torch.uint8)
-    comm.barrier()
-    began = time.perf_counter()
-    for _ in range(count):
+
+    def once() -> float:
+        comm.barrier()
+        began = time.perf_counter()
         if comm.rank == 0:
             comm.send(data, 1)
             comm.recv(data, 1)
         else:
             comm.recv(data, 0)
             comm.send(data, 0)
-    return (time.perf_counter() - began) / count / 2
+        return (time.perf_counter() - began) / 2
+
+    return once
 
 
-def reduce(mesh: Mesh, numel: int, count: int = 1) -> float:
+def reduce(mesh: Mesh, numel: int) -> Callable[[], float]:
     comm, data = mesh.comm(), torch.ones(numel)
-    comm.barrier()
-    began = time.perf_counter()
-    for _ in range(count):
-        comm.all_reduced(data)
-    return (time.perf_counter() - began) / count
+    return lambda: timed(lambda: comm.all_reduced(data))
 
 
-def calls(mesh: Mesh, count: int = 1) -> float:
+def call(mesh: Mesh) -> Callable[[], float]:
     step = spmd(lambda x: psum(x.sum(), "data"), mesh=mesh, in_specs=P("data"))
     x = torch.ones(2)
-    float(step(x))
+    return lambda: timed(lambda: float(step(x)))
+
+
+def timed(work: Callable[[], object]) -> float:
     began = time.perf_counter()
-    for _ in range(count):
-        float(step(x))
-    return (time.perf_counter() - began) / count
+    work()
+    return time.perf_counter() - began
 
 
-CASES: dict[str, Callable[[Mesh, int], float]] = {
-    "a call (psum of a number)": lambda mesh, count: calls(mesh, count),
-    "message, 12 B": lambda mesh, count: mesh.run(ping, mesh, 12, count)[0],
-    "message, 64 KiB": lambda mesh, count: mesh.run(ping, mesh, 1 << 16, count)[0],
-    "message, 4 MiB": lambda mesh, count: mesh.run(ping, mesh, 1 << 22, count)[0],
-    "all-reduce, 4 B": lambda mesh, count: mesh.run(reduce, mesh, 1, count)[0],
-    "all-reduce, 1 MiB": lambda mesh, count: mesh.run(reduce, mesh, 1 << 18, count)[0],
+CASES: dict[str, tuple[int, Callable[[Mesh], Callable[[], float]]]] = {
+    "a call (psum of a number)": (1000, call),
+    "message, 12 B": (4000, lambda mesh: ping(mesh, 12)),
+    "message, 64 KiB": (2000, lambda mesh: ping(mesh, 1 << 16)),
+    "message, 4 MiB": (100, lambda mesh: ping(mesh, 1 << 22)),
+    "all-reduce, 4 B": (2000, lambda mesh: reduce(mesh, 1)),
+    "all-reduce, 1 MiB": (500, lambda mesh: reduce(mesh, 1 << 18)),
 }
 
 
 def rank() -> None:
     mailbox.is_loopback = lambda host: False  # type: ignore[assignment]
     coded = Mesh(backend="gloo")
-    coded.run(ping, coded, 12)
-    code = authentication.code
+    ping(coded, 12)()
     plain = without_codes(lambda: Mesh(backend="gloo"))
-    assert code is authentication.code
     if coded.rank == 0:
         print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-              f"2 ranks over Gloo on loopback, {ROUNDS} rounds of {SECONDS:g} s")  # fmt: skip
-        print(f"{'':28}{'with codes':>14}{'without':>14}{'ratio':>8}  quartiles")
-    for name, measure in CASES.items():
-        count = max(1, int(SECONDS / max(coded.run(lambda: 0.0)[0], measure(plain, 3))))
-        count = plain.run(lambda own: own, count)[0]  # both ranks the same
-        taken = [[measure(mesh, count) for mesh in (coded, plain)] for _ in range(ROUNDS)]
-        with_codes, without = (statistics.quantiles(column, n=10)[0] for column in zip(*taken, strict=True))
-        low, _, high = statistics.quantiles([one / other for one, other in taken], n=4)
+              "2 ranks over Gloo on loopback")  # fmt: skip
+        print(f"{'':28}{'with codes':>14}{'without':>14}{'ratio':>8}  spread")
+    for name, (rounds, make) in CASES.items():
+        both = [make(mesh) for mesh in (coded, plain)]
+        for once in both * 20:
+            once()
+        # Who goes first takes turns too: what follows another operation finds its threads awake.
+        taken = [[once() for once in both] if turn % 2 else [once() for once in both[::-1]][::-1]
+                 for turn in range(rounds)]  # fmt: skip
+        with_codes, without = (statistics.median(column) for column in zip(*taken, strict=True))
+        parts = [
+            statistics.median(one for one, _ in part) / statistics.median(other for _, other in part)
+            for part in (taken[start::PARTS] for start in range(PARTS))
+        ]
         if coded.rank == 0:
             print(f"{name:28}{1e6 * with_codes:11.1f} us{1e6 * without:11.1f} us{with_codes / without:8.3f}  "
-                  f"{low:.3f} to {high:.3f}", flush=True)  # fmt: skip
+                  f"{min(parts):.3f} to {max(parts):.3f}", flush=True)  # fmt: skip
     if coded.rank == 0:
         codes = [authentication.MessageCodes(b"a key") for _ in range(2)]
         head, body = bytes(16), bytes(12)

@@ -59,7 +59,7 @@ def disagreement(ranks: Sequence[int], calls: dict[int, str]) -> CollectiveMisma
 
 def absent(ranks: Sequence[int], rank: int, gone: int, what: str, site: str) -> CollectiveMismatch:
     """The error for `gone`, which has left the region while `rank` waits for its part in `what`."""
-    return CollectiveMismatch(
+    error = CollectiveMismatch(
         message(
             f"rank {ranks[gone]} left the region without its part in {what}, "
             f"for which rank {ranks[rank]} waits at {site}",
@@ -67,6 +67,8 @@ def absent(ranks: Sequence[int], rank: int, gone: int, what: str, site: str) -> 
             remedy="every rank of the group must make the same calls, and wait for them, in the same region",
         )
     )
+    error.rank = ranks[gone]
+    return error
 
 
 def wrong_piece(

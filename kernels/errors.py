@@ -25,7 +25,9 @@ class MeshError(SpmdError, RuntimeError):
 
 
 class CollectiveMismatch(SpmdError, RuntimeError):
-    """Ranks disagree on which collective comes next."""
+    """Ranks disagree on which collective comes next; `rank` says who has left the region early, if one has."""
+
+    rank: int | None = None
 
 
 class PeerLost(SpmdError, ConnectionError):

@@ -132,6 +132,13 @@ def original(failure: Failure) -> BaseException:
     return error if isinstance(error, BaseException) else RemoteError(f"{failure.type_name}: {failure.text}")
 
 
+def _is_echo(failure: Failure, causes: dict[int, Failure]) -> bool:
+    """Whether a failure is likely to follow from another rank's: a lost connection, a rank that its own error ended."""
+    if failure.type_name == CollectiveMismatch.__qualname__:
+        return getattr(original(failure), "rank", None) in causes
+    return failure.type_name == PeerLost.__qualname__
+
+
 def combine(
     failures: dict[int, Failure],
     lost: dict[int, str],
@@ -176,8 +183,7 @@ def combine(
     for rank, failure in causes.items():
         # Texts that differ in numbers only (a rank, a shard's size) tell the same story.
         groups.setdefault((failure.type_name, re.sub(r"\d+", "#", failure.text)), []).append(rank)
-    # A lost connection is often the echo of another rank's error.
-    order = sorted(groups, key=lambda key: (key[0] == "PeerLost", groups[key][0]))
+    order = sorted(groups, key=lambda key: (_is_echo(causes[groups[key][0]], causes), groups[key][0]))
     first = causes[groups[order[0]][0]]
     error = original(first)
     who = ranks_text(groups[order[0]])
@@ -185,16 +191,16 @@ def combine(
         problem = f"{who} called sys.exit({'' if error.code is None else repr(error.code)}) in a call of the mesh"
         error = RemoteError(message(problem, where=mesh, remedy="return from the function, or raise an error"))
     report = [f"on {who} of {mesh}:\n{first.traceback}"]
-    if not isinstance(error, CollectiveMismatch):
+    for key in order[1:]:
+        failure = causes[groups[key][0]]
         # A mismatch already tells every side; for the rest each group is told once.
-        for key in order[1:]:
-            failure = causes[groups[key][0]]
+        if not isinstance(error, CollectiveMismatch) or failure.type_name != first.type_name:
             report.append(f"on {ranks_text(groups[key])} of {mesh}:\n{failure.traceback}")
     if isinstance(error, SpmdError):
         error.args = tuple(name_cells(arg) if isinstance(arg, str) else arg for arg in error.args)
     error.__cause__ = _remote(report)
     error.__suppress_context__ = True
-    if len(order) > 1 and hasattr(error, "add_note"):
+    if len(report) > 1 and hasattr(error, "add_note"):
         error.add_note(f"[raised on {who}; other ranks failed in another way, see above]")
     elif hasattr(error, "add_note"):
         error.add_note(f"[raised on {who} of {mesh}]")

@@ -21,6 +21,7 @@ import torch
 from patience import HANGS, end_within, running, soon, until
 
 from spmd import (
+    CollectiveMismatch,
     MeshError,
     P,
     PeerLost,
@@ -249,6 +250,26 @@ def test_a_rank_that_does_not_come_back(make_mesh):
     began, pids = time.monotonic(), mesh.driver.pids
     mesh.close()
     assert soon(4.0, began) and end_within(1.0, pids)
+
+
+def test_who_left_because_of_an_error_is_told_by_it(make_mesh, tmp_path):
+    mesh = make_mesh({"data": 2})
+
+    def both():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        rank = axis_index("data")
+        (tmp_path / str(rank)).touch()
+        assert until((tmp_path / str(1 - rank)).exists)
+        if rank == 1:
+            raise ValueError("the cause")
+        error = CollectiveMismatch("rank 1 left the region")
+        error.rank = 1
+        raise error
+
+    with pytest.raises(ValueError, match="the cause") as info:
+        mesh.run(both)
+    assert "rank 1 left the region" in str(info.value.__cause__)
+    assert "other ranks failed in another way, see above" in info.value.__notes__[0]
 
 
 # -- deaths ------------------------------------------------------------------------------------------------------------
