@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo docs test test-fast test-real test-torch bench chaos profile lint types suite clean gpu
+.PHONY: demo docs test test-fast test-real test-torch test-hosts bench chaos profile lint types suite clean gpu
 
 demo: $(VENV)/.demo
 	$(PY) notebooks/digits.py
@@ -87,6 +87,10 @@ test-torch: $(VENV)/.made
 	cd tests
 	for ranks in 2 3 4; do $(PY) forked.py $$ranks torch_programs.py all; done
 	$(PY) torch_suite.py
+
+# A driver in one network namespace, with ranks in it and in another; needs root.
+test-hosts: $(VENV)/.made
+	cd tests && TEST_NAMESPACES=1 $(PY) -m pytest -q mesh/test_hosts.py
 
 # The site, in build/site: every page, every public name, every link, or it fails.
 docs: $(VENV)/.docs

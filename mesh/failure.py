@@ -166,8 +166,7 @@ def combine(
             message(
                 f"{ends}{others}",
                 where=mesh,
-                remedy=remedy
-                or "the mesh has replaced it and goes on, with all values but those that were on its GPU alone",
+                remedy=remedy or "the mesh has replaced it and goes on, with all values but those that it alone held",
             ),
             ranks[0],
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,13 +18,13 @@ from typing import Any
 from ..kernels.callsite import shows_only_users
 from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, message
-from ..kernels.shm import arena
 from . import running
 from .display import drawing, stacks, status
 from .driver.open_sessions import close_quietly
 from .driver.session import DriverSession
+from .hosts.places import Places
 from .launch import launched
-from .launch.arguments import check_arguments, check_same, layout_of
+from .launch.arguments import check_arguments, check_same, hosts_of, layout_of, threads_of
 from .launch.rendezvous import launch_of_process
 from .rank import devices
 from .rank.session import RankSession
@@ -59,6 +58,7 @@ class Mesh:
             again, with the same values and random numbers; "raise" raises `PeerLost`, as `mesh.run` always does.
         grace: seconds for which a driver's rank that is waited for may do nothing at all (neither get on nor use the
             processor): then it is killed, its stack shown, and it counts as dead. `math.inf`: for ever.
+        hosts: where a driver's ranks run: ["a:2", "b:2"] by ssh, "local:2x2" as if on two (docs/hosts.md); None: here.
 
     Attributes:
         axes, size, backend, device: as made, or chosen.
@@ -70,6 +70,7 @@ class Mesh:
 
     _driver: DriverSession | None  # one of the two, in a driver this
     _rank_session: RankSession | None  # and on a rank that
+    hosts: Places | None  # in a driver of several
     threads: int
     pinned_threads: int
 
@@ -85,13 +86,15 @@ class Mesh:
         timeout: float = 300.0,
         on_loss: str = "rerun",
         grace: float = 30.0,
+        hosts: Any = None,
     ):
         if current() is not None:
             raise MeshError(message("a Mesh cannot be made inside a region", remedy="make it outside and use it here"))
         check_arguments(backend, device, threads, timeout, on_loss, grace)
         launch = launch_of_process() if _here is None else None
         seats = functools.partial(devices.seats, device, backend)
-        layout = layout_of({"data": -1} if axes is None else axes, launch, seats)
+        places = hosts_of(hosts, launch, backend, device)
+        layout = layout_of({"data": -1} if axes is None else axes, launch, seats, places)
         if _here is not None:
             check_same(layout, _here.layout, _here.describe())
             self._be_view(_here.session, _here.threads, _here.pinned_threads)
@@ -108,15 +111,12 @@ class Mesh:
             self.device = self._rank_session.device.type
             self._rank_session.mesh_text = self.describe()
         else:
-            self.threads = threads or max(1, len(os.sched_getaffinity(0)) // layout.size)
-            self.device = devices.for_driver(device, backend, layout.size)
-            self.backend = backend
-            if backend == "auto":
-                self.backend = "nccl" if self.device == "cuda" else "gloo" if arena.supported() else "shm"
+            self.hosts, self.threads = places, threads_of(threads, layout.size, places)
+            self.device, self.backend = devices.chosen(device, backend, layout.size, several=places is not None)
             self._start()
 
     def _start(self) -> None:
-        names = ("backend", "device", "threads", "seed", "timeout", "on_loss", "grace")
+        names = ("backend", "device", "threads", "seed", "timeout", "on_loss", "grace", "hosts")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         self._driver = DriverSession(self, self._layout, pinned=self.pinned_threads, **options)
         self._finalizer = weakref.finalize(self, close_quietly, self._driver)
@@ -124,10 +124,9 @@ class Mesh:
 
     def _set(self, layout: Layout, seed: int, timeout: float, grace: float = 0.0, on_loss: str = "raise") -> None:
         self._layout, self.seed, self.timeout, self.grace, self.device = layout, seed, timeout, grace, "cpu"
-        self.on_loss = on_loss
-        self._depth = 0
+        self.on_loss, self._depth = on_loss, 0
         self.at_close: list[Future] = []  # what to wait for before the ranks are stopped
-        self._rank_session = self._driver = None
+        self._rank_session = self._driver = self.hosts = None
 
     @classmethod
     def on_rank(cls, session: RankSession, threads: int, pinned: int) -> Mesh:
@@ -180,10 +179,13 @@ class Mesh:
     def __repr__(self) -> str:
         if self.size > drawing.MOST_DRAWN:
             return self.describe()
-        return "\n".join(map(drawing.text, drawing.mesh_grids(self._layout, self.describe())))
+        return "\n".join(map(drawing.text, self._grids()))
 
     def _repr_html_(self) -> str:
-        return drawing.html(drawing.mesh_grids(self._layout, self.describe()), self.size)
+        return drawing.html(self._grids(), self.size)
+
+    def _grids(self) -> list[drawing.Grid]:
+        return drawing.mesh_grids(self._layout, self.describe(), () if self.hosts is None else self.hosts.by_rank())
 
     @property
     def run_state(self) -> RunState:

@@ -266,7 +266,7 @@ class RankRequest(Message):
         rank, axes: its place, and the mesh's axes and sizes.
         backend, factory: the transport, and what makes it where this program has added it, pickled.
         device, threads, pinned, seed, timeout: as in `Mesh`; `pinned` are the threads under `shards=`.
-        store: the path at which ranks of a backend that needs a store meet.
+        store: where ranks meet that need a store, a path or tcp://host:port; hosts: the ranks of each, if on several.
         generation: the mesh's; key: of its own, with which its processes know each other.
         cwd, path, argv, environ: the driver's; levels: of its loggers, by name.
     """
@@ -281,6 +281,7 @@ class RankRequest(Message):
     seed: int
     timeout: float
     store: str
+    hosts: tuple[tuple[int, ...], ...]
     generation: int
     key: bytes
     cwd: str
@@ -342,9 +343,8 @@ def _fields_of(cls: type) -> Any:
 
 
 _codec = Codec(
-    *(Ship, Free, SetPath, SetSources, Renew, Exit, DebuggerLine),
+    *(Ship, Free, SetPath, SetSources, Renew, Exit, DebuggerLine, RankRequest, ReaderRequest, Forked, Exited),
     *(CallProgram, CallFunction, PassThrough, PutValues, FillValues, FetchValue, StoreValue, ReloadModules),
     *(Ready, Progress, DebuggerPrompt, Logged, Warned, Unchanged, Metadata, Answer, Failed, Skipped),
-    *(RankRequest, ReaderRequest, Forked, Exited),
 )
 encode, decode = _codec.encode, _codec.decode

@@ -22,6 +22,7 @@ from oracle import bits, reduced, value
 from patience import soon
 
 from spmd import CollectiveMismatch, Mesh, MeshError, P, PeerLost, pmean, psum, put, spmd
+from spmd.kernels.reduction import Pairwise, reduce_in_order
 
 TYPES = (torch.float32, torch.float64, torch.complex64, torch.float16, torch.bfloat16)
 NUMELS = (1, 5, 8192, 8193, 100_001)  # 8192 float32 are the most that go in one phase
@@ -70,6 +71,21 @@ def order_of_additions(mesh: Mesh, hosts: list[list[int]]) -> None:
     for rank, found in enumerate(first):
         for index, (got, wanted) in enumerate(zip(found, expected, strict=True)):
             check(got == wanted, f"all_reduce {index} on rank {rank}, in the order of the hosts")
+
+
+def sums_in_tree_order(mesh: Mesh) -> None:
+    """They have the bits of one host, whatever the hosts, and the root is scaled once."""
+
+    def body() -> list[bool]:
+        comm, found = mesh.comm(), []
+        for numel in NUMELS:
+            parts = [value(torch.float32, (numel,), rank) for rank in range(comm.size)]
+            expected = reduce_in_order(parts, Pairwise(0.3), torch.empty(numel))
+            found.append(bits(comm.all_reduced(parts[comm.rank], Pairwise(0.3))) == bits(expected))
+        return found
+
+    for rank, found in enumerate(mesh.run(body)):
+        check(all(found), f"sums in tree order on rank {rank}: {found}")
 
 
 def many_at_once(mesh: Mesh, hosts: list[list[int]]) -> None:
@@ -171,6 +187,7 @@ def main(hosts: list[list[int]]) -> None:
     mesh = Mesh({"data": -1}, timeout=30.0)
     check(mesh.backend == "hierarchical" and "backend='hierarchical'" in repr(mesh), "the backend")
     order_of_additions(mesh, hosts)
+    sums_in_tree_order(mesh)
     many_at_once(mesh, hosts)
     results_are_private(mesh)
     suite.messages(mesh, mesh.size)

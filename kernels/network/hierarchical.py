@@ -7,6 +7,7 @@ on the call goes this way. Invariants:
 
 * the order of additions is that of the ranks on a host, then that of the hosts (by their first rank in the group), so
   a run repeats exactly; it is not the order of one host with as many ranks, so bits may differ from those.
+* a sum in tree order is that of one host: by hosts where they are nodes of the tree, else from rank to rank.
 * 16-bit floats are added in float32 and rounded twice: once for the host's sum, once for the total.
 * every operation begins in the arena and goes on to the network in turn, so that all leaders agree on the order.
 """
@@ -25,7 +26,7 @@ from ..collectives import ONE_PHASE_BYTES
 from ..communicator import Communicator
 from ..flat import as_bytes
 from ..operations import Steps, Work
-from ..reduction import Op
+from ..reduction import Op, Pairwise
 from ..shm.communicator import ShmCommunicator
 from .gloo import GlooCommunicator
 from .hosts import HostWatch
@@ -108,12 +109,17 @@ class HierarchicalCommunicator(GlooCommunicator):
         host, across = self._host, self._across
         assert host is not None and self._shared is not None
         added = "sum" if op == "avg" else op
+        across_hosts: Op = added
+        if isinstance(op, Pairwise):
+            if not self._is_subtree():
+                return (yield from super()._all_reduce(call, flat, op))
+            added, across_hosts = Pairwise(1.0), op  # the root is scaled, once
         self._waits_for = "the ranks of its host"
         partial = yield from host._all_reduce(call, flat, added)
         total: Any = None
         if across is not None:
             self._waits_for = f"the other hosts, at their ranks {[host[0] for host in self._hosts]}"
-            total = yield from across._all_reduce(call, partial, added)
+            total = yield from across._all_reduce(call, partial, across_hosts)
             if op == "avg":
                 _divide(total, self.size)
         del partial  # its memory is free for the next operation
@@ -129,6 +135,12 @@ class HierarchicalCommunicator(GlooCommunicator):
 
         shared = yield from self._shared._all_gathered(call, flat.numel(), flat.dtype, write)
         return shared[: flat.numel()]
+
+    def _is_subtree(self) -> bool:
+        """Whether each host's ranks are a node of the binary tree over all, so that hosts add up to its bits."""
+        each = len(self._mine)
+        alike = all(len(host) == each for host in self._hosts)
+        return alike and each & (each - 1) == 0 and [rank for host in self._hosts for rank in host] == [*self.ranks]
 
     def _share(self, tensor: torch.Tensor) -> Steps:
         """Overwrite a contiguous tensor with the leader's, on the ranks of this host."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import colorsys
 import dataclasses
 import html as escape
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..failure import ranks_text
 from ..spec import RAGGED, Layout, P
@@ -29,8 +29,12 @@ MOST_DRAWN = 64
 MOST_IDS = 8
 
 
-def mesh_grids(layout: Layout, title: str) -> list[Grid]:
-    """The ranks of a mesh by coordinates: the last axis across, the one before down, one grid for each of the rest."""
+def mesh_grids(layout: Layout, title: str, hosts: Sequence[str] = ()) -> list[Grid]:
+    """The ranks of a mesh by coordinates: the last axis across, the one before down, one grid for each of the rest.
+
+    Args:
+        hosts: each rank's, where they are on several.
+    """
     names, axes = layout.names, layout.axes
     across = names[-1]
     down = names[-2] if len(names) > 1 else None
@@ -46,7 +50,7 @@ def mesh_grids(layout: Layout, title: str) -> list[Grid]:
             for column in range(axes[across]):
                 coords = {**at, across: column, **({down: row} if down else {})}
                 rank = layout.rank(coords)
-                cells.append((f"rank {rank}", (rank,)))
+                cells.append((f"rank {rank} on {hosts[rank]}" if hosts else f"rank {rank}", (rank,)))
             rows.append((f"{down}={row}" if down else "", cells))
         columns = [f"{across}={column}" for column in range(axes[across])]
         grids.append(Grid(f"{title}{f' at {where}' if where else ''}", columns, rows))

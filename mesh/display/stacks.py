@@ -101,6 +101,9 @@ def of_mesh(mesh: Any) -> str:
     board, members = board_of(mesh)
     if board is not None:
         return "\n\n".join(f"rank {rank}: {stacks_of(board, place)}" for place, rank in enumerate(members))
+    if mesh.is_driver:
+        text: str = mesh.driver.ranks.stacks()
+        return text
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

@@ -84,6 +84,9 @@ def of_mesh(mesh: Any) -> Status:
     board, members = board_of(mesh)
     if board is not None:
         return of_board(board, members)
+    if mesh.is_driver:
+        rows: Status = mesh.driver.ranks.status()
+        return rows
     pid = os.getpid()
     memory, calls = _memory(status_of(pid)), mesh.session.regions
     return Status([RankStatus(mesh.rank, socket.gethostname(), pid, memory, "runs this program", calls)])

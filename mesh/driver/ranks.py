@@ -10,7 +10,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import cloudpickle
@@ -60,6 +60,9 @@ class Rank(Owned):
             listener.close()
             os.close(out[1])
             os.close(err[1])
+        self._listen()
+
+    def _listen(self) -> None:
         self._printed = select.poll()
         for fd in self.pipes.values():
             os.set_blocking(fd, False)
@@ -152,20 +155,7 @@ class Ranks:
         # Where ranks of a backend that needs a store meet. A file without a name, and no TCPStore: that one asks the
         # name service about every connection, which takes seconds where none answers.
         self._store_fd = os.memfd_create("spmd-store", os.MFD_CLOEXEC)
-        self.request = protocol.RankRequest(
-            **options,
-            rank=-1,
-            generation=self.generation,
-            key=secrets.token_bytes(32),
-            axes=layout.sizes,
-            factory=pickled_factory(options["backend"]),
-            store=f"/proc/{os.getpid()}/fd/{self._store_fd}",
-            cwd=os.getcwd(),
-            path=tuple(sys.path),
-            argv=tuple(sys.argv),
-            environ=dict(os.environ),
-            levels=levels(),
-        )
+        self.request = request_of(layout, options, f"/proc/{os.getpid()}/fd/{self._store_fd}")
         self.all: list[Rank] = []
         self._deaths = select.poll()
 
@@ -178,6 +168,16 @@ class Ranks:
         self._deaths.register(rank.pidfd, select.POLLIN)
         self._started(rank)
         return rank
+
+    def send(self, packet: wire.Packet, parts: list[memoryview], ranks: Iterable[int] | None) -> list[Rank]:
+        """Send a packet and its `frame` to ranks (None: all) without waiting: those that have not taken all of it."""
+        chosen = self.all if ranks is None else [self.all[rank] for rank in ranks]
+        return [rank for rank in chosen if not rank.send(packet, parts)]
+
+    @property
+    def end(self) -> str | None:
+        """Why the mesh can't go on; None while ranks that die can be replaced."""
+        return None
 
     def all_run(self) -> bool:
         """Whether no rank's process has ended, noticed or not."""
@@ -214,6 +214,27 @@ class Ranks:
             self.arena = None
             os.close(self._arena_fd)
             os.close(self._store_fd)
+
+
+def request_of(
+    layout: Layout, options: dict[str, Any], store: str, hosts: tuple[tuple[int, ...], ...] = ()
+) -> protocol.RankRequest:
+    """What every rank of a mesh that begins here needs to know; see `protocol.RankRequest`."""
+    return protocol.RankRequest(
+        **options,
+        rank=-1,
+        generation=1,
+        key=secrets.token_bytes(32),
+        axes=layout.sizes,
+        factory=pickled_factory(options["backend"]),
+        store=store,
+        hosts=hosts,
+        cwd=os.getcwd(),
+        path=tuple(sys.path),
+        argv=tuple(sys.argv),
+        environ=dict(os.environ),
+        levels=levels(),
+    )
 
 
 def pickled_factory(backend: str) -> bytes | None:

@@ -247,7 +247,7 @@ class Recovery:
 
     def _failure(self, why: str | None = None) -> Outcome:
         failures, lost = self._session.pending.failures(), dict(self._lost)
-        where, interrupted = self._session.describe(), self.interrupted
+        where, interrupted, why = self._session.describe(), self.interrupted, self._session.ranks.end or why
         return lambda: combine(failures, lost, where, interrupted=interrupted, remedy=why)
 
     def _settle(self, task: Task, failure: Outcome = None) -> None:
@@ -311,4 +311,5 @@ class Recovery:
         freed = freed_meanwhile(again)
         if freed:
             session.tell(protocol.Free(freed, ()))
-        tell(self._lost, again, time.monotonic() - self._since, session.describe())
+        seconds, lasting = time.monotonic() - self._since, session.memory is not None
+        tell(self._lost, again, seconds, session.describe(), lasting=lasting)

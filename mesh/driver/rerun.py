@@ -139,9 +139,14 @@ def freed_meanwhile(tasks: Sequence[Task]) -> Spans:
     return tuple(spans)
 
 
-def tell(lost: dict[int, str], tasks: Sequence[Task], seconds: float, where: str) -> None:
-    """Log what has happened."""
+def tell(lost: dict[int, str], tasks: Sequence[Task], seconds: float, where: str, *, lasting: bool) -> None:
+    """Log what has happened.
+
+    Args:
+        lasting: values outlive their ranks.
+    """
     ends = "; ".join(f"rank {rank} {how}" for rank, how in sorted(lost.items()))
     calls = [task.again.name for task in tasks if task.region and task.again is not None]
     what = f"; {', '.join(calls)} {'runs' if len(calls) == 1 else 'run'} again" if calls else ""
-    logger.warning("%s [%s]: replaced, with its values, in %.0f ms%s", ends, where, 1e3 * seconds, what)
+    values = ", with its values," if lasting else ""
+    logger.warning("%s [%s]: replaced%s in %.0f ms%s", ends, where, values, 1e3 * seconds, what)

@@ -25,6 +25,7 @@ from .. import protocol, wire
 from ..array import Array
 from ..display.notebook import shorten
 from ..failure import ranks_text
+from ..hosts.ranks import ranks_of
 from ..rank.interrupts import uninterrupted
 from ..remote.making import driver_node
 from ..run_state import RunState
@@ -33,7 +34,6 @@ from . import open_sessions, sending
 from .debugging import Debugging
 from .functions import ShippedObjects
 from .pending import Flight, Outcome, Pending, Task
-from .ranks import Ranks
 from .receiving import Receiving
 from .recovery import Recovery
 from .rerun import Again
@@ -49,7 +49,7 @@ class DriverSession(Owned):
     Args:
         mesh: whose ranks they are; only its finalizer keeps a session alive longer than its mesh.
         layout: the axes.
-        backend, device, threads, seed, timeout, on_loss, grace: as given to `Mesh`.
+        backend, device, threads, seed, timeout, on_loss, grace, hosts: as given to `Mesh`.
         pinned: torch threads of a rank while it computes under `shards=`.
 
     Attributes:
@@ -72,12 +72,13 @@ class DriverSession(Owned):
         timeout: float,
         on_loss: str,
         grace: float,
+        hosts: Any,
     ):
         super().__init__()
         open_more_files()
         self._mesh = weakref.ref(mesh)
         self.layout, self.backend, self.device, self.timeout = layout, backend, device, timeout
-        self.reruns = on_loss == "rerun" and device == "cpu"
+        self.reruns = on_loss == "rerun" and device == "cpu" and hosts is None
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.values = Values(self)
@@ -97,7 +98,7 @@ class DriverSession(Owned):
         self._recovery = Recovery(self, grace)
         self.receiving = Receiving(self._recovery, layout)
         options = {"backend": backend, "device": device, "threads": threads, "pinned": pinned, "seed": seed}
-        self.ranks = Ranks(layout, options | {"timeout": timeout}, self.receiving.add)
+        self.ranks = ranks_of(hosts, layout, options | {"timeout": timeout}, self.receiving.add)
         self.node = driver_node(self.ranks.request.key, self.describe, self._mesh, self.values.object_of)
         try:
             self.ranks.start(layout.size)
@@ -211,9 +212,8 @@ class DriverSession(Owned):
         packet.head = protocol.encode(message)
         parts = wire.frame(packet)
         with self.lock, uninterrupted():
-            for rank in self.ranks.all if ranks is None else [self.ranks.all[rank] for rank in ranks]:
-                if not rank.send(packet, parts):
-                    self.receiving.when_writable(rank)
+            for rank in self.ranks.send(packet, parts, ranks):
+                self.receiving.when_writable(rank)
 
     def ready(self) -> None:
         """Wait until the ranks take tasks; raise an error that nobody has seen, or that the mesh is closed."""

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from typing import Any
 
 from ...kernels.errors import MeshError, message
 from ...kernels.processes import check_not_imported_by_worker
@@ -40,18 +41,22 @@ class Zygote:
     def __init__(self) -> None:
         self.driver_pid = os.getpid()
         self._control, theirs = socket.socketpair()
+        self._process = self._started(theirs)
+        theirs.close()
+        self._ready = False
+        self._lock = threading.Lock()
+        self.exits: dict[int, int] = {}  # pid -> exit code, negative for a signal
+
+    def _started(self, theirs: socket.socket) -> Any:
+        """The process, which has the other end of the control socket."""
         tunables = memory.tunables(os.environ.get("GLIBC_TUNABLES"))
-        self._process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), *map(str, sys.path)],
             pass_fds=[theirs.fileno()],
             env={**os.environ, "GLIBC_TUNABLES": tunables},  # the ranks' own os.environ is the driver's
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C in a terminal is the driver's to hand on
         )
-        theirs.close()
-        self._ready = False
-        self._lock = threading.Lock()
-        self.exits: dict[int, int] = {}  # pid -> exit code, negative for a signal
 
     def fork(self, request: protocol.RankRequest | protocol.ReaderRequest, fds: list[int]) -> tuple[int, int]:
         """Fork a rank (or a reader) that runs `main(request, fds)` of its module; its pid and a pidfd."""
@@ -131,12 +136,19 @@ _zygote: Zygote | None = None
 _lock = threading.Lock()
 
 
+def use(one: Zygote) -> None:
+    """Fork ranks from this one as long as it lives."""
+    global _zygote
+    _zygote = one
+    atexit.register(one.close)
+
+
 def zygote() -> Zygote:
     """This process's zygote, made on first use (a forked child of a driver makes its own)."""
     global _zygote
     check_not_imported_by_worker()
     with _lock:
         if _zygote is None or not _zygote.alive:
-            _zygote = Zygote()
-            atexit.register(_zygote.close)
+            use(Zygote())
+        assert _zygote is not None
         return _zygote

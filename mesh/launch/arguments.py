@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from typing import Any
 
 from ...kernels.errors import MeshError, message
 from ...kernels.registry import backends
 from ...kernels.shm import arena
+from ..hosts.places import Places, places_of
 from ..spec import Layout
 from .environments import Launch
 
@@ -46,6 +48,31 @@ def check_arguments(backend: str, device: str, threads: int | None, timeout: flo
         raise MeshError(message("Mesh got a bad grace", got=grace, expected="seconds, more than 0, or math.inf"))
 
 
+def hosts_of(hosts: Any, launch: Launch | None, backend: str, device: str) -> Places | None:
+    """What `Mesh(hosts=)` means; refuses what can't be had over several hosts."""
+    if hosts is None:
+        return None
+    if launch is not None:
+        problem = "Mesh got hosts, and this process is a rank that a launcher started"
+        raise MeshError(message(problem, got=launch.source, remedy="leave hosts out, or start the program without it"))
+    if device == "cuda":
+        raise MeshError(message("Mesh(hosts=) has ranks on CPUs only", got="device='cuda'", remedy="use a launcher"))
+    if backend not in ("auto", "hierarchical", "gloo"):
+        raise MeshError(
+            message(f"backend {backend!r} can't be used with hosts", expected="'auto', 'hierarchical' or 'gloo'")
+        )
+    if arena.supported():
+        raise MeshError(message("Mesh(hosts=) can't be used here", got=arena.supported(), remedy="use a launcher"))
+    return places_of(hosts)
+
+
+def threads_of(threads: int | None, size: int, places: Places | None) -> int:
+    """The threads of each rank; 0 for those that each host shares among its own."""
+    if places is not None and not places.local:
+        return threads or 0
+    return threads or max(1, len(os.sched_getaffinity(0)) // size)
+
+
 def check_same(layout: Layout, mine: Layout, described: str) -> None:
     """A rank that imports a module which makes a mesh: it means the one that this process is a rank of."""
     if layout != mine:
@@ -60,11 +87,15 @@ def check_same(layout: Layout, mine: Layout, described: str) -> None:
 
 
 def layout_of(
-    axes: dict[str, int], launch: Launch | None, gpus: Callable[[int], int | None] = lambda known: None
+    axes: dict[str, int],
+    launch: Launch | None,
+    gpus: Callable[[int], int | None] = lambda known: None,
+    places: Places | None = None,
 ) -> Layout:
     """The axes with -1 filled in; refuses what does not fit the launched job.
 
     Args:
+        places: how many ranks there are on which hosts, if `Mesh(hosts=)` says so.
         gpus: from the product of the known sizes, how many GPUs the ranks of a driver can have; None has them on CPUs.
     """
     _check_axes(axes)
@@ -72,6 +103,8 @@ def layout_of(
     known = math.prod(size for size in axes.values() if size != -1)
     if launch is not None:
         total, origin = launch.size, f"this job has {launch.size} ranks (from {launch.source}'s variables)"
+    elif places is not None:
+        total, origin = places.size, f"the hosts have {places.size} ranks"
     elif asked := os.environ.get("SPMD_RANKS"):
         if not asked.isdecimal() or not int(asked):
             raise MeshError(message("SPMD_RANKS is not a number of ranks", got=repr(asked), expected="1 or more"))
@@ -92,10 +125,10 @@ def layout_of(
                 )
             )
         axes = {**axes, free[0]: total // known}
-    elif launch is not None and known != total:
+    elif (launch is not None or places is not None) and known != total:
         raise MeshError(
             message(
-                "the mesh does not fit the job",
+                "the mesh does not fit the job" if places is None else "the mesh does not fit its hosts",
                 got=f"{axes}, {known} ranks, but {origin}",
                 remedy="start as many ranks as the mesh has, or give one axis the size -1",
             )

@@ -12,6 +12,7 @@ import torch
 
 from ...kernels.cuda import nccl_library
 from ...kernels.errors import MeshError, message
+from ...kernels.shm import arena
 from ..failure import ranks_text
 from ..launch.environments import Launch
 
@@ -55,6 +56,16 @@ def for_driver(device: str, backend: str, size: int) -> str:
     if count < size and not nccl_library.may_share_gpu(library):
         raise MeshError(_too_few(f"{count} for {size} ranks", library))
     return "cuda"
+
+
+def chosen(device: str, backend: str, size: int, *, several: bool) -> tuple[str, str]:
+    """The device and the backend of a driver's mesh, on this host or on several."""
+    if several:
+        return "cpu", "hierarchical" if backend == "auto" else backend
+    device = for_driver(device, backend, size)
+    if backend == "auto":
+        backend = "nccl" if device == "cuda" else "gloo" if arena.supported() else "shm"
+    return device, backend
 
 
 def of_rank(device: str, rank: int) -> torch.device | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import pickle
 import random
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from ...kernels.registry import register_backend
 from ...kernels.shm.arena import Arena
 from .. import protocol
 from ..display.stacks import offer
+from ..hosts import joining as hosts
 from ..mesh import Mesh
 from ..remote.serving import serve_when_called
 from ..spec import Layout
@@ -56,14 +59,19 @@ def main(request: protocol.RankRequest, fds: list[int]) -> None:
         register_backend(request.backend, pickle.loads(request.factory))
     layout = Layout(request.axes)
     connection = socket.socket(fileno=control)
-    arena = Arena(arena_fd, layout.size, rank)
-    offer(arena)
+    watch: Any = None
+    store: Callable[[], Any] = functools.partial(_store, request.store, layout.size, request.timeout)
+    if request.hosts:
+        watch, store = hosts.join(request, arena_fd)
+    else:
+        watch = Arena(arena_fd, layout.size, rank)
+    offer(watch.arena if request.hosts else watch)
     session = RankSession(
         layout,
         rank,
         backend=request.backend,
-        watch=arena,
-        store=lambda: _store(request.store, layout.size, request.timeout),
+        watch=watch,
+        store=store,
         timeout=request.timeout,
         seed=request.seed,
         launched=False,
@@ -73,7 +81,7 @@ def main(request: protocol.RankRequest, fds: list[int]) -> None:
         session.lasting = LastingValues(session.arena)
     session.renew(request.generation)
     mesh = Mesh.on_rank(session, request.threads, request.pinned)
-    state = RankState(session, mesh)
+    state = RankState(session, mesh, own_path=request.path if request.hosts else ())
     if request.generation > 1:
         state.values.take_over()
     session.node = serve_when_called(state, request.key, socket.socket(fileno=listening))

@@ -274,8 +274,9 @@ class RankSession(Owned):
 
     def _check_driver(self) -> None:
         """Begin nothing that the driver has called off. (What another rank does wrong, this one may do as well.)"""
-        if self.arena is not None and self.layout.size in self.arena.aborted():
-            self.arena.check()
+        board = self.leases
+        if board is not None and board.size in board.aborted():
+            board.check()
 
     def renew(self, generation: int) -> None:
         """Go on after a failure; every communicator opens afresh when it is next asked for, or used."""

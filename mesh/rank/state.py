@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from ...kernels.errors import MeshError, message
@@ -26,10 +28,14 @@ class _Unreadable:
 
 
 class RankState:
-    """A rank of a driver, between two tasks."""
+    """A rank of a driver, between two tasks.
 
-    def __init__(self, session: RankSession, mesh: Any):
-        self.session, self.mesh = session, mesh
+    Args:
+        own_path: where modules lie on this host, which may be another than the driver's.
+    """
+
+    def __init__(self, session: RankSession, mesh: Any, *, own_path: Sequence[str] = ()):
+        self.session, self.mesh, self._own_path = session, mesh, own_path
         self.values = Values(session.where(), session.lasting)
         self.modules = LoadedModules()
         self._shipped: dict[str, Any] = {}
@@ -45,6 +51,10 @@ class RankState:
             self._shipped[key] = found.unpack() if isinstance(found, Packed) else found
         except BaseException as error:
             self._shipped[key] = _Unreadable(error)
+
+    def set_path(self, path: Sequence[str]) -> None:
+        """Look for modules where the driver does."""
+        sys.path[:] = dict.fromkeys([*path, *self._own_path])
 
     def shipped(self, key: str) -> Any:
         """The object shipped under a key, or the error that reading it gave."""

@@ -78,7 +78,7 @@ class Worker(Owned):
         elif isinstance(said, protocol.SetSources):
             remember_sources(said.lines)
         elif isinstance(said, protocol.SetPath):
-            sys.path[:] = said.path
+            state.set_path(said.path)
         packet.close()
         return not isinstance(said, protocol.Exit)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ...kernels.errors import MeshError, PeerLost, message
+from ...kernels.network.hosts import HostWatch
 from ..display.notebook import shorten
 from ..driver.snapshot import typed_sources
 from . import answers
@@ -28,6 +29,8 @@ class MeshView(Protocol):
     @property
     def is_driver(self) -> bool: ...
     @property
+    def hosts(self) -> Any: ...
+    @property
     def driver(self) -> Any: ...
     @property
     def session(self) -> Any: ...
@@ -40,6 +43,9 @@ def make_remote(mesh: MeshView, cls: Callable, args: tuple, kwargs: dict[str, An
         raise MeshError(message("mesh.remote makes objects of a class", got=repr(cls), remedy="pass a class"))
     if not isinstance(rank, int) or not 0 <= rank < mesh.size:
         raise MeshError(message("there is no such rank", got=repr(rank), expected=f"0 to {mesh.size - 1}"))
+    if _has_several_hosts(mesh):
+        problem = "mesh.remote makes objects on ranks of one host, and this mesh has several"
+        raise MeshError(message(problem, where=mesh.describe(), remedy="use mesh.submit(rank=), or a mesh on one host"))
     label = getattr(cls, "__name__", type(cls).__name__)
     functions = [each for each in vars(cls).values() if inspect.isfunction(each)] if inspect.isclass(cls) else [cls]
     sources: dict[str, list[str]] = {}
@@ -53,6 +59,12 @@ def make_remote(mesh: MeshView, cls: Callable, args: tuple, kwargs: dict[str, An
         return _made(mesh, rank, (tuple(sys.path), sources, cls, *args), kwargs, label, restore)
     except BaseException as error:
         raise shorten(error) from error.__cause__
+
+
+def _has_several_hosts(mesh: MeshView) -> bool:
+    if mesh.is_driver:
+        return mesh.hosts is not None
+    return not mesh.session.launched and isinstance(mesh.session.watch, HostWatch)
 
 
 def _made(mesh: MeshView, rank: int, args: tuple, kwargs: dict[str, Any], label: str, restore: bool) -> Remote:

@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("doctor", help="say what is found here, what a Mesh would do, and whether the transports work")
     commands.add_parser("verify", add_help=False, help="compare the bits of a script at several numbers of ranks")
     commands.add_parser("top", add_help=False, help="show what the ranks of your meshes on this host do now")
+    commands.add_parser("host", help="hold the ranks of this host for a driver that has started it: Mesh(hosts=...)")
     command = parser.parse_args(own[:1]).command  # anything but a command ends here
     if command == "run":
         return run(own[1:])
@@ -61,6 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .top import top
 
         return top(own[1:])
+    if command == "host":
+        from ..mesh.hosts.process import main as host
+
+        parser.parse_args(own)
+        host()
+        return 0
     parser.parse_args(own)  # it takes no arguments
     from .doctor import doctor
 

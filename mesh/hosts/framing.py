@@ -1,0 +1,46 @@
+"""Packets as plain bytes, which can leave a host: tensors that lie in a file without a name are read, and put back."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from .. import wire
+
+_LENGTHS = struct.Struct("<QQ")  # of the head, of the pickle; the rest is the tensors' bytes
+
+
+def framed(packet: wire.Packet) -> list[Any]:
+    """A packet's bytes, in pieces."""
+    tensors: Any = packet.inline
+    if packet.fd is not None:
+        size = os.fstat(packet.fd).st_size
+        tensors = mmap.mmap(packet.fd, size, access=mmap.ACCESS_READ)
+    return [_LENGTHS.pack(len(packet.head), len(packet.data)), packet.head, packet.data, tensors]
+
+
+def unframed(content: bytes) -> wire.Packet:
+    """The packet; many bytes of tensors lie in a file again, which all ranks of this host map."""
+    head, data = _LENGTHS.unpack_from(content)
+    view = memoryview(content)[_LENGTHS.size :]
+    tensors = view[head + data :]
+    packet = wire.Packet(bytes(view[head : head + data]), head=bytes(view[:head]))
+    if len(tensors) <= wire.INLINE_BYTES:
+        packet.inline = bytes(tensors)
+        return packet
+    packet.fd = os.memfd_create("spmd-values", os.MFD_CLOEXEC)
+    written = 0
+    while written < len(tensors):
+        written += os.write(packet.fd, tensors[written:])
+    return packet
+
+
+def local_frame(content: bytes) -> Sequence[memoryview]:
+    """The same bytes as a rank of this host would have sent them, but for tensors, which are all beside the pickle."""
+    head, data = _LENGTHS.unpack_from(content)
+    view = memoryview(content)[_LENGTHS.size :]
+    packet = wire.Packet(bytes(view[head : head + data]), bytes(view[head + data :]), head=bytes(view[:head]))
+    return wire.frame(packet)

@@ -1,0 +1,214 @@
+"""The process on each host of a driver's mesh (`spmd host`): it forks that host's ranks and hands on what is for them.
+
+It dials the driver, which has started it and has given it the mesh's secret on its standard input. Ranks are forked
+from a zygote of its own, share an arena of their own, and die with it; it ends with the connection to the driver,
+whatever that ended by. Invariant: it never waits for a rank, and for the driver only while a rank is forked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ...kernels.processes import open_more_files
+from ...kernels.shm import arena as arena_module
+from ...kernels.shm.arena import Arena
+from .. import protocol as ranks_protocol
+from .. import wire
+from ..display import stacks, status
+from ..driver import spawn
+from ..driver.ranks import Rank
+from . import protocol
+from .framing import framed, unframed
+from .link import GREETING_SECONDS, Link, NotOfThisMesh, greet_driver
+from .versions import versions
+from .zygote import ForkedZygote
+
+_READ = selectors.EVENT_READ
+
+
+class Host:
+    """The ranks of this host.
+
+    Args:
+        link: to the driver.
+        begin: what the driver has said first.
+    """
+
+    def __init__(self, link: Link, begin: protocol.Begin):
+        self._link, self._members, self._title = link, begin.ranks, begin.title
+        self._request = _fitted(ranks_protocol.decode(begin.request), begin)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(link.connection, _READ, ("link", None))
+        self._arena_fd = arena_module.create(len(begin.ranks))
+        self._arena = Arena(self._arena_fd, len(begin.ranks), len(begin.ranks))
+        self._ranks: dict[int, Rank] = {}
+        self._clear(self._request.generation)
+
+    def _clear(self, generation: int) -> None:
+        self._arena.clear(generation)
+        self._arena.introduce(self._title)
+
+    def start(self, ranks: Sequence[int]) -> None:
+        """Fork ranks, and say so."""
+        try:
+            for number in ranks:
+                rank = self._ranks[number] = Rank(number, self._request, self._arena_fd)
+                self._selector.register(rank.connection, _READ, ("rank", rank))
+                self._selector.register(rank.pidfd, _READ, ("death", rank))
+                for stream, fd in rank.pipes.items():
+                    self._selector.register(fd, _READ, (stream, rank))
+        except Exception as error:
+            self._link.send(protocol.Refused(f"{type(error).__name__}: {error}"))
+            return
+        self._link.send(protocol.Started(tuple((number, self._ranks[number].pid) for number in ranks)))
+
+    def serve(self) -> None:
+        """Until the connection to the driver ends."""
+        while True:
+            for key, events in self._selector.select():
+                kind, rank = key.data
+                if rank is not None and not rank.alive:
+                    continue  # its end was in this round, too
+                if kind == "link":
+                    messages = self._link.receive()
+                    if messages is None:
+                        return
+                    for message, content in messages:
+                        self._handle(message, content)
+                elif kind == "rank":
+                    if events & selectors.EVENT_WRITE and rank.flush():
+                        self._watch(rank, _READ)
+                    if events & _READ:
+                        self._take(rank)
+                elif kind == "death":
+                    self._bury(rank)
+                else:
+                    self._read(rank, kind)
+
+    # -- from the driver -----------------------------------------------------------------------------------------------
+
+    def _handle(self, message: Any, content: bytes) -> None:
+        if isinstance(message, protocol.ToRanks):
+            packet = unframed(content)
+            parts = wire.frame(packet)
+            for number in message.ranks:
+                rank = self._ranks[number]
+                if rank.alive and not rank.send(packet, parts):
+                    self._watch(rank, _READ | selectors.EVENT_WRITE)
+            packet.close()
+        elif isinstance(message, protocol.Signal):
+            self._ranks[message.rank].signal(message.number)
+        elif isinstance(message, protocol.Abort):
+            self._arena.abort(message.why)
+        elif isinstance(message, protocol.BeginAnew):
+            self._request = dataclasses.replace(self._request, generation=message.generation)
+            self._clear(message.generation)
+            dead = [number for number in self._members if not self._ranks[number].alive]
+            for number in dead:
+                self._ranks[number].close()
+            self.start(dead)
+        elif isinstance(message, protocol.Ask):
+            self._link.send(self._told(message.what))
+
+    def _told(self, what: str) -> protocol.Told:
+        if what == "stacks":
+            found = (f"rank {rank}: {stacks.stacks_of(self._arena, at)}" for at, rank in enumerate(self._members))
+            return protocol.Told((), "\n\n".join(found))
+        rows = status.of_board(self._arena, self._members)
+        return protocol.Told(tuple(dataclasses.astuple(row) for row in rows), "")
+
+    # -- from ranks ----------------------------------------------------------------------------------------------------
+
+    def _take(self, rank: Rank) -> None:
+        packets = rank.receiver.receive(block=False)
+        if packets is None:
+            self._forget(rank.connection)
+            if not rank.ended(0.2):
+                rank.signal(signal.SIGKILL)  # it can't be reached any more
+            return
+        if packets and rank.has_printed():
+            self._read(rank)  # what it printed before it answered comes first
+        for packet in packets:
+            self._link.send(protocol.FromRank(rank.rank), *framed(packet))
+            packet.close()
+
+    def _read(self, rank: Rank, only: str | None = None) -> None:
+        for stream, fd in list(rank.pipes.items()):
+            if only in (None, stream):
+                while data := rank.read(stream):
+                    self._link.send(protocol.Printed(rank.rank, stream), data)
+                if data is None:
+                    self._forget(fd)
+
+    def _bury(self, rank: Rank) -> None:
+        self._forget(rank.pidfd)
+        while packets := rank.receiver.receive(block=False):  # what it said before it died counts
+            for packet in packets:
+                self._link.send(protocol.FromRank(rank.rank), *framed(packet))
+                packet.close()
+        self._read(rank)
+        for source in (rank.connection, *rank.pipes.values()):
+            self._forget(source)
+        how = rank.end_text()
+        rank.alive = False
+        self._link.send(protocol.Died(rank.rank, how))
+
+    def _watch(self, rank: Rank, events: int) -> None:
+        with contextlib.suppress(KeyError, ValueError):  # it is about to end
+            self._selector.modify(rank.connection, events, ("rank", rank))
+
+    def _forget(self, source: Any) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(source)
+
+    def close(self) -> None:
+        """End the ranks."""
+        for rank in self._ranks.values():
+            rank.signal(signal.SIGKILL)
+
+
+def _fitted(request: Any, begin: protocol.Begin) -> Any:
+    """What this host's ranks need to know, where the driver's machine is another than this."""
+    threads = request.threads or max(1, len(os.sched_getaffinity(0)) // len(begin.ranks))
+    request = dataclasses.replace(request, threads=threads)
+    if begin.same_machine:
+        return request
+    folder = request.cwd if os.path.isdir(request.cwd) else os.path.expanduser("~")
+    path = tuple(dict.fromkeys([*request.path, *sys.path]))
+    return dataclasses.replace(request, cwd=folder, path=path, environ=dict(os.environ))
+
+
+def main() -> None:
+    """What `spmd host` does: its standard input says where the driver is, and the secret."""
+    told = json.loads(sys.stdin.readline())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to hand on
+    open_more_files()
+    spawn.use(ForkedZygote())
+    try:
+        connection = socket.create_connection((told["address"], told["port"]), timeout=GREETING_SECONDS)
+        link = greet_driver(connection, bytes.fromhex(told["secret"]), told["place"])
+        link.send(protocol.Hello(versions()))
+        while not (messages := link.receive()):
+            if messages is None:
+                return  # the driver has said why
+    except (OSError, NotOfThisMesh) as error:
+        sys.exit(f"spmd host: {told['address']} port {told['port']}: {error}")
+    (begin, _), *rest = messages
+    host = Host(link, begin)
+    try:
+        host.start(begin.ranks)
+        for message, content in rest:
+            host._handle(message, content)
+        with contextlib.suppress(NotOfThisMesh):
+            host.serve()
+    finally:
+        host.close()

@@ -1,0 +1,122 @@
+"""Messages between a driver and the per-host processes of its mesh, over one connection a host.
+
+What is for a rank, or from it, goes as it is (see `mesh.protocol`), with a note of whom it is for. Invariant: both
+sides take them in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..protocol import Codec, Message
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """From a host, first of all: what runs there, by name."""
+
+    versions: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Begin(Message):
+    """To a host: fork its ranks.
+
+    Attributes:
+        ranks: of this host.
+        request: what they need to know, a `mesh.protocol.RankRequest` as bytes.
+        title: what the mesh is called.
+        same_machine: they begin with the driver's environment, not with the host's.
+    """
+
+    ranks: tuple[int, ...]
+    request: bytes
+    title: str
+    same_machine: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Started(Message):
+    """From a host: these ranks were forked, as these processes."""
+
+    pids: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refused(Message):
+    """From a host: ranks could not be forked, and why."""
+
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToRanks(Message):
+    """To a host: hand the content, a packet, to these of its ranks."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FromRank(Message):
+    """From a host: the content is a packet of this rank's, framed."""
+
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Printed(Message):
+    """From a host: the content is what a rank has written to "stdout" or "stderr"."""
+
+    rank: int
+    stream: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Died(Message):
+    """From a host: a rank's process has ended, so; nothing more comes from it."""
+
+    rank: int
+    how: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Signal(Message):
+    """To a host: send a signal to a rank's process."""
+
+    rank: int
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Abort(Message):
+    """To a host: end the region for its ranks that wait."""
+
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BeginAnew(Message):
+    """To a host, whose ranks are quiet: open the next generation, and replace those that died (`Started` says so)."""
+
+    generation: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ask(Message):
+    """To a host: what its ranks do, "status" or "stacks"."""
+
+    what: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Told(Message):
+    """From a host: the answer to an `Ask`: of each rank the fields of its `RankStatus`, or the text of all stacks."""
+
+    rows: tuple[tuple[int, str, int, int, str, int], ...]
+    text: str
+
+
+_codec = Codec(
+    *(Hello, Begin, Started, Refused, ToRanks, FromRank, Printed, Died, Signal, Abort, BeginAnew, Ask, Told),
+)
+encode, decode = _codec.encode, _codec.decode

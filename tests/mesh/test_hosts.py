@@ -1,0 +1,437 @@
+"""`Mesh(hosts=)`: a driver whose ranks are on several hosts, as far as one machine can be several."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+from patience import HANGS, end_within, running, until
+from torch import nn
+
+from spmd import (
+    Loader,
+    Mesh,
+    MeshError,
+    P,
+    PeerLost,
+    data_parallel,
+    fetch,
+    functional,
+    optimizer,
+    psum,
+    put,
+    spmd,
+    value_and_grad,
+)
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+import namespaces
+
+REASON = namespaces.unavailable() if os.environ.get("TEST_NAMESPACES") else "it takes long: make test-hosts"
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    with Mesh({"data": 4}, hosts="local:2x2", timeout=60) as made:
+        yield made
+
+
+def works(mesh: Mesh) -> bool:
+    return mesh.run(lambda: float(mesh.comm().all_reduced(torch.tensor(1.0)))) == [mesh.size] * mesh.size
+
+
+def trained(mesh: Mesh, shards: int | None) -> tuple[list[float], str]:
+    """The losses of a few steps, and a digest of what they have made of the parameters."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(36, 6, generator=generator), torch.randint(0, 3, (36,), generator=generator)
+    torch.manual_seed(0)
+    apply, params = functional(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+    opt = optimizer(torch.optim.AdamW, lr=1e-2)
+    state = opt.init(params)
+
+    def loss_of(params: Any, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(apply(params, batch["x"]), batch["y"])
+
+    @spmd(mesh=mesh)
+    @data_parallel(shards=shards)
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads = value_and_grad(loss_of)(params, batch)
+        params, state = opt.step(params, grads, state)
+        return params, state, loss
+
+    losses = []
+    for batch in Loader({"x": x, "y": y}, 12, seed=0, mesh=mesh, shards=shards):
+        params, state, loss = step(params, state, batch)
+        losses.append(float(loss))
+    leaves: Any = optree.tree_leaves(fetch(params))  # type: ignore[arg-type]
+    return losses, hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in leaves)).hexdigest()
+
+
+def test_training_is_that_of_one_host(mesh: Mesh, shared_mesh: Callable[..., Mesh]) -> None:
+    one = shared_mesh({"data": 2})
+    losses, digest = trained(mesh, 4)
+    assert (losses, digest) == trained(one, 4)
+    assert trained(mesh, None)[0] == pytest.approx(losses, abs=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [0, 1, 2], [0, 2, 1, 3], [2, 3, 0, 1], [1, 2, 3]])
+@pytest.mark.parametrize("numel", [5, 50_000])
+def test_sums_in_tree_order_have_the_bits_of_one_host(mesh: Mesh, ranks: list[int], numel: int) -> None:
+    """Hosts that are nodes of the tree, and hosts that are not."""
+    from spmd.kernels.reduction import Pairwise, reduce_in_order
+
+    parts = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in ranks]
+    expected = reduce_in_order(parts, Pairwise(0.3), torch.empty(numel))
+
+    def reduced() -> torch.Tensor:
+        mine = torch.randn(numel, generator=torch.Generator().manual_seed(mesh.rank or 0))
+        return mesh.comm(ranks=ranks).all_reduced(mine, op=Pairwise(0.3)).clone()
+
+    assert all(torch.equal(found, expected) for found in mesh.run(reduced, ranks=ranks))
+
+
+def test_values_large_and_small(mesh: Mesh) -> None:
+    large = torch.randn(1 << 18)  # more than travels within a message
+    assert torch.equal(put(large, mesh=mesh).full(), large)
+    assert torch.equal(put(large, P("data"), mesh=mesh).full(), large)
+    assert all(torch.equal(one, large) for one in mesh.run(lambda value: value, large))
+    total = spmd(lambda a: psum(a, "data"), mesh=mesh)
+    assert total(put(torch.arange(8.0), P("data"), mesh=mesh)).full().tolist() == [12, 16]
+
+
+def test_ranks_share_what_their_host_has_and_no_more(mesh: Mesh) -> None:
+    """One process a host, none of whose descriptors are the other's or the driver's memory."""
+    parents = mesh.run(lambda: os.getppid())
+    assert parents[0] == parents[1] != parents[2] == parents[3]
+
+    def arenas() -> set[int]:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return {int(line.split()[4]) for line in maps if "spmd-arena" in line}
+
+    first, second, third, fourth = mesh.run(arenas)
+    assert first == second != third == fourth and not first & third
+    assert not (first | third) & arenas()
+
+
+def test_what_is_drawn_and_told(mesh: Mesh, capfd: pytest.CaptureFixture[str]) -> None:
+    assert "rank 3 on local1" in repr(mesh) and "rank 0 on local0" in mesh._repr_html_()
+    mesh.run(lambda: print("from", mesh.rank))
+    others = [f"[rank {rank}] from {rank}" for rank in (1, 2, 3)]
+    assert sorted(capfd.readouterr().out.splitlines()) == [*others, "from 0"]
+    status = mesh.status()
+    assert [(one.rank, one.host, one.doing) for one in status] == [
+        (rank, f"local{rank // 2}", "idle") for rank in range(4)
+    ]
+    assert [one.pid for one in status] == mesh.run(os.getpid)
+    assert mesh.stacks().count("thread") >= 4 and "rank 3: process" in mesh.stacks()
+
+
+def test_an_exception_ends_the_region_everywhere(mesh: Mesh) -> None:
+    def fail() -> None:
+        if mesh.rank == 2:
+            raise KeyError("two")
+        mesh.comm().barrier()
+
+    with pytest.raises(KeyError, match="two"):
+        mesh.run(fail)
+    assert works(mesh)
+
+
+def test_what_is_refused(mesh: Mesh) -> None:
+    class Anything:
+        pass
+
+    with pytest.raises(MeshError, match="this mesh has several"):
+        mesh.remote(Anything)
+    with pytest.raises(MeshError, match="this mesh has several"):
+        mesh.run(lambda: mesh.remote(Anything))
+    for hosts in ("local:2", "local:0x2", "slurm", ["a"], ["-oProxyCommand=x:2"], [], 4, ["a:0"]):
+        with pytest.raises(MeshError, match="not understood"):
+            Mesh({"data": 4}, hosts=hosts)
+    for options, problem in (
+        ({"hosts": "local:2x1"}, "does not fit its hosts"),
+        ({"hosts": ["a:2", "a:2"]}, "a host is named twice"),
+        ({"hosts": "local:2x2", "device": "cuda"}, "on CPUs only"),
+        ({"hosts": "local:2x2", "backend": "shm"}, "can't be used with hosts"),
+    ):
+        with pytest.raises(MeshError, match=problem):
+            Mesh({"data": 4}, **options)
+
+
+class Other:
+    """A launcher whose hosts run something else."""
+
+    hosts: Sequence[str] = ["a:1"]
+
+    def __init__(self, change: Callable[[Sequence[str]], Sequence[str]]):
+        self._change, self.stopped = change, 0
+
+    def start(self, name: str, command: Sequence[str], stdin: bytes) -> subprocess.Popen:
+        process = subprocess.Popen(self._change(command), stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(stdin)
+            process.stdin.close()
+        return process
+
+    def stop(self, handle: subprocess.Popen) -> None:
+        handle.kill()
+        handle.wait()
+        self.stopped += 1
+
+
+def test_a_host_with_other_versions_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPMD_INTERFACE", "127.0.0.1")
+    code = (
+        "import spmd.mesh.hosts.process as process; real = process.versions\n"
+        "process.versions = lambda: real() | {'torch': '0.1'}; process.main()"
+    )
+    older = Other(lambda command: [*command[: command.index(sys.executable)], sys.executable, "-c", code])
+    with pytest.raises(MeshError, match=r"host a runs another torch than this program \(got torch 0.1 there"):
+        Mesh({"data": 1}, hosts=older)
+    nothing = Other(lambda command: ["false"])
+    with pytest.raises(MeshError, match="a did not come"):
+        Mesh({"data": 1}, hosts=nothing)
+    assert older.stopped == nothing.stopped == 1
+
+
+def greeted(ours: bytes, theirs: bytes) -> tuple[Any, Any]:
+    """The two ends of a link, or what each says where the secrets differ."""
+    from spmd.mesh.hosts.link import NotOfThisMesh, greet_driver, greet_host
+
+    here, there = socket.socketpair()
+    for end in (here, there):
+        end.settimeout(HANGS)
+    found: list[Any] = []
+
+    def greet() -> None:
+        try:
+            found.append(greet_driver(there, theirs, 7))
+        except (NotOfThisMesh, OSError) as error:
+            there.close()
+            found.append(error)
+
+    thread = threading.Thread(target=greet)
+    thread.start()
+    driver: Any
+    try:
+        driver = greet_host(here, ours)
+    except (NotOfThisMesh, OSError) as error:
+        here.close()
+        driver = error
+    thread.join()
+    return driver, found[0]
+
+
+def test_who_does_not_have_the_secret_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spmd.mesh.hosts import link
+    from spmd.mesh.hosts.protocol import Abort
+
+    monkeypatch.setattr(link, "keep_alive", lambda connection: None)  # it is for TCP
+    driver, host = greeted(b"right" * 8, b"wrong" * 8)
+    assert isinstance(driver, link.NotOfThisMesh) and isinstance(host, link.NotOfThisMesh)
+    (place, driver), host = greeted(b"right" * 8, b"right" * 8)
+    assert place == 7
+    content = os.urandom(1 << 20)
+    for said in (Abort("short"), Abort("long" * 1000)):
+        driver.send(said, content[:10])
+        assert host.receive() == [(said, content[:10])]
+    driver.send(Abort("large"), content)
+    found: list[Any] | None = []
+    while found == []:
+        found = host.receive()
+    assert found == [(Abort("large"), content)]
+
+    class Changing:
+        """A wire on which one byte changes."""
+
+        def __init__(self, connection: socket.socket):
+            self._connection = connection
+
+        def send(self, data: memoryview, flags: int = 0) -> int:
+            changed = bytearray(data)
+            changed[-1] ^= 1
+            return self._connection.send(changed, flags)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._connection, name)
+
+    real = driver.connection
+    driver.connection = Changing(real)
+    driver.send(Abort("changed"))
+    with pytest.raises(link.NotOfThisMesh):
+        host.receive()
+    driver.connection = real
+    driver.close()
+    host.close()
+
+
+def test_a_rank_dies(mesh: Mesh, tmp_path: Path) -> None:
+    begun, pids = tmp_path / "begun", mesh.run(os.getpid)
+    whole, cut = put(torch.ones(3), mesh=mesh), put(torch.arange(4.0), P("data"), mesh=mesh)
+    assert whole.full().tolist() == [1, 1, 1] and cut.full().tolist() == [0, 1, 2, 3]
+
+    def wait() -> None:
+        if mesh.rank == 3:
+            begun.touch()
+            signal.pause()
+        mesh.comm().barrier()
+
+    def kill() -> None:
+        until(begun.exists)
+        os.kill(pids[3], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(PeerLost, match="rank 3 was killed by SIGKILL on host local1"):
+        mesh.run(wait)
+    thread.join()
+    assert works(mesh)
+    after = mesh.run(os.getpid)
+    assert after[:3] == pids[:3] and after[3] != pids[3]
+    total = spmd(lambda a: psum(a, "data"), mesh=mesh)
+    assert total(whole).full().tolist() == [4, 4, 4]  # the others have had it, too
+    with pytest.raises(PeerLost, match="which alone held a shard of it"):
+        total(cut).full()
+    assert works(mesh)
+
+
+def test_a_host_is_lost(mesh: Mesh, tmp_path: Path) -> None:
+    """The last of this mesh."""
+    begun, pids, parents = tmp_path / "begun", mesh.run(os.getpid), mesh.run(os.getppid)
+    [host] = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in parents[2:]}
+
+    def wait() -> None:
+        if mesh.rank == 0:
+            begun.touch()
+        if mesh.rank == 3:
+            signal.pause()
+        mesh.comm().barrier()
+
+    def kill() -> None:
+        until(begun.exists)
+        os.kill(host, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(PeerLost, match=r"rank [23] was lost with host local1.*this mesh ends with host local1"):
+        mesh.run(wait)
+    thread.join()
+    assert until(lambda: mesh.closed)
+    with pytest.raises(MeshError, match="host local1 is lost"):
+        mesh.run(os.getpid)
+    assert end_within(10.0, [*pids, *parents])
+
+
+DRIVER = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from spmd import Mesh
+
+mesh, begun = Mesh({"data": 2}, hosts=["first:1", "user@second:1"], timeout=60), Path(sys.argv[1])
+
+def press():
+    while not begun.exists():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGINT)
+
+def wait():
+    if mesh.rank == 1:
+        begun.touch()
+        time.sleep(300)
+    mesh.comm().barrier()
+
+threading.Thread(target=press).start()
+try:
+    mesh.run(wait)
+except KeyboardInterrupt:
+    print("interrupted", *mesh.run(lambda: mesh.rank), flush=True)
+print(*mesh.run(os.getpid), *mesh.run(os.getppid), flush=True)
+mesh.run(lambda: signal.pause())
+"""
+
+
+SSH = """#!/bin/sh
+echo "$@" >> $(dirname $0)/told
+for command; do :; done  # the last argument is for a shell there
+exec env -u SPMD_INTERFACE sh -c "exec $command"
+"""
+
+
+def test_ctrl_c_and_a_driver_that_goes_away(tmp_path: Path) -> None:
+    """Of hosts that ssh reaches, or what goes by that name here."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(SSH)
+    ssh.chmod(0o700)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SPMD_INTERFACE": "127.0.0.1"}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(tmp_path / "begun")],
+        cwd=tmp_path,
+        env=environ,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert driver.stdout is not None
+        assert driver.stdout.readline().split() == ["interrupted", "0", "1"]
+        told = (tmp_path / "told").read_text().splitlines()
+        assert sorted(line.split()[3] for line in told) == ["first", "user@second"]
+        assert all("BatchMode=yes" in line and line.endswith("-m spmd host") for line in told)
+        pids = [int(word) for word in driver.stdout.readline().split()]
+        assert len(pids) == 4 and all(map(running, pids))
+    finally:
+        driver.kill()
+        driver.communicate()
+    assert end_within(10.0, pids)
+
+
+IN_NAMESPACES = """
+import json, subprocess, sys
+sys.path.append(sys.argv[1])
+from test_hosts import Mesh, trained
+
+class Namespaces:
+    hosts = [f"{name}:2" for name in sys.argv[2:]]
+    def start(self, name, command, stdin):
+        process = subprocess.Popen(["ip", "netns", "exec", name, *command], stdin=subprocess.PIPE)
+        process.stdin.write(stdin)
+        process.stdin.close()
+        return process
+    def stop(self, process):
+        process.wait(60)
+
+with Mesh({"data": 4}, hosts=Namespaces(), threads=1, timeout=60) as mesh:
+    print(json.dumps([trained(mesh, 4), trained(mesh, None)]))
+"""
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_network_namespaces(tmp_path: Path, shared_mesh: Callable[..., Mesh]) -> None:
+    """The driver in one of them; nothing leads from one to the other but a wire."""
+    with namespaces.nodes(2) as places:
+        command = [sys.executable, "-c", IN_NAMESPACES, str(Path(__file__).parent), *(place.name for place in places)]
+        # No name service answers there, and torch's store asks one.
+        environ = {**os.environ, "SPMD_INTERFACE": places[0].address, "RES_OPTIONS": "timeout:1 attempts:1"}
+        environ["PYTHONPATH"] = str(Path(__file__).parents[1])
+        driver = places[0].start(
+            command, env=environ, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        out, error = driver.communicate(timeout=HANGS)
+    assert driver.returncode == 0, error
+    (losses, digest), (plain, _) = json.loads(out)
+    assert (losses, digest) == trained(shared_mesh({"data": 2}), 4)
+    assert plain == pytest.approx(losses, abs=1e-5)
