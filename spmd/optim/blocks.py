@@ -9,7 +9,7 @@ the tails of vectors, which torch may round otherwise, fall where they do in a s
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,12 +43,12 @@ class WholeJob:
     def blocks(self, length: int | None) -> Iterator[tuple[int, int]]:
         yield 0, self.param.numel()
 
-    def lend(self, start: int, stop: int) -> Lent:
+    def lend(self, start: int, stop: int) -> list[Lent]:
         shared = shared_memory()
-        return Lent(_own(self.param, shared), self._grad, _own_all(self.state, shared))
+        return [Lent(_own(self.param, shared), self._grad, _own_all(self.state, shared))]
 
-    def take_back(self, start: int, stop: int, lent: Lent, after: State) -> None:
-        self.param, self.state = lent.param, after
+    def take_back(self, start: int, stop: int, lent: Sequence[Lent], after: Sequence[State]) -> None:
+        self.param, self.state = lent[0].param, after[0]
 
 
 class Piece(NamedTuple):
@@ -92,7 +92,7 @@ class FlatJob:
                 self._at[piece.start + first] = piece, first
                 yield piece.start + first, piece.start + min(first + (length or size), size)
 
-    def lend(self, start: int, stop: int) -> Lent:
+    def lend(self, start: int, stop: int) -> list[Lent]:
         piece, first = self._at[start]
         part = slice(first, first + stop - start)
         param = self.out[start:stop]
@@ -108,17 +108,17 @@ class FlatJob:
                 end = self._ends.get(stop, stop)  # with what lies behind the piece
                 copy(new[start:end], old[start:end])
             state[name] = new[start:stop]
-        return Lent(param, piece.grad[part], state)
+        return [Lent(param, piece.grad[part], state)]
 
-    def take_back(self, start: int, stop: int, lent: Lent, after: State) -> None:
-        for name, value in after.items():
-            if not isinstance(value, Tensor) or not value.ndim or value.shape != lent.param.shape:
+    def take_back(self, start: int, stop: int, lent: Sequence[Lent], after: Sequence[State]) -> None:
+        for name, value in after[0].items():
+            if not isinstance(value, Tensor) or not value.ndim or value.shape != lent[0].param.shape:
                 continue
             if name not in self._new:  # torch made it in this step, the first
                 self._new[name] = value.new_zeros(len(self.out))
-            if name not in lent.state or value.data_ptr() != lent.state[name].data_ptr():
+            if name not in lent[0].state or value.data_ptr() != lent[0].state[name].data_ptr():
                 self._new[name][start:stop].copy_(value)
-        self._after = after
+        self._after = after[0]
 
     @property
     def state(self) -> State:
@@ -129,10 +129,70 @@ class FlatJob:
         }
 
 
-Block = tuple[WholeJob | FlatJob, int, int]  # where it starts and stops
+class SmallJob:
+    """Small parameters laid end to end, all lent at once: what is done to a state is one operation for all of them.
+
+    Args:
+        out: the old values, in memory that the new ones may take.
+        cut: divides a flat tensor like it among the parameters; those of no elements are left out.
+        grads: of each parameter, flat.
+        state: of all together; what isn't of the shape of `out` is the same for each.
+    """
+
+    copies = False
+
+    def __init__(self, out: Tensor, cut: Callable[[Tensor], Sequence[Tensor]], grads: Sequence[Tensor], state: State):
+        self.out, self._cut, self._grads, self.is_cpu = out, cut, grads, out.is_cpu
+        shared = shared_memory()
+        self._new = {name: _own(value, shared) for name, value in state.items() if is_laid_out_as(value, out.shape)}
+        self._given = state
+        self._parts: dict[str, Sequence[Any]] = {}  # of each name, what each parameter has of it
+        self._lent: list[State] = []
+        self._after: State = {}
+
+    def blocks(self, length: int | None) -> Iterator[tuple[int, int]]:
+        yield 0, len(self.out)
+
+    def lend(self, start: int, stop: int) -> list[Lent]:
+        params = self._cut(self.out)
+        self._parts = {
+            name: self._cut(self._new[name]) if name in self._new else _repeated(value, len(params))
+            for name, value in self._given.items()
+        }
+        self._lent = [{} for _ in params]
+        for name, parts in self._parts.items():
+            for state, part in zip(self._lent, parts, strict=True):
+                state[name] = part
+        lent = zip(params, self._grads, self._lent, strict=True)
+        return [Lent(param, grad, dict(state)) for param, grad, state in lent]
+
+    def take_back(self, start: int, stop: int, lent: Sequence[Lent], after: Sequence[State]) -> None:
+        for index, (one, before, now) in enumerate(zip(lent, self._lent, after, strict=True)):
+            for name, value in now.items():
+                given = before.get(name)
+                if value is given or not isinstance(value, Tensor) or not value.ndim or value.shape != one.param.shape:
+                    continue
+                if name not in self._new:  # torch made it in this step, the first
+                    self._new[name] = torch.zeros_like(self.out)
+                    self._parts[name] = self._cut(self._new[name])
+                if given is None or value.data_ptr() != given.data_ptr():
+                    self._parts[name][index].copy_(value)
+        # Of what is the same for each, the last one's: a copy, which does not keep those of the others.
+        self._after = {
+            name: value if name in self._new else trees.map(_cloned, value) for name, value in after[-1].items()
+        }
+
+    @property
+    def state(self) -> State:
+        """What it is after the step."""
+        return {name: self._new.get(name, value) for name, value in self._after.items()}
 
 
-def batches(jobs: Sequence[WholeJob | FlatJob], length: int | None) -> Iterator[list[Block]]:
+Job = WholeJob | FlatJob | SmallJob
+Block = tuple[Job, int, int]  # where it starts and stops
+
+
+def batches(jobs: Sequence[Job], length: int | None) -> Iterator[list[Block]]:
     """The blocks of all jobs, as many together as make up `length` elements."""
     size, together = 0, list[Block]()
     for job in jobs:
@@ -184,6 +244,13 @@ def _own(value: Any, shared: Arena | None) -> Any:
         return value.clone()
     here = room(value, shared)
     return here if here.data_ptr() == value.data_ptr() else copy(here, value)
+
+
+def _repeated(value: Any, count: int) -> Sequence[Any]:
+    """As many copies of a value."""
+    if isinstance(value, Tensor) and not value.ndim:
+        return value.repeat(count).unbind()
+    return [trees.map(_cloned, value) for _ in range(count)]
 
 
 def _cloned(value: Any) -> Any:

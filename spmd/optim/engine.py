@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import transforms
 from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh import trees
-from .blocks import BLOCK, Block, FlatJob, Piece, WholeJob, batches, room, shared_memory
+from .blocks import BLOCK, Block, FlatJob, Job, Piece, SmallJob, WholeJob, batches, room, shared_memory
 from .leaves import REFUSED, Leaf, State
 
 # What torch has fused kernels for that start from the same state as the others (SGD's begin with any momentum in half
@@ -64,7 +64,7 @@ class Engine:
         """One step: the new parameters, states and hyper-parameters. Leaves without gradient pass through."""
         params, states = [leaf.param for leaf in leaves], list(states)
         jobs: dict[int, WholeJob | FlatJob] = {}
-        by_kernel: dict[bool, list[WholeJob | FlatJob]] = {True: [], False: []}
+        by_kernel: dict[bool, list[Job]] = {True: [], False: []}
         for index, leaf in enumerate(leaves):
             if leaf.grad is not None:
                 fused = self._is_fused(leaf.param, leaf.grad)
@@ -85,6 +85,22 @@ class Engine:
         """One step of a flat parameter that lies in pieces, written to `out`: its state and the hyper-parameters."""
         fused = self._is_fused(out, pieces[0].grad)
         job = FlatJob(out, pieces, self._counted(state, out, fused))
+        new_hyper = self._run([job], hyper, fused, scale)
+        self._check_flat(job.state)
+        return job.state, new_hyper
+
+    def update_together(
+        self,
+        out: Tensor,
+        cut: Callable[[Tensor], Sequence[Tensor]],
+        grads: Sequence[Tensor],
+        state: State,
+        hyper: Mapping[str, Any],
+        scale: Tensor | None = None,
+    ) -> tuple[State, dict[str, Any]]:
+        """One step of small parameters that lie end to end, in place (see `SmallJob`): as `update_flat`."""
+        fused = self._is_fused(out, grads[0])
+        job = SmallJob(out, cut, grads, self._counted(state, out, fused))
         new_hyper = self._run([job], hyper, fused, scale)
         self._check_flat(job.state)
         return job.state, new_hyper
@@ -110,9 +126,7 @@ class Engine:
         return FlatJob(out.view(-1), [Piece(0, source, grad.view(-1))], state, param.shape)
 
     @torch.no_grad()
-    def _run(
-        self, jobs: Sequence[WholeJob | FlatJob], hyper: Mapping[str, Any], fused: bool, scale: Tensor | None
-    ) -> dict[str, Any]:
+    def _run(self, jobs: Sequence[Job], hyper: Mapping[str, Any], fused: bool, scale: Tensor | None) -> dict[str, Any]:
         """Do the jobs, block by block; the new hyper-parameters."""
         instance, options = self._take(fused)
         lent = _lent(options, hyper)
@@ -129,15 +143,17 @@ class Engine:
 
     def _step(self, instance: Any, batch: Sequence[Block], scale: Tensor | None) -> None:
         lent = [job.lend(start, stop) for job, start, stop in batch]
-        for one in lent:
+        together = [one for some in lent for one in some]
+        for one in together:
             one.param.grad = self._private(one.grad) if scale is None else one.grad * scale.to(one.grad.dtype)
             if one.state:
                 instance.state[one.param] = one.state
-        instance.param_groups[0]["params"] = [one.param for one in lent]
+        instance.param_groups[0]["params"] = [one.param for one in together]
         instance.step()
-        for (job, start, stop), one in zip(batch, lent, strict=True):
+        for one in together:
             one.param.grad = None
-            job.take_back(start, stop, one, instance.state.pop(one.param, {}))
+        for (job, start, stop), some in zip(batch, lent, strict=True):
+            job.take_back(start, stop, some, [instance.state.pop(one.param, {}) for one in some])
 
     def _is_fused(self, param: Tensor, grad: Tensor) -> bool:
         """Whether torch's fused kernel steps this parameter, where the user leaves the choice to us.

@@ -71,8 +71,8 @@ def optimizer(
             treat every element alike. Outside a region it changes nothing. "auto": all axes over which a parameter and
             its gradient are known to be the same (gradients as `value_and_grad` gives them), if `cls` is one of
             torch's that treats every element alike, the ranks share one host's memory, and there are more than 8192
-            elements to share: of fewer each rank updates all sooner than it exchanges them. None: each rank updates
-            everything, and keeps all state.
+            elements to share: of fewer each rank updates all, laid end to end, sooner than it exchanges them. None:
+            each rank updates everything, and keeps all state.
         groups: dictionaries, each with "params" (a function of a parameter's name and tensor, a list of names, or a
             tree of booleans) and the options of these parameters: `{"params": is_bias, "weight_decay": 0.0}`. The
             first that names a parameter has it; the others are stepped with `hyper`. Numbers start out in

@@ -20,7 +20,7 @@ from ..mesh.region import current
 from ..mesh.replication.net import differs_over
 from ..mesh.spec import Sharded
 from .leaves import REFUSED, Leaf, State, layout_of, localized
-from .slices import Axis, Ranks, Slice, divided, joined
+from .slices import ALONE, Axis, Ranks, Slice, divided, joined
 
 # Elements, all of one kind together: with "auto" no more than these are sliced. What an exchange costs does not shrink
 # with them: all ranks wait for each other once more, on busy cores for as long as a turn of another process takes.
@@ -79,7 +79,7 @@ class Parts:
         self._check_state()
         few = self._few() if shard == "auto" and transforms.current_plan().virtual is None else ()
         ranks = [
-            _ranks(shard, leaf) if leaf.grad is not None and index not in few else None
+            None if leaf.grad is None else _together(leaf) if index in few else _ranks(shard, leaf)
             for index, leaf in enumerate(leaves)
         ]
         owners = {index: key for key in self._state for index in self._members(key) or ()}
@@ -114,7 +114,9 @@ class Parts:
     def _refetched(self, part: Slice, value: Any) -> Any:
         """A value as it is, unless it was cut for another number of ranks."""
         local = _plain(value)
-        if not isinstance(local, Tensor) or not local.ndim or part.cut or local.shape == (part.length,):
+        if not isinstance(local, Tensor) or not local.ndim or part.cut:
+            return value
+        if local.shape == (part.length,) and (part.ranks.axis or not _axes_of(value)):
             return value
         return self._fetched(part.leaves, value)
 
@@ -159,7 +161,8 @@ class Parts:
         leaves = [self._leaves[index] for index in self._members(key) or ()]
         own = self._state.pop(key)
         for name, value in own.items():
-            parts: Iterable[Any] = [value] * len(leaves)
+            # Each its own: a donated one would be stepped in place once for every leaf.
+            parts: Iterable[Any] = [value.clone() if isinstance(value, Tensor) else value for _ in leaves]
             if isinstance(_plain(value), Tensor) and _plain(value).ndim:
                 parts = divided(leaves, self._fetched(leaves, value))
             for leaf, part in zip(leaves, parts, strict=True):
@@ -167,8 +170,7 @@ class Parts:
 
     def _fetched(self, leaves: Sequence[Leaf], value: Any) -> Tensor:
         """All slices of a value, end to end."""
-        spec = value.spec if isinstance(value, Sharded) else getattr(value, "_spmd_spec", None)
-        names = () if spec is None else tuple(name for name in spec.axes if name not in layout_of(leaves[0].param).axes)
+        names = tuple(name for name in _axes_of(value) if name not in layout_of(leaves[0].param).axes)
         value = _plain(value)
         if current() is not None and names:
             value = transforms.all_gather(value, names, tiled=True)
@@ -202,14 +204,16 @@ def _ranks(shard: Axis | None, leaf: Leaf) -> Ranks | None:
     return None if ranks.inside and names & layout_of(leaf.param).axes else ranks
 
 
-def _known_ranks(leaf: Leaf) -> Ranks | None:
-    """Those that have the same parameter, and the same gradient, for all that is known, and read the same memory.
+def _together(leaf: Leaf) -> Ranks | None:
+    """Every rank steps all of what would be sliced if it were more: laid end to end, but alone."""
+    whole = leaf.param.layout is torch.strided and not layout_of(leaf.param).axes
+    return ALONE if whole and _known_axes(leaf) is not None else None
 
-    Over a network new parameters would have to be gathered, beside gradients that every rank has whole by then.
-    """
-    region = current()
-    own, others = differs_over(leaf.param), differs_over(leaf.grad)
-    if region is None or own is None or others is None or not others <= own or region.session.backend != "shm":
+
+def _known_ranks(leaf: Leaf) -> Ranks | None:
+    """Those that have the same parameter, and the same gradient, for all that is known, and read the same memory."""
+    region, own = current(), _known_axes(leaf)
+    if region is None or own is None:
         return None
     layout = region.session.layout
     axes = tuple(name for name, size in layout.axes.items() if name not in own and size > 1)
@@ -220,8 +224,26 @@ def _known_ranks(leaf: Leaf) -> Ranks | None:
     return Ranks(alone, inside=True) if transforms.current_plan().virtual is not None and alone else None
 
 
+def _known_axes(leaf: Leaf) -> frozenset[str] | None:
+    """The axes over which a parameter differs, and no others its gradient; None if that isn't known.
+
+    Nor over a network: new parameters would have to be gathered, beside gradients that every rank has whole by then.
+    """
+    region = current()
+    own, others = differs_over(leaf.param), differs_over(leaf.grad)
+    if region is None or own is None or others is None or not others <= own or region.session.backend != "shm":
+        return None
+    return own
+
+
 def _plain(value: Any) -> Any:
     return value.local if isinstance(value, Sharded) else value
+
+
+def _axes_of(value: Any) -> frozenset[str]:
+    """The axes over which a value is cut."""
+    spec = value.spec if isinstance(value, Sharded) else getattr(value, "_spmd_spec", None)
+    return frozenset() if spec is None else spec.axes
 
 
 def _is_like(name: str, value: Any, leaf: Leaf) -> bool:

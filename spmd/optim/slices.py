@@ -65,8 +65,14 @@ def laid_out(leaves: Sequence[Leaf]) -> tuple[int, ...]:
 
 
 def joined(leaves: Sequence[Leaf], values: Sequence[Tensor]) -> Tensor:
-    """Tensors like the leaves, as one flat one."""
+    """Tensors like the leaves, as one flat one, of memory of its own."""
     *starts, end = laid_out(leaves)
+    first, size = values[0], values[0].element_size()
+    if first.untyped_storage().nbytes() == end * size and all(
+        value.data_ptr() == first.data_ptr() + size * start and value.is_contiguous()
+        for start, value in zip(starts, values, strict=True)
+    ):
+        return first.detach().as_strided((end,), (1,), 0).clone()
     flat = values[0].new_zeros(end)
     for start, value in zip(starts, values, strict=True):
         flat[start : start + value.numel()] = value.reshape(-1)
@@ -75,14 +81,29 @@ def joined(leaves: Sequence[Leaf], values: Sequence[Tensor]) -> Tensor:
 
 def divided(leaves: Sequence[Leaf], flat: Tensor) -> Iterator[Tensor]:
     """Views of a flat tensor, like each of the leaves."""
-    *starts, end = laid_out(leaves)
-    sizes, at = [], 0
-    for start, leaf in zip(starts, leaves, strict=True):
-        sizes += [start - at, leaf.param.numel()]
-        at = start + leaf.param.numel()
-    pieces = flat[:end].split([*sizes, end - at])[1::2]
-    for piece, leaf in zip(pieces, leaves, strict=True):
+    for piece, leaf in zip(cut(leaves, flat), leaves, strict=True):
         yield piece.view(leaf.param.shape)
+
+
+def cut(leaves: Sequence[Leaf], flat: Tensor) -> Sequence[Tensor]:
+    """The parts of a flat tensor that are the leaves', flat as well."""
+    sizes = _sizes(tuple(leaf.param.numel() for leaf in leaves))
+    return flat[: sum(sizes)].split(sizes)[::2]
+
+
+@functools.lru_cache(maxsize=256)
+def _sizes(numels: tuple[int, ...]) -> list[int]:
+    """Of each leaf, and of what lies behind it.
+
+    >>> _sizes((3, 64))
+    [3, 61, 64, 0]
+    """
+    starts = offsets(numels)
+    return [
+        size
+        for start, numel, end in zip(starts, numels, starts[1:], strict=False)
+        for size in (numel, end - start - numel)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,6 +114,9 @@ class Ranks:
     index: int = 0
     size: int = 1
     inside: bool = False
+
+
+ALONE = Ranks((), inside=True)  # each steps all, laid end to end for being so little
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,10 +144,10 @@ class Slice:
 
     @property
     def spec(self) -> P | None:
-        """Of the state, which differs over every axis that cuts the leaves, and over ours; None outside a region."""
+        """Of the state, which differs over every axis that cuts the leaves, and over ours; None where it is whole."""
         axis = self.ranks.axis
-        names = (axis,) if isinstance(axis, str) else axis
-        return P((*names, *self.cut)) if self.ranks.inside else None
+        names = (*((axis,) if isinstance(axis, str) else axis), *self.cut)
+        return P(names) if names and self.ranks.inside else None
 
     def step(
         self, engine: Engine, own: State, hyper: Mapping[str, Any], scale: Tensor | None
@@ -140,7 +164,11 @@ class Slice:
         def write(out: Tensor) -> None:
             stepped.append(engine.update_flat(out, self._pieces(into is not None, out), own, hyper, scale))
 
-        if self.ranks.size == 1:
+        if self.ranks == ALONE:
+            flat = joined(self.leaves, [leaf.param for leaf in self.leaves]) if into is None else into
+            grads = [_dense(leaf.grad).reshape(-1) for leaf in self.leaves if leaf.param.numel()]
+            stepped.append(engine.update_together(flat, self._parts, grads, own, hyper, scale))
+        elif self.ranks.size == 1:
             flat = self.leaves[0].param.new_empty(self.length) if into is None else into
             write(flat)
         else:
@@ -152,6 +180,10 @@ class Slice:
             _like(piece, leaf.param) for piece, leaf in zip(divided(self.leaves, flat), self.leaves, strict=True)
         ], *stepped[0]
 
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        """What a flat tensor has of each leaf that has elements, flat as well."""
+        return [part for part in cut(self.leaves, flat) if part.numel()]
+
     def _pieces(self, there: bool, out: Tensor) -> list[Piece]:
         """What lies in this slice of each leaf."""
         start, stop = slice_bounds(self.numel, self.ranks.size)[self.ranks.index]
@@ -159,8 +191,7 @@ class Slice:
         for offset, leaf in zip(laid_out(self.leaves), self.leaves, strict=False):
             first, last = max(start - offset, 0), min(stop - offset, leaf.param.numel())
             if first < last:
-                assert leaf.grad is not None
-                grad = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
+                grad = _dense(leaf.grad)
                 source = None if there else leaf.param.reshape(-1)[first:last]
                 pieces.append(Piece(offset + first - start, source, grad.reshape(-1)[first:last]))
         # A slice of padding alone is stepped as well: its state has to be like that of the others.
@@ -227,6 +258,11 @@ class Slice:
         return own if self.spec is None else declared(own, (self.length,), self.spec)
 
 
+def _dense(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad.to_dense() if grad.is_sparse else grad
+
+
 def _like(piece: Tensor, param: Tensor) -> Tensor:
-    # Keeps the strides: channels last stays so.
-    return piece if param.is_contiguous() else torch.empty_like(param).copy_(piece)
+    # Keeps the strides: channels last stays so. What has no elements shows no memory, which others may be stepped in.
+    return piece if param.is_contiguous() and param.numel() else torch.empty_like(param).copy_(piece)

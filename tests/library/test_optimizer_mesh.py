@@ -179,6 +179,29 @@ def test_state_goes_on_at_another_number_of_ranks(shared_mesh):
             assert torch.equal(params[name], expected[name])
 
 
+@pytest.mark.parametrize("donate", [(), ("params", "opt_state")], ids=["", "donated"])
+@pytest.mark.parametrize(("cls", "hyper"), CLASSES, ids=lambda v: getattr(v, "__name__", ""))
+def test_state_of_few_parameters_lies_end_to_end(shared_mesh, cls, hyper, donate):
+    """Every rank has all of it; it goes on where it is sliced or kept by parameter, and back, with the same bits."""
+    mesh = shared_mesh({"data": 2})
+    params = {"w": drawn(3, 7), "one": drawn(seed=1), "none": drawn(0), "b": drawn(11, seed=2)}
+    grads_of_steps = [{name: drawn(*p.shape, seed=10 * i) for name, p in params.items()} for i in range(8)]
+    wanted = sequential(cls, hyper, params, grads_of_steps)
+    opt_state = optimizer(cls, **hyper).init(params)
+    shards = ("auto", "auto", None, "auto", "data", "auto", "data", "auto")
+    for grads, shard in zip(grads_of_steps, shards, strict=True):
+        opt = optimizer(cls, shard=shard, **hyper)
+        step = spmd(
+            lambda params, grads, opt_state, opt=opt: opt.step(params, grads, opt_state), donate=donate, mesh=mesh
+        )
+        params, opt_state = step(params, grads, opt_state)
+        assert [*opt_state["state"]] == ([f"[{name!r}]" for name in params] if shard is None else ["float32"])
+        for leaf in arrays(opt_state["state"]):
+            assert leaf.spec == (P("data") if shard == "data" and leaf.shape else P())
+    for name, value in wanted.items():
+        assert torch.equal(params[name].full(), value), name
+
+
 def test_hyper_parameters_may_be_scheduled(shared_mesh):
     schedule = [0.1, 0.05, 0.2]
     params = {"w": drawn(70)}
@@ -244,12 +267,14 @@ def test_parameters_cut_over_an_axis(shared_mesh, backend, shard, cls, hyper):
             torch.testing.assert_close(params[name].full(), value.detach(), rtol=1e-4, atol=1e-5)
         if shard in (None, "auto"):  # there is too little to be sliced by default
             for name, spec in SPECS.items():
-                for key, value in opt_state["state"][f"[{name!r}]"].items():
+                # What is not cut is laid end to end, where ranks share memory.
+                key = "float32" if shard and backend == "shm" and not spec.entries else f"[{name!r}]"
+                for what, value in opt_state["state"][key].items():
                     if value.shape:
                         assert value.spec == spec
-                        torch.testing.assert_close(
-                            value.full(), reference.state[plain[name]][key], rtol=1e-3, atol=1e-5
-                        )
+                        expected = reference.state[plain[name]][what]
+                        found = value.full() if key[0] == "[" else value.full()[: expected.numel()]
+                        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
         else:
             slices = [leaf for leaf in arrays(opt_state["state"]) if leaf.shape]
             assert slices and all(leaf.spec.entries for leaf in slices)
