@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo docs test test-fast test-real test-torch test-hosts bench chaos profile lint types suite clean gpu
+.PHONY: demo docs test test-fast test-real test-torch test-hosts test-compile bench chaos profile lint types suite clean gpu
 
 demo: $(VENV)/.demo
 	$(PY) notebooks/digits.py
@@ -91,6 +91,10 @@ test-torch: $(VENV)/.made
 # A driver in one network namespace, with ranks in it and in another; needs root.
 test-hosts: $(VENV)/.made
 	cd tests && TEST_NAMESPACES=1 $(PY) -m pytest -q mesh/test_hosts.py
+
+# Where torch.compile may be put, in a driver and on launched ranks: equal to eager, or refused.
+test-compile: $(VENV)/.made
+	$(PY) bench/compile_matrix.py | tee bench/results/compile_matrix.txt
 
 # The site, in build/site: every page, every public name, every link, or it fails.
 docs: $(VENV)/.docs

@@ -7,6 +7,7 @@ seconds: where a program has not, there is nothing compiled.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -97,6 +98,14 @@ def _context(options: dict[str, Any]) -> Any:
 
 def _nothing() -> None:
     """What a context is made with."""
+
+
+def attributes_to_copy(function: Any) -> tuple[str, ...]:
+    """What `functools.wraps` is to take over of a function besides its name: of a compiled one nothing.
+
+    By the attributes of such a one the compiler, and pickle, would take what is around it for the function itself.
+    """
+    return functools.WRAPPER_UPDATES if original(function) is None else ()
 
 
 def is_running() -> bool:

@@ -210,7 +210,7 @@ class Layout:
 
     def parts(self, axes: tuple[str, ...]) -> int:
         """How many blocks cutting over `axes` makes."""
-        return math.prod(self.axes[name] for name in axes)
+        return math.prod([self.axes[name] for name in axes])  # a list, which torch.compile traces
 
     def part(self, rank: int, axes: tuple[str, ...]) -> int:
         """Which of those blocks is `rank`'s."""

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from ..kernels import torch_compiled
 from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, message
 from ..kernels.torch_private import in_torch_func
@@ -68,9 +70,9 @@ def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = Fal
         return f.transformed(transform, argnums, False, has_aux)
 
     @shows_only_users
-    @functools.wraps(f)
+    @functools.wraps(f, updated=torch_compiled.attributes_to_copy(f))
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        _, found, aux = _differentiate(f, argnums, has_aux, axes, args, kwargs)
+        _, found, aux = _untraced()(f, argnums, has_aux, axes, args, kwargs)
         return (found, aux) if has_aux else found
 
     return gradient
@@ -95,9 +97,9 @@ def value_and_grad(
         return f.transformed(transform, argnums, True, has_aux)
 
     @shows_only_users
-    @functools.wraps(f)
+    @functools.wraps(f, updated=torch_compiled.attributes_to_copy(f))
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        value, found, aux = _differentiate(f, argnums, has_aux, axes, args, kwargs)
+        value, found, aux = _untraced()(f, argnums, has_aux, axes, args, kwargs)
         return ((value, aux), found) if has_aux else (value, found)
 
     return value_and_gradient
@@ -119,6 +121,13 @@ class Transformable(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def _untraced() -> Callable:
+    """`_differentiate`, for a compiler that has come to it as Python: the tape, hooks and buckets are no graph's."""
+    if is_dynamo_compiling() or torch_compiled.is_running():
+        return torch_compiled.uncompiled(_differentiate)
+    return _differentiate
 
 
 def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tuple, kwargs: dict) -> tuple:

@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ..kernels.errors import SpecError, message
 from ..mesh.replication.net import Varying, active
-from ._named_axes import Axis, check_dim, each_leaf, group, known
+from ._named_axes import Axis, axis_size, check_dim, each_leaf, group, known
 from ._operations import Broadcast, Exchange, Gather, Permute, Scatter
+from ._reductions import counted
 from ._tokens import run
+from .compiled.tracing import each, traceable
 
 
 def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> Any:
@@ -38,15 +41,22 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> Any:
     Raises:
         as `psum`, and SpecError for a bad `dim`.
     """
+
+    def lined_up(stacked: Tensor) -> Tensor:
+        at = check_dim("all_gather", "dim", dim, stacked.dim() - bool(tiled))
+        result = stacked.movedim(0, at)
+        return result.flatten(at, at + 1) if tiled else result
+
+    def fits(leaf: Tensor, size: int) -> bool:
+        return isinstance(dim, int) and -leaf.dim() - (not tiled) <= dim < leaf.dim() + (not tiled)
+
+    if is_dynamo_compiling() and traceable(x, axis, replicates=True, fits=fits):
+        return each("all_gather", x, axis, after=lined_up)
     axes, comm = group("all_gather", axis)
 
     def one(leaf: Tensor) -> Tensor:
-        at = check_dim("all_gather", "dim", dim, leaf.dim() + (not tiled))
-        stacked = run(Gather(comm), leaf)
-        result = stacked.movedim(0, at)
-        if tiled:
-            result = result.flatten(at, at + 1)
-        return known(leaf, result, same=axes)
+        check_dim("all_gather", "dim", dim, leaf.dim() + (not tiled))
+        return known(leaf, lined_up(run(Gather(comm), leaf)), same=axes)
 
     return each_leaf("all_gather", one, x)
 
@@ -68,17 +78,31 @@ def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> An
     Raises:
         as `psum`, and SpecError where the size of `dim` does not fit.
     """
+
+    def pieces(leaf: Tensor, size: int) -> Tensor:
+        at = check_dim("psum_scatter", "dim", dim, leaf.dim())
+        return _divide("psum_scatter", counted(leaf), at, size, tiled)
+
+    if is_dynamo_compiling() and traceable(x, axis, replicates=False, fits=_divisible(dim, tiled)):
+        size = axis_size(axis)
+        return each("psum_scatter", x, axis, before=lambda leaf: pieces(leaf, size))
     axes, comm = group("psum_scatter", axis)
 
     def one(leaf: Tensor) -> Tensor:
-        source = leaf
-        if leaf.dtype is torch.bool:
-            leaf = leaf.to(torch.int64)
-        at = check_dim("psum_scatter", "dim", dim, leaf.dim())
-        pieces = _divide("psum_scatter", leaf, at, comm.size, tiled)
-        return known(source, run(Scatter(comm), pieces), differs=axes)
+        return known(leaf, run(Scatter(comm), pieces(leaf, comm.size)), differs=axes)
 
     return each_leaf("psum_scatter", one, x)
+
+
+def _divisible(dim: Any, tiled: bool) -> Callable[[Tensor, int], bool]:
+    """Whether `_divide` takes a leaf."""
+
+    def fits(leaf: Tensor, size: int) -> bool:
+        if not isinstance(dim, int) or not -leaf.dim() <= dim < leaf.dim():
+            return False
+        return leaf.shape[dim] % size == 0 if tiled else leaf.shape[dim] == size
+
+    return fits
 
 
 def _divide(what: str, leaf: Tensor, dim: int, size: int, tiled: bool) -> Tensor:
@@ -113,16 +137,28 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int, *, tiled: bo
     Raises:
         as `psum`, and SpecError where the sizes do not fit.
     """
+
+    def pieces(leaf: Tensor, size: int) -> Tensor:
+        split = check_dim("all_to_all", "split_dim", split_dim, leaf.dim())
+        return _divide("all_to_all", leaf, split, size, tiled)
+
+    def lined_up(parts: Tensor) -> Tensor:
+        concat = check_dim("all_to_all", "concat_dim", concat_dim, parts.dim() - bool(tiled))
+        result = parts.movedim(0, concat)
+        return result.flatten(concat, concat + 1) if tiled else result
+
+    def fits(leaf: Tensor, size: int) -> bool:
+        divisible = _divisible(split_dim, tiled)(leaf, size)
+        return divisible and isinstance(concat_dim, int) and -leaf.dim() <= concat_dim < leaf.dim()
+
+    if is_dynamo_compiling() and traceable(x, axis, replicates=False, fits=fits):
+        size = axis_size(axis)
+        return each("all_to_all", x, axis, before=lambda leaf: pieces(leaf, size), after=lined_up)
     axes, comm = group("all_to_all", axis)
 
     def one(leaf: Tensor) -> Tensor:
-        split = check_dim("all_to_all", "split_dim", split_dim, leaf.dim())
-        concat = check_dim("all_to_all", "concat_dim", concat_dim, leaf.dim())
-        pieces = _divide("all_to_all", leaf, split, comm.size, tiled)
-        result = run(Exchange(comm), pieces).movedim(0, concat)
-        if tiled:
-            result = result.flatten(concat, concat + 1)
-        return known(leaf, result, differs=axes)
+        check_dim("all_to_all", "concat_dim", concat_dim, leaf.dim())
+        return known(leaf, lined_up(run(Exchange(comm), pieces(leaf, comm.size))), differs=axes)
 
     return each_leaf("all_to_all", one, x)
 
@@ -143,6 +179,9 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     Raises:
         as `psum`, and SpecError for pairs that are not such.
     """
+    if is_dynamo_compiling() and traceable(x, axis, replicates=False):
+        pairs = _pairs(perm, axis_size(axis))
+        return each("ppermute", x, axis, [src for src, _ in pairs], [dst for _, dst in pairs])
     axes, comm = group("ppermute", axis)
     pairs = _pairs(perm, comm.size)
     return each_leaf("ppermute", lambda leaf: known(leaf, run(Permute(comm, pairs), leaf), differs=axes), x)
@@ -176,6 +215,10 @@ def pbroadcast(x: Any, axis: Axis, source: int) -> Any:
     Raises:
         as `psum`, and SpecError for a bad `source`.
     """
+    if is_dynamo_compiling() and traceable(
+        x, axis, replicates=True, fits=lambda _, size: isinstance(source, int) and 0 <= source < size
+    ):
+        return each("pbroadcast", x, axis, source)
     axes, comm = group("pbroadcast", axis)
     if not isinstance(source, int) or not 0 <= source < comm.size:
         raise SpecError(message('pbroadcast got a bad "source"', got=source, expected=f"0 to {comm.size - 1}"))

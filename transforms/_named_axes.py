@@ -108,7 +108,7 @@ def refuse_recording(what: str) -> None:
                 f"{what} was called while torch records operations (make_fx, torch.func.linearize, torch.jit.trace, "
                 "torch.export), which would keep its result as a constant",
                 remedy="record what lies between the collectives; torch.func.jvp and vjp go through them, and "
-                "torch.compile leaves them to Python",
+                "so does torch.compile",
             )
         )
 

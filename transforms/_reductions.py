@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ..mesh.region import require
 from ._named_axes import Axis, each_leaf, group, known
 from ._operations import Extreme, Sum
 from ._plan import current_plan
 from ._tokens import run
+from .compiled.tracing import each, traceable
 
 
 def psum(x: Any, axis: Axis) -> Any:
@@ -32,11 +34,12 @@ def psum(x: Any, axis: Axis) -> Any:
     Raises:
         SpecError: no such axis. MeshError: outside a region. CollectiveMismatch: ranks disagree.
     """
+    if is_dynamo_compiling() and traceable(x, axis, replicates=True):
+        return each("psum", x, axis, before=counted)
     axes, comm = group("psum", axis)
 
     def one(leaf: Tensor) -> Tensor:
-        counted = leaf.to(torch.int64) if leaf.dtype is torch.bool else leaf
-        return known(leaf, run(Sum(comm), counted), same=axes)
+        return known(leaf, run(Sum(comm), counted(leaf)), same=axes)
 
     return each_leaf("psum", one, x)
 
@@ -58,14 +61,15 @@ def pmean(x: Any, axis: Axis) -> Any:
     Raises:
         as `psum`.
     """
+    if is_dynamo_compiling() and traceable(x, axis, replicates=True):
+        return each("pmean", x, axis, False, before=_inexact)
     axes, comm = group("pmean", axis)
     plan, sizes = current_plan(), require("pmean").session.layout.axes
     # All ranks see alike whether the batch divides; where it does, the plain mean is the weighted one.
     uneven = any(total % sizes[name] for name, (_, total) in plan.samples.items() if name in axes)
 
     def one(leaf: Tensor) -> Tensor:
-        inexact = leaf.dtype.is_floating_point or leaf.dtype.is_complex
-        x = leaf if inexact else leaf.to(torch.get_default_dtype())
+        x = _inexact(leaf)
         if not uneven:
             return known(leaf, run(Sum(comm, "avg"), x), same=axes)
         weight, any_samples = plan.weight(axes, sizes)
@@ -79,6 +83,8 @@ def pmax(x: Any, axis: Axis) -> Any:
 
     Args, Returns, Raises: as `psum`. The gradient goes to the ranks that hold the maximum, shared among ties.
     """
+    if is_dynamo_compiling() and traceable(x, axis, replicates=True):
+        return each("pmax", x, axis)
     axes, comm = group("pmax", axis)
     return each_leaf("pmax", lambda leaf: known(leaf, run(Extreme(comm, "max"), leaf), same=axes), x)
 
@@ -88,5 +94,16 @@ def pmin(x: Any, axis: Axis) -> Any:
 
     Args, Returns, Raises: as `psum`. The gradient goes to the ranks that hold the minimum, shared among ties.
     """
+    if is_dynamo_compiling() and traceable(x, axis, replicates=True):
+        return each("pmin", x, axis)
     axes, comm = group("pmin", axis)
     return each_leaf("pmin", lambda leaf: known(leaf, run(Extreme(comm, "min"), leaf), same=axes), x)
+
+
+def counted(leaf: Tensor) -> Tensor:
+    """What is summed of a tensor: of booleans how many are true."""
+    return leaf.to(torch.int64) if leaf.dtype is torch.bool else leaf
+
+
+def _inexact(leaf: Tensor) -> Tensor:
+    return leaf if leaf.dtype.is_floating_point or leaf.dtype.is_complex else leaf.to(torch.get_default_dtype())

@@ -28,12 +28,16 @@ from ._plan import Plan, current_plan
 
 
 class _State:
-    """The newest token of a thread's chain (None outside of one), and how many collectives it has started."""
+    """The newest token of a thread's chain (None outside of one), and how many collectives it has started.
 
-    __slots__ = ("afterwards", "count", "token")
+    `order` is that of its last compiled collective outside of a chain, which keeps those in order that come after it.
+    """
+
+    __slots__ = ("afterwards", "count", "order", "token")
 
     def __init__(self) -> None:
         self.token: Tensor | None = None
+        self.order = torch.zeros(())
         self.count = 0
         self.afterwards: list[Callable[[], None]] = []  # to be called when the outermost gradient is done
 
@@ -41,21 +45,21 @@ class _State:
 _threads = threading.local()
 
 
-def _here() -> _State:
+def state() -> _State:
     """This thread's state, or the one that it works for."""
-    state = getattr(_threads, "state", None)
-    if state is None:
-        state = _threads.state = _State()
-    return state
+    found = getattr(_threads, "state", None)
+    if found is None:
+        found = _threads.state = _State()
+    return found
 
 
 @contextlib.contextmanager
-def _working_for(region: Region | None, state: _State) -> Iterator[None]:
+def _working_for(region: Region | None, its: _State) -> Iterator[None]:
     """Be where a forward pass was: in a thread of torch's own, or another one that is in no region."""
     if region is None or current() is not None:
         yield
         return
-    own, _threads.state = _here(), state
+    own, _threads.state = state(), its
     try:
         with inside(region):
             yield
@@ -95,14 +99,14 @@ class Chain:
 
     def stop(self) -> None:
         """The function is over; the end is what to take the gradient of, besides its value."""
-        token = _here().token
+        token = state().token
         self.end = [] if token is None or token is self.first else [token]
 
 
 @contextlib.contextmanager
 def chain() -> Iterator[Chain]:
     """Link the collectives of a `with` block; within another chain they stay part of that one as well."""
-    here = _here()
+    here = state()
     outer = here.token
     first = here.token = torch.zeros((), requires_grad=True) if outer is None else outer
     try:
@@ -116,7 +120,7 @@ def chain() -> Iterator[Chain]:
 
 def after_gradient(callback: Callable[[], None]) -> bool:
     """Call `callback` when the gradient that is being taken on this thread is done; False if there is none."""
-    here = _here()
+    here = state()
     if here.token is None:
         return False
     here.afterwards.append(callback)
@@ -125,17 +129,17 @@ def after_gradient(callback: Callable[[], None]) -> bool:
 
 def in_gradient() -> bool:
     """Whether a function is being differentiated on this thread."""
-    return _here().token is not None
+    return state().token is not None
 
 
 def started() -> int:
     """How many collectives this thread has started."""
-    return _here().count
+    return state().count
 
 
 def run(operation: Operation, x: Tensor) -> Tensor:
     """Do a collective, recorded for whatever differentiates it."""
-    here = _here()
+    here = state()
     here.count += 1
     if in_torch_func() or unpack_dual(x).tangent is not None:
         return _Apply.apply(x, None, operation)[0]
@@ -148,6 +152,12 @@ def run(operation: Operation, x: Tensor) -> Tensor:
     if token is not None:
         here.token = new_token
     return result
+
+
+def perform(operation: Operation, x: Tensor) -> Tensor:
+    """Do a collective that its caller differentiates."""
+    state().count += 1
+    return operation.forward(x)
 
 
 def _forward(operation: Operation, x: Tensor) -> Tensor:
@@ -185,7 +195,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
         x, _, ctx.operation = inputs
-        ctx.region, ctx.plan, ctx.state = current(), current_plan(), _here()
+        ctx.region, ctx.plan, ctx.state = current(), current_plan(), state()
         if ctx.operation.saves:
             ctx.save_for_backward(x, output[0])
             ctx.save_for_forward(x, output[0])

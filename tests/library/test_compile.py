@@ -48,6 +48,29 @@ def loss_and_grads(mesh, compiled, **options):
     return [step(params, BATCH) for _ in range(3)][-1]
 
 
+def a_gradient_made_outside(mesh, compiled, **options):
+    """What wraps a compiled function is not taken for it, neither by pickle nor by the compiler."""
+    gradient = value_and_grad(compiled(lambda w, x: (w * x).square().mean(), **options))
+    twice = compiled(lambda w, x: gradient(w, x), **options)
+    step = spmd.spmd(lambda x: (gradient(torch.ones(3), x), twice(torch.ones(3), x)), in_specs=P("data"), mesh=mesh)
+    return [step(BATCH["x"]) for _ in range(3)][-1]
+
+
+def a_whole_step(mesh, compiled, **options):
+    apply, params = model_and_params()
+    opt = optimizer(torch.optim.Adam, lr=0.1)
+
+    def step(p, s, x):
+        loss, g = value_and_grad(lambda p, x: torch.relu(apply(p, x)).mean())(p, x)
+        return loss, *opt.step(p, g, s)
+
+    run = spmd.spmd(data_parallel(compiled(step, **options), batch="x"), mesh=mesh)
+    state = opt.init(params)
+    for _ in range(3):
+        loss, params, state = run(params, state, BATCH["x"])
+    return loss, params
+
+
 def applied(mesh, compiled, **options):
     apply, params = model_and_params()
     run = compiled(apply, **options)
@@ -117,7 +140,7 @@ def a_module(mesh, compiled, **options):
 
 PROGRAMS = [
     *(loss_and_grads, applied, trained, trained_compiled_within, collectives, gradient_through_a_collective),
-    *(an_object, a_module),
+    *(an_object, a_module, a_gradient_made_outside, a_whole_step),
 ]
 
 

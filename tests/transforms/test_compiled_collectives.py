@@ -1,0 +1,163 @@
+"""Collectives that `torch.compile` traces: one graph, and the values and gradients of eager ones."""
+
+import sys
+
+import cloudpickle
+import pytest
+import torch
+
+import spmd
+from spmd import (
+    P,
+    SpecError,
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    data_parallel,
+    grad,
+    pbroadcast,
+    pmax,
+    pmean,
+    ppermute,
+    psum,
+    psum_scatter,
+    value_and_grad,
+)
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
+
+
+def counting(graph, inputs):
+    torch.counted_graphs = counted() + 1
+    return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+def counted():
+    return getattr(torch, "counted_graphs", 0)
+
+
+COLLECTIVES = {
+    "psum": lambda x: psum(x * 1, "data"),
+    "pmean": lambda x: pmean(x * 1, ("data",)),
+    "pmax": lambda x: pmax(x.round(), "data"),
+    "all_gather": lambda x: all_gather(x * 1, "data", dim=1),
+    "all_gather tiled": lambda x: all_gather(x.t(), "data", dim=-1, tiled=True),
+    "psum_scatter": lambda x: psum_scatter(x * 1, "data"),
+    "psum_scatter tiled": lambda x: psum_scatter(x * 1, "data", tiled=True),
+    "all_to_all": lambda x: all_to_all(x * 1, "data", 0, 1),
+    "all_to_all tiled": lambda x: all_to_all(x * 1, "data", 0, 1, tiled=True),
+    "ppermute": lambda x: ppermute(x * 1, "data", [(0, 1)]),
+    "ppermute in a ring": lambda x: ppermute(x * 1, "data", [(i, (i + 1) % axis_size("data")) for i in range(2)]),
+    "pbroadcast": lambda x: pbroadcast(x * 1, "data", 1),
+    "booleans": lambda x: psum(x > 2, "data") * x,
+    "a tree": lambda x: psum({"a": x * 1, "b": [x.sum(), (x,)]}, "data")["b"][1][0],
+    "this rank's place": lambda x: psum(x * axis_index("data"), "data"),
+}
+
+
+def compared(function):
+    """On a rank: value and gradient of a loss that uses the function, eager and in one graph."""
+    x = torch.tensor([[0.4, 1.3, 2.2], [2.7, 3.1, 4.9]]) * (1 + 0.5 * axis_index("data"))
+
+    def loss(x):
+        return (function(x).sin() * x.sum()).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), loss(x))
+    for _ in range(2):
+        found, expected = value_and_grad(compiled)(x), value_and_grad(loss)(x)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_one_graph_with_the_values_and_gradients_of_eager(shared_mesh, name):
+    shared_mesh({"data": 2}).run(compared, COLLECTIVES[name])
+
+
+def a_constant_elsewhere(x):
+    y = psum(x.sin(), "data").sum() * pmean(x * 2, "data").sum()
+    return x.sum() * 0 if axis_index("data") else y
+
+
+def one_without_gradients(x):
+    total = psum((x * x).sum(), "data")
+    with torch.no_grad():
+        scale = psum(x.sum(), "data")
+    return total * psum((x * scale).sum(), "data")
+
+
+def results_that_nobody_uses(x):
+    psum(x * 1, "data"), psum(x * x, "data")
+    return (x * x).sum()
+
+
+@pytest.mark.parametrize("loss", [a_constant_elsewhere, one_without_gradients, results_that_nobody_uses])
+def test_all_ranks_run_all_transposes(shared_mesh, loss):
+    """Whatever a rank's value depends on; else they would wait for each other, or take one sum for another."""
+
+    def on_a_rank():
+        x = torch.arange(6.0).reshape(2, 3) + 10 * axis_index("data")
+        torch._dynamo.reset()
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        for _ in range(2):
+            torch.testing.assert_close(value_and_grad(compiled)(x), value_and_grad(loss)(x))
+
+    shared_mesh({"data": 2}).run(on_a_rank)
+
+
+def a_loss(p, batch):
+    product = (p * batch["x"]).mean()
+    return psum(product * 0.5, "data") * pmean(product, "data")
+
+
+def test_uneven_batches_and_few_graphs(shared_mesh):
+    """A rank's share of the samples is asked for when a graph runs; later steps compile nothing."""
+    mesh = shared_mesh({"data": 2})
+    before = mesh.run(counted)
+
+    def steps(loss):
+        @spmd.spmd(mesh=mesh)
+        @data_parallel
+        def step(p, batch):
+            return value_and_grad(loss)(p, batch)
+
+        batches = [torch.arange(3.0 * size).reshape(size, 3) for size in (8, 8, 7, 8, 5, 7, 8)]
+        found = [step(torch.ones(3), {"x": x}) for x in batches]
+        return [leaf.full() for pair in found for leaf in pair]
+
+    found = steps(torch.compile(a_loss, fullgraph=True, backend=counting))
+    torch.testing.assert_close(found, steps(a_loss))
+    graphs = [now - then for now, then in zip(mesh.run(counted), before, strict=True)]
+    assert all(1 <= one <= 3 for one in graphs), graphs
+
+
+def test_what_a_result_differs_over_is_known_as_in_eager(shared_mesh):
+    """The gradient by a shard, equal on all ranks by chance, is this rank's own, and is not summed."""
+
+    def step(w):
+        shard = scatter(w)
+        return grad(lambda w: (w * (1.0 + axis_index("data"))).sum())(shard)
+
+    scatter = torch.compile(lambda w: psum_scatter(w, "data", tiled=True), backend="aot_eager")
+    mesh = shared_mesh({"data": 2})
+    run = spmd.spmd(step, out_specs=P("data"), mesh=mesh)
+    for _ in range(3):
+        assert run(torch.ones(2)).full().tolist() == [0.5, 1.0]
+
+
+def test_errors_are_those_of_eager(shared_mesh):
+    def on_a_rank():
+        for wrong in (lambda x: psum(x, "modl"), lambda x: all_gather(x, "data", dim=5), lambda x: psum(None, "data")):
+            torch._dynamo.reset()
+            with pytest.raises(SpecError) as expected:
+                wrong(torch.ones(2))
+            with pytest.raises(SpecError) as found:
+                torch.compile(wrong, backend="eager")(torch.ones(2))
+            assert str(found.value) == str(expected.value)
+
+    shared_mesh({"data": 2}).run(on_a_rank)
+    with pytest.raises(spmd.MeshError, match="outside a region"):
+        torch.compile(lambda x: psum(x, "data"), backend="eager")(torch.ones(2))

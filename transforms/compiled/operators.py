@@ -1,0 +1,169 @@
+"""The collectives as operators that are registered with torch, which its compiler puts into a graph as they are.
+
+Each takes a tensor and a token, and gives a tensor and a token (see `_tokens`): what a graph does is sorted by what
+depends on what, and the tokens keep all ranks' collectives, and all their transposes, in the order of the program.
+An operator names its axes; which ranks these are, and how much this rank's samples weigh, it finds out when it runs.
+Invariant: values and gradients are those of `_operations`; only traced code comes here, for which torch's own dispatch
+of such an operator costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.communicator import Communicator
+from ...kernels.errors import SpecError, message
+from ...mesh.region import require
+from .._named_axes import group
+from .._operations import Broadcast, Collect, Exchange, Extreme, Gather, Permute, Scatter, Sum
+from .._plan import current_plan
+from .._tokens import Operation, forget_undefined, perform
+
+Pair = tuple[Tensor, Tensor]
+Shape = Callable[[Tensor, int], Sequence[int]]
+
+_SCHEMA = "(Tensor x, Tensor token, str[] axes, SymInt size, bool backward{more}) -> (Tensor, Tensor)"
+
+
+def _communicator(name: str, axes: Sequence[str], size: int) -> Communicator:
+    comm = group(name, tuple(axes))[1]
+    if comm.size != size:
+        raise SpecError(
+            message(
+                f"{name} was compiled for another mesh",
+                got=f"{comm.size} ranks along {tuple(axes)}",
+                expected=size,
+                remedy="torch.compiler.reset(), or compile a function of its own for each mesh",
+            )
+        )
+    return comm
+
+
+def _done(operation: Operation, x: Tensor, backward: bool) -> Tensor:
+    """What an operation gives, dense and in memory that is not the input's, as its fake says."""
+    x = forget_undefined(x, current_plan()) if backward else x
+    result = perform(operation, x.detach())
+    if result.data_ptr() == x.data_ptr() and result.numel():
+        result = result.clone()
+    return result.contiguous()
+
+
+def _register(name: str, more: str, forward: Callable[..., Tensor], shape: Shape, backward: Callable[..., Any]) -> Any:
+    """One operator: what it does, the shape of what it gives, and its gradient."""
+
+    def run(x: Tensor, token: Tensor, axes: Sequence[str], size: int, is_backward: bool, *rest: Any) -> Pair:
+        comm = _communicator(name, axes, size)
+        return forward(comm, x, is_backward, tuple(axes), *rest), torch.zeros(())
+
+    def fake(x: Tensor, token: Tensor, axes: Sequence[str], size: int, is_backward: bool, *rest: Any) -> Pair:
+        return x.new_empty(shape(x, size)), torch.zeros(())
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
+        x, _, *ctx.given = inputs
+        ctx.inexact = x.dtype.is_floating_point or x.dtype.is_complex
+        if name in ("pmax", "pmin"):
+            ctx.save_for_backward(x, output[0])
+
+    def gradient(ctx: Any, of_result: Tensor, of_token: Tensor) -> tuple[Any, ...]:
+        axes, size, _, *rest = ctx.given
+        nothing = (None,) * len(ctx.given)
+        if not ctx.inexact:
+            return None, of_token, *nothing
+        return *backward(of_result, of_token, axes, size, rest, ctx.saved_tensors), *nothing
+
+    schema = _SCHEMA.format(more=more)
+    operator = torch.library.custom_op(f"spmd::{name}", run, mutates_args=(), schema=schema)
+    operator.register_fake(fake)
+    operator.register_autograd(gradient, setup_context=setup)
+    return operator
+
+
+def _same(x: Tensor, size: int) -> Sequence[int]:
+    return x.shape
+
+
+def _linear(name: str, kind: Callable[..., Any], more: str = "", shape: Shape = _same, transpose: str = "") -> Any:
+    """An operation that is determined by what follows `backward`; its transpose takes the same."""
+
+    def forward(comm: Communicator, x: Tensor, backward: bool, axes: Any, *rest: Any) -> Tensor:
+        return _done(kind(comm, *rest), x, backward)
+
+    def gradient(of_result: Tensor, of_token: Tensor, axes: Any, size: int, rest: Any, saved: Any) -> Pair:
+        operator = getattr(torch.ops.spmd, transpose or name)
+        found: Pair = operator(of_result, of_token, axes, size, True, *rest)
+        return found
+
+    return _register(name, more, forward, shape, gradient)
+
+
+psum = _linear("psum", Sum)
+all_gather = _linear("all_gather", Gather, shape=lambda x, size: (size, *x.shape), transpose="psum_scatter")
+psum_scatter = _linear("psum_scatter", Scatter, shape=lambda x, size: x.shape[1:], transpose="all_gather")
+all_to_all = _linear("all_to_all", Exchange)
+pbroadcast = _linear("pbroadcast", Broadcast, ", int source", transpose="pbroadcast_gradient")
+_collect = _linear("pbroadcast_gradient", Collect, ", int source", transpose="pbroadcast")
+
+
+# -- pairs -------------------------------------------------------------------------------------------------------------
+
+
+def _permuted(comm: Communicator, x: Tensor, backward: bool, axes: Any, sources: Any, targets: Any) -> Tensor:
+    return _done(Permute(comm, tuple(zip(sources, targets, strict=True))), x, backward)
+
+
+def _permuted_back(of_result: Tensor, of_token: Tensor, axes: Any, size: int, rest: Any, saved: Any) -> Pair:
+    sources, targets = rest
+    found: Pair = torch.ops.spmd.ppermute(of_result, of_token, axes, size, True, targets, sources)
+    return found
+
+
+ppermute = _register("ppermute", ", int[] sources, int[] targets", _permuted, _same, _permuted_back)
+
+
+# -- means -------------------------------------------------------------------------------------------------------------
+
+
+def _mean(comm: Communicator, x: Tensor, backward: bool, axes: tuple[str, ...], transposed: bool) -> Tensor:
+    """`pmean`, or its transpose: where ranks have unequal shares, the weight comes before the sum, or after it."""
+    plan, sizes = current_plan(), require("pmean").session.layout.axes
+    if not any(total % sizes[name] for name, (_, total) in plan.samples.items() if name in axes):
+        return _done(Sum(comm, "avg"), x, backward)
+    weight, any_samples = plan.weight(axes, sizes)
+    if not transposed:
+        return _done(Sum(comm), x * weight if any_samples else torch.zeros_like(x), backward)
+    total = _done(Sum(comm), x, backward)
+    return total * weight if any_samples else torch.zeros_like(total)
+
+
+def _mean_back(of_result: Tensor, of_token: Tensor, axes: Any, size: int, rest: Any, saved: Any) -> Pair:
+    found: Pair = torch.ops.spmd.pmean(of_result, of_token, axes, size, True, not rest[0])
+    return found
+
+
+pmean = _register("pmean", ", bool transposed", _mean, _same, _mean_back)
+
+
+# -- extremes ----------------------------------------------------------------------------------------------------------
+
+
+def _extreme(op: str) -> Any:
+    def forward(comm: Communicator, x: Tensor, backward: bool, axes: Any) -> Tensor:
+        return _done(Extreme(comm, op), x, backward)
+
+    def gradient(of_result: Tensor, of_token: Tensor, axes: Any, size: int, rest: Any, saved: Any) -> Pair:
+        """To the ranks that hold the extreme, shared alike."""
+        x, extreme = saved
+        total, token = torch.ops.spmd.psum(of_result, of_token, axes, size, True)
+        holds = (x.detach() == extreme.detach()).to(x.dtype)
+        holders, token = torch.ops.spmd.psum(holds, token, axes, size, False)
+        return total * (holds / holders), token
+
+    return _register(f"p{op}", "", forward, _same, gradient)
+
+
+pmax = _extreme("max")
+pmin = _extreme("min")

@@ -1,0 +1,94 @@
+"""The named-axis collectives as `torch.compile` traces them: one operator of `operators` for each leaf.
+
+What the eager functions do is not to be traced: communicators, locks, memory of other processes. While a compiler
+traces, they come here, and the graph goes on; guards hold the size of the axis that it was compiled for. What is not
+simple enough (`traceable`) is left to the eager function, before which the graph breaks, and so are all errors.
+Invariant: the state of `_tokens` is before and after a graph what it would be if its collectives had been run eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.torch_private import in_torch_func
+from ...mesh.region import current
+from .._tokens import state
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def traceable(x: Any, axis: Any, *, replicates: bool, fits: Callable[[Tensor, int], bool] | None = None) -> bool:
+    """Whether a compiler, which traces what is called now, finds all that it needs.
+
+    Args:
+        replicates: whether the result is the same on all ranks of the axis.
+        fits: whether a leaf is one for so many ranks.
+    """
+    region = current()
+    if region is None or in_torch_func() or torch.compiler.is_exporting():
+        return False
+    names = (axis,) if isinstance(axis, str) else axis
+    if type(names) is not tuple or not names or len(set(names)) < len(names):
+        return False
+    sizes = dict(region.session.layout.sizes)
+    for name in names:
+        if name not in sizes:
+            return False
+    size = _size(names)
+    in_gradient = state().token is not None
+    for leaf in _leaves(x):
+        if type(leaf) not in _PLAIN or leaf.is_sparse or leaf.device.type == "meta":
+            return False
+        # A mark of what the result differs over can't be put on a tensor that is only traced.
+        marked = None if replicates and in_gradient else getattr(leaf, "_spmd_axes", None)
+        if marked is not None and (not replicates or marked - set(names)):
+            return False
+        if fits is not None and not fits(leaf, size):
+            return False
+    return True
+
+
+def each(operator: str, x: Any, axis: Any, *rest: Any, before: Any = None, after: Any = None) -> Any:
+    """An operator for each leaf of a tree, with what is to be done to the leaf before, and to the result."""
+    if type(x) is dict:
+        return {key: each(operator, one, axis, *rest, before=before, after=after) for key, one in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)([each(operator, one, axis, *rest, before=before, after=after) for one in x])
+    names = [axis] if isinstance(axis, str) else list(axis)
+    result = _call(operator, x if before is None else before(x), names, *rest)
+    return result if after is None else after(result)
+
+
+def _call(name: str, x: Tensor, names: list[str], *rest: Any) -> Tensor:
+    from . import operators  # whose registration takes milliseconds, on every rank
+
+    operator, here = getattr(operators, name), state()
+    size = _size(names)
+    if here.token is None:
+        result, token = operator(x, here.order, names, size, False, *rest)
+        here.order = token.detach()
+    elif torch.is_grad_enabled():
+        result, here.token = operator(x, here.token, names, size, False, *rest)
+    else:  # the chain goes on, though nothing is to be differentiated here
+        result, token = operator(x, here.token, names, size, False, *rest)
+        with torch.enable_grad():
+            here.token = here.token + token
+    return result
+
+
+def _size(names: Any) -> int:
+    region = current()
+    assert region is not None
+    return region.session.layout.parts(names)
+
+
+def _leaves(x: Any) -> list[Any]:
+    if type(x) is dict:
+        return [leaf for one in x.values() for leaf in _leaves(one)]
+    if type(x) in (list, tuple):
+        return [leaf for one in x for leaf in _leaves(one)]
+    return [x]
