@@ -55,8 +55,10 @@ def call(
     leaves, treedef = trees.flatten(tree)
     settings = ambient()
     note_mesh(mesh)
-    signature, deal = _signature(leaves, treedef, settings)
     session: Any = mesh.driver if mesh.is_driver else mesh.session
+    if mesh.is_driver and session.resizing is not None:
+        session.resizing.switch_if_ready()
+    signature, deal = _signature(leaves, treedef, settings)
     calls = session.calls.setdefault(holder, {})
     known: DriverCall | LaunchedCall | None = calls.get(signature)
     if known is not None and not known.accepts(mesh, leaves):

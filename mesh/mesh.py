@@ -20,6 +20,7 @@ from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, message
 from . import running
 from .display import drawing, stacks, status
+from .driver import resizing
 from .driver.open_sessions import close_quietly
 from .driver.session import DriverSession
 from .hosts.places import Places
@@ -102,7 +103,7 @@ class Mesh:
         self._set(layout, seed, timeout, grace, on_loss)
         global _newest
         _newest = weakref.ref(self)
-        self.pinned_threads = threads or 1
+        self._threads, self.pinned_threads = threads, threads or 1
         if launch is not None:
             self.threads = launched.set_threads(threads, launch, layout.size)
             self._rank_session, self.backend = launched.join(
@@ -276,7 +277,7 @@ class Mesh:
         Raises:
             MeshError: called on a rank.
         """
-        self._check_driver("restart", "end the job and launch it again")
+        self.check_driver("restart", "end the job and launch it again")
         self._finalizer.detach()
         self.driver.shut("it was restarted, and what was on it is lost")
         self._start()
@@ -301,28 +302,19 @@ class Mesh:
         """
         return status.of_mesh(self)
 
-    @shows_only_users
-    def reload(self, *modules: Any) -> list[str]:
-        """Load modules again that were edited on disk, in the driver and on the ranks; values on the mesh stay.
+    reload = running.reload
+    resize, retire = resizing.resize, resizing.retire
 
-        Meant are the program's own modules, not installed packages: those whose file has changed since a function was
-        first sent that could use them, those that import one of these, and the ones that are named. The modules'
-        functions get their new code wherever they are used; names that the main program has imported are bound anew;
-        objects of a class stay objects of the old one.
+    def set_layout(self, layout: Layout, threads: int) -> None:
+        """Stand for ranks of another layout, with so many threads each, from now on."""
+        self._layout, self.threads = layout, threads
 
-        Args:
-            modules: to load again in any case, modules or names.
+    def threads_for(self, layout: Layout) -> int:
+        """A rank's threads on a mesh of that layout in this driver."""
+        return threads_of(self._threads, layout.size, None)
 
-        Returns:
-            The names of the modules that were loaded again.
-
-        Raises:
-            MeshError: called on a rank. Whatever a module raises while it is loaded.
-        """
-        self._check_driver("reload", "importlib.reload is for launched programs, whose ranks run the whole script")
-        return self.driver.reload([one if isinstance(one, str) else one.__name__ for one in modules])
-
-    def _check_driver(self, what: str, remedy: str) -> None:
+    def check_driver(self, what: str, remedy: str) -> None:
+        """Refuse what only a driver does."""
         if self._driver is None:
             problem = f"mesh.{what} is for the program that started the ranks"
             raise MeshError(message(problem, where=self.describe(), remedy=remedy))

@@ -185,14 +185,14 @@ def fill(
     def read(number: int, region: int, freed: protocol.Spans, forgotten: tuple[str, ...]) -> protocol.FillValues:
         return protocol.FillValues(number, region, freed, forgotten, shipped.key, arguments, out)
 
-    values.read = read
+    values.read, layout = read, mesh.layout  # which is another by then, perhaps
     task = driver.submit(read, name="a batch", values=values)
     task.reported = True  # what fails is told who comes to this batch, and nobody if the loop was left before
 
     def there() -> Any:
         encoded = driver.wait(task).values()
         treedef, results = agreement.assemble(
-            mesh.layout, agreement.decode_all(encoded), name=name, where=mesh.describe(), ragged=ragged, remedy=remedy
+            layout, agreement.decode_all(encoded), name=name, where=mesh.describe(), ragged=ragged, remedy=remedy
         )
         arrays = iter(values.arrays(None, [result.meta for result in results if result.meta is not None], deal=deal))
         made = [result.value if result.meta is None else next(arrays) for result in results]

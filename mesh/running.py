@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from ..kernels.callsite import shows_only_users
 from ..kernels.errors import MeshError, message
 from . import protocol, wire
 from .ambient import Ambient, ambient, under
@@ -34,12 +35,35 @@ class MeshView(Protocol):
     def session(self) -> RankSession: ...
     @property
     def run_state(self) -> RunState: ...
+    def check_driver(self, what: str, remedy: str) -> None: ...
 
 
 def device_mesh(mesh: MeshView) -> Any:
     """torch's `DeviceMesh` of the mesh's ranks, with the same names, over process groups of "spmd"; inside a rank."""
     # By name: torch's process groups stand above this file.
     return importlib.import_module("spmd.torch_distributed.device_mesh").of_mesh(mesh)
+
+
+@shows_only_users
+def reload(self: MeshView, *modules: Any) -> list[str]:
+    """Load modules again that were edited on disk, in the driver and on the ranks; values on the mesh stay.
+
+    Meant are the program's own modules, not installed packages: those whose file has changed since a function was
+    first sent that could use them, those that import one of these, and the ones that are named. The modules'
+    functions get their new code wherever they are used; names that the main program has imported are bound anew;
+    objects of a class stay objects of the old one.
+
+    Args:
+        modules: to load again in any case, modules or names.
+
+    Returns:
+        The names of the modules that were loaded again.
+
+    Raises:
+        MeshError: called on a rank. Whatever a module raises while it is loaded.
+    """
+    self.check_driver("reload", "importlib.reload is for launched programs, whose ranks run the whole script")
+    return self.driver.reload([one if isinstance(one, str) else one.__name__ for one in modules])
 
 
 def run(mesh: MeshView, fn: Callable[..., Any], args: tuple, ranks: Sequence[int] | None) -> list[Any]:

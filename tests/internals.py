@@ -125,3 +125,17 @@ def arena_bytes(mesh: Any) -> int:
 def zygote_of(mesh: Any) -> int:
     """The process that a mesh's ranks are forked from."""
     return mesh.driver.ranks.all[0]._zygote._process.pid
+
+
+def newcomers_of(mesh: Any) -> list[int]:
+    """The processes of a resize under way that have been started so far."""
+    resizing = mesh.driver.resizing
+    ranks = getattr(resizing._newcomers, "ranks", None) if resizing is not None else None
+    return [] if ranks is None else [rank.pid for rank in ranks.all]
+
+
+def arenas_mapped() -> int:
+    """The meshes' arenas that this process still holds."""
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        return len({line.split()[4] for line in maps if "spmd-arena" in line})

@@ -33,7 +33,7 @@ from .directory import Directory, directory_bytes
 from .given import GivenBlocks
 from .heap import Heap
 from .lasting import Lasting
-from .ledger import Ledger
+from .ledger import Entries, Ledger
 from .pages import PAGE
 
 _NAME = "spmd-arena"
@@ -154,6 +154,10 @@ class Arena(Board):
             self.ledger = Ledger(self._bytes, self.address, ledger, _ledger_bytes(), self._remove)
         else:
             self.given = GivenBlocks(self.words, self._bytes, self.heap, size, self.registers[rank], self._remove)
+
+    def entries_of(self, rank: int) -> Entries:
+        """What a rank keeps, for others to read."""
+        return Entries(self._bytes, _ledgers_start(self.size) + rank * _ledger_bytes(), _ledger_bytes())
 
     def _new_heap(self, holes: Sequence[tuple[int, int]]) -> Heap:
         start = max(self.top, self.heap_start)

@@ -49,8 +49,44 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 
-class Ledger:
-    """One rank's ledger, which lies in the arena from `start` on; of its two halves one counts.
+class Entries:
+    """What the ledger of a rank says that lies in the arena from `start` on; of its two halves one counts."""
+
+    def __init__(self, shared: memoryview, start: int, nbytes: int) -> None:
+        self._bytes, self._start = shared, start
+        self._all_words = shared.cast("Q")
+        self._half_bytes = (nbytes - PAGE) // 2 // PAGE * PAGE
+        self._open(self._all_words[start // 8])
+
+    def _open(self, half: int) -> None:
+        self._table = (self._start + PAGE + half * self._half_bytes) // 8
+        self._used = self._all_words[self._table]
+
+    def read(self) -> list[Record]:
+        """All entries, in no order."""
+        found = []
+        for entry in range(1, self._used + 1):
+            offset = self._all_words[self._table + entry]
+            if offset:
+                found.append(self._read(offset))
+        return found
+
+    def _read(self, offset: int) -> Record:
+        total, number, places, words, data = _words(_HEAD).unpack_from(self._bytes, offset)
+        count = 3 * places + words
+        rest = _words(count).unpack_from(self._bytes, offset + 8 * _HEAD)
+        body = offset + padded(8 * (_HEAD + count))
+        return Record(
+            number,
+            tuple(Place(*rest[3 * each : 3 * each + 3]) for each in range(places)),
+            rest[3 * places :],
+            bytes(self._bytes[body : body + data]),
+            bytes(self._bytes[body + padded(data) : offset + total]),
+        )
+
+
+class Ledger(Entries):
+    """A rank's own ledger.
 
     Args:
         address: where the arena begins in this process.
@@ -60,18 +96,15 @@ class Ledger:
     def __init__(
         self, shared: memoryview, address: int, start: int, nbytes: int, remove: Callable[[int, int], None]
     ) -> None:
-        self._bytes, self._address, self._start, self._remove = shared, address, start, remove
-        self._all_words = shared.cast("Q")
-        self._half_bytes = (nbytes - PAGE) // 2 // PAGE * PAGE
-        self._open(self._all_words[start // 8])
+        self._address, self._remove = address, remove
+        super().__init__(shared, start, nbytes)
 
     def _open(self, half: int) -> None:
-        first = self._start + PAGE + half * self._half_bytes
-        self._table = first // 8
+        super()._open(half)
+        first = 8 * self._table
         data = first + 8 * _TABLE
         self._heap = Heap(data, first + self._half_bytes - data, self._give_back, least=64)
         self._free: list[int] = []  # entries of the table
-        self._used = self._all_words[self._table]
         self._sizes: dict[int, int] = {}  # by entry
 
     def write(
@@ -120,28 +153,6 @@ class Ledger:
         self._all_words[at] = 0
         self._heap.free(offset, self._sizes.pop(entry))
         self._free.append(entry)
-
-    def read(self) -> list[Record]:
-        """All entries, in no order."""
-        found = []
-        for entry in range(1, self._used + 1):
-            offset = self._all_words[self._table + entry]
-            if offset:
-                found.append(self._read(offset))
-        return found
-
-    def _read(self, offset: int) -> Record:
-        total, number, places, words, data = _words(_HEAD).unpack_from(self._bytes, offset)
-        count = 3 * places + words
-        rest = _words(count).unpack_from(self._bytes, offset + 8 * _HEAD)
-        body = offset + padded(8 * (_HEAD + count))
-        return Record(
-            number,
-            tuple(Place(*rest[3 * each : 3 * each + 3]) for each in range(places)),
-            rest[3 * places :],
-            bytes(self._bytes[body : body + data]),
-            bytes(self._bytes[body + padded(data) : offset + total]),
-        )
 
     @contextlib.contextmanager
     def anew(self) -> Iterator[None]:

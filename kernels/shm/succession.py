@@ -38,6 +38,14 @@ def take_over(arena: Arena) -> list[tuple[Record, list[torch.Tensor]]]:
     return [(one, [held[place] for place in one.places]) for one in records]
 
 
+def kept_by(arena: Arena, rank: int) -> list[tuple[Record, list[torch.Tensor]]]:
+    """What a rank keeps, for another participant to read while the rank does nothing, or is no more."""
+    found = []
+    for one in arena.entries_of(rank).read():
+        found.append((one, [arena.tensor(place.offset, place.nbytes, torch.uint8) for place in one.places]))
+    return found
+
+
 def _drop_others(words: memoryview, first: int, members: Sequence[int], rank: int, again: Counter[int]) -> None:
     """Count as dropped all views of a block but those that are taken again."""
     users, user = len(members), members.index(rank)

@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
 from ...kernels.callsite import warn
@@ -173,12 +173,12 @@ class ShippedObjects:
         if packet is not None:
             packet.close()
 
-    def for_newcomer(self) -> Iterator[tuple[protocol.Message, wire.Packet | None]]:
-        """What to tell a rank that replaces a dead one, but for what names values."""
+    def for_newcomer(self, known: Collection[str] = ()) -> Iterator[tuple[protocol.Message, wire.Packet | None]]:
+        """What to tell a new rank, which knows these keys, but for what names values."""
         yield protocol.SetPath(tuple(self._path)), None
         yield protocol.SetSources(self._sources), None
         for key, packet in self._packets.items():
-            if key not in self._naming_values:
+            if key not in self._naming_values and key not in known:
                 yield protocol.Ship(key), packet
 
     def naming_values(self) -> Iterator[tuple[protocol.Message, wire.Packet | None]]:
@@ -190,6 +190,15 @@ class ShippedObjects:
         """Have what names values be pickled and sent to all ranks anew when it is needed, after the values."""
         for key in tuple(self._naming_values):
             self._drop(key)
+
+    def forget_told(self) -> None:
+        """Know nothing any more of what ranks told of results: there are others."""
+        for told in self._told.values():
+            told.clear()
+
+    def keys(self) -> set[str]:
+        """Of what the ranks are to have, but for what names values."""
+        return set(self._packets) - self._naming_values
 
     def read_anew(self) -> None:
         """Have the ranks read everything again, now that names mean something else there."""

@@ -36,8 +36,19 @@ class Session(Protocol):
     ) -> Task: ...
 
 
+Make = Callable[[int, int, Spans, tuple[str, ...]], protocol.Task]
+
+
 def put(session: Session, values: CallValues, tensors: Sequence[torch.Tensor], specs: tuple[P, ...]) -> Task:
     """Have every rank keep its shards of whole tensors, as the values of a call."""
+    make, content = message_of(session, values, tensors, specs)
+    return session.submit(make, content, name="put", values=values)
+
+
+def message_of(
+    session: Session, values: CallValues, tensors: Sequence[torch.Tensor], specs: tuple[P, ...]
+) -> tuple[Make, Callable[[], wire.Packet]]:
+    """What says so, and its content, which is to be made first."""
     arena = session.memory
     given: list[tuple[int, int, int]] = []
 
@@ -45,7 +56,8 @@ def put(session: Session, values: CallValues, tensors: Sequence[torch.Tensor], s
         assert arena is not None
         result = arena.given.take(nbytes)
         given.append((*result, nbytes))
-        weakref.finalize(values, arena.given.drop, result).atexit = False
+        values.given = weakref.finalize(values, arena.given.drop, result)
+        values.given.atexit = False
         return arena.given.memory(result, nbytes)
 
     def make(number: int, region: int, freed: Spans, forgotten: tuple[str, ...]) -> protocol.Task:
@@ -53,4 +65,4 @@ def put(session: Session, values: CallValues, tensors: Sequence[torch.Tensor], s
         return protocol.PutValues(number, region, freed, forgotten, out=values.number, specs=specs, given=where)
 
     place = None if arena is None else room
-    return session.submit(make, lambda: session.dumps([*tensors], room=place), name="put", values=values)
+    return make, lambda: session.dumps([*tensors], room=place)

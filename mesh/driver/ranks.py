@@ -179,6 +179,16 @@ class Ranks:
         """Why the mesh can't go on; None while ranks that die can be replaced."""
         return None
 
+    def has(self, rank: Rank) -> bool:
+        """Whether a process is one of these, and not one whose place another has taken."""
+        return rank.rank < len(self.all) and self.all[rank.rank] is rank
+
+    def listened_to(self, started: Callable[[Rank], None]) -> None:
+        """Have those that were started so far, and from now on every new one, heard."""
+        self._started = started
+        for rank in self.all:
+            started(rank)
+
     def all_run(self) -> bool:
         """Whether no rank's process has ended, noticed or not."""
         return not self._deaths.poll(0)

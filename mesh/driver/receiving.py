@@ -12,6 +12,8 @@ import signal
 import sys
 import threading
 import traceback
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from .. import wire
@@ -19,7 +21,7 @@ from ..display.bars import Bars
 from ..display.output import Collator, coordinates_label
 from ..spec import Layout
 from .pending import Task
-from .ranks import Rank
+from .ranks import Rank, Ranks
 from .stuck import Stuck
 
 TICK_SECONDS = 0.1  # between two calls of `carry_on` while a recovery is under way
@@ -61,6 +63,7 @@ class Receiving(threading.Thread):
         os.set_blocking(self._wake_write, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, ("wake", None))
         self._blocked: set[Rank] = set()
+        self._soon: deque[Callable[[], None]] = deque()
 
     # -- for other threads -------------------------------------------------------------------------------------------
 
@@ -73,10 +76,16 @@ class Receiving(threading.Thread):
         self._blocked.add(rank)
         self.wake()
 
+    def soon(self, do: Callable[[], None]) -> None:
+        """Have something done by this thread, between two events."""
+        self._soon.append(do)
+        self.wake()
+
     # -- for this thread (or any, before it starts and after it ends) ------------------------------------------------
 
     def add(self, rank: Rank) -> None:
-        self._selector.register(rank.connection, selectors.EVENT_READ, ("answer", rank))
+        more = selectors.EVENT_WRITE if rank in self._blocked else 0
+        self._selector.register(rank.connection, selectors.EVENT_READ | more, ("answer", rank))
         self._selector.register(rank.pidfd, selectors.EVENT_READ, ("death", rank))
         for stream, fd in rank.pipes.items():
             self._selector.register(fd, selectors.EVENT_READ, (stream, rank))
@@ -87,6 +96,16 @@ class Receiving(threading.Thread):
         self._blocked.discard(rank)
         for source in (rank.connection, rank.pidfd, *rank.pipes.values()):
             self._forget(source)
+
+    def exchange(self, gone: Iterable[Rank], ranks: Ranks, layout: Layout) -> None:
+        """Listen to other ranks than so far, of another layout."""
+        for rank in gone:
+            self.remove(rank)
+        self._collator.flush()
+        label = coordinates_label(layout)
+        self._collator = Collator(self._print, layout.size, label=label)
+        self.bars = Bars(label=label)
+        ranks.listened_to(self.add)
 
     def read_output(self, rank: Rank) -> None:
         for stream, fd in list(rank.pipes.items()):
@@ -152,6 +171,8 @@ class Receiving(threading.Thread):
                 self._bury(rank)
             else:
                 self.read_output(rank)
+        while self._soon:
+            self._soon.popleft()()
         self._listener.stuck.look()
         if self._listener.under_way:
             self._listener.carry_on()

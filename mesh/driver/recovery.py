@@ -115,6 +115,8 @@ class Recovery:
         finally:
             packet.close()
         with session.lock:
+            if not session.ranks.has(rank):
+                return
             if isinstance(answer, protocol.Ready):
                 rank.ready, self._failed_starts = True, 0
                 return
@@ -151,7 +153,7 @@ class Recovery:
         with self._session.lock:
             rank.alive = False
             self._session.receiving.remove(rank)
-            if self._session.closing:
+            if self._session.closing or not self._session.ranks.has(rank):
                 return
             self._lost[rank.rank] = how
             self._failed_starts += not rank.ready

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import threading
 import time
 import weakref
@@ -24,7 +23,6 @@ from ...kernels.shm.arena import Arena
 from .. import protocol, wire
 from ..array import Array
 from ..display.notebook import shorten
-from ..failure import ranks_text
 from ..hosts.ranks import ranks_of
 from ..rank.interrupts import uninterrupted
 from ..remote.making import driver_node
@@ -34,13 +32,13 @@ from . import open_sessions, sending
 from .debugging import Debugging
 from .functions import ShippedObjects
 from .pending import Flight, Outcome, Pending, Task
+from .ranks import Ranks
 from .receiving import Receiving
 from .recovery import Recovery
 from .rerun import Again
 from .values import CallValues, Values
 
 CLOSE_SECONDS = 2.0
-SAY_SECONDS = 3.0  # until closing says what it waits for
 
 
 class DriverSession(Owned):
@@ -98,7 +96,9 @@ class DriverSession(Owned):
         self._recovery = Recovery(self, grace)
         self.receiving = Receiving(self._recovery, layout)
         options = {"backend": backend, "device": device, "threads": threads, "pinned": pinned, "seed": seed}
-        self.ranks = ranks_of(hosts, layout, options | {"timeout": timeout}, self.receiving.add)
+        self.options: dict[str, Any] = options | {"timeout": timeout}
+        self.resizing: Any = None  # ranks of another size that get ready; see `resizing`
+        self.ranks = ranks_of(hosts, layout, self.options, self.receiving.add)
         self.node = driver_node(self.ranks.request.key, self.describe, self._mesh, self.values.object_of)
         try:
             self.ranks.start(layout.size)
@@ -120,6 +120,19 @@ class DriverSession(Owned):
     def memory(self) -> Arena | None:
         """What the ranks share, where their values are in it and so outlive them."""
         return self.ranks.arena if self.device == "cpu" else None
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no rank has anything to do, or is being replaced; the lock keeps it so."""
+        return not self._recovery.under_way and not self.pending.tasks and self.ranks.all_run()
+
+    def hand_over(self, ranks: Ranks, layout: Layout) -> None:
+        """Go on with other ranks, of another layout, to which values are still to be sent; with the lock, and quiet."""
+        self.node.close("their mesh was resized")
+        self.ranks, self.layout, self._everyone = ranks, layout, tuple(range(layout.size))
+        self.node = driver_node(ranks.request.key, self.describe, self._mesh, self.values.object_of)
+        self.calls.clear()
+        self.shipped.forget_told()
 
     def describe(self) -> str:
         mesh = self._mesh()
@@ -300,7 +313,7 @@ class DriverSession(Owned):
         open_sessions.discard(self)
         failed: BaseException | None = None
         try:
-            self._finish_tasks()
+            open_sessions.finish_tasks(self, self.pending, self.debugging)
             self.raise_failure()
             self.node.caller.raise_unseen()
         except BaseException as error:
@@ -316,21 +329,6 @@ class DriverSession(Owned):
         if failed is not None:
             raise failed
 
-    def _finish_tasks(self) -> None:
-        """Wait for what is under way, all together no longer than the timeout, and say so if it takes its time."""
-        began, said = time.monotonic(), False
-        for task in list(self.pending.tasks.values()):
-            self.debugging.wait(task, max(0.0, began + SAY_SECONDS - time.monotonic()))
-            if not task.settled.is_set() and not said and self.timeout > SAY_SECONDS:
-                said, busy = True, sorted(self.pending.busy())
-                print(
-                    f"spmd: {self.describe()} is to be closed, and waits up to {self.timeout:g} s for what "
-                    f"{ranks_text(busy)} {'does' if len(busy) == 1 else 'do'} (Ctrl-C: no longer)",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            self.debugging.wait(task, max(0.0, began + self.timeout - time.monotonic()))
-
     def shut(self, why: str) -> None:
         """Kill what still runs, and give everything back."""
         self.check_owner()
@@ -338,6 +336,8 @@ class DriverSession(Owned):
             return
         self.closed = why
         open_sessions.discard(self)
+        if self.resizing is not None:
+            self.resizing.cancel()
         self.node.close(why)
         self.ranks.kill()
         self.receiving.close(self.ranks.all)

@@ -17,11 +17,12 @@ import torch
 
 from ...kernels.errors import MeshError, message
 from .. import protocol
-from ..array import Array, Deal, Meta, refuse_ragged
+from ..array import Array, Deal, Meta, meta, refuse_ragged
 from ..protocol import ALL, Spans
 from ..remote.handle import Remote, named
 from ..remote.reference import Ref
 from ..replication.values import scalar_in
+from ..spec import P
 from .pending import Task
 from .replicas import Session, copy_from_replicas
 
@@ -42,6 +43,7 @@ class CallValues:
         tells_numbers: the call's answers have the numbers among its values, so that these need not be fetched.
         freed: the names of those that are gone while others are not.
         read: what has a rank read them, if they are read (`protocol.FillValues`).
+        given: gives back the driver's memory that they lie in, if they do.
     """
 
     __slots__ = (
@@ -53,6 +55,7 @@ class CallValues:
         "_values",
         "deal",
         "freed",
+        "given",
         "hints",
         "missing",
         "named",
@@ -74,6 +77,7 @@ class CallValues:
         self.freed: list[int] = []
         self.unread_on: set[int] = set()
         self.read: Callable[..., protocol.FillValues] | None = None
+        self.given: weakref.finalize | None = None
         self._metas: Sequence[Meta] | None = None
         self._find: Callable[[], Sequence[Meta]] | None = None
         self.tells_numbers = False
@@ -169,6 +173,20 @@ class CallValues:
             self.task = self._find = None
         return self._metas
 
+    @property
+    def made(self) -> bool:
+        """Whether there are Arrays of them, or the last of those is gone; else their call has yet to make them."""
+        return self._live is not None
+
+    def was_cut(self, specs: dict[int, P]) -> None:
+        """The mesh has another size: values of a call that is over are cut so from now on; those not named are gone."""
+        if self.given is not None:
+            self.given.detach()  # of memory that is no more
+        metas = list(self.settle())
+        for index, spec in specs.items():
+            metas[index] = meta(metas[index].shape, metas[index].dtype, spec)
+        self._metas = self.hints = metas
+
     def take_numbers(self, task: Task) -> None:
         """Keep the numbers that the answers of the call, which is over, told."""
         if self.tells_numbers:
@@ -262,9 +280,13 @@ class Values:
             spans += (self._dropped.popleft(), 0, ALL)
         return tuple(spans)
 
+    def of_calls(self, *, read: bool) -> list[CallValues]:
+        """Those of each call, of the calls that read them or of the others."""
+        return [values for values in list(self._calls.values()) if (values.read is not None) == read]
+
     def needed(self) -> tuple[tuple[int, ...], Spans]:
         """What a rank in the place of a dead one is to keep of its values: of these calls, all but some."""
-        calls = [values for values in self._calls.values() if values.read is None]
+        calls = self.of_calls(read=False)
         return tuple(values.number for values in calls), tuple(name for values in calls for name in values.freed)
 
     def lost_on(self, rank: int, *, lasting: bool) -> None:

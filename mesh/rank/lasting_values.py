@@ -18,11 +18,13 @@ from ...kernels.copying import copy
 from ...kernels.shm.arena import Arena
 from ...kernels.shm.blocks import Place
 from ...kernels.shm.ledger import Record, padded
-from ...kernels.shm.succession import place_of, take_over
+from ...kernels.shm.succession import kept_by, place_of, take_over
 from .. import strides, wire
 from ..frozen import frozen_as, is_frozen
 from ..spec import P
 
+Values = dict[int, tuple[list[torch.Tensor | None], list[P]]]
+"""By the number of a call its results, and their specs."""
 SMALL_BYTES = 1 << 16
 _AT = 40  # bits of where a tensor begins in its storage; above them is which of the entry's places that is
 _GONE, _INLINE, _STORED, _PICKLED = range(4)
@@ -165,19 +167,28 @@ class LastingValues:
             found = self._layouts[key] = number, leaves
         return found
 
-    def take_over(self) -> dict[int, tuple[list[torch.Tensor | None], list[P]]]:
+    def take_over(self) -> Values:
         """The values that the process before this one kept, by the number of their call."""
-        records = take_over(self._arena)
-        layouts = {one.number: pickle.loads(one.data) for one, _ in records if one.number < 0}
-        found: dict[int, tuple[list[torch.Tensor | None], list[P]]] = {}
-        for one, bases in records:
-            if one.number >= 0:
-                leaves, specs = layouts[one.words[0]]
-                found[one.number] = _tensors(one, leaves, bases), list(specs)
+        found = _values(take_over(self._arena))
         with self._ledger.anew():
             for call, (tensors, specs) in found.items():
                 self.keep(call, tensors, specs)
         return found
+
+
+def values_of(arena: Arena, rank: int) -> Values:
+    """The values that a rank keeps, by the number of their call, as views of its memory; for who sees that it rests."""
+    return _values(kept_by(arena, rank))
+
+
+def _values(records: Sequence[tuple[Record, list[torch.Tensor]]]) -> Values:
+    layouts = {one.number: pickle.loads(one.data) for one, _ in records if one.number < 0}
+    found: Values = {}
+    for one, bases in records:
+        if one.number >= 0:
+            leaves, specs = layouts[one.words[0]]
+            found[one.number] = _tensors(one, leaves, bases), list(specs)
+    return found
 
 
 def _kind(tensor: torch.Tensor | None) -> Any:

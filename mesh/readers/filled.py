@@ -34,7 +34,7 @@ def fill_streams(
     """
     if not mesh.is_driver:
         return functools.partial(_here, mesh, reader, arguments, position, shards)
-    driver, values = mesh.driver, mesh.driver.new_values()
+    driver, values, layout = mesh.driver, mesh.driver.new_values(), mesh.layout  # which is another later, perhaps
     key = driver.shipped.ship_function(reader).key
     values.read = functools.partial(protocol.FillValues, reader=key, arguments=arguments, out=values.number)
     task = driver.submit(values.read)
@@ -48,7 +48,7 @@ def fill_streams(
         if not any(count for count, _ in found.values()):
             return None, found
         treedef, results = agreement.assemble(
-            mesh.layout, agreement.decode_all(encoded), name=name, where=mesh.describe(), remedy=remedy
+            layout, agreement.decode_all(encoded), name=name, where=mesh.describe(), remedy=remedy
         )
         deal = _deal(found, position, shards)
         arrays = iter(values.arrays(None, [result.meta for result in results if result.meta is not None], deal=deal))

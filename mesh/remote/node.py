@@ -89,6 +89,11 @@ class Node(Owned):
     def is_serving_thread(self) -> bool:
         return threading.get_ident() == self._thread
 
+    @property
+    def in_use(self) -> bool:
+        """Whether this process has called objects of others."""
+        return bool(self._to)
+
     def wake(self) -> None:
         self._exchange.wake()
 

@@ -127,7 +127,7 @@ def test_no_two_files_import_each_other() -> None:
 
 LINES = 350  # of a product file, at most
 LONGER = {
-    "mesh/mesh.py": 388,
+    "mesh/mesh.py": 380,
 }
 
 
@@ -213,6 +213,8 @@ SIGNATURES = {
     "Mesh.submit": "(self, fn, *args, rank=0)",
     "Mesh.stacks": "(self)",
     "Mesh.status": "(self)",
+    "Mesh.resize": "(self, axes, *, wait=True)",
+    "Mesh.retire": "(self, rank)",
     "Mesh.comm": "(self, axis=None, *, ranks=None)",
     "Mesh.remote": "(self, cls, *args, rank=0, restore=False, **kwargs)",
     "Ref.get": "(self, timeout=None)",

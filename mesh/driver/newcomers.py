@@ -1,0 +1,156 @@
+"""The ranks of a mesh of another size, which get ready while those that there are go on with the program.
+
+They start, import what the program's functions need, and are sent what the others were. Invariant: until they are
+taken (`resizing`) nothing of the mesh that there is refers to them, so that giving them up changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from ...kernels.errors import MeshError, message
+from .. import protocol, wire
+from ..spec import Layout
+from .functions import ShippedObjects
+from .ranks import Rank, Ranks
+
+TRIES = 3  # newcomers that die are started again
+_LOOK_SECONDS = 0.1  # between two looks at whether they are wanted any more
+
+
+class Session(Protocol):
+    """The driver's session, as far as it is seen from here."""
+
+    lock: threading.RLock
+    options: dict[str, Any]
+    shipped: ShippedObjects
+    timeout: float
+
+    def describe(self) -> str: ...
+
+
+class _Died(Exception):
+    """A newcomer has ended."""
+
+
+class Newcomers:
+    """Ranks that get ready.
+
+    Args:
+        layout: of their mesh.
+        threads: of each.
+
+    Attributes:
+        ranks: they, once `prepare` has come back.
+        known: the keys of what they were sent.
+    """
+
+    def __init__(self, session: Session, layout: Layout, threads: int):
+        self.layout = layout
+        self._session, self._options = session, session.options | {"threads": threads}
+        self.known: set[str] = set()
+        self._printed: list[tuple[Rank, str, bytes]] = []
+        self._cancelled = threading.Event()
+
+    def prepare(self) -> None:
+        """Start them, and wait until they could begin.
+
+        Raises:
+            MeshError: they cannot be started, or die before they are ready.
+        """
+        for left in reversed(range(TRIES)):
+            self.ranks, self.known = Ranks(self.layout, self._options, lambda rank: None), set()
+            try:
+                self.ranks.start(self.layout.size)
+                self._greet()
+                return
+            except BaseException as error:
+                self.give_up()
+                if not isinstance(error, _Died):
+                    raise
+                if not left:
+                    problem = f"the mesh cannot be resized: new ranks die before they are ready, {TRIES} times in a row"
+                    remedy = "see their error output; the mesh goes on as it was"
+                    raise MeshError(message(problem, got=f"the last: {error}", remedy=remedy)) from None
+
+    def cancel(self) -> None:
+        """Have `prepare` end soon."""
+        self._cancelled.set()
+
+    def give_up(self) -> None:
+        """End them."""
+        self.ranks.kill()
+        self.ranks.close()
+
+    def _greet(self) -> None:
+        """Send them what the others know, and wait until they have read it."""
+        session = self._session
+        with session.lock:
+            self.known = session.shipped.keys()
+            messages = [*session.shipped.for_newcomer(), (protocol.PassThrough(0, 0, (), ()), None)]
+            for said, packet in messages:
+                send(self.ranks.all, said, packet)
+        waiting = {rank.rank: rank for rank in self.ranks.all}
+        look = select.poll()
+        sources: dict[int, tuple[str, Rank]] = {}
+        for rank in self.ranks.all:
+            sources[rank.connection.fileno()] = sources[rank.pidfd] = ("", rank)
+            sources |= {fd: (stream, rank) for stream, fd in rank.pipes.items()}
+        for fd in sources:
+            look.register(fd, select.POLLIN)
+        end = time.monotonic() + session.timeout
+        while waiting:
+            if self._cancelled.is_set():
+                raise MeshError(message("the mesh was closed while it was resized", where=session.describe()))
+            if time.monotonic() > end:
+                got = f"ranks {sorted(waiting)} are not ready after {session.timeout:g} s"
+                remedy = "see what they import; the mesh goes on as it was"
+                raise MeshError(message("the mesh cannot be resized", got=got, remedy=remedy))
+            for rank in waiting.values():
+                rank.flush()
+            for fd, _ in look.poll(1000 * _LOOK_SECONDS):
+                stream, rank = sources[fd]
+                if stream:
+                    self._take_output(rank, stream, look, fd)
+                elif fd == rank.pidfd or self._has_answered(rank):
+                    if fd == rank.pidfd:
+                        raise _Died(f"rank {rank.rank} {rank.end_text()}")
+                    waiting.pop(rank.rank, None)
+
+    def _take_output(self, rank: Rank, stream: str, look: Any, fd: int) -> None:
+        while data := rank.read(stream):
+            self._printed.append((rank, stream, data))
+        if data is None:
+            look.unregister(fd)
+
+    def _has_answered(self, rank: Rank) -> bool:
+        packets = rank.receiver.receive(block=False)
+        if packets is None:
+            rank.ended(1.0)
+            raise _Died(f"rank {rank.rank} {rank.end_text()}")
+        done = False
+        for packet in packets:
+            said = protocol.decode(packet.head)
+            rank.ready = rank.ready or isinstance(said, protocol.Ready)
+            done = done or isinstance(said, protocol.Answer | protocol.Failed)
+            packet.close()
+        return done
+
+    def printed(self) -> list[tuple[Rank, str, bytes]]:
+        """What they have printed so far, to be shown when they are taken."""
+        return self._printed
+
+
+def send(ranks: Iterable[Rank], said: protocol.Message, packet: wire.Packet | None) -> None:
+    """Send a message to ranks that nobody listens to yet."""
+    packet = wire.Packet(b"") if packet is None else packet
+    packet.head = protocol.encode(said)
+    parts = wire.frame(packet)
+    for rank in ranks:
+        with contextlib.suppress(ConnectionError):
+            rank.send(packet, parts)

@@ -1,0 +1,341 @@
+"""A mesh gets another size while its program goes on: `Mesh.resize` and `Mesh.retire`.
+
+New ranks get ready (`newcomers`) in an arena of their own. At the switch, between two calls, every value is read from
+the old arena, where the ranks' ledgers say what they keep, and is put into the new one; batches are read again; and the
+old ranks end, with their arena. Invariants: no value is taken from a rank's process, so that it does not matter which
+of them still live; and until the new ranks are handed over, the mesh is as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from ...kernels.errors import MeshError, PeerLost, message
+from .. import protocol
+from ..array import Meta
+from ..frozen import frozen_as
+from ..rank.interrupts import uninterrupted
+from ..rank.lasting_values import values_of
+from ..region import current
+from ..spec import RAGGED, REPLICATED, Layout, P
+from . import giving
+from .newcomers import Newcomers
+from .pending import Task
+from .rerun import Again, send_read
+from .session import DriverSession
+from .values import CallValues
+
+END_SECONDS = 2.0  # for ranks that leave to end by themselves
+logger = logging.getLogger("spmd")
+
+
+class MeshView(Protocol):
+    """The mesh, as far as it is seen from here."""
+
+    hosts: Any
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def is_driver(self) -> bool: ...
+    @property
+    def driver(self) -> DriverSession: ...
+    def describe(self) -> str: ...
+    def set_layout(self, layout: Layout, threads: int) -> None: ...
+    def threads_for(self, layout: Layout) -> int: ...
+
+
+def resize(self: MeshView, axes: dict[str, int], *, wait: bool = True) -> None:
+    """Give the mesh another size, between two calls: values are cut anew, and `Loader`s go on at their sample.
+
+    >>> with Mesh({"data": 1}) as mesh:
+    ...     x = put(torch.arange(4), P("data"), mesh=mesh)
+    ...     mesh.resize({"data": 2})
+    ...     x.shards()
+    [tensor([0, 1]), tensor([2, 3])]
+
+    New ranks start and import while calls under way go on; those that there are end. With `shards=` the run's bits are
+    what they would have been. Values keep their specs where the new sizes divide their dimensions, and become
+    replicated where not. What ranks keep besides values (module globals, caches) begins anew.
+
+    Args:
+        axes: the new sizes of axes of the mesh; those not named stay.
+        wait: False comes back at once, and the switch is made at the first call of an @spmd function for which the new
+            ranks are ready, so that the program goes on until then. Another `resize` takes its place.
+
+    Raises:
+        MeshError: for ranks that a launcher has started, on GPUs or several hosts, over objects of `mesh.remote`; there
+            is no such axis or size; a dimension is cut over several axes at once; new ranks cannot be had, or old ones
+            are busy.
+    """
+    layout = _checked(self, axes)
+    driver = self.driver
+    before, driver.resizing = driver.resizing, None
+    if before is not None:
+        before.cancel()
+    if layout == self.layout:
+        return
+    resizing = Resizing(self, driver, layout)
+    if not wait:
+        driver.resizing = resizing
+        return
+    resizing.finish()
+
+
+def retire(self: MeshView, rank: int) -> None:
+    """Have a rank leave the mesh, which goes on with one less along its batch axis; ranks are numbered anew.
+
+    >>> with Mesh({"data": 2}) as mesh:
+    ...     mesh.retire(1)
+    ...     mesh.axes
+    {'data': 1}
+
+    Args:
+        rank: that is to go, and with it those that differ from it in other axes than that of the batch.
+
+    Raises:
+        MeshError: there is no such rank, or none would be left; what `resize` raises.
+    """
+    layout = self.layout
+    if not isinstance(rank, int) or not 0 <= rank < layout.size:
+        raise MeshError(message("there is no such rank", got=repr(rank), expected=f"0 to {layout.size - 1}"))
+    axis = layout.batch_axis
+    if layout.axes[axis] == 1:
+        problem = f"the mesh has nothing left without rank {rank}: axis {axis!r} has one place"
+        raise MeshError(message(problem, where=self.describe(), remedy="close the mesh"))
+    resize(self, {axis: layout.axes[axis] - 1})
+
+
+def _checked(mesh: MeshView, axes: dict[str, int]) -> Layout:
+    where = mesh.describe()
+    if not mesh.is_driver or current() is not None:
+        problem = "mesh.resize is for the program that started the ranks"
+        raise MeshError(message(problem, where=where, remedy="save, and launch the job at another size"))
+    known = mesh.layout.axes
+    for name, size in axes.items():
+        if name not in known:
+            raise MeshError(message("resize got an unknown axis", got=repr(name), expected=f"one of {[*known]}"))
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            expected = "a whole number, at least 1"
+            raise MeshError(message(f"resize got a bad size for axis {name!r}", got=repr(size), expected=expected))
+    driver = mesh.driver
+    driver.ready()
+    if driver.memory is None or mesh.hosts is not None:
+        problem = "a mesh of GPUs or over several hosts cannot be resized"
+        remedy = "save, close the mesh, and restore on one of the other size"
+        raise MeshError(message(problem, where=where, remedy=remedy))
+    _check_remote(driver)
+    return Layout(tuple((name, axes.get(name, size)) for name, size in mesh.layout.sizes))
+
+
+def _check_remote(driver: DriverSession) -> None:
+    if driver.node.in_use:
+        problem = "a mesh on whose ranks objects of mesh.remote live cannot be resized"
+        raise MeshError(message(problem, where=driver.describe(), remedy="make them on a mesh of their own"))
+
+
+class Resizing:
+    """New ranks that get ready on a thread, and the switch to them."""
+
+    def __init__(self, mesh: MeshView, driver: DriverSession, layout: Layout):
+        self._mesh, self._driver, self._layout = mesh, driver, layout
+        self._threads = mesh.threads_for(layout)
+        self._newcomers = Newcomers(driver, layout, self._threads)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._prepare, name="spmd-newcomers", daemon=True)
+        self._thread.start()
+
+    def _prepare(self) -> None:
+        try:
+            self._newcomers.prepare()
+        except BaseException as error:
+            self._error = error
+
+    def cancel(self) -> None:
+        """The new ranks are not wanted any more."""
+        self._newcomers.cancel()
+        self._thread.join()
+        if self._error is None:
+            self._newcomers.give_up()
+
+    def switch_if_ready(self) -> None:
+        """Between two calls: go on with the new ranks, if they are there."""
+        if not self._thread.is_alive():
+            self._driver.resizing = None
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the new ranks, and go on with them."""
+        try:
+            while self._thread.is_alive():
+                self._thread.join(0.1)
+            if self._error is not None:
+                raise self._error
+        except BaseException:
+            self._newcomers.cancel()
+            if self._error is None:
+                self._thread.join()
+            if self._error is None:
+                self._newcomers.give_up()
+            raise
+        try:
+            began = self._switch()
+        except BaseException:
+            if self._driver.ranks is not self._newcomers.ranks:
+                self._newcomers.give_up()
+            raise
+        logger.info("%s: has gone on after %.0f ms", self._mesh.describe(), 1e3 * (time.monotonic() - began))
+
+    def _switch(self) -> float:
+        driver, ranks = self._driver, self._newcomers.ranks
+        old, arena = driver.ranks, driver.ranks.arena
+        with _quiet(driver):
+            began = time.monotonic()
+            _check_remote(driver)
+            moved = _Moved(driver, arena, self._layout)
+            with uninterrupted():
+                reruns, driver.reruns = driver.reruns, True
+                driver.tell(protocol.Exit())  # of all values there is a copy, or memory that is not theirs
+                driver.hand_over(ranks, self._layout)
+                self._mesh.set_layout(self._layout, self._threads)
+                for said, packet in driver.shipped.for_newcomer(self._newcomers.known):
+                    driver.tell(said, packet)
+                puts = moved.put(driver)
+                _read_again(driver)
+        try:
+            listening = threading.Event()
+            driver.receiving.soon(functools.partial(self._listen, old.all, listening))
+            for task in puts:
+                driver.debugging.wait(task)
+                if task.failure is not None:
+                    driver.wait(task)
+            with driver.lock:
+                for said, packet in driver.shipped.naming_values():
+                    driver.tell(said, packet)
+        finally:
+            driver.reruns = reruns
+        listening.wait()
+        end = time.monotonic() + END_SECONDS
+        del moved
+        for rank in old.all:
+            rank.ended(max(0.0, end - time.monotonic()))
+        old.kill()
+        old.close()
+        return began
+
+    def _listen(self, gone: list[Any], done: threading.Event) -> None:
+        """On the receiving thread: from now on it is the new ranks that are heard."""
+        driver = self._driver
+        try:
+            driver.receiving.exchange(gone, driver.ranks, self._layout)
+        finally:
+            done.set()
+
+
+@contextlib.contextmanager
+def _quiet(driver: DriverSession) -> Iterator[None]:
+    """With the lock, while no rank has anything to do and all that was sent has been read."""
+    end = time.monotonic() + driver.timeout
+    while True:
+        driver.ready()
+        task = driver.submit(protocol.PassThrough, name="a pause")
+        driver.debugging.wait(task, max(0.0, end - time.monotonic()))
+        if not task.settled.is_set():
+            busy = sorted(driver.pending.busy())
+            raise MeshError(
+                message(
+                    "the mesh cannot be resized while its ranks are busy",
+                    got=f"ranks {busy} after {driver.timeout:g} s",
+                    where=driver.describe(),
+                    remedy="wait for what mesh.submit has started",
+                )
+            )
+        try:
+            driver.wait(task)
+        except PeerLost:
+            continue  # it is replaced, with its values
+        with driver.lock:
+            if driver.quiet and all(values.made for values in driver.values.of_calls(read=False)):
+                yield
+                return
+        time.sleep(0.001)
+
+
+class _Moved:
+    """All values of a mesh, whole, for a mesh of another layout; they are views of the old arena where they may be."""
+
+    def __init__(self, driver: DriverSession, arena: Any, layout: Layout):
+        before = driver.layout
+        kept = [values_of(arena, rank) for rank in range(before.size)]
+        self._calls: list[tuple[CallValues, list[torch.Tensor], dict[int, P]]] = []
+        for values in driver.values.of_calls(read=False):
+            found = [each[values.number] for each in kept if values.number in each]
+            failed = values.task is not None and values.task.failure is not None
+            if failed or len(found) < before.size or not values.live:
+                continue
+            wholes: list[torch.Tensor] = []
+            specs: dict[int, P] = {}
+            for index, about in enumerate(values.settle()):
+                shards = [tensors[index] for tensors, _ in found]
+                if any(shard is None for shard in shards):
+                    wholes.append(torch.empty(0))
+                    continue
+                specs[index] = _spec_on(before, layout, about, driver.describe())
+                wholes.append(frozen_as(shards[0], before.join(shards, about.spec)))  # type: ignore[arg-type]
+            self._calls.append((values, wholes, specs))
+
+    def put(self, driver: DriverSession) -> list[Task]:
+        """Send them to the ranks that there are now."""
+        tasks = []
+        for values, wholes, specs in self._calls:
+            values.was_cut(specs)
+            cuts = tuple(specs.get(index, REPLICATED) for index in range(len(wholes)))
+            tasks.append(_put(driver, values, wholes, cuts))
+        return tasks
+
+
+def _put(driver: DriverSession, values: CallValues, wholes: list[torch.Tensor], specs: tuple[P, ...]) -> Task:
+    make, content = giving.message_of(driver, values, wholes, specs)
+    task, packet = Task(next(driver.numbers), tuple(range(driver.layout.size))), content()
+    task.reported = True  # who waits for it is told
+    task.again = Again("put", make, packet, None, (), None)
+    driver.pending.tasks[task.number] = task
+    driver.tell(make(task.number, 0, (), ()), packet)
+    return task
+
+
+def _read_again(driver: DriverSession) -> None:
+    """Have the new ranks read the batches that there are; nobody waits for it."""
+    for values in driver.values.of_calls(read=True):
+        values.unread_on.clear()
+        values.not_read(range(driver.layout.size))
+        send_read(driver, values)
+
+
+def _spec_on(before: Layout, after: Layout, about: Meta, where: str) -> P:
+    """How a value is cut on a mesh of other sizes: as it was, or not at all where these do not divide it."""
+    for dim in range(len(about.spec.entries)):
+        axes = about.spec.dim_axes(dim)
+        if before.parts(axes) == after.parts(axes) and all(before.axes[name] == after.axes[name] for name in axes):
+            continue
+        if len([name for name in axes if before.axes[name] > 1 or after.axes[name] > 1]) > 1:
+            # Parts of a sharded optimizer's state lie in the order of the ranks that they were made on.
+            raise MeshError(
+                message(
+                    "the mesh cannot be resized: a value is cut over several axes in one dimension",
+                    got=f"shape {tuple(about.shape)} with {about.spec}",
+                    where=where,
+                    remedy="resize along an axis that does not cut it, or start anew from whole values",
+                )
+            )
+        if about.shape[dim] % after.parts(axes) or about.shape[dim] == RAGGED:
+            return REPLICATED
+    return about.spec

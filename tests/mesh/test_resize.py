@@ -1,0 +1,223 @@
+"""A mesh gets another size while its program goes on: the same bits under `shards=`, each sample once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from internals import arenas_mapped, newcomers_of
+from patience import HANGS, end_within, until
+from torch import nn
+
+from spmd import (
+    Loader,
+    Mesh,
+    MeshError,
+    P,
+    axis_size,
+    data_parallel,
+    functional,
+    optimizer,
+    psum,
+    put,
+    spmd,
+    value_and_grad,
+)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    """One of its own for each test: what is resized is not shared."""
+    with Mesh({"data": 2}, timeout=HANGS) as made:
+        yield made
+
+
+def trained(mesh: Mesh, *, shards: int | None = 4, steps: int = 8, before: Any = None) -> tuple[list[str], list[int]]:
+    """After each step a hash of the parameters and the loss of a run with dropout, and the samples that it took.
+
+    Args:
+        before: step -> what is done before it, with its batch read already.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(200, 12)
+    data = {"x": x, "y": (x @ torch.randn(12, 3)).argmax(1), "id": torch.arange(200)}
+    # Above and below what a ledger takes; state that no number of ranks here divides.
+    apply, params = functional(nn.Sequential(nn.Linear(12, 1501), nn.Dropout(0.2), nn.ReLU(), nn.Linear(1501, 3)))
+    opt = optimizer(torch.optim.AdamW, lr=1e-2)
+    state = opt.init(params)
+
+    @spmd(mesh=mesh)
+    @data_parallel(shards=shards)
+    def step(params, state, batch):
+        loss, grads = value_and_grad(lambda p, b: F.cross_entropy(apply(p, b["x"]), b["y"]))(params, batch)
+        params, state = opt.step(params, grads, state)
+        return params, state, loss
+
+    hashes: list[str] = []
+    samples: list[int] = []
+    loader = Loader(data, batch_size=32, seed=1, mesh=mesh, shards=shards)
+    while True:
+        for batch in loader:
+            if before and len(hashes) in before:
+                before[len(hashes)]()
+            params, state, loss = step(params, state, batch)
+            found = hashlib.sha256(loss.full().numpy().tobytes())
+            for name in sorted(params):
+                found.update(params[name].full().numpy().tobytes())
+            hashes.append(found.hexdigest())
+            samples += sorted(batch["id"].full().tolist())
+            if len(hashes) == steps:
+                return hashes, samples
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> tuple[list[str], list[int]]:
+    with Mesh({"data": 2}) as mesh:
+        return trained(mesh)
+
+
+def to(mesh: Mesh, size: int) -> Callable[[], None]:
+    return lambda: mesh.resize({"data": size})
+
+
+def test_up_and_down_the_same_bits_and_samples(mesh: Mesh, undisturbed: Any) -> None:
+    sizes = {1: to(mesh, 3), 3: to(mesh, 1), 4: to(mesh, 2), 7: lambda: mesh.retire(0)}
+    assert trained(mesh, before=sizes) == undisturbed
+    assert mesh.axes == {"data": 1} and mesh.run(lambda: axis_size("data")) == [1]
+
+
+def test_the_ranks_die_on_the_way(mesh: Mesh, undisturbed: Any) -> None:
+    """Old ones while new ones get ready, new ones before they are, and all as soon as they are taken."""
+
+    def kill(pids: list[int]) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    def while_they_get_ready() -> None:
+        old = mesh.driver.pids
+        mesh.resize({"data": 3}, wait=False)
+        assert until(lambda: newcomers_of(mesh))
+        kill(newcomers_of(mesh)[:1])
+        kill(old[1:])
+
+    def at_once() -> None:
+        mesh.resize({"data": 2})
+        kill(mesh.driver.pids)
+
+    assert trained(mesh, before={2: while_they_get_ready, 3: to(mesh, 3), 5: at_once}) == undisturbed
+    assert mesh.size == 2
+
+
+def test_the_program_goes_on_until_new_ranks_are_ready(mesh: Mesh) -> None:
+    count = spmd(lambda x: psum(x, "data"), mesh=mesh)
+    one = put(torch.ones(()), mesh=mesh)
+    assert float(count(one)) == 2
+    mesh.resize({"data": 3}, wait=False)
+    assert mesh.size == 2
+    assert until(lambda: float(count(one)) == 3.0) and mesh.size == 3
+    mesh.resize({"data": 1}, wait=False)
+    mesh.resize({"data": 2})  # the last word
+    assert mesh.size == 2 and float(count(one)) == 2
+
+
+def test_values_of_every_kind(mesh: Mesh) -> None:
+    whole = torch.arange(12.0).reshape(6, 2)
+    last = torch.randn(2, 3, 5, 7).contiguous(memory_format=torch.channels_last)
+    large = torch.randn(1 << 17)
+    values = {
+        "cut": put(whole, P("data"), mesh=mesh),
+        "small": put(torch.tensor(3), mesh=mesh),
+        "empty": put(torch.empty(0, 3), mesh=mesh),
+        "large": put(large, P("data"), mesh=mesh),
+        "strides": put(last, mesh=mesh),
+        "made": spmd(lambda x: x * 2, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(large),
+    }
+    gone, left = spmd(lambda x: (x + 1, x + 2), mesh=mesh)(put(large, mesh=mesh))
+    del gone
+    captured = put(torch.tensor(5.0), mesh=mesh)
+    add = spmd(lambda x: x + captured.local, mesh=mesh)
+    assert float(add(torch.tensor(1.0))) == 6
+    mesh.resize({"data": 3})
+    assert [shard.tolist() for shard in values["cut"].shards()] == whole.reshape(3, 2, 2).tolist()
+    assert values["cut"].spec == P("data") and values["large"].spec == P()  # which three do not divide
+    assert torch.equal(values["large"].full(), large) and torch.equal(values["made"].full(), large * 2)
+    assert values["strides"].full().stride() == last.stride() and torch.equal(values["strides"].full(), last)
+    assert values["small"].item() == 3 and values["empty"].shape == (0, 3)
+    assert torch.equal(left.full(), large + 2)
+    assert float(add(torch.tensor(1.0))) == 6
+    mesh.resize({"data": 1})
+    assert torch.equal(values["cut"].full(), whole) and torch.equal(left.full(), large + 2)
+
+
+def test_batches_read_ahead_and_padded(mesh: Mesh) -> None:
+    """Each sample once, whoever had read it before; the batch in hand is that of the new size."""
+
+    def padded(samples: list[int]) -> torch.Tensor:
+        return torch.stack([torch.full((max(samples) + 1,), each) for each in samples])
+
+    seen = []
+    for batch in Loader([*range(16)], 4, shuffle=False, mesh=mesh, collate_fn=padded):
+        mesh.resize({"data": 3 - mesh.size})
+        shards = batch.shards()
+        assert len(shards) == mesh.size
+        seen += sorted(int(row[0]) for shard in shards for row in shard)
+    assert seen == [*range(16)]
+
+
+def test_another_axis_and_what_is_cut_over_it() -> None:
+    with Mesh({"data": 1, "model": 2}) as mesh:
+        columns = put(torch.arange(8.0).reshape(2, 4), P(None, "model"), mesh=mesh)
+        mesh.resize({"data": 2})
+        assert mesh.axes == {"data": 2, "model": 2} and mesh.size == 4
+        assert [shard[0].tolist() for shard in columns.shards()] == [[0, 1], [2, 3]] * 2
+        both = put(torch.arange(8.0), P(("data", "model")), mesh=mesh)
+        with pytest.raises(MeshError, match="cut over several axes in one dimension"):
+            mesh.resize({"data": 1})
+        assert mesh.size == 4 and both.full().tolist() == [*range(8)]  # it is as it was
+        del both
+        mesh.retire(3)
+        assert mesh.axes == {"data": 1, "model": 2} and columns.full().tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_what_is_given_back(mesh: Mesh) -> None:
+    before = mesh.driver.pids
+    value = put(torch.ones(1 << 18), mesh=mesh)
+    arenas = arenas_mapped()  # without those that other tests have left to be collected
+    files = len(os.listdir("/proc/self/fd"))
+    for size in (3, 2):
+        mesh.resize({"data": size})
+    assert end_within(HANGS, before)
+    assert len(os.listdir("/proc/self/fd")) <= files
+    assert arenas_mapped() <= arenas
+    assert float(value.full().sum()) == 1 << 18
+
+
+def test_what_cannot_be(mesh: Mesh) -> None:
+    with pytest.raises(MeshError, match=r"unknown axis.*'model'"):
+        mesh.resize({"model": 2})
+    with pytest.raises(MeshError, match=r"bad size.*0"):
+        mesh.resize({"data": 0})
+    with pytest.raises(MeshError, match="no such rank"):
+        mesh.retire(2)
+    counter = mesh.remote(list)
+    with pytest.raises(MeshError, match=r"objects of mesh\.remote"):
+        mesh.resize({"data": 1})
+    del counter
+    with Mesh({"data": 1}, timeout=2.0) as other:
+        with pytest.raises(MeshError, match="nothing left without rank 0"):
+            other.retire(0)
+        with pytest.raises(MeshError, match="is for the program"):
+            other.run(lambda: other.resize({"data": 2}))
+        assert other.size == 1
+
+
+def test_the_output_of_new_ranks_has_their_labels(mesh: Mesh, capfd: pytest.CaptureFixture[str]) -> None:
+    mesh.resize({"data": 3})
+    mesh.run(lambda: print(f"here is {mesh.rank}"))
+    assert until(lambda: "[rank 2] here is 2" in capfd.readouterr().out)
