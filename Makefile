@@ -96,6 +96,11 @@ test-hosts: $(VENV)/.made
 test-compile: $(VENV)/.made
 	$(PY) bench/compile_matrix.py | tee bench/results/compile_matrix.txt
 
+# Streams stopped at every batch, and killed, and resumed on other numbers of ranks.
+.PHONY: resume
+resume: $(VENV)/.made
+	cd tests && $(PY) stream_matrix.py
+
 # The site, in build/site: every page, every public name, every link, or it fails.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet

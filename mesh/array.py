@@ -56,7 +56,8 @@ class Deal:
     """How a `Loader` dealt a batch: where it stands in the run, and over how many virtual shards.
 
     Attributes:
-        sizes: of the virtual shards, where they are other than dealing one by one makes them.
+        sizes: of the virtual shards, where they are other than dealing one by one makes them; of a batch without
+            shards, those of the virtual streams where some rank has no samples.
     """
 
     position: tuple[int, int]

@@ -44,6 +44,8 @@ def possible(region: Region | None, plan: Plan, over: tuple[str, ...]) -> bool:
     if region is None:
         return False
     sizes = region.session.layout.axes
+    if region.batch.axis in over and region.batch.sizes is not None:
+        return True  # a stream's batch, of which a rank has none though there are as many samples as ranks
     return any(total < sizes[name] for name, (_, total) in plan.samples.items() if name in over)
 
 

@@ -6,6 +6,7 @@ Beside `put.fill`, which knows them beforehand. Invariant: all processes agree o
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from ..array import Deal, meta
 from ..launch import launched
 from ..mesh import Mesh
 from ..rank.local_values import LocalValues
-from ..spec import split_sizes, strided_sizes
+from ..spec import Layout, split_sizes, strided_sizes
 
 Found = dict[int, tuple[int, Any]]
 """By virtual stream: how many samples it gave, and where it is now."""
@@ -50,7 +51,7 @@ def fill_streams(
         treedef, results = agreement.assemble(
             layout, agreement.decode_all(encoded), name=name, where=mesh.describe(), remedy=remedy
         )
-        deal = _deal(found, position, shards)
+        deal = _deal(mesh.layout, found, position, shards)
         arrays = iter(values.arrays(None, [result.meta for result in results if result.meta is not None], deal=deal))
         made = [result.value if result.meta is None else next(arrays) for result in results]
         return trees.unflatten(treedef, made), found
@@ -87,12 +88,18 @@ def _here(
         metas.append(meta(shape, about.dtype, about.spec))
         tensors.append(leaf)
         shapes.append(each)
-    arrays = iter(LocalValues(session, tensors, metas, shapes, deal=_deal(found, position, shards)).arrays(mesh))
+    deal = _deal(layout, found, position, shards)
+    arrays = iter(LocalValues(session, tensors, metas, shapes, deal=deal).arrays(mesh))
     made = [leaf if about.spec is None else next(arrays) for leaf, about in zip(leaves, outputs, strict=True)]
     return trees.unflatten(treedef, made), found
 
 
-def _deal(found: Found, position: tuple[int, int], shards: int | None) -> Deal:
+def _deal(layout: Layout, found: Found, position: tuple[int, int], shards: int | None) -> Deal:
+    """How it was dealt; without `shards` sizes are said where a rank has no samples, which steps have to know of."""
     sizes = [found[v][0] for v in sorted(found)]
-    even = shards is None or sizes == strided_sizes(sum(sizes), shards)
-    return Deal(position, shards, None if even else tuple(sizes))
+    if shards is None:
+        ends = list(itertools.accumulate(split_sizes(len(sizes), layout.axes[layout.batch_axis])))
+        usual = all(sum(sizes[begin:end]) for begin, end in zip([0, *ends], ends, strict=False))
+    else:
+        usual = sizes == strided_sizes(sum(sizes), shards)
+    return Deal(position, shards, None if usual else tuple(sizes))

@@ -12,7 +12,7 @@ import torch
 
 from spmd import Mesh
 
-PACKAGES = ("transformers", "timm", "torchvision")
+PACKAGES = ("transformers", "timm", "torchvision", "torchmetrics")
 MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 if MISSING:
     collect_ignore_glob = ["test_*.py"]

@@ -230,11 +230,11 @@ class _Described:
 
 
 def _describe(region: Region, virtual: VirtualShards, out: Output) -> None:
-    """Have ranks without samples know what the function returns; the first rank always has some, if any has."""
+    """Have ranks without samples know what the function returns: the first that has some tells them."""
     if not _some_have_none(virtual):
         return
     description = b""
-    if virtual.place == 0:
+    if virtual.place == _first_with_samples(virtual):
         parts = trees.map(blank, (out.value, out.count, out.aux))
         description = cloudpickle.dumps((parts, _notes(out.aux)))
     region.session.comm(virtual.axis).all_gather_bytes(description)
@@ -244,8 +244,14 @@ def _described(call: Call, inputs: _Inputs, region: Region, virtual: VirtualShar
     if virtual.total == 0:  # nobody has samples: what comes of none shows what the results look like
         out = call.evaluate(*inputs.of_none())
         return _Described(out, _notes(out.aux))
-    parts, notes = pickle.loads(region.session.comm(virtual.axis).all_gather_bytes(b"")[0])
+    descriptions = region.session.comm(virtual.axis).all_gather_bytes(b"")
+    parts, notes = pickle.loads(descriptions[_first_with_samples(virtual)])
     return _Described(Output(*parts), notes)
+
+
+def _first_with_samples(virtual: VirtualShards) -> int:
+    """Of the ranks: in a batch of a stream it need not be rank 0, whose virtual streams may have ended."""
+    return next(place for place in range(len(virtual.owners)) if virtual.filled(place))
 
 
 def _some_have_none(virtual: VirtualShards) -> bool:
