@@ -178,9 +178,9 @@ def killed(name: str, folder: Path, chain: tuple[int, ...]) -> dict[int, set]:
 
 def train(name: str, ranks: int, folder: Path) -> None:
     """A process of `killed`: on from the last checkpoint that is there, with a worker beside each rank."""
-    saved = folder / name
+    saved = folder / f"run of {name}"
     with Mesh({"data": ranks}) as mesh:
-        begin = saved if saved.exists() and any(saved.iterdir()) else None
+        begin = saved if any(saved.glob("step-*")) else None
         for number, ids, said in Run(mesh, pipelines(folder / "files")[name], workers=1).steps(begin, saved):
             print(json.dumps([number, ids, said]), flush=True)
 

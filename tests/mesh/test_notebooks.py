@@ -287,6 +287,7 @@ def kinds(shown: list[dict[str, Any]]) -> set[str]:
 def test_a_notebook_runs_and_shows_what_was_committed(tmp_path: Path, name: str) -> None:
     path = tmp_path / f"{name}.ipynb"
     shutil.copy(NOTEBOOKS / path.name, path)
+    shutil.copy(NOTEBOOKS / "pictures.py", tmp_path)
     done = subprocess.run(
         [sys.executable, str(NOTEBOOKS / "execute.py"), str(path)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "SPMD_RANKS": "2"},
