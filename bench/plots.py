@@ -13,6 +13,17 @@ import matplotlib.pyplot as plt
 from targets import best, size_text
 
 Record = dict[str, Any]
+# What the contenders of the suites are called where one sees them without their documentation.
+SHOWN = {
+    "ours, in the arena, given up": "spmd, a buffer that its sum replaces (gradients)",
+    "ours, in the arena, kept": "spmd, a buffer in shared memory, kept",
+    "ours, in the arena, overwritten": "spmd, a buffer in shared memory, in place",
+    "ours, any tensor": "spmd, any tensor",
+    "gloo": "Gloo",
+    "gloo, placed as woken": "Gloo, ranks not bound to cores",
+    "open mpi": "Open MPI",
+    "adding alone": "the additions alone",
+}
 
 
 def all_reduce(suite: Record, folder: Path) -> list[Path]:
@@ -21,10 +32,10 @@ def all_reduce(suite: Record, folder: Path) -> list[Path]:
     for ranks in sorted({case["ranks"] for case in suite["cases"]}):
         cases = sorted((c for c in suite["cases"] if c["ranks"] == ranks), key=lambda case: case["case"])
         sizes = [case["case"] for case in cases]
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
         for name in cases[0]["quartiles"]:
             low, middle, high = zip(*(case["quartiles"][name] for case in cases), strict=True)
-            (line,) = left.plot(sizes, middle, marker="o", markersize=3, label=name)
+            (line,) = left.plot(sizes, middle, marker="o", markersize=3, label=SHOWN.get(name, name))
             left.fill_between(sizes, low, high, alpha=0.2, color=line.get_color())
             right.plot(sizes, [s / t for s, t in zip(sizes, middle, strict=True)], marker="o", markersize=3)
         for axes, what in ((left, "seconds per call (median, quartiles)"), (right, "bytes a second")):
@@ -33,7 +44,7 @@ def all_reduce(suite: Record, folder: Path) -> list[Path]:
         for axes in (left, right):
             axes.set_xticks(sizes, [size_text(size) for size in sizes], rotation=60, fontsize=8)
             axes.minorticks_off()
-        left.legend(fontsize=8)
+        figure.legend(loc="outside lower center", ncols=3, fontsize=8)
         figure.suptitle(f"all-reduce, {ranks} ranks on {suite['machine']['cores']} cores: {suite['machine']['cpu']}")
         made.append(save(figure, folder / f"all_reduce_{ranks}.png"))
     return made
@@ -44,10 +55,14 @@ def train_step(suite: Record, folder: Path) -> list[Path]:
     made = []
     for ranks in sorted({case["ranks"] for case in suite["cases"]}):
         cases = [case for case in suite["cases"] if case["ranks"] == ranks]
+        columns = min(2, len(cases))
+        rows = -(-len(cases) // columns)
         figure, panels = plt.subplots(
-            1, len(cases), figsize=(max(8, 4 * len(cases)), 4.5), layout="constrained", squeeze=False
+            rows, columns, figsize=(6 * columns, 3.6 * rows), layout="constrained", squeeze=False
         )
-        for axes, case in zip(panels[0], cases, strict=True):
+        for axes in panels.flat[len(cases) :]:
+            axes.remove()
+        for axes, case in zip(panels.flat, cases, strict=False):
             names = list(case["quartiles"])[::-1]
             low, middle, high = zip(*([1e3 * x for x in case["quartiles"][name]] for name in names), strict=True)
             fastest = {pair[0] for start in ("ours", "ddp") if (pair := best(case, start)) is not None}
@@ -60,6 +75,7 @@ def train_step(suite: Record, folder: Path) -> list[Path]:
             for bar, name in zip(bars, names, strict=True):
                 bar.set_alpha(1.0 if name in fastest or not name.startswith(("ours", "ddp")) else 0.5)
             axes.set(title=case["case"].rpartition(":")[2], xlabel="ms per step (median, quartiles)")
+            axes.set_yticks(range(len(names)), [name.replace("ours", "spmd").replace("ddp", "DDP") for name in names])
             axes.tick_params(axis="y", labelsize=7)
         figure.suptitle(f"train step, {ranks} ranks on {suite['machine']['cores']} cores: {suite['machine']['cpu']}")
         made.append(save(figure, folder / f"train_step_{ranks}.png"))
@@ -68,7 +84,7 @@ def train_step(suite: Record, folder: Path) -> list[Path]:
 
 def scaling(suite: Record, folder: Path) -> list[Path]:
     """All-reduce and step times for growing ranks; points are measured, lines are the fitted model's."""
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     for axes, (work, size_of) in zip(panels, (("all_reduce", "bytes"), ("train_step", "parameters")), strict=True):
         points = [case for case in suite["cases"] if case["work"] == work]
         for number, ranks in enumerate(sorted({case["ranks"] for case in points})):
@@ -85,7 +101,8 @@ def scaling(suite: Record, folder: Path) -> list[Path]:
             axes.plot(sizes, [c["predicted"] for c in mine], color=f"C{number}", linewidth=1)
         axes.set(xscale="log", yscale="log", xlabel=size_of, ylabel="seconds", title=work.replace("_", " "))
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
     figure.suptitle(f"points: medians; lines: the fitted model ({suite['machine']['cores']} cores)")
     return [save(figure, folder / "scaling.png")]
 

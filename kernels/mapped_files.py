@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from .shm.pages import PAGE, any_copied
+
 
 def opened_elsewhere(obj: Any) -> tuple[Callable, tuple] | None:
     """How to open a `np.memmap`, or a gapless part of one, elsewhere, as pickle's `__reduce__`; None for all else.
 
-    One whose changes are its own (mode "c") is not its file.
+    One whose changes are its own (mode "c", as ranks have theirs) is its file for as long as there are none.
     """
-    if not isinstance(obj, np.memmap) or obj.filename is None or obj.mode == "c" or not obj.size:
+    if not isinstance(obj, np.memmap) or obj.filename is None or not obj.size:
         return None
     order = "C" if obj.flags.c_contiguous else "F" if obj.flags.f_contiguous else None
     base: Any = obj
@@ -25,6 +27,10 @@ def opened_elsewhere(obj: Any) -> tuple[Callable, tuple] | None:
         base = getattr(base, "base", None)
     if order is None or base is None:
         return None
+    if obj.mode == "c":
+        first = obj.ctypes.data - obj.ctypes.data % PAGE
+        if any_copied(first, obj.ctypes.data + obj.nbytes - first):
+            return None
     start = obj.offset - obj.offset % mmap.ALLOCATIONGRANULARITY  # that of the whole, of which this may be a part
     offset = start + obj.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
     return _opened, (str(obj.filename), obj.dtype, offset, obj.shape, order)

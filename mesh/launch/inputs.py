@@ -74,8 +74,8 @@ def _differ(what: str, got: str, where: str) -> SpecError:
             f"{what} should be the same on all ranks, and is not",
             got=got,
             where=where,
-            remedy="give every rank the same, such as batches of a DataLoader that shuffles with one seed "
-            "(generator=torch.Generator().manual_seed(0)), or take spmd.Loader",
+            remedy="give every rank the same: seed what is drawn (torch.manual_seed(0) before a model is made), have a "
+            "DataLoader shuffle with one seed (generator=torch.Generator().manual_seed(0)), or take spmd.Loader",
         )
     )
 

@@ -2,7 +2,7 @@
 
 A torch scheduler writes to the optimizer that it is made for; here that is one without parameters, in which it is
 played up to the step that is asked for. Invariant: what a schedule gives depends on the number of the step alone, so
-that a run taken up again goes on with it.
+that a resumed run goes on with it.
 """
 
 from __future__ import annotations

@@ -39,6 +39,17 @@ def test_with_gaps_and_private_ones_are_copied(mapped):
     assert np.array_equal(wire.loads(wire.dumps(array + 1)), whole + 1)
 
 
+def test_what_arrived_is_sent_on_as_the_file_until_it_is_written(mapped):
+    """As a rank hands its dataset to the processes that read for it."""
+    array, whole = mapped
+    here = wire.loads(wire.dumps(array))
+    assert np.array_equal(here, whole)  # reading it does not make it this process's own
+    packet = wire.dumps(here)
+    assert len(packet.data) < 600 and np.array_equal(wire.loads(packet), whole)
+    here[3, 1] = -5
+    assert wire.loads(wire.dumps(here))[3, 1] == -5 and array[3, 1] == whole[3, 1]
+
+
 def test_captured_and_as_a_dataset(shared_mesh, mapped):
     array, whole = mapped
     mesh = shared_mesh({"data": 2})
