@@ -37,7 +37,7 @@ class _State:
 
     def __init__(self) -> None:
         self.token: Tensor | None = None
-        self.order = torch.zeros(())
+        self.order: Tensor | None = None
         self.count = 0
         self.afterwards: list[Callable[[], None]] = []  # to be called when the outermost gradient is done
 

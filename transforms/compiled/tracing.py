@@ -69,7 +69,8 @@ def _call(name: str, x: Tensor, names: list[str], *rest: Any) -> Tensor:
     operator, here = getattr(operators, name), state()
     size = _size(names)
     if here.token is None:
-        result, token = operator(x, here.order, names, size, False, *rest)
+        before = torch.zeros(()) if here.order is None else here.order
+        result, token = operator(x, before, names, size, False, *rest)
         here.order = token.detach()
     elif torch.is_grad_enabled():
         result, here.token = operator(x, here.token, names, size, False, *rest)
