@@ -1,12 +1,14 @@
 """Ranks are killed at random moments of a training run, which must be the undisturbed one, bit for bit.
 
-    make chaos    # python bench/chaos.py [--seconds 300] [--seed 0] [--ranks 2]
+    make chaos    # python bench/chaos.py [--seconds 300] [--seed 0] [--ranks 2] [--peer]
 
 Runs follow each other on one mesh: after a call of the step a fault is provoked at a random moment (in the forward
 pass, the backward pass, a reduction, the optimizer, while a batch is read or a value fetched), and some steps later
 the next. The oracle is the undisturbed run: the hash of parameters and loss after every step, and the ids of the
 samples of every batch. Prints for each fault: trials; steps with another hash; batches with lost or repeated samples;
 errors; the milliseconds from the fault to the end of the step that it fell into (or the one after); and what was left.
+A stopped rank counts as dead after `GRACE` seconds, which are part of its time. `--peer` does the same to torchrun
+(chaos_peer.py) in the same run.
 """
 
 from __future__ import annotations
@@ -28,15 +30,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import chaos_peer
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from spmd import Loader, Mesh, data_parallel, functional, optimizer, spmd, value_and_grad
 
-SAMPLES, BATCH, STEPS = 520, 48, 60  # of a run, after which it begins again
+SAMPLES, BATCH, STEPS = 520, 48, 200  # of a run, after which it begins again
 HANG_SECONDS = 60.0
 CALM_STEPS = 3  # between two faults
+GRACE = 2.0
 
 
 def digest(params: dict[str, Any], loss: Any) -> str:
@@ -86,7 +90,7 @@ class Faults:
 
     def _signal(self, ranks: list[int], number: int) -> None:
         for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, IndexError):  # it has ended, or the mesh is smaller by now
                 os.kill(self._mesh.driver.pids[rank], number)
 
     def _one(self) -> list[int]:
@@ -122,14 +126,21 @@ class Faults:
         time.sleep(self._draw.uniform(0.0, 0.2))
         self._signal(rank, signal.SIGCONT)
 
+    def stop_for_ever(self) -> None:
+        self._signal(self._one(), signal.SIGSTOP)
+
+    def kill_in_a_resize(self) -> None:
+        self.kill_one()  # what calls it resizes the mesh meanwhile
+
     def kill_what_they_are_forked_from(self) -> None:
         os.kill(self._mesh.driver.ranks.all[0]._zygote._process.pid, signal.SIGKILL)
 
 
 NAMES = (
     *("kill_one", "kill_all", "segfault", "terminate", "kill_during_recovery", "stop_and_kill", "stop_and_go_on"),
-    "kill_what_they_are_forked_from",
+    *("kill_in_a_resize", "stop_for_ever", "kill_what_they_are_forked_from"),
 )
+RARE = ("stop_for_ever", "kill_what_they_are_forked_from")  # they take seconds
 
 
 class Tally:
@@ -152,7 +163,7 @@ def steps_of(mesh: Mesh, shards: int | None) -> list[tuple[str, list[int]]]:
 def chaos(mesh: Mesh, shards: int | None, seconds: float, draw: random.Random, tallies: dict[str, Tally]) -> int:
     """Provoke faults for so long; how many steps there were."""
     expected = steps_of(mesh, shards)
-    faults, end, steps = Faults(mesh, draw), time.monotonic() + seconds, 0
+    faults, end, steps, ranks = Faults(mesh, draw), time.monotonic() + seconds, 0, mesh.size
     typical = 0.01
     while time.monotonic() < end:
         turns, calm = run(mesh, shards), 0
@@ -161,19 +172,27 @@ def chaos(mesh: Mesh, shards: int | None, seconds: float, draw: random.Random, t
             for _ in turns:
                 fault, at = None, [0.0]
                 if calm >= CALM_STEPS and time.monotonic() < end:
-                    # The rarest takes seconds: what ranks are forked from imports torch again.
-                    names = NAMES[:-1] if draw.random() < 0.97 else NAMES[-1:]
+                    names = RARE if draw.random() < 0.03 else [name for name in NAMES if name not in RARE]
+                    if shards is None:  # another number of ranks has other bits then
+                        names = [name for name in names if name != "kill_in_a_resize"]
                     fault, calm = draw.choice(names), 0
 
                 def strike(name: str | None = fault, at: list[float] = at, wait: float = 1.2 * typical) -> None:
-                    time.sleep(draw.uniform(0.0, wait))
+                    time.sleep(draw.uniform(0.0, 0.3 if name == "kill_in_a_resize" else wait))
                     at[0] = time.monotonic()
                     getattr(faults, str(name))()
 
                 thread = threading.Thread(target=strike) if fault else None
+
+                def begin(name: str | None = fault, thread: threading.Thread | None = thread) -> None:
+                    assert thread is not None
+                    thread.start()
+                    if name == "kill_in_a_resize":
+                        mesh.resize({"data": ranks + 1 if mesh.size == ranks else ranks})
+
                 faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
                 began = time.monotonic()
-                state, ids, _ = turns.send(thread.start if thread else None)  # type: ignore[attr-defined]
+                state, ids, _ = turns.send(begin if thread else None)  # type: ignore[attr-defined]
                 passed = time.monotonic()
                 steps += 1
                 if thread is None or fault is None:
@@ -196,6 +215,7 @@ def chaos(mesh: Mesh, shards: int | None, seconds: float, draw: random.Random, t
         if turn < STEPS and time.monotonic() < end:
             turns.close()  # type: ignore[attr-defined]
     faulthandler.cancel_dump_traceback_later()
+    mesh.resize({"data": ranks})
     return steps
 
 
@@ -208,6 +228,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--peer", action="store_true")
     options = parser.parse_args()
     logging.getLogger("spmd").setLevel(logging.ERROR)
     draw = random.Random(options.seed)
@@ -215,7 +236,7 @@ def main() -> None:
     before = set(os.listdir("/dev/shm"))
     steps, pids, grown = 0, set[int](), []
     for shards in (None, 4):
-        with Mesh({"data": options.ranks}, timeout=HANG_SECONDS) as mesh:
+        with Mesh({"data": options.ranks}, timeout=HANG_SECONDS, grace=GRACE) as mesh:
             for _ in run(mesh, shards):
                 pass
             held = shared_bytes(mesh)
@@ -234,6 +255,11 @@ def main() -> None:
         print(f"{name.replace('_', ' '):<32}{counts}{median:>11}{most:>9}")
     print(f"hangs 0, orphans {len(orphans)}, new in /dev/shm {len(set(os.listdir('/dev/shm')) - before)}")
     print("shared memory more than before the first fault: " + ", ".join(f"{each:.1f} MB" for each in grown))
+    trials = sum(tally.trials for tally in tallies.values())
+    killed = trials - tallies["stop_and_go_on"].trials
+    print(f"{killed} times ranks were killed, in runs of {STEPS} steps")
+    if options.peer:
+        print(chaos_peer.line(chaos_peer.seconds_to_train_again(20, options.ranks), options.ranks), flush=True)
     wrong = sum(tally.hashes + tally.samples + tally.errors for tally in tallies.values()) + len(orphans)
     sys.exit(bool(wrong))
 

@@ -186,6 +186,9 @@ class Recovery:
             if busy and again and time.monotonic() - self._since > FENCE_SECONDS:
                 for rank in busy:
                     session.ranks.all[rank].signal(signal.SIGKILL)
+            if busy and not self.interrupted and session.memory is not None:
+                left = [rank for rank, number in busy.items() if number >= self._first_failed]
+                self.stuck.end_late(left, time.monotonic() - self._since)
             failure = self._failure(why)
             for task in sorted(session.pending.tasks.values(), key=lambda task: task.number):
                 if task.settled.is_set() or task in again:

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -95,16 +96,27 @@ class Stuck:
             elif where != mark.where or spent - mark.nanoseconds > 1e9 * IDLE * self._grace:
                 self._marks[rank] = _Mark(now, pid, where, spent)
             elif now - mark.at >= self._grace:
-                self._kill(rank, pid, stopped)
+                idle = "was stopped" if stopped else "did nothing"
+                self._kill(rank, pid, f"{idle} for {self._grace:g} s while it was waited for")
 
-    def _kill(self, rank: int, pid: int, stopped: bool) -> None:
+    def end_late(self, ranks: Iterable[int], seconds: float) -> None:
+        """Kill ranks that are still in a call so many seconds after it has failed, if that is longer than the grace.
+
+        They compute, for all that can be seen, but nothing that anybody will ask for: a loop in C, say.
+        """
+        board = self._session.ranks.arena
+        if seconds < self._grace or board is None or board.in_debugger():
+            return
+        for rank in ranks:
+            pid = self._session.ranks.all[rank].pid
+            status = status_of(pid)
+            if status is not None and status["TracerPid"] == "0" and pid not in self.killed:
+                self._kill(rank, pid, f"was still in a call {self._grace:g} s after that had failed")
+
+    def _kill(self, rank: int, pid: int, what: str) -> None:
         board = self._session.ranks.arena
         assert board is not None
-        what = "was stopped" if stopped else "did nothing"
-        self.killed[pid] = (
-            f"was killed: it {what} for {self._grace:g} s while it was waited for (its stack is in the log; "
-            "Mesh(grace=) says how long that may last)"
-        )
+        self.killed[pid] = f"was killed: it {what} (its stack is in the log; Mesh(grace=) says how long that may last)"
         text = f"spmd: rank {rank} {self.killed[pid]}\n{stacks_of(board, rank)}\n"
         with contextlib.suppress(Exception):
             sys.stderr.write(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ import torch
 from fork_server import fork_server
 from patience import HANGS, end_within, running, soon, until
 
-from spmd import Loader, Mesh, MeshError, P, PeerLost, RemoteError, put, save
+from spmd import Loader, Mesh, MeshError, P, PeerLost, RemoteError, SpmdError, put, save
 
 GRACE = 0.5
 
@@ -93,6 +94,28 @@ def test_a_rank_that_holds_the_lock_of_python(mesh: Mesh, capfd: pytest.CaptureF
     log = capfd.readouterr().err
     assert "spmd: rank 1 was killed: it did nothing" in log and "in stuck_in_c" in log
     assert works(mesh) and not running(pid)
+
+
+def test_a_rank_that_loops_in_c_while_another_waits(
+    make_mesh: Callable[..., Mesh], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It computes, for all that can be seen: the timeout of who waits ends the call, and the grace the rank."""
+    mesh = make_mesh({"data": 2}, timeout=2.0, grace=GRACE)
+    value = put(torch.arange(4.0), P("data"), mesh=mesh)
+    pid = mesh.driver.pids[1]
+
+    def loops_in_c() -> float:
+        comm = mesh.comm()
+        if comm.rank == 1:
+            sum(itertools.repeat(0))  # holds the lock of Python, and looks for no signal
+        return float(comm.all_reduced(torch.ones(1)))
+
+    with pytest.raises(SpmdError, match="rank 1"):
+        mesh.run(loops_in_c)
+    assert until(lambda: not running(pid))
+    assert works(mesh) and value.full().tolist() == [0, 1, 2, 3]
+    log = capfd.readouterr().err
+    assert "spmd: rank 1 was killed: it was still in a call" in log and "in loops_in_c" in log
 
 
 # -- what is not ------------------------------------------------------------------------------------------------------
