@@ -468,32 +468,6 @@ def objects(rank: int, size: int) -> None:
 
 
 @program
-def objects_of_strangers(rank: int, size: int) -> None:
-    """Between hosts, what torch would unpickle is refused if it has no code of the job's secret."""
-    group = dist.new_group()
-    if group.world.backend == "shm":  # the kernel vouches for it
-        return
-    comm = group._comm("cpu")
-    if rank == 0:
-        comm.key = b"another"
-    everyone = set(range(size))
-    exchanges = (  # and who raises
-        (lambda: dist.broadcast_object_list([rank], 0, group), everyone - {0}),
-        (lambda: dist.all_gather_object([None] * size, rank, group), everyone),
-        (lambda: dist.scatter_object_list([None], list(range(size)) if rank == 0 else None, 0, group), everyone - {0}),
-        (lambda: dist.gather_object(rank, [None] * size if rank == 1 else None, 1, group), {1}),
-    )
-    for exchange, expected in exchanges:
-        group._broken = None
-        try:
-            exchange()
-        except spmd.PeerLost as error:
-            assert rank in expected and "is not of this job" in str(error)
-        else:
-            assert rank not in expected
-
-
-@program
 def messages(rank: int, size: int) -> None:
     if rank == 0:
         for peer in range(1, size):
@@ -653,24 +627,10 @@ def events(rank: int, size: int) -> None:
     assert event.is_async and event.input_shapes == [[5]]
 
 
-def meeting_place(name: str, rank: int, size: int) -> dist.Store:
-    """A part of it for each program; at a TCPStore where the ranks are on several hosts."""
-    method = os.environ["SPMD_INIT_METHOD"]
-    kind, _, place = method.partition("://")
-    if kind == "file":
-        return dist.FileStore(os.path.join(os.path.dirname(place), name), size)
-    host, _, port = place.partition(":")
-    if method not in _stores:
-        _stores[method] = dist.TCPStore(host, int(port), size, rank == 0)
-    return dist.PrefixStore(name, _stores[method])
-
-
-_stores: dict[str, dist.Store] = {}
-
-
 def run(name: str, rank: int, size: int) -> str:
     """Run a program: "ok", or what it raised."""
-    store = meeting_place(name, rank, size)
+    folder = os.path.dirname(os.environ["SPMD_INIT_METHOD"].removeprefix("file://"))
+    store = dist.FileStore(os.path.join(folder, name), size)
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("spmd", store=store, rank=rank, world_size=size, timeout=limit)
     try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..kernels.communicator import Communicator
-from ..kernels.errors import Aborted, PeerLost
+from ..kernels.errors import Aborted, MeshError, PeerLost, message
 from ..kernels.network.authentication import AuthenticatedStore, code
 from ..kernels.registry import make_communicator
 from ..kernels.shm.arena import Arena
@@ -57,10 +57,18 @@ class World:
         key = RollCall(store, launch, "the store of init_process_group", secret_of_user(), one_host=False).key(timeout)
         met = AuthenticatedStore(store, code(key, b"process group"), datetime.timedelta(seconds=timeout))
         joined = joining.join(met, rank, size, backend="auto", timeout=timeout, make_arena=StandingArena)
+        if len(joined.hosts) > 1:
+            raise MeshError(
+                message(
+                    'init_process_group("spmd") brings together the ranks of one host only',
+                    got=f"{size} ranks on {len(joined.hosts)} hosts",
+                    remedy='give it "gloo" there, or use spmd.Mesh, which spans hosts',
+                )
+            )
         if isinstance(joined.watch, StandingArena):
             joined.watch.begin()
         joined.watch.generation = 1
-        backend = "gloo" if joined.arena is None else "hierarchical" if len(joined.hosts) > 1 else "shm"
+        backend = "gloo" if joined.arena is None else "shm"
         return cls(joined.watch, rank, lambda: met, backend)
 
     @classmethod
