@@ -83,7 +83,7 @@ class Host:
                     if messages is None:
                         return
                     for message, content in messages:
-                        self._handle(message, content)
+                        self.handle(message, content)
                 elif kind == "rank":
                     if events & selectors.EVENT_WRITE and rank.flush():
                         self._watch(rank, _READ)
@@ -96,7 +96,7 @@ class Host:
 
     # -- from the driver -----------------------------------------------------------------------------------------------
 
-    def _handle(self, message: Any, content: bytes) -> None:
+    def handle(self, message: Any, content: bytes) -> None:
         if isinstance(message, protocol.ToRanks):
             packet = unframed(content)
             parts = wire.frame(packet)
@@ -207,7 +207,7 @@ def main() -> None:
     try:
         host.start(begin.ranks)
         for message, content in rest:
-            host._handle(message, content)
+            host.handle(message, content)
         with contextlib.suppress(NotOfThisMesh):
             host.serve()
     finally:

@@ -100,7 +100,7 @@ class RollCall:
             if len(found) < size:
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.1)
-        return self._job_key(self._secret.key, found)
+        return self._job_key(self._secret.key, found) if self._secret.key else self._without_secret(found)
 
     def _key_among_restarts(self, timeout: float) -> bytes:
         size, end = self._launch.size, time.monotonic() + timeout
@@ -119,7 +119,7 @@ class RollCall:
                     said = agreed
                 names = [f"agreed/{peer}" for peer in range(size)]
                 if self._store.check(names) and all(same(self._store.get(name), agreed) for name in names):
-                    return self._without_secret(everyone) if differ else self._job_key(key, everyone)
+                    return self._job_key(key, everyone) if key else self._without_secret(everyone)
             if time.monotonic() > end:
                 missing = sorted(set(range(size)) - set(everyone)) or [
                     peer for peer in range(size) if not self._store.check([f"agreed/{peer}"])
@@ -224,7 +224,8 @@ class RollCall:
 
     def _without_secret(self, found: dict[int, _Signature]) -> bytes:
         """The key of a job without a secret: whoever reads the meeting place knows it."""
-        problem = "this job over several hosts has no secret: who reaches its ports can take part in it"
+        hosts = "" if self._one_host else " over several hosts"
+        problem = f"this job{hosts} has no secret: who reaches its ports can take part in it"
         remedy = "give all ranks the same SPMD_SECRET or SPMD_SECRET_FILE; see docs/security.md"
         if required():
             raise MeshError(message(problem, got="SPMD_REQUIRE_SECRET", remedy=remedy))

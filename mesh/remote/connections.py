@@ -205,6 +205,8 @@ class Exchange:
         self._selector.register(self._wake_read, selectors.EVENT_READ, "wake")
         if listening is not None:
             self._selector.register(listening, selectors.EVENT_READ, "accept")
+            # A child that goes on after this process would keep the name, which the next to be this rank needs.
+            os.register_at_fork(after_in_child=listening.close)
         self._fresh: deque[Connection] = deque()  # to be served, or to be flushed
         self._strangers: deque[Connection] = deque()
         self._all: set[Connection] = set()

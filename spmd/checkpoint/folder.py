@@ -24,12 +24,13 @@ from typing import Any
 from ..kernels import processes
 from ..kernels.errors import SpecError, message
 from .manifest import MANIFEST, RANK_FILE, seal, unsealed
-from .schema import Invalid
+from .schema import LARGEST, Invalid, require
 
 _NAME = re.compile(r"step-(\d+)")
 # Being written or removed ("tmp"), or whole and about to be replaced ("aside").
 _TEMPORARY = re.compile(r"\.(?P<of>step-\d+)\.(?P<kind>tmp|aside)-(?P<pid>\d+)-[0-9a-f]+-(?P<host>.*)")
 _PIECE = 1 << 20
+_LARGEST_MANIFEST = 1 << 28  # bytes: a hundred for each leaf, and more leaves than any model has
 _HERE, _RENAME_EXCHANGE = -100, 2  # Linux's AT_FDCWD and RENAME_EXCHANGE
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 # The names, which no two have alike, of folders that this process is writing into.
@@ -38,7 +39,8 @@ _writing: set[str] = set()
 
 def is_name(name: str) -> bool:
     """Whether a folder of this name is a checkpoint's."""
-    return _NAME.fullmatch(name) is not None
+    found = _NAME.fullmatch(name)
+    return found is not None and len(found[1]) <= len(str(LARGEST)) and int(found[1]) < LARGEST
 
 
 def steps(path: Path) -> list[tuple[int, Path]]:
@@ -165,12 +167,23 @@ def _written_at(folder: Path) -> float | None:
     """When a checkpoint was written whose files are as long as it says; their checksums are not computed."""
     try:
         with open_plain(MANIFEST, folder) as file:
-            manifest, _ = unsealed(file.read())
+            manifest, _ = read_manifest(file)
             when = os.fstat(file.fileno()).st_mtime
         sizes = [(os.lstat(folder / about["file"]).st_size, about["bytes"]) for about in manifest["files"]]
     except (OSError, Invalid):
         return None
     return when if all(size == expected for size, expected in sizes) else None
+
+
+def read_manifest(file: Any) -> tuple[dict[str, Any], str]:
+    """What the open file says, and its digest.
+
+    Raises:
+        Invalid: it is no manifest.
+    """
+    size = os.fstat(file.fileno()).st_size
+    require(size <= _LARGEST_MANIFEST, "the file", f"{size} bytes", f"at most {_LARGEST_MANIFEST} bytes")
+    return unsealed(file.read())
 
 
 def open_plain(name: str, folder: str | Path | int) -> Any:

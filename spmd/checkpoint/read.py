@@ -22,7 +22,7 @@ from torch import Tensor
 from ..kernels.errors import SpmdError, message
 from . import folder as folders
 from . import schema
-from .manifest import MANIFEST, check_files, unsealed
+from .manifest import MANIFEST, check_files
 from .schema import Invalid
 from .tensor_file import Stored, header_length, stored
 
@@ -64,7 +64,7 @@ class Opened:
         self._closing.callback(os.close, self._at)
         try:
             with self._naming(MANIFEST):
-                self.manifest, self.digest = unsealed(self._open(MANIFEST).read())
+                self.manifest, self.digest = folders.read_manifest(self._open(MANIFEST))
             # All are opened before the first is read, which may take minutes: what is open stays.
             self._files = {about["file"]: self._open(about["file"]) for about in self.manifest["files"]}
             self._tensors = {about["file"]: self._checked(about) for about in self.manifest["files"]}

@@ -24,6 +24,7 @@ from ..mesh.region import current
 from . import tree as described
 from .agreement import agree
 from .fingerprint import of_run
+from .schema import LARGEST
 from .write import Saved, Writing, raise_failure, start
 
 
@@ -96,8 +97,11 @@ def _problem(path: Path, step: Any, keep: int | None) -> Exception | None:
     """Why nothing can be saved here: the arguments, or what went wrong in the background and nobody has seen."""
     if keep is not None and keep < 1:
         return SpecError(message("save got a bad keep", got=keep, expected="at least 1, or None"))
-    if step is not None and (not isinstance(step, int | np.integer) or isinstance(step, bool) or step < 0):
-        return SpecError(message("save got a bad step", got=repr(step), expected="a whole number from 0 on, or None"))
+    if step is not None and (
+        not isinstance(step, int | np.integer) or isinstance(step, bool) or not 0 <= step < LARGEST
+    ):
+        expected = "a whole number from 0 to 2**62 - 1, or None"
+        return SpecError(message("save got a bad step", got=repr(step), expected=expected))
     try:
         raise_failure(path)
     except Exception as error:

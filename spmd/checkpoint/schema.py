@@ -18,7 +18,10 @@ class Invalid(Exception):
     """A field is not as `save` writes it: its name, what it has, what was expected."""
 
     def __init__(self, field: str, got: Any, expected: str):
-        text = repr(got)
+        try:
+            text = repr(got)
+        except RecursionError:
+            text = "lists within lists"
         super().__init__(field, text if len(text) <= 80 else f"{text[:80]}...", expected)
 
 

@@ -45,6 +45,7 @@ CODES = {
 }
 _DTYPES = {code: getattr(torch, name) for name, code in CODES.items() if not name.startswith("complex")}
 _LENGTH = 8  # bytes of the number that a file begins with
+_LONGEST_HEADER = 100_000_000  # bytes, the safetensors format says
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ def header_length(first: bytes, size: int) -> int:
     length = int.from_bytes(first, "little")
     fits = len(first) == _LENGTH and _LENGTH + length <= size
     schema.require(fits, "the header's length", length, f"at most {size - _LENGTH}")
+    schema.require(length <= _LONGEST_HEADER, "the header's length", length, f"at most {_LONGEST_HEADER}")
     return length
 
 

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from ..kernels.communicator import Communicator
 from ..kernels.errors import Aborted, MeshError, PeerLost, message
 from ..kernels.network.authentication import AuthenticatedStore, code
+from ..kernels.network.hosts import innermost
+from ..kernels.network.interface import is_loopback
 from ..kernels.registry import make_communicator
 from ..kernels.shm.arena import Arena
 from ..kernels.shm.standing import StandingArena
@@ -54,7 +56,8 @@ class World:
         time = store.add(f"spmd/joins/{rank}", 1)
         store = dist.PrefixStore(f"spmd/{time}", store)
         launch = Launch(rank, size, rank, None, None, "init_process_group")
-        key = RollCall(store, launch, "the store of init_process_group", secret_of_user(), one_host=False).key(timeout)
+        one_host, where = is_loopback(getattr(innermost(store), "host", "")), "the store of init_process_group"
+        key = RollCall(store, launch, where, secret_of_user(), one_host=one_host).key(timeout)
         met = AuthenticatedStore(store, code(key, b"process group"), datetime.timedelta(seconds=timeout))
         joined = joining.join(met, rank, size, backend="auto", timeout=timeout, make_arena=StandingArena)
         if len(joined.hosts) > 1:

@@ -15,6 +15,9 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import spmd
+import spmd.kernels
+import spmd.mesh
+import spmd.transforms
 from spmd.kernels import torch_private
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from internals import arena_bytes, zygote_of
-from patience import HANGS, end_within
+from patience import HANGS, end_within, until
 from torch import nn
 
 from spmd import (
@@ -208,6 +208,35 @@ def test_batches_are_read_again(make_mesh):
     for batch, expected in zip(batches, before, strict=True):
         assert torch.equal(doubled(batch["x"]).full(), 2 * expected)
         assert torch.equal(batch["x"].full(), expected)
+
+
+def test_a_rank_that_has_forked_is_replaced(make_mesh):
+    """What it leaves behind holds nothing that the next rank in its place needs."""
+    mesh = make_mesh({"data": 2})
+
+    def fork():
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            time.sleep(HANGS)
+            os._exit(0)
+        return child
+
+    children = mesh.run(fork)
+    try:
+        for _ in range(2):
+            kill(mesh, [1])
+            assert until(lambda: answers(mesh))
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+
+
+def answers(mesh) -> bool:
+    try:
+        return mesh.run(lambda: 1) == [1, 1]
+    except PeerLost:
+        return False
 
 
 def test_memory_of_dead_ranks_is_given_back(make_mesh):

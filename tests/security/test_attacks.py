@@ -19,6 +19,7 @@ import torch.distributed as dist
 from attacks import JOB, free_port, job, listening, scan
 from fork_server import Forked, ForkServer, fork_server
 from patience import HANGS
+from scripts import launched, script
 
 IDLE = 500
 AS_NOBODY = ["setpriv", "--reuid=65534", "--clear-groups"]
@@ -177,3 +178,19 @@ def test_several_hosts_without_a_secret_are_refused_where_one_is_required(server
             assert [out for out, _ in outs] == ["[0, 1]\n"] * 2, outs
             assert errors.count("this job over several hosts has no secret") == 1
         assert port
+
+
+NO_FOLDER = """
+import internals
+internals.no_own_folders()
+import spmd
+mesh = spmd.Mesh({"data": -1})
+print(mesh.run(lambda: mesh.rank))
+"""
+
+
+def test_a_job_that_can_keep_no_secret_says_so(tmp_path: Path) -> None:
+    code, out, err = launched(2, script(tmp_path, NO_FOLDER), env={"SPMD_REQUIRE_SECRET": ""})
+    assert code == 0 and out == "[0, 1]\n" * 2 and err.count("this job has no secret") == 1, err
+    code, out, err = launched(2, script(tmp_path, NO_FOLDER), env={"SPMD_REQUIRE_SECRET": "1"})
+    assert code and not out and err.count("MeshError: this job has no secret") == 2, err

@@ -279,3 +279,18 @@ def test_written_to_after_it_was_checked(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "preadv", late)
     with pytest.raises(SpmdError, match=rf"{file} is damaged: w"):
         restore(tmp_path)
+
+
+def test_a_manifest_that_is_longer_than_memory(folder: Path) -> None:
+    os.truncate(folder / "checkpoint.json", 1 << 40)  # the disk has nothing of it
+    with pytest.raises(SpmdError, match=r"checkpoint\.json is damaged: the file .expected at most"):
+        restore(folder)
+
+
+def test_steps_that_are_no_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(SpmdError, match="bad step"):
+        save(tmp_path, {"x": 1}, step=2**62)
+    save(tmp_path, {"x": 1}, step=3).result()
+    (tmp_path / f"step-{2**62}").mkdir()
+    save(tmp_path, {"x": 2}, step=4, keep=1).result()
+    assert restore(tmp_path) == {"x": 2}

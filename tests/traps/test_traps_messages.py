@@ -12,6 +12,9 @@ import torch
 from scripts import launched, script
 
 import spmd as library
+import spmd.kernels
+import spmd.mesh
+import spmd.transforms
 from spmd import Loader, Mesh, P, data_parallel, fetch, functional, optimizer, put, spmd, value_and_grad
 
 OURS = [Path(package.__path__[0]) for package in (library, library.kernels, library.mesh, library.transforms)]
