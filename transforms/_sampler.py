@@ -23,6 +23,7 @@ from ._feistel import derive_key, permute
 _LONGEST = 2**63 - 1  # ids are torch.int64
 _ORDERS = ("feistel", "torch")
 _STEPS_DRAWN = 5
+_AT_ONCE, _MOST_STEPS = 4096, 256  # ids that a rank computes together, of at most so many steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,17 +128,29 @@ class Sampler:
         Raises:
             SpecError: an argument is out of its range.
         """
-        epoch, first, count = self._span("shard", epoch, step)
+        epoch, first, _ = self._span("shard", epoch, step)
         size = _integer("shard", "size", size, 1)
         rank = _integer("shard", "rank", rank, 0, size - 1)
+        shards = None if shards is None else _integer("shard", "shards", shards, 1)
+        step = first // self.batch_size
+        if not self.shuffle or self.order != "feistel":
+            return self._ids(epoch, self._positions(step, rank, size, shards))
+        # Computing the order of a few ids takes as long as that of thousands: those of the steps around are kept.
+        together = max(1, min(_AT_ONCE * size // self.batch_size, _MOST_STEPS))
+        found = _parts_of(self, epoch, step // together, together, rank, size, shards)
+        return torch.from_numpy(found[step % together].copy())
+
+    def _positions(self, step: int, rank: int, size: int, shards: int | None) -> np.ndarray:
+        """Where a rank's part of a minibatch is in the epoch's order."""
+        first = step * self.batch_size
+        count = min(self.batch_size, self.length - first)
         if shards is None:
-            return self._ids(epoch, _dealt(first, count, rank, size))
-        shards = _integer("shard", "shards", shards, 1)
+            return _dealt(first, count, rank, size)
         blocks = split_sizes(shards, size)
         start = sum(blocks[:rank])
         # Shards from `count` on are empty: `shards` may be any number.
         mine = [_dealt(first, count, shard, shards) for shard in range(start, min(start + blocks[rank], count))]
-        return self._ids(epoch, np.concatenate([np.empty(0, dtype=np.uint64), *mine]))
+        return np.concatenate([np.empty(0, dtype=np.uint64), *mine])
 
     def grids(self, layout: Layout | None, epoch: int, shards: int | None = None) -> tuple[list[drawing.Grid], int]:
         """Pictures of which rank takes which sample in the first steps of an epoch, and the number of ranks."""
@@ -176,6 +189,17 @@ class Sampler:
         ids = torch.from_numpy(positions.astype(np.int64))
         # Indexing with a tensor copies, so that nobody can write into the permutation that is kept.
         return _torch_order(self.length, self.seed + epoch)[ids] if self.shuffle and self.order == "torch" else ids
+
+
+@functools.lru_cache(maxsize=4)
+def _parts_of(
+    sampler: Sampler, epoch: int, block: int, together: int, rank: int, size: int, shards: int | None
+) -> list[np.ndarray]:
+    """The ids of a rank's parts of some successive minibatches."""
+    steps = range(block * together, min((block + 1) * together, len(sampler)))
+    positions = [sampler._positions(step, rank, size, shards) for step in steps]
+    ends = np.cumsum([len(part) for part in positions])
+    return np.split(sampler._ids(epoch, np.concatenate(positions)).numpy(), ends[:-1])
 
 
 @functools.lru_cache(maxsize=1)
