@@ -14,6 +14,7 @@ import importlib.util
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import platform
 import statistics
@@ -34,7 +35,8 @@ WIDTH, ROWS = 784, 60_000  # of the tensors in memory
 MAPPED = 2 * 10**9 // (4 * WIDTH)  # rows of the mapped file
 COLUMNS, SIDE, CROP = 16, 96, 80
 PEERS = {
-    "spmd": "spmd",
+    "spmd": "spmd, from a driver",
+    "spmd launched": "spmd, in launched ranks",
     "torch": "torch DataLoader + DistributedSampler",
     "torch batched": "torch DataLoader, index lists as its sampler",
     "grain": "Grain",
@@ -56,6 +58,7 @@ def write(folder: Path, cases: list[str]) -> None:
     if "memmap" in cases:
         with open(folder / "mapped.bin", "wb") as file:
             file.truncate(MAPPED * WIDTH * 4)  # a hole, which reads as zeros
+        np.memmap(folder / "mapped.bin", np.uint8, "r")[::4096].sum()  # into the cache, for all alike
     if "parquet" in cases:
         pyarrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
         for part in range(8):
@@ -113,11 +116,14 @@ def paths_of(folder: Path, case: str) -> list[Path]:
 # -- contenders: epochs without end of a rank's batches ----------------------------------------------------------------
 
 
-def by_spmd(case: str, folder: Path) -> Iterator[int]:
-    """In the driver: how many samples the batches have over all ranks."""
-    from spmd import Loader, Mesh, Stream
+def by_spmd(case: str, folder: Path, rank: int | None = None) -> Iterator[int]:
+    """In the driver how many samples the batches have over all ranks, in a launched rank its share of them."""
+    from spmd import Loader, Mesh, Stream, initialize
 
+    if rank is not None:
+        initialize(rank, RANKS, init_method=f"file://{folder}/meet {case}")
     mesh = Mesh({"data": RANKS})
+    share = 1 if rank is None else RANKS
     if case in ("memory", "memmap"):
         data: Any = rows(folder, case)
         loader = Loader(data, BATCH * RANKS, mesh=mesh)
@@ -128,7 +134,7 @@ def by_spmd(case: str, folder: Path) -> Iterator[int]:
         loader = Loader(stream, BATCH * RANKS, mesh=mesh, shards=8, workers=1)
     while True:
         for batch in loader:
-            yield len(batch["x"] if "x" in batch else batch["y"])
+            yield (batch["x"] if "x" in batch else batch["y"]).shape[0] // share
 
 
 def by_torch(case: str, folder: Path, rank: int, batched: bool = False) -> Iterator[int]:
@@ -184,6 +190,9 @@ def shuffled(records: Iterator[Any], window: int) -> Iterator[Any]:
 
 def by_grain(case: str, folder: Path, rank: int) -> Iterator[int]:
     import grain
+    from absl import flags
+
+    flags.FLAGS(["bench"])  # its workers want them
 
     class Rows:
         def __init__(self) -> None:
@@ -252,6 +261,7 @@ def contend(peer: str, case: str, folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     made: dict[str, Callable[[], Iterator[int]]] = {
         "spmd": lambda: by_spmd(case, folder),
+        "spmd launched": lambda: by_spmd(case, folder, rank),
         "torch": lambda: by_torch(case, folder, rank),
         "torch batched": lambda: by_torch(case, folder, rank, batched=True),
         "grain": lambda: by_grain(case, folder, rank),
@@ -266,6 +276,8 @@ def contend(peer: str, case: str, folder: Path, rank: int) -> None:
         while (passed := time.perf_counter() - began) < float(line):
             samples += next(counts)
         print(json.dumps(samples / passed), flush=True)
+    for child in multiprocessing.active_children():
+        child.kill()
     os._exit(0)  # nothing is left to say, and some readers' threads do not end
 
 
@@ -275,8 +287,8 @@ def left_out(peer: str, case: str) -> str | None:
         return "not installed"
     if case == "memmap" and peer == "datasets":
         return "reads Arrow files, not arrays"
-    if peer == "torch batched" and case in ("parquet", "tar"):
-        return "records come one after another"
+    if peer in ("torch batched", "spmd launched") and case in ("parquet", "tar"):
+        return "as above: records come one after another" if peer == "torch batched" else "waits for its peers"
     return None
 
 
@@ -338,13 +350,16 @@ def main() -> None:
         for case in cases:
             print(f"\n{CASES[case]}", flush=True)
             found = measured(case, Path(made))
-            ours = found["spmd"]
+            ours = max(
+                (rates for peer, rates in found.items() if peer.startswith("spmd") and not isinstance(rates, str)),
+                key=statistics.median,
+            )
             for peer, rates in found.items():
                 if isinstance(rates, str):
                     print(f"  {PEERS[peer]:<46} {rates}", flush=True)
                     continue
                 median = statistics.median(rates)
-                ratio = "" if peer == "spmd" else f"   ours: {statistics.median(ours) / median:.2f} times"  # type: ignore
+                ratio = "" if peer.startswith("spmd") else f"   ours: {statistics.median(ours) / median:.2f} times"  # type: ignore
                 print(
                     f"  {PEERS[peer]:<46} {median:>9,.0f} samples/s ({min(rates):,.0f} to {max(rates):,.0f}){ratio}",
                     flush=True,

@@ -16,6 +16,7 @@ from ..kernels.errors import SpecError, message
 from . import agreement, protocol, trees
 from .array import Array, Deal, Meta, meta
 from .driver import giving
+from .driver.functions import ShippedOnce
 from .mesh import Mesh, resolve
 from .rank.local_values import LocalValues
 from .spec import RAGGED, REPLICATED, P, is_spec, split_sizes, strided_sizes
@@ -137,19 +138,26 @@ def place(mesh: Mesh, tree: Any, spec: Any) -> Any:
 
 
 def fill(
-    mesh: Mesh, name: str, reader: Any, arguments: tuple, deal: Deal | None, *, ragged: bool = False, remedy: str
+    mesh: Mesh,
+    name: str,
+    reader: ShippedOnce,
+    arguments: tuple,
+    deal: Deal | None,
+    *,
+    ragged: bool = False,
+    remedy: str,
 ) -> Callable[[], Any]:
     """Have every rank read its part of a batch; a function that waits for it and gives the tree of Arrays.
 
     Args:
         name: what is read, for messages.
-        reader: `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each)`, called on every rank.
+        reader: of `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each)`, called on every rank.
         ragged: the parts may differ in more than dimension 0.
         remedy: what to do where they do and may not.
     """
     if not mesh.is_driver:
         session = mesh.session
-        treedef, leaves, outputs = reader(session, *arguments)
+        treedef, leaves, outputs = reader.obj(session, *arguments)
         of_tensors = [about for about in outputs if about.spec is not None]
 
         def shapes(about: Any) -> tuple[tuple[int, ...], ...] | None:
@@ -180,7 +188,7 @@ def fill(
 
         return here
     driver, values = mesh.driver, mesh.driver.new_values()
-    shipped, out = driver.shipped.ship_function(reader), values.number  # and not the values, which will have `read`
+    shipped, out = reader.to(driver.shipped), values.number  # and not the values, which will have `read`
 
     def read(number: int, region: int, freed: protocol.Spans, forgotten: tuple[str, ...]) -> protocol.FillValues:
         return protocol.FillValues(number, region, freed, forgotten, shipped.key, arguments, out)

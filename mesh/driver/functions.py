@@ -35,6 +35,20 @@ class Shipped:
         self.key, self.told = key, told
 
 
+class ShippedOnce:
+    """An object that is looked at for changes when it is first shipped, and not again while the ranks have it."""
+
+    def __init__(self, obj: Any):
+        self.obj = obj
+        self._known: tuple[ShippedObjects, Shipped] | None = None
+
+    def to(self, objects: ShippedObjects) -> Shipped:
+        """What it is known by on the ranks of a mesh."""
+        if self._known is None or self._known[0] is not objects or not objects.has(self._known[1]):
+            self._known = objects, objects.ship_function(self.obj)
+        return self._known[1]
+
+
 class Teller(Protocol):
     """What sends to the ranks: the driver's session."""
 
@@ -98,6 +112,10 @@ class ShippedObjects:
             weakref.finalize(shipped, self._unused.append, key).atexit = False
         return shipped
 
+    def has(self, shipped: Shipped) -> bool:
+        """Whether the ranks still have it."""
+        return shipped.key in self._packets
+
     def ship_function(self, function: Any) -> Shipped:
         """Ship a function, pickling it again only if what it refers to has changed."""
         return self._ship(function, function, function)
@@ -116,7 +134,7 @@ class ShippedObjects:
             known = self._functions.get(holder)
         except TypeError:  # it can't be hashed, or not referred to weakly
             known, holder = None, None
-        if known is not None and known[1].key in self._packets and snapshot.unchanged(known[0], found):
+        if known is not None and self.has(known[1]) and snapshot.unchanged(known[0], found):
             return known[1]
         self._prepare(function)
         try:

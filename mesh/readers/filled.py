@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import agreement, protocol, trees
 from ..array import Deal, meta
+from ..driver.functions import ShippedOnce
 from ..launch import launched
 from ..mesh import Mesh
 from ..rank.local_values import LocalValues
@@ -23,22 +24,32 @@ Found = dict[int, tuple[int, Any]]
 
 
 def fill_streams(
-    mesh: Mesh, name: str, reader: Any, arguments: tuple, position: tuple[int, int], shards: int | None, remedy: str
+    mesh: Mesh,
+    name: str,
+    reader: ShippedOnce,
+    arguments: tuple,
+    position: tuple[int, int],
+    shards: int | None,
+    remedy: str,
 ) -> Callable[[], tuple[Any, Found]]:
     """Have every rank read its part of a batch; a function that waits for it and gives the tree of Arrays, or None.
 
     Args:
         name: what is read, for messages.
-        reader: `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each, Found)`, called on every rank.
+        reader: of `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each, Found)`, called on every rank.
         position, shards: of the `Deal`.
         remedy: what to do where the ranks' parts do not fit together.
     """
     if not mesh.is_driver:
-        return functools.partial(_here, mesh, reader, arguments, position, shards)
+        return functools.partial(_here, mesh, reader.obj, arguments, position, shards)
     driver, values, layout = mesh.driver, mesh.driver.new_values(), mesh.layout  # which is another later, perhaps
-    key = driver.shipped.ship_function(reader).key
-    values.read = functools.partial(protocol.FillValues, reader=key, arguments=arguments, out=values.number)
-    task = driver.submit(values.read)
+    shipped, out = reader.to(driver.shipped), values.number  # and not the values, which will have `read`
+
+    def read(number: int, region: int, freed: protocol.Spans, forgotten: tuple[str, ...]) -> protocol.FillValues:
+        return protocol.FillValues(number, region, freed, forgotten, shipped.key, arguments, out)
+
+    values.read = read
+    task = driver.submit(read)
     task.reported = True  # what fails is told who comes to this batch, and nobody if the loop was left before
 
     def there() -> tuple[Any, Found]:
@@ -51,7 +62,7 @@ def fill_streams(
         treedef, results = agreement.assemble(
             layout, agreement.decode_all(encoded), name=name, where=mesh.describe(), remedy=remedy
         )
-        deal = _deal(mesh.layout, found, position, shards)
+        deal = _deal(layout, found, position, shards)
         arrays = iter(values.arrays(None, [result.meta for result in results if result.meta is not None], deal=deal))
         made = [result.value if result.meta is None else next(arrays) for result in results]
         return trees.unflatten(treedef, made), found

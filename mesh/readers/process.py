@@ -28,6 +28,11 @@ class Note:
     def __init__(self, board: mmap.mmap | None = None, place: int = 0):
         self._board, self._at = board, place * NOTE_BYTES
 
+    @property
+    def kept(self) -> bool:
+        """Whether anybody reads it."""
+        return self._board is not None
+
     def write(self, text: str) -> None:
         if self._board is not None:
             data = text.encode(errors="replace")[: NOTE_BYTES - 1]

@@ -6,6 +6,7 @@ from typing import Any
 
 from .. import trees
 from ..agreement import OutputMeta
+from ..driver.functions import ShippedOnce
 from ..put import as_tensor, fill
 from ..rank.session import RankSession
 from ..spec import P
@@ -23,7 +24,14 @@ def _on_ranks(mesh: Any, ref: Ref) -> Any:
     error = ref.exception()  # waits until it is done, and fetches nothing
     if error is not None:
         return ref.get()
-    return fill(mesh, f"the result of {ref.label}", _read, (name,), None, remedy="return tensors of the same shapes")()
+    return fill(
+        mesh,
+        f"the result of {ref.label}",
+        ShippedOnce(_read),
+        (name,),
+        None,
+        remedy="return tensors of the same shapes",
+    )()
 
 
 def _read(session: RankSession, name: tuple) -> tuple[Any, list[Any], list[OutputMeta]]:

@@ -22,6 +22,7 @@ from ..kernels.errors import SpecError, message
 from ..kernels.word_key import word_key
 from ..mesh.readers import process
 from ..transforms import numbered, permutation
+from .rows import seen
 
 State = Any
 """Lists, numbers, strings and None: what JSON has."""
@@ -53,7 +54,7 @@ class Place:
 class Shards:
     """Records of a stream's share of the shards, one shard after another.
 
-    Where there are fewer shards than streams, several streams read one, and each takes every so-manieth record.
+    Where there are fewer shards than streams, several streams read one, and each takes every n-th record.
     """
 
     def __init__(self, shards: Sequence[Any], opened: Callable[..., Any], place: Place, state: State):
@@ -85,10 +86,14 @@ class Shards:
         for _ in range(skip):
             next(self._records)
 
+    def _note(self, shard: int) -> None:
+        if process.note.kept:
+            process.note.write(f"record {self._read} of {self._shards[shard]!r}")
+
     def __next__(self) -> Any:
         while self._unit < len(self._mine):
             shard, part = self._mine[self._unit]
-            process.note.write(f"record {self._read} of {self._shards[shard]!r}")
+            self._note(shard)
             try:
                 if self._records is None:
                     self._begin()
@@ -96,7 +101,7 @@ class Shards:
                     self._read += 1
                     if (self._read - 1) % self._parts == part:
                         return record
-                    process.note.write(f"record {self._read} of {self._shards[shard]!r}")
+                    self._note(shard)
             except Exception as error:
                 if hasattr(error, "add_note"):
                     error.add_note(f"[reading record {self._read} of {self._shards[shard]!r}]")
@@ -122,7 +127,7 @@ class Mapped:
         seed_generators(numbered(self._key, self._count))
         self._count += 1
         try:
-            return self._function(sample)
+            return self._function(seen(sample))
         except StopIteration as error:
             raise RuntimeError(f"{self._function!r} raised StopIteration") from error
 
@@ -139,7 +144,7 @@ class Filtered:
     def __next__(self) -> Any:
         while True:
             sample = next(self._source)
-            if self._predicate(sample):
+            if self._predicate(seen(sample)):
                 return sample
 
     def state(self) -> State:

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
 from ..mesh.array import Deal
+from ..mesh.driver.functions import ShippedOnce
 from ..mesh.mesh import Mesh
 from ..mesh.put import as_tensor, fill
 from ..transforms import Sampler
@@ -76,6 +77,7 @@ class _Feed:
 
     def __init__(self, batches: MapBatches, mesh: Mesh, epoch: int, step: int):
         self._batches, self._mesh, self._epoch, self._next = batches, mesh, epoch, step
+        self._reader = ShippedOnce(batches._reader)  # what it reads is looked at for changes once an epoch
         self._pending: deque[Callable[[], Any]] = deque()
 
     def __len__(self) -> int:
@@ -88,7 +90,7 @@ class _Feed:
         where, this = (self._mesh.layout.batch_axis, self._epoch, self._next), self._batches
         deal = Deal((self._epoch, self._next), this.shards)
         name = "the Loader's dataset"
-        self._pending.append(fill(self._mesh, name, this._reader, where, deal, ragged=this._ragged, remedy=ONE_LENGTH))
+        self._pending.append(fill(self._mesh, name, self._reader, where, deal, ragged=this._ragged, remedy=ONE_LENGTH))
         self._next += 1
         return True
 

@@ -76,7 +76,7 @@ class MapReader:
         ids = self.sampler.shard(epoch, step, mine, parts, self.shards)
         if self.map_style:
             return self._collated(ids, epoch, step, self._groups(len(ids), mine, parts, self._total(step)))
-        return trees.map(lambda x: x[ids] if isinstance(x, torch.Tensor) else np.array(x[ids.numpy()]), self.data)
+        return trees.map(lambda x: _rows(x, ids), self.data)
 
     def _following(self, request: tuple) -> Iterator[tuple[tuple, list[tuple]]]:
         """What will be asked for from a request on: the rest of the epoch."""
@@ -123,6 +123,13 @@ class MapReader:
             if hasattr(error, "add_note"):
                 error.add_note(f"[reading sample {index} of the Loader's {type(self.data).__name__}]")
             raise
+
+
+def _rows(leaf: Any, ids: torch.Tensor) -> Any:
+    """Some rows of a tensor, or of a mapped file, of which only these are read."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.index_select(0, ids) if leaf.dim() and leaf.is_contiguous() else leaf[ids]
+    return np.take(leaf.view(np.ndarray), ids.numpy(), axis=0)
 
 
 class ReadAhead:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..kernels.errors import MeshError, message
+from .rows import Columns, Row
 
 
 class JsonLines:
@@ -73,7 +74,7 @@ class Table:
 
     columns: tuple[str, ...] | None
 
-    def __call__(self, path: str, at: tuple[int, int] = (0, 0)) -> Iterator[dict[str, Any]]:
+    def __call__(self, path: str, at: tuple[int, int] = (0, 0)) -> Iterator[Row]:
         return _Rows(path, self.columns, at)
 
 
@@ -88,7 +89,6 @@ class _Rows:
             raise MeshError(
                 message("reading Parquet and Arrow files needs pyarrow", remedy="pip install pyarrow")
             ) from None
-        self._columns = columns
         if path.endswith((".arrow", ".feather")):
             reader = pyarrow.ipc.open_file(pyarrow.memory_map(path))
             self._groups = reader.num_record_batches
@@ -98,19 +98,19 @@ class _Rows:
             self._groups = file.num_row_groups
             self._get = lambda group: file.read_row_group(group, columns=None if columns is None else list(columns))
         self._group, self._row = at
-        self._rows: list[dict[str, Any]] | None = None
+        self._columns: Columns | None = None
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Row]:
         return self
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Row:
         while self._group < self._groups:
-            if self._rows is None:
-                self._rows = self._get(self._group).to_pylist()
-            if self._row < len(self._rows):
+            if self._columns is None:
+                self._columns = Columns(self._get(self._group))
+            if self._row < self._columns.length:
                 self._row += 1
-                return self._rows[self._row - 1]
-            self._group, self._row, self._rows = self._group + 1, 0, None
+                return Row(self._columns, self._row - 1)
+            self._group, self._row, self._columns = self._group + 1, 0, None
         raise StopIteration
 
     def tell(self) -> tuple[int, int]:

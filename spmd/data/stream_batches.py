@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..kernels.errors import SpecError, message
+from ..mesh.driver.functions import ShippedOnce
 from ..mesh.mesh import Mesh
 from ..mesh.readers.filled import fill_streams
 from .reading import ONE_LENGTH
@@ -110,6 +111,7 @@ class _Feed:
         self._batches, self._mesh, self._epoch, self._next = batches, mesh, epoch, step
         self._known = step, position  # the last step up to which all was taken, and the position before it
         self._run = next(_runs)
+        self._reader = ShippedOnce(batches._reader)
         self._pending: deque[Callable[[], Any]] = deque()
 
     def __len__(self) -> int:
@@ -121,7 +123,7 @@ class _Feed:
         where = (self._mesh.layout.batch_axis, self._run, self._epoch, self._next, self._known)
         position = (self._epoch, self._next)
         name = "the Loader's Stream"
-        self._pending.append(fill_streams(self._mesh, name, this._reader, where, position, this.shards, ONE_LENGTH))
+        self._pending.append(fill_streams(self._mesh, name, self._reader, where, position, this.shards, ONE_LENGTH))
         self._next += 1
         return True
 

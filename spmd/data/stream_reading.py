@@ -14,8 +14,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import default_collate
-
 from ..mesh import trees
 from ..mesh.agreement import OutputMeta
 from ..mesh.rank.session import RankSession
@@ -24,6 +22,7 @@ from ..mesh.spec import split_sizes, strided_sizes
 from .cursors import Place, State, taken
 from .random_numbers import one_thread, own_random_numbers, seed
 from .reading import ReadAhead, described, joined, without_samples
+from .rows import collated, seen
 from .streams import Stream
 
 Parts = dict[int, tuple[int, State, Any]]
@@ -109,14 +108,16 @@ class StreamReader:
 
     def _next(self, known: _Run, epoch: int, step: int, streams: tuple[int, ...]) -> Parts:
         known.step = -1  # if this fails, its streams are somewhere in between
-        collate = default_collate if self.collate is None else self.collate
         found: Parts = {}
         for v in streams:
             samples = list(taken(known.open[v], self.sizes[v]))
             seed("batch", self.seed, epoch, step, v)
-            found[v] = len(samples), known.open[v].state(), collate(samples) if samples else None
+            found[v] = len(samples), known.open[v].state(), self._collate(samples) if samples else None
         known.step = step + 1
         return found
+
+    def _collate(self, samples: list[Any]) -> Any:
+        return collated(samples) if self.collate is None else self.collate([seen(sample) for sample in samples])
 
     def _place(self, epoch: int, stream: int) -> Place:
         return Place(self.seed, epoch, stream, self.count, self.shuffle)
@@ -144,8 +145,7 @@ class StreamReader:
                 for v in range(self.count):
                     samples = list(taken(self.stream.open(self._place(epoch, v)), 1))
                     if samples:
-                        collate = default_collate if self.collate is None else self.collate
-                        self._empty = trees.map(without_samples, collate(samples))
+                        self._empty = trees.map(without_samples, self._collate(samples))
                         break
                 else:
                     return ()

@@ -70,7 +70,7 @@ class Stream:
 
     Args:
         shards: what to open: paths, or anything else that can be pickled. Give several for each virtual stream: where
-            there are fewer, streams read the same shard, and each takes only every so-manieth record.
+            there are fewer, streams read the same shard, and each takes its share of the records.
         open: `open(shard)` gives an iterator over the shard's records. If it also takes a position, `open(shard, at)`,
             it is called with what the iterator's `tell()` has given (JSON: numbers, strings, lists), and goes on there;
             else a resumed run reads the shard's first records again and drops them.

@@ -271,6 +271,7 @@ def test_a_module_that_was_edited_is_loaded_again(tmp_path: Path) -> None:
 # -- notebooks/ --------------------------------------------------------------------------------------------------------
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+NAMES = ["1_first_steps", "2_character_transformer", "3_collectives", "4_tensor_and_pipeline", "5_a_longer_run"]
 
 
 def outputs(path: Path) -> list[list[dict[str, Any]]]:
@@ -283,7 +284,7 @@ def kinds(shown: list[dict[str, Any]]) -> set[str]:
     return {kind for output in shown for kind in (output.get("data") or [output["name"]])}
 
 
-@pytest.mark.parametrize("name", ["1_first_steps", "2_character_transformer", "3_collectives", "4_tensor_and_pipeline"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_runs_and_shows_what_was_committed(tmp_path: Path, name: str) -> None:
     path = tmp_path / f"{name}.ipynb"
     shutil.copy(NOTEBOOKS / path.name, path)
@@ -303,4 +304,4 @@ def test_a_notebook_runs_and_shows_what_was_committed(tmp_path: Path, name: str)
 
 
 def test_every_notebook_is_run() -> None:
-    assert len(list(NOTEBOOKS.glob("*.ipynb"))) == 4
+    assert sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")) == NAMES
