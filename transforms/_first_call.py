@@ -8,8 +8,10 @@ nothing had been looked at, and functions that communicate are evaluated once on
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,14 +43,16 @@ def look(
     """
     if call.region is None or call.nested:
         return
-    key = (_code(call.function), call.over, len(aux.leaves), tuple(call.plan.samples.items()))
+    sizes = call.region.session.layout.axes
+    split = {name for name in call.plan.samples if name in call.over and sizes[name] > 1}
+    if not batch and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in aux.leaves):
+        batch, split = _cut_by_specs(call, args, kwargs, sizes)
+    key = (_code(call.function), call.over, len(aux.leaves), tuple(call.plan.samples.items()), *sorted(split))
     if key in _looked_at:
         return
     _look_at_tape(call, out)
-    sizes = call.region.session.layout.axes
-    split = {name for name in call.plan.samples if name in call.over and sizes[name] > 1}
     rows = batch[0].shape[0] if batch else 0
-    if split and out.count is None and call.plan.virtual is None:
+    if split and call.plan.samples and out.count is None and call.plan.virtual is None:
         _check_parts(call, args, kwargs, split)
     if split and rows:
         per_sample = [
@@ -56,9 +60,9 @@ def look(
             for index, (leaf, axes) in enumerate(zip(aux.leaves, aux.over, strict=True))
             if isinstance(leaf, Tensor) and split & set(axes or ()) and leaf.dim() and leaf.shape[0] == rows
         ]
-        is_sum = rows > 1 and out.count is None and _may_be_sum(out.value.grad_fn, rows)
+        is_sum = rows > 1 and bool(call.plan.samples) and out.count is None and _may_be_sum(out.value.grad_fn, rows)
         if (per_sample or is_sum) and not communicates:
-            _compare(call, out, aux, _doubled(call, args, kwargs, batch), per_sample, is_sum)
+            _compare(call, out, aux, _doubled(call, args, kwargs, batch), per_sample, is_sum, split)
     if len(_looked_at) >= 4096:
         _looked_at.clear()
     _looked_at.add(key)
@@ -168,16 +172,76 @@ def _check_parts(call: Call, args: Any, kwargs: Any, split: set[str]) -> None:
 # -- the function again, with every sample twice -----------------------------------------------------------------------
 
 
+def _cut_by_specs(call: Call, args: Any, kwargs: Any, sizes: Mapping[str, int]) -> tuple[list[Tensor], set[str]]:
+    """What in_specs cut into rows, of all that a function is given or holds; and the axes of the mean that it is over.
+
+    Of those as long as the first: others may be anything, a sharded parameter for instance.
+    """
+    found: list[Tensor] = []
+    axes: set[str] = set()
+
+    def look_at(leaf: Any) -> Any:
+        spec = getattr(leaf, "_spmd_spec", None)
+        over = (
+            {name for name in spec.dim_axes(0) if name in call.over and sizes[name] > 1} if spec is not None else set()
+        )
+        if over and isinstance(leaf, Tensor) and (not found or leaf.shape[0] == found[0].shape[0]):
+            found.append(leaf)
+            axes.update(over)
+        return leaf
+
+    trees.map(look_at, (tuple(args), kwargs))
+    _holding(call.function, look_at)
+    return found, axes
+
+
+def _holding(function: Any, replace: Callable[[Any], Any], depth: int = 4) -> Any:
+    """A function that holds other tensors: of functools.partial, and those that a nested function captures.
+
+    Args:
+        depth: how many functions that hold each other are gone through; two may do so in a circle.
+    """
+
+    def replaced(value: Any) -> Any:
+        return _holding(value, replace, depth - 1) if callable(value) else trees.map(replace, value)
+
+    if not depth:
+        return function
+
+    if isinstance(function, functools.partial):
+        function, args, kwargs = function.func, function.args, function.keywords
+        return functools.partial(replaced(function), *map(replaced, args), **trees.map(replace, kwargs))
+    if not isinstance(function, types.FunctionType) or not function.__closure__:
+        return function
+    cells = tuple(types.CellType(replaced(_content(cell))) for cell in function.__closure__)
+    again = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    again.__kwdefaults__ = function.__kwdefaults__
+    return again
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # is assigned later
+        return None
+
+
 def _doubled(call: Call, args: Any, kwargs: Any, batch: Sequence[Any]) -> Output | None:
     """What the function returns for every sample twice; None if that can't be had."""
     twice = {id(leaf): torch.cat([leaf.detach(), leaf.detach()]) for leaf in batch}
-    leaves, treedef = trees.flatten((tuple(args), kwargs))
-    if not any(id(leaf) in twice for leaf in leaves):
+    used: set[int] = set()
+
+    def replace(leaf: Any) -> Any:
+        used.update({id(leaf)} & twice.keys())
+        return twice.get(id(leaf), leaf)
+
+    args, kwargs = trees.map(replace, (tuple(args), kwargs))
+    function = _holding(call.function, replace)
+    if not used:
         return None
-    args, kwargs = trees.unflatten(treedef, [twice.get(id(leaf), leaf) for leaf in leaves])
     state = generators()
     try:
-        return call.evaluate(list(args), kwargs, grad=False)
+        return dataclasses.replace(call, function=function).evaluate(list(args), kwargs, grad=False)
     except Exception:  # it may well want so many samples and no others
         return None
     finally:
@@ -185,7 +249,13 @@ def _doubled(call: Call, args: Any, kwargs: Any, batch: Sequence[Any]) -> Output
 
 
 def _compare(
-    call: Call, out: Output, aux: Auxiliary, doubled: Output | None, per_sample: list[int], is_sum: bool
+    call: Call,
+    out: Output,
+    aux: Auxiliary,
+    doubled: Output | None,
+    per_sample: list[int],
+    is_sum: bool,
+    split: set[str],
 ) -> None:
     if doubled is None:
         return
@@ -207,7 +277,7 @@ def _compare(
         leaf = again[index] if len(again) == len(aux.leaves) else None
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == 2 * aux.leaves[index].shape[0]:
             path = trees.paths(out.aux)[index]
-            axis = next(name for name in call.plan.samples if name in call.over)
+            axis = min(split)
             raise SpecError(
                 message(
                     f"aux{path} of {call.name} has a row for each sample, and would be averaged over different samples",

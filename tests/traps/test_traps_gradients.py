@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spmd import Mesh, P, Sharded, SpecError, data_parallel, functional, grad, spmd, value_and_grad
+from spmd import Mesh, P, Sharded, SpecError, data_parallel, functional, grad, psum, spmd, value_and_grad
 
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
 
@@ -69,6 +70,52 @@ def test_aux_with_a_row_for_each_sample(mesh: Mesh, shards: int | None) -> None:
 
     with pytest.raises(SpecError, match=r"aux\['logits'\] of loss_fn has a row for each sample.*Sharded.*or reduce it"):
         gradients(mesh, loss_fn, params, X, shards, has_aux=True)
+
+
+def argument(w, x):
+    return value_and_grad(lambda w, x: ((x @ w).square().mean(), x @ w), has_aux=True)(w, x)
+
+
+def captured(w, x):
+    return value_and_grad(lambda w: ((x @ w).square().mean(), x @ w), has_aux=True)(w)
+
+
+def captured_by_another(w, x):
+    def loss_fn(w):
+        return (x @ w).square().mean(), x @ w
+
+    return value_and_grad(lambda w: loss_fn(w), has_aux=True)(w)
+
+
+def partly_given(w, x):
+    return value_and_grad(functools.partial(lambda x, w: ((x @ w).square().mean(), x @ w), x), has_aux=True)(w)
+
+
+@pytest.mark.parametrize("body", [argument, captured, captured_by_another, partly_given])
+def test_aux_with_a_row_for_each_row_of_what_in_specs_cut(mesh: Mesh, body: Callable) -> None:
+    step = spmd(mesh=mesh, in_specs=(P(), P("data")))(body)
+    with pytest.raises(SpecError, match=r"aux of .* has a row for each sample.*Sharded.*or reduce it"):
+        step(torch.ones(X.shape[1]), X)
+
+
+def test_aux_in_a_step_with_in_specs_that_means_what_it_says(mesh: Mesh) -> None:
+    """Sums over ranks, statistics as long as the rows, and rows of features that the ranks have in common."""
+
+    @spmd(mesh=mesh, in_specs=(P(), P("data"), P(None, "data")))
+    def step(w, x, features):
+        def loss_fn(w, x):
+            out = x @ w
+            return out.square().mean(), (Sharded(out, P("data")), torch.arange(4.0) + out.mean())
+
+        (_, (rows, statistics)), _ = value_and_grad(loss_fn, has_aux=True)(w, x)
+        _, total = value_and_grad(lambda w: (w.sum(), psum(features.sum(1), "data")), has_aux=True)(w)[0]
+        return rows, statistics, total
+
+    features = torch.arange(8.0).reshape(2, 4)
+    rows, statistics, total = step(torch.ones(X.shape[1]), X, features)
+    torch.testing.assert_close(rows.full(), X.sum(1))
+    torch.testing.assert_close(statistics.full(), torch.arange(4.0) + X.sum(1).mean())
+    torch.testing.assert_close(total.full(), features.sum(1))
 
 
 def test_aux_that_says_what_it_is(mesh: Mesh) -> None:
