@@ -10,7 +10,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -23,7 +23,7 @@ from ...kernels.shm.arena import Arena
 from ...kernels.shm.board import ended
 from .. import protocol, wire
 from ..rank.logs import levels
-from ..remote.connections import listen
+from ..remote.addresses import listen
 from ..spec import Layout
 from .spawn import fork_rank
 
@@ -35,9 +35,10 @@ class Rank(Owned):
         rank: its place in the mesh.
         request: what `rank_process.main` needs to know.
         arena: the arena's descriptor.
+        listening: where it hears calls from other hosts, too.
     """
 
-    def __init__(self, rank: int, request: protocol.RankRequest, arena: int):
+    def __init__(self, rank: int, request: protocol.RankRequest, arena: int, listening: Sequence[socket.socket] = ()):
         super().__init__()
         self.rank = rank
         self.alive, self.ready = True, False
@@ -46,10 +47,9 @@ class Rank(Owned):
         out, err, listener = os.pipe(), os.pipe(), listen(request.key, rank)
         self.pipes = {"stdout": out[0], "stderr": err[0]}
         self._memory_kills = memory_kills()
+        fds = [theirs.fileno(), out[1], err[1], arena, *(one.fileno() for one in (listener, *listening))]
         try:
-            self._zygote, self.pid, self.pidfd = fork_rank(
-                dataclasses.replace(request, rank=rank), [theirs.fileno(), out[1], err[1], arena, listener.fileno()]
-            )
+            self._zygote, self.pid, self.pidfd = fork_rank(dataclasses.replace(request, rank=rank), fds)
         except BaseException:
             self.connection.close()
             for fd in self.pipes.values():
@@ -173,6 +173,10 @@ class Ranks:
         """Send a packet and its `frame` to ranks (None: all) without waiting: those that have not taken all of it."""
         chosen = self.all if ranks is None else [self.all[rank] for rank in ranks]
         return [rank for rank in chosen if not rank.send(packet, parts)]
+
+    def elsewhere(self, rank: int) -> tuple[str, int] | None:
+        """Where a rank hears calls of remote objects, if that is on another host."""
+        return None
 
     @property
     def end(self) -> str | None:

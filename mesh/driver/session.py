@@ -99,7 +99,7 @@ class DriverSession(Owned):
         self.options: dict[str, Any] = options | {"timeout": timeout}
         self.resizing: Any = None  # ranks of another size that get ready; see `resizing`
         self.ranks = ranks_of(hosts, layout, self.options, self.receiving.add)
-        self.node = driver_node(self.ranks.request.key, self.describe, self._mesh, self.values.object_of)
+        self.node = driver_node(self.ranks, self.describe, self._mesh, self.values.object_of)
         try:
             self.ranks.start(layout.size)
         except BaseException:
@@ -130,7 +130,7 @@ class DriverSession(Owned):
         """Go on with other ranks, of another layout, to which values are still to be sent; with the lock, and quiet."""
         self.node.close("their mesh was resized")
         self.ranks, self.layout, self._everyone = ranks, layout, tuple(range(layout.size))
-        self.node = driver_node(ranks.request.key, self.describe, self._mesh, self.values.object_of)
+        self.node = driver_node(ranks, self.describe, self._mesh, self.values.object_of)
         self.calls.clear()
         self.shipped.forget_told()
 

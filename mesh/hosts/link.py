@@ -1,8 +1,8 @@
 """The connection between a driver and a per-host process: who is at the other end is proved, and every message is.
 
 Either side proves with the mesh's secret, and a number used once, that it has it; then every message has a code of its
-own. Invariants: nothing that has come is parsed, and no length of more than `SHORT` believed, before its code fits;
-and `send` never waits for the other end, so that a driver that sends is not held up by a host that does not read.
+own (see `coded`). Invariant: `send` never waits for the other end, so that a driver that sends is not held up by a host
+that does not read.
 """
 
 from __future__ import annotations
@@ -13,34 +13,22 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Sequence
 from typing import Any
 
-from ...kernels.network.authentication import CODE_BYTES, MessageCodes, code, same
+from ...kernels.network.authentication import CODE_BYTES, code, same
 from ..protocol import Message
+from .coded import Coding, NotOfThisMesh, keep_alive
 from .protocol import decode, encode
 
-SHORT = 1024  # bytes of a message that has one code
-_LENGTHS = struct.Struct("<QQ")  # of the message, of its content
-_HEAD = _LENGTHS.size + CODE_BYTES
 _PLACE = struct.Struct("<Q")
 _CHUNK = 1 << 18
 GREETING_SECONDS = 10.0
-# A host that is cut off is noticed after so many seconds, by either side.
-SILENT_SECONDS = 10
 
 
-class NotOfThisMesh(Exception):
-    """What is at the other end, or what has come from there, is not of this mesh."""
-
-
-def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel notice an end that is out of reach."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+def listener(address: str) -> socket.socket:
+    """A socket that listens at an address of this host, at any port."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=1024)
 
 
 def greet_driver(connection: socket.socket, secret: bytes, place: int) -> Link:
@@ -90,11 +78,10 @@ class Link:
         self.connection = connection
         connection.settimeout(None)
         keep_alive(connection)
-        self._outgoing, self._incoming = MessageCodes(sending), MessageCodes(receiving)
+        self._coding = Coding(sending, receiving)
         self._backlog: collections.deque[memoryview] = collections.deque()
         self._changed = threading.Condition()
-        self._buffer, self._chunk = bytearray(), bytearray(_CHUNK)
-        self._lengths: tuple[int, int] | None = None  # of the long message that is coming
+        self._chunk = bytearray(_CHUNK)
         self.ended = False
         self._writer: threading.Thread | None = None
 
@@ -106,20 +93,10 @@ class Link:
         with self._changed:
             if self.ended:
                 return
-            self._backlog.extend(self._framed(said, [memoryview(piece).cast("B") for piece in content]))
+            self._backlog.extend(self._coding.framed(said, [memoryview(piece).cast("B") for piece in content]))
             if self._writer is None and not self._push():
                 self._writer = threading.Thread(target=self._write, name="spmd-link", daemon=True)
                 self._writer.start()
-
-    def _framed(self, said: bytes, content: Sequence[memoryview]) -> list[memoryview]:
-        total = sum(map(len, content))
-        lengths = _LENGTHS.pack(len(said), total)
-        if len(said) + total <= SHORT:
-            body = b"".join((said, *content))
-            return [memoryview(b"".join((lengths, self._outgoing.of_next(lengths, body), body)))]
-        head = lengths + self._outgoing.of_next(lengths)
-        body = b"".join((said, *content))
-        return [memoryview(head), memoryview(body), memoryview(self._outgoing.of_body(memoryview(body)))]
 
     def _push(self) -> bool:
         """Write what the connection takes now; whether that is all."""
@@ -173,42 +150,7 @@ class Link:
             return None
         if not count:
             return None
-        self._buffer += memoryview(self._chunk)[:count]
-        found = []
-        while (one := self._next()) is not None:
-            found.append(one)
-        return found
-
-    def _next(self) -> tuple[Any, bytes] | None:
-        if self._lengths is None:
-            if len(self._buffer) < _HEAD:
-                return None
-            lengths, its_code = bytes(self._buffer[: _LENGTHS.size]), bytes(self._buffer[_LENGTHS.size : _HEAD])
-            said, content = _LENGTHS.unpack(lengths)
-            if said + content <= SHORT:
-                if len(self._buffer) < _HEAD + said + content:
-                    return None
-                body = bytes(self._buffer[_HEAD : _HEAD + said + content])
-                self._compare(its_code, self._incoming.of_next(lengths, body))
-                del self._buffer[: _HEAD + said + content]
-                return decode(body[:said]), body[said:]
-            self._compare(its_code, self._incoming.of_next(lengths))
-            self._lengths = said, content
-            del self._buffer[:_HEAD]
-        said, content = self._lengths
-        if len(self._buffer) < said + content + CODE_BYTES:
-            return None
-        body = bytes(self._buffer[: said + content])
-        its_code = bytes(self._buffer[said + content : said + content + CODE_BYTES])
-        self._compare(its_code, self._incoming.of_body(memoryview(body)))
-        del self._buffer[: said + content + CODE_BYTES]
-        self._lengths = None
-        return decode(body[:said]), body[said:]
-
-    @staticmethod
-    def _compare(its_code: bytes, expected: bytes) -> None:
-        if not same(its_code, expected):
-            raise NotOfThisMesh("a message that the other end has not sent")
+        return [(decode(said), content) for said, content in self._coding.take(memoryview(self._chunk)[:count])]
 
     def close(self) -> None:
         """End the connection; a thread that reads finds its end."""

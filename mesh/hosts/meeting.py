@@ -16,7 +16,8 @@ from typing import Any
 
 from ...kernels.errors import MeshError, message
 from ...kernels.network.interface import address_of, chosen, towards
-from .link import Link, NotOfThisMesh, greet_host
+from .coded import NotOfThisMesh
+from .link import Link, greet_host, listener
 from .places import Places
 from .protocol import Hello
 from .versions import versions
@@ -37,7 +38,7 @@ class Meeting:
     def __init__(self, places: Places, secret: bytes):
         self._places, self._secret = places, secret
         self.address = _address(places)
-        self._listener = _listener(self.address)
+        self._listener = listener(self.address)
         self._came = threading.Condition()
         self._links: dict[int, Link] = {}
         self._strangers = threading.BoundedSemaphore(_STRANGERS)
@@ -58,7 +59,7 @@ class Meeting:
 
     def for_store(self) -> socket.socket:
         """A socket that listens where the hosts reach this process, for the store in which the ranks meet."""
-        return _listener(self.address)
+        return listener(self.address)
 
     def hosts(self) -> Iterator[tuple[str, Link, Any]]:
         """Each host's name, the link to it, and the launcher's handle, once all have come.
@@ -160,11 +161,6 @@ def _address(places: Places) -> str:
             )
         )
     return found
-
-
-def _listener(address: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=1024)
 
 
 def _did_not_come(names: list[str], ended: bool, address: str) -> MeshError:

@@ -27,8 +27,9 @@ from ..display import stacks, status
 from ..driver import spawn
 from ..driver.ranks import Rank
 from . import protocol
+from .coded import NotOfThisMesh
 from .framing import framed, unframed
-from .link import GREETING_SECONDS, Link, NotOfThisMesh, greet_driver
+from .link import GREETING_SECONDS, Link, greet_driver, listener
 from .versions import versions
 from .zygote import ForkedZygote
 
@@ -51,6 +52,11 @@ class Host:
         self._arena_fd = arena_module.create(len(begin.ranks))
         self._arena = Arena(self._arena_fd, len(begin.ranks), len(begin.ranks))
         self._ranks: dict[int, Rank] = {}
+        # Where other hosts call objects of a rank: as long as there is this process, whichever is the rank's now.
+        address = link.connection.getsockname()[0]
+        self._heard = {number: listener(address) for number in begin.ranks}
+        for one in self._heard.values():
+            one.setblocking(False)
         self._clear(self._request.generation)
 
     def _clear(self, generation: int) -> None:
@@ -61,7 +67,7 @@ class Host:
         """Fork ranks, and say so."""
         try:
             for number in ranks:
-                rank = self._ranks[number] = Rank(number, self._request, self._arena_fd)
+                rank = self._ranks[number] = Rank(number, self._request, self._arena_fd, [self._heard[number]])
                 self._selector.register(rank.connection, _READ, ("rank", rank))
                 self._selector.register(rank.pidfd, _READ, ("death", rank))
                 for stream, fd in rank.pipes.items():
@@ -69,7 +75,9 @@ class Host:
         except Exception as error:
             self._link.send(protocol.Refused(f"{type(error).__name__}: {error}"))
             return
-        self._link.send(protocol.Started(tuple((number, self._ranks[number].pid) for number in ranks)))
+        pids = {number: self._ranks[number].pid for number in ranks}
+        ports = {number: self._heard[number].getsockname()[1] for number in ranks}
+        self._link.send(protocol.Started(tuple((number, pids[number], ports[number]) for number in ranks)))
 
     def serve(self) -> None:
         """Until the connection to the driver ends."""

@@ -37,9 +37,9 @@ class Begin(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Started(Message):
-    """From a host: these ranks were forked, as these processes."""
+    """From a host: these ranks were forked, as these processes, and hear calls of remote objects at these ports."""
 
-    pids: tuple[tuple[int, int], ...]
+    ranks: tuple[tuple[int, int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

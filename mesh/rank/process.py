@@ -38,7 +38,7 @@ from .worker import Worker
 
 def main(request: protocol.RankRequest, fds: list[int]) -> None:
     """Serve the driver until it says that this is enough, or goes."""
-    control, out, err, arena_fd, listening = fds
+    control, out, err, arena_fd, *listening = fds
     os.dup2(out, 1)
     os.dup2(err, 2)
     os.close(out)
@@ -84,7 +84,8 @@ def main(request: protocol.RankRequest, fds: list[int]) -> None:
     state = RankState(session, mesh, own_path=request.path if request.hosts else ())
     if request.generation > 1:
         state.values.take_over()
-    session.node = serve_when_called(state, request.key, socket.socket(fileno=listening))
+    heard = [socket.socket(fileno=fd) for fd in listening]
+    session.node = serve_when_called(state, request.key, heard, hosts.elsewhere(request))
     worker = Worker(state, connection)
     report_bars(worker.current_task, worker.report_bar)
     debug_through(session, worker.ask)

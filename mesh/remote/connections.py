@@ -9,7 +9,6 @@ besides, that it is the same user's. And the thread never waits for one peer: wh
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import secrets
 import selectors
@@ -17,40 +16,19 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ...kernels.network.authentication import CODE_BYTES, code, same
 from .. import wire
+from ..hosts.coded import CodedReceiver, CodedSender, Coding, keep_alive
 from ..protocol import Message
 from ..rank.interrupts import uninterrupted
+from .addresses import same_user
 from .protocol import NodeId, encode
 
 _ID = struct.Struct("<qQ")
-_PEER = struct.Struct("3i")  # struct ucred
 _STRANGERS = 32  # connections that may stand before they have greeted
-
-
-def address(key: bytes, rank: int) -> str:
-    """The name under which a rank of a mesh listens on this host: without a file, gone with the process."""
-    return "\0spmd-" + hashlib.blake2b(key + struct.pack("<q", rank), digest_size=16).hexdigest()
-
-
-def listen(key: bytes, rank: int) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(address(key, rank))
-    listener.listen(1024)
-    listener.setblocking(False)
-    return listener
-
-
-def same_user(connection: socket.socket) -> bool:
-    """Whether the kernel says that the process at the other end is this user's."""
-    try:
-        data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    except OSError:
-        return False
-    return _PEER.unpack(data)[1] == os.getuid()
 
 
 class Connection:
@@ -72,7 +50,8 @@ class Connection:
         self.pending: dict[int, Any] = {}
         self.nbytes = 0  # of what is pending
         self._lock = threading.Lock()
-        self._sender, self.receiver = wire.Sender(socket_), wire.Receiver(socket_)
+        self._sender: Any = wire.Sender(socket_)
+        self.receiver: Any = wire.Receiver(socket_)
         self._early: deque[tuple[Message, wire.Packet]] = deque()
         self._number = secrets.token_bytes(CODE_BYTES)
         self._theirs = b""
@@ -145,6 +124,7 @@ class Connection:
                         return False
                     if _ID.unpack(peer)[0] != self.outgoing:
                         return False
+                    self._theirs = number
                     self.socket.send(own + code(key, b"caller", number, self._number, own, peer))
                 else:
                     peer, proof = said[: _ID.size], said[_ID.size :]
@@ -152,6 +132,8 @@ class Connection:
                         return False
                 rank, unique = _ID.unpack(peer)
                 self.peer = (rank, unique)
+                if self.socket.family != socket.AF_UNIX:
+                    self._code_messages()
                 with self._lock:
                     self._greeted = True
                     while self._early:
@@ -159,6 +141,13 @@ class Connection:
                         self._send(packet)
                         packet.close()
         return True
+
+    def _code_messages(self) -> None:
+        """On a network, every message has a code: of these two numbers, and of the direction."""
+        numbers = (self._number, self._theirs) if self.outgoing is not None else (self._theirs, self._number)
+        to_called, to_caller = (code(self._exchange.key, name, *numbers) for name in (b"to called", b"to caller"))
+        coding = Coding(to_called, to_caller) if self.outgoing is not None else Coding(to_caller, to_called)
+        self._sender, self.receiver = CodedSender(self.socket, coding), CodedReceiver(self.socket, coding)
 
     def close(self) -> None:
         with self._lock:
@@ -185,7 +174,7 @@ class Exchange:
         key: the mesh's.
         id: this process.
         listener: is told.
-        listening: a listening socket; None where nobody connects to.
+        listening: listening sockets; none where nobody connects to.
         connect: gives a socket that is being connected to a rank.
     """
 
@@ -194,7 +183,7 @@ class Exchange:
         key: bytes,
         id: NodeId,
         listener: Listener,
-        listening: socket.socket | None,
+        listening: Sequence[socket.socket],
         connect: Callable[[int], socket.socket],
     ):
         self.key, self.id, self._listener, self._listening, self._connect = key, id, listener, listening, connect
@@ -203,10 +192,10 @@ class Exchange:
         for fd in (self._wake_read, self._wake_write):
             os.set_blocking(fd, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, "wake")
-        if listening is not None:
-            self._selector.register(listening, selectors.EVENT_READ, "accept")
+        for one in listening:
+            self._selector.register(one, selectors.EVENT_READ, "accept")
             # A child that goes on after this process would keep the name, which the next to be this rank needs.
-            os.register_at_fork(after_in_child=listening.close)
+            os.register_at_fork(after_in_child=one.close)
         self._fresh: deque[Connection] = deque()  # to be served, or to be flushed
         self._strangers: deque[Connection] = deque()
         self._all: set[Connection] = set()
@@ -235,7 +224,7 @@ class Exchange:
                 if key.data == "wake":
                     self._on_wake()
                 elif key.data == "accept":
-                    self._accept()
+                    self._accept(key.fileobj)
                 else:
                     self._on_connection(key.data, events)
 
@@ -256,14 +245,15 @@ class Exchange:
             self._all.add(connection)
             self._selector.register(connection.socket, events, connection)
 
-    def _accept(self) -> None:
-        assert self._listening is not None
+    def _accept(self, listening: Any) -> None:
         try:
-            accepted, _ = self._listening.accept()
+            accepted, _ = listening.accept()
         except OSError:
             return
         accepted.setblocking(False)
-        if accepted.family == socket.AF_UNIX and not same_user(accepted):
+        if accepted.family != socket.AF_UNIX:
+            keep_alive(accepted)
+        elif not same_user(accepted):
             accepted.close()
             return
         connection = Connection(self, accepted, None)
@@ -318,5 +308,5 @@ class Exchange:
         self._selector.close()
         for fd in (self._wake_read, self._wake_write):
             os.close(fd)
-        if self._listening is not None:
-            self._listening.close()
+        for one in self._listening:
+            one.close()

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ...kernels.errors import MeshError, PeerLost, message
-from ...kernels.network.hosts import HostWatch
 from ..display.notebook import shorten
 from ..driver.snapshot import typed_sources
 from . import answers
@@ -21,6 +20,14 @@ from .protocol import DRIVER
 REPLACED_SECONDS = 10.0  # in which a rank that has died is to be replaced
 
 
+class Ranks(Protocol):
+    """The driver's ranks, as far as they are seen from here."""
+
+    request: Any
+
+    def elsewhere(self, rank: int) -> tuple[str, int] | None: ...
+
+
 class MeshView(Protocol):
     """The mesh, as far as it is seen from here."""
 
@@ -28,8 +35,6 @@ class MeshView(Protocol):
     def size(self) -> int: ...
     @property
     def is_driver(self) -> bool: ...
-    @property
-    def hosts(self) -> Any: ...
     @property
     def driver(self) -> Any: ...
     @property
@@ -43,9 +48,6 @@ def make_remote(mesh: MeshView, cls: Callable, args: tuple, kwargs: dict[str, An
         raise MeshError(message("mesh.remote makes objects of a class", got=repr(cls), remedy="pass a class"))
     if not isinstance(rank, int) or not 0 <= rank < mesh.size:
         raise MeshError(message("there is no such rank", got=repr(rank), expected=f"0 to {mesh.size - 1}"))
-    if _has_several_hosts(mesh):
-        problem = "mesh.remote makes objects on ranks of one host, and this mesh has several"
-        raise MeshError(message(problem, where=mesh.describe(), remedy="use mesh.submit(rank=), or a mesh on one host"))
     label = getattr(cls, "__name__", type(cls).__name__)
     functions = [each for each in vars(cls).values() if inspect.isfunction(each)] if inspect.isclass(cls) else [cls]
     sources: dict[str, list[str]] = {}
@@ -59,12 +61,6 @@ def make_remote(mesh: MeshView, cls: Callable, args: tuple, kwargs: dict[str, An
         return _made(mesh, rank, (tuple(sys.path), sources, cls, *args), kwargs, label, restore)
     except BaseException as error:
         raise shorten(error) from error.__cause__
-
-
-def _has_several_hosts(mesh: MeshView) -> bool:
-    if mesh.is_driver:
-        return mesh.hosts is not None
-    return not mesh.session.launched and isinstance(mesh.session.watch, HostWatch)
 
 
 def _made(mesh: MeshView, rank: int, args: tuple, kwargs: dict[str, Any], label: str, restore: bool) -> Remote:
@@ -82,11 +78,13 @@ def _made(mesh: MeshView, rank: int, args: tuple, kwargs: dict[str, Any], label:
 
 
 def driver_node(
-    key: bytes, describe: Callable[[], str], mesh: Callable[[], Any], object_of: Callable[[Any], Any]
+    ranks: Ranks, describe: Callable[[], str], mesh: Callable[[], Any], object_of: Callable[[Any], Any]
 ) -> Node:
     """The driver's node: it calls, and is not called."""
     name_of = functools.partial(plain_name_of, mesh=mesh)
-    return Node(DRIVER, key, describe=describe, name_of=name_of, object_of=object_of)
+    return Node(
+        DRIVER, ranks.request.key, describe=describe, name_of=name_of, object_of=object_of, elsewhere=ranks.elsewhere
+    )
 
 
 def _node(mesh: MeshView) -> Node:

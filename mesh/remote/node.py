@@ -12,7 +12,7 @@ import contextlib
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -20,8 +20,9 @@ from ...kernels.errors import MeshError, message
 from ...kernels.processes import Owned
 from .. import wire
 from . import answers
+from .addresses import connected
 from .caller import Caller
-from .connections import Connection, Exchange, address, same_user
+from .connections import Connection, Exchange
 from .protocol import DRIVER, Cancelled, Invoke, NodeId, Raised, Result, SavedResult, SavedState, decode
 from .residents import Residents
 
@@ -34,7 +35,8 @@ class Node(Owned):
         key: the mesh's.
         describe: the mesh in a line, for messages.
         name_of, object_of: see `Contents`.
-        listening: where others connect to; None in the driver, which has no objects.
+        elsewhere: where a rank of another host listens; None for one of this host.
+        listening: where others connect to; nowhere in the driver, which has no objects.
         around: a context in which methods of objects here run, by the settings of their caller.
 
     Attributes:
@@ -53,17 +55,18 @@ class Node(Owned):
         describe: Callable[[], str],
         name_of: Callable[[Any], Any],
         object_of: Callable[[Any], Any],
-        listening: socket.socket | None = None,
+        elsewhere: Callable[[int], tuple[str, int] | None],
+        listening: Sequence[socket.socket] = (),
         around: Callable[[Any], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ):
         super().__init__()
         self.id: NodeId = (rank, secrets.randbits(63))
-        self.describe, self._key = describe, key
+        self.describe = describe
         self.lock = threading.RLock()
         self.closed: str | None = None
         self._to: dict[int, Connection] = {}  # rank -> where what is for it goes
         self._dead: set[NodeId] = set()
-        self._exchange = Exchange(key, self.id, self, listening, self._connect)
+        self._exchange = Exchange(key, self.id, self, listening, connect=lambda to: connected(key, to, elsewhere(to)))
         self._thread: int | None = None
         self.caller = Caller(self, name_of, object_of)
         self.residents = Residents(self, self.caller, around)
@@ -101,18 +104,6 @@ class Node(Owned):
         self.caller.tidy()
 
     # -- connections ---------------------------------------------------------------------------------------------------
-
-    def _connect(self, rank: int) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.connect(address(self._key, rank))
-            if not same_user(connection):
-                raise ConnectionRefusedError("another user listens there")
-        except OSError:
-            connection.close()
-            raise
-        connection.setblocking(False)
-        return connection
 
     def connection(self, rank: int) -> Connection:
         """The connection over which calls go to a rank, made if there is none.

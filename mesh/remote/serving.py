@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..ambient import Ambient, under
@@ -23,8 +23,17 @@ from .handle import plain_name_of
 from .node import Node
 
 
-def serve_when_called(state: RankState, key: bytes, listening: socket.socket) -> Node:
-    """This rank's node, whose thread starts when somebody connects, or when this rank calls an object itself."""
+def serve_when_called(
+    state: RankState,
+    key: bytes,
+    listening: Sequence[socket.socket],
+    elsewhere: Callable[[int], tuple[str, int] | None],
+) -> Node:
+    """This rank's node, whose thread starts when somebody connects, or when this rank calls an object itself.
+
+    Args:
+        elsewhere: see `Node`.
+    """
     session = state.session
 
     @contextlib.contextmanager
@@ -39,6 +48,7 @@ def serve_when_called(state: RankState, key: bytes, listening: socket.socket) ->
         describe=state.mesh.describe,
         name_of=functools.partial(plain_name_of, mesh=lambda: state.mesh),
         object_of=lambda name: state.mesh,
+        elsewhere=elsewhere,
         listening=listening,
         around=around,
     )
@@ -48,10 +58,11 @@ def serve_when_called(state: RankState, key: bytes, listening: socket.socket) ->
             node.start()
 
     signal.signal(signal.SIGIO, start)
-    fcntl.fcntl(listening, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(listening, fcntl.F_SETFL, fcntl.fcntl(listening, fcntl.F_GETFL) | os.O_ASYNC)
     waiting = select.poll()
-    waiting.register(listening, select.POLLIN)
+    for one in listening:
+        fcntl.fcntl(one, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(one, fcntl.F_SETFL, fcntl.fcntl(one, fcntl.F_GETFL) | os.O_ASYNC)
+        waiting.register(one, select.POLLIN)
     if waiting.poll(0):  # somebody came before the signal was asked for
         start()
     return node

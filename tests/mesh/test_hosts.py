@@ -151,13 +151,6 @@ def test_an_exception_ends_the_region_everywhere(mesh: Mesh) -> None:
 
 
 def test_what_is_refused(mesh: Mesh) -> None:
-    class Anything:
-        pass
-
-    with pytest.raises(MeshError, match="this mesh has several"):
-        mesh.remote(Anything)
-    with pytest.raises(MeshError, match="this mesh has several"):
-        mesh.run(lambda: mesh.remote(Anything))
     for hosts in ("local:2", "local:0x2", "slurm", ["a"], ["-oProxyCommand=x:2"], [], 4, ["a:0"]):
         with pytest.raises(MeshError, match="not understood"):
             Mesh({"data": 4}, hosts=hosts)
@@ -210,7 +203,8 @@ def test_a_host_with_other_versions_or_none(monkeypatch: pytest.MonkeyPatch) -> 
 
 def greeted(ours: bytes, theirs: bytes) -> tuple[Any, Any]:
     """The two ends of a link, or what each says where the secrets differ."""
-    from spmd.mesh.hosts.link import NotOfThisMesh, greet_driver, greet_host
+    from spmd.mesh.hosts.coded import NotOfThisMesh
+    from spmd.mesh.hosts.link import greet_driver, greet_host
 
     here, there = socket.socketpair()
     for end in (here, there):
@@ -237,12 +231,12 @@ def greeted(ours: bytes, theirs: bytes) -> tuple[Any, Any]:
 
 
 def test_who_does_not_have_the_secret_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    from spmd.mesh.hosts import link
+    from spmd.mesh.hosts import coded, link
     from spmd.mesh.hosts.protocol import Abort
 
     monkeypatch.setattr(link, "keep_alive", lambda connection: None)  # it is for TCP
     driver, host = greeted(b"right" * 8, b"wrong" * 8)
-    assert isinstance(driver, link.NotOfThisMesh) and isinstance(host, link.NotOfThisMesh)
+    assert isinstance(driver, coded.NotOfThisMesh) and isinstance(host, coded.NotOfThisMesh)
     (place, driver), host = greeted(b"right" * 8, b"right" * 8)
     assert place == 7
     content = os.urandom(1 << 20)
@@ -272,7 +266,7 @@ def test_who_does_not_have_the_secret_is_not_heard(monkeypatch: pytest.MonkeyPat
     real = driver.connection
     driver.connection = Changing(real)
     driver.send(Abort("changed"))
-    with pytest.raises(link.NotOfThisMesh):
+    with pytest.raises(coded.NotOfThisMesh):
         host.receive()
     driver.connection = real
     driver.close()

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,31 @@ class Chain:
         return self.other.echo(value)  # a Ref, which it does not wait for
 
 
+HOSTS = pytest.mark.parametrize("hosts", [None, "local:2x1"], ids=["one host", "two hosts"])
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[Callable[[], Mesh]]:
+    made: list[Mesh] = []
+
+    def get() -> Mesh:
+        if not made:
+            made.append(Mesh({"data": 2}, hosts="local:2x1", timeout=60.0))
+        return made[0]
+
+    yield get
+    for mesh in made:
+        mesh.close()
+
+
 @pytest.fixture
-def mesh(shared_mesh: Any) -> Mesh:
+def one_host(shared_mesh: Any) -> Mesh:
     return shared_mesh({"data": 2})
+
+
+@pytest.fixture(params=["one host", "two hosts"])
+def mesh(request: pytest.FixtureRequest, shared_mesh: Any, two_hosts: Callable[[], Mesh]) -> Mesh:
+    return two_hosts() if request.param == "two hosts" else shared_mesh({"data": 2})
 
 
 def test_calls_run_in_order_and_keep_what_they_change(mesh: Mesh) -> None:
@@ -316,8 +339,9 @@ def test_objects_go_with_their_handles(mesh: Mesh) -> None:
         waits.get()
 
 
-def test_a_rank_that_dies_takes_its_objects_along(make_mesh: Any) -> None:
-    mesh = make_mesh({"data": 2})
+@HOSTS
+def test_a_rank_that_dies_takes_its_objects_along(make_mesh: Any, hosts: str | None) -> None:
+    mesh = make_mesh({"data": 2}, hosts=hosts)
     lost, kept = mesh.remote(Tensors, rank=1), mesh.remote(Counter, 0, rank=0)
     large = lost.make(1 << 18, 1.0)
     pid = lost.where().get()
@@ -337,8 +361,9 @@ def test_a_rank_that_dies_takes_its_objects_along(make_mesh: Any) -> None:
     assert mesh.run(lambda: float(torch.ones(2).sum())) == [2.0, 2.0]
 
 
-def test_closing_and_restarting(make_mesh: Any) -> None:
-    mesh = make_mesh({"data": 1})
+@HOSTS
+def test_closing_and_restarting(make_mesh: Any, hosts: str | None) -> None:
+    mesh = make_mesh({"data": 1}, hosts=hosts and "local:1x1")
     kept = mesh.remote(Counter, 0)
     gate = mesh.remote(Gate, kept)
     waits = gate.wait()
@@ -390,9 +415,10 @@ class Ledger:
         self.lines = lines
 
 
-def test_an_object_that_saves_is_restored(make_mesh: Any, tmp_path: Any) -> None:
+@HOSTS
+def test_an_object_that_saves_is_restored(make_mesh: Any, tmp_path: Any, hosts: str | None) -> None:
     """Each call is done once, those on their way included, wherever its rank dies."""
-    mesh = make_mesh({"data": 2})
+    mesh = make_mesh({"data": 2}, hosts=hosts)
     ledger, other = mesh.remote(Ledger, "first", rank=1, restore=True), mesh.remote(Counter, rank=0)
     fatal = str(tmp_path / "fatal")
     before = [ledger.write("a"), ledger.fail("b"), ledger.write(ledger.where()), ledger.write_and_die(fatal)]
@@ -415,13 +441,16 @@ def test_an_object_that_saves_is_restored(make_mesh: Any, tmp_path: Any) -> None
         mesh.remote(Counter, rank=0, restore=True)
 
 
-def test_strangers_are_turned_away(mesh: Mesh) -> None:
-    """Whoever finds the name of a rank's socket, but lacks the mesh's key: what it sends is not looked at."""
+def test_strangers_are_turned_away(mesh: Mesh, one_host: Mesh) -> None:
+    """Whoever finds a rank's socket, but lacks the mesh's key: what it sends is not looked at."""
     counter = mesh.remote(Counter, rank=1)
     assert counter.add(1).get() == 1
-    for name in listening(mesh.run(os.getpid)):
+    unix, ports = listening(mesh.run(os.getpid))
+    assert len(unix) == 2 and len(ports) == (0 if mesh is one_host else 2)
+    for name in (*unix, *(("127.0.0.1", port) for port in ports)):
+        family = socket.AF_UNIX if isinstance(name, str) else socket.AF_INET
         with contextlib.ExitStack() as stack:
-            silent, garbage, leaves = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3))
+            silent, garbage, leaves = (stack.enter_context(socket.socket(family)) for _ in range(3))
             for connection in (silent, garbage, leaves):
                 connection.settimeout(HANGS)
                 connection.connect(name)
@@ -433,14 +462,49 @@ def test_strangers_are_turned_away(mesh: Mesh) -> None:
     assert counter.add(1).get() == 2
 
 
-def listening(pids: list[int]) -> list[str]:
-    """The names of the sockets that processes listen on, which any process of the host can see."""
-    inodes = set()
+def sockets_of(pids: list[int]) -> set[str]:
+    found = set()
     for pid in pids:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+                found.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+    return found
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def listening(pids: list[int]) -> tuple[list[str], list[int]]:
+    """The names and ports at which ranks hear calls, which any process of the host can see."""
+    inodes, shared = sockets_of(pids), sockets_of([parent_of(parent_of(pid)) for pid in pids])
     found = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "@spmd-" in line]
     names = {fields[7] for fields in found if fields[6] in inodes and fields[3] == "00010000"}
-    assert len(names) == len(pids)
-    return ["\0" + name[1:] for name in names]
+    over_ip = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ports = {
+        int(fields[1].partition(":")[2], 16) for fields in over_ip if fields[3] == "0A" and fields[9] in inodes & shared
+    }
+    return ["\0" + name[1:] for name in names], [*ports]
+
+
+@pytest.mark.parametrize("at", [0, -1], ids=["length", "content"])
+def test_a_message_that_was_changed_on_the_way_is_not_read(at: int) -> None:
+    """Between hosts each message has a code: one that does not fit ends the connection."""
+    from spmd.mesh import wire
+    from spmd.mesh.hosts.coded import CodedReceiver, CodedSender, Coding
+
+    (here, middle), (relay, there) = socket.socketpair(), socket.socketpair()
+    with here, middle, relay, there:
+        sender = CodedSender(here, Coding(b"one" * 10, b"other" * 6))
+        receiver = CodedReceiver(there, Coding(b"other" * 6, b"one" * 10))
+        for change in (False, True):
+            sender.send(wire.Packet(b"content" * 500, head=b"a head"))
+            data = bytearray(middle.recv(1 << 16))
+            if change:
+                data[at] ^= 1
+            relay.sendall(data)
+            found = receiver.receive(block=True)
+            if change:
+                assert found is None
+            else:
+                assert [(one.head, one.data) for one in found or ()] == [(b"a head", b"content" * 500)]
