@@ -3,6 +3,7 @@
     python forked.py 2 torch_programs.py               # those that the suite runs
     python forked.py 4 torch_programs.py ddp fsdp2     # these
     python forked.py 3 torch_programs.py all
+    python several_hosts.py 2 2 torch_programs.py all  # on two hosts, two ranks each: see there
 
 Each begins with a process group of its own, and destroys it. Prints "name: ok", or what went wrong. What is right is
 computed in the same process without communication.
@@ -468,6 +469,32 @@ def objects(rank: int, size: int) -> None:
 
 
 @program
+def objects_of_strangers(rank: int, size: int) -> None:
+    """Between hosts, what torch would unpickle is refused if it has no code of the job's secret."""
+    group = dist.new_group()
+    if group.world.backend == "shm":  # the kernel vouches for it
+        return
+    comm = group._comm("cpu")
+    if rank == 0:
+        comm.key = b"another"
+    everyone, mine = set(range(size)), torch.zeros(3, dtype=torch.uint8)
+    exchanges = (  # and who raises
+        (lambda: dist.broadcast_object_list([rank], 0, group), everyone - {0}),
+        (lambda: dist.all_gather_object([None] * size, rank, group), everyone),
+        (lambda: dist.scatter(mine, [mine] * size if rank == 0 else None, 0, group), everyone - {0}),
+        (lambda: dist.gather_object(rank, [None] * size if rank == 1 else None, 1, group), {1}),
+    )
+    for exchange, expected in exchanges:
+        group._broken = None
+        try:
+            exchange()
+        except spmd.PeerLost as error:
+            assert rank in expected and "is not of this job" in str(error)
+        else:
+            assert rank not in expected
+
+
+@program
 def messages(rank: int, size: int) -> None:
     if rank == 0:
         for peer in range(1, size):
@@ -476,7 +503,7 @@ def messages(rank: int, size: int) -> None:
         seen = set()
         for _ in range(1, size):
             x = torch.empty(2)
-            source = dist.recv(x)
+            source = dist.recv(x, tag=9)  # of its own: who has sent this goes on to what is below
             assert x.tolist() == [source, source]
             seen.add(source)
         assert seen == set(range(1, size))
@@ -485,7 +512,7 @@ def messages(rank: int, size: int) -> None:
         dist.recv(y, 0, tag=8)
         dist.recv(x, 0, tag=7)
         assert (x[0], y[0]) == (10 * rank, 20 * rank)
-        dist.send(torch.full((2,), float(rank)), 0)
+        dist.send(torch.full((2,), float(rank)), 0, tag=9)
     x, y = torch.full((1 << 18,), float(rank)), torch.empty(1 << 18)
     operations = [
         dist.P2POp(dist.isend, x, (rank + 1) % size),
@@ -627,10 +654,24 @@ def events(rank: int, size: int) -> None:
     assert event.is_async and event.input_shapes == [[5]]
 
 
+def meeting_place(name: str, rank: int, size: int) -> dist.Store:
+    """A part of it for each program; at a TCPStore where the ranks are on several hosts."""
+    method = os.environ["SPMD_INIT_METHOD"]
+    kind, _, place = method.partition("://")
+    if kind == "file":
+        return dist.FileStore(os.path.join(os.path.dirname(place), name), size)
+    host, _, port = place.partition(":")
+    if method not in _stores:
+        _stores[method] = dist.TCPStore(host, int(port), size, rank == 0)
+    return dist.PrefixStore(name, _stores[method])
+
+
+_stores: dict[str, dist.Store] = {}
+
+
 def run(name: str, rank: int, size: int) -> str:
     """Run a program: "ok", or what it raised."""
-    folder = os.path.dirname(os.environ["SPMD_INIT_METHOD"].removeprefix("file://"))
-    store = dist.FileStore(os.path.join(folder, name), size)
+    store = meeting_place(name, rank, size)
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("spmd", store=store, rank=rank, world_size=size, timeout=limit)
     try:

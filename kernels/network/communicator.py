@@ -93,19 +93,13 @@ class NetworkedCommunicator(Communicator):
             on_timeout=on_timeout,
             on_stall=on_stall,
         )
-        self._key = code(key_of(self._store), self._name.encode(), self._store.get(keys[0]))
+        self.key = code(key_of(self._store), self._name.encode(), self._store.get(keys[0]))
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        found = super().all_gather_bytes(seal(self._key, str(self.rank), data))
-        opened = [unseal(self._key, str(rank), its) for rank, its in enumerate(found)]
+        found = super().all_gather_bytes(seal(self.key, str(self.rank), data))
+        opened = [unseal(self.key, str(rank), its) for rank, its in enumerate(found)]
         if None in opened:
-            raise PeerLost(
-                message(
-                    f"what came as rank {self.ranks[opened.index(None)]}'s is not of this job",
-                    where=f"rank {self.ranks[self.rank]}, group {self.ranks}",
-                    remedy="see who else can reach the ports of this job: docs/security.md",
-                )
-            )
+            raise not_of_this_job(self, opened.index(None))
         return [its for its in opened if its is not None]
 
     def close(self) -> None:
@@ -163,3 +157,14 @@ class NetworkedCommunicator(Communicator):
             self._watch.check()
             self._watch.check_peers()
             time.sleep(0.01)
+
+
+def not_of_this_job(comm: Communicator, source: int) -> PeerLost:
+    """The error for what came as a rank's of the group, and has no code of the job's secret."""
+    return PeerLost(
+        message(
+            f"what came as rank {comm.ranks[source]}'s is not of this job",
+            where=f"rank {comm.ranks[comm.rank]}, group {comm.ranks}",
+            remedy="see who else can reach the ports of this job: docs/security.md",
+        )
+    )

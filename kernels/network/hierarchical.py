@@ -14,6 +14,7 @@ on the call goes this way. Invariants:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ from ..reduction import Op, Pairwise
 from ..shm.communicator import ShmCommunicator
 from .gloo import GlooCommunicator
 from .hosts import HostWatch
+
+_LAST_WORDS_SECONDS = 2.0  # what a rank has sent before it went is here by then
 
 
 def communicator(
@@ -52,6 +55,7 @@ class HierarchicalCommunicator(GlooCommunicator):
     # Operations are started one after another and shared one after another, but mixed as it comes: two sequences.
     _shared: ShmCommunicator | None = None
     _across: GlooCommunicator | None = None  # on leaders
+    _lost_at: float | None = None  # when a rank of this host was found to be gone
 
     def _open(self) -> None:
         """Open the group of all, then that of this host, then that of the leaders."""
@@ -180,6 +184,23 @@ class HierarchicalCommunicator(GlooCommunicator):
     def on_stall(self, work: Work) -> None:
         super().on_stall(work)
         self._arena.say_waiting(work.what)
+        self._look_for_lost(work)
+
+    def _look_for_lost(self, work: Work) -> None:
+        """A rank of this host that is gone, where nobody else tells, won't do its part; unless it has, before it went.
+
+        What it did then reaches this rank within moments.
+        """
+        arena, now = self._arena, time.monotonic()
+        needed = {self.ranks[peer] for peer in work.peers} if self._is_message(work) else set(self._mine)
+        gone = (arena.lost(arena.participant(rank)) for rank in self._mine if rank in needed)
+        lost = next((each for each in gone if each is not None), None)
+        if lost is None:
+            return
+        if self._lost_at is None:
+            self._lost_at = now
+        elif now - self._lost_at > _LAST_WORDS_SECONDS:
+            raise lost
 
     def on_waited(self) -> None:
         self._arena.say("")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ..errors import Aborted, PeerLost, message
 from ..shm.arena import Arena
+from ..shm.standing import StandingArena
 
 LEADER_SECONDS, OTHERS_SECONDS = 0.05, 0.5  # how often a waiting rank asks the store
 _GRACE_SECONDS = 1.0  # a rank that keeps the store may end a moment before the others
@@ -133,6 +134,25 @@ class HostArena(Arena):
         except Aborted as aborted:
             super().abort(str(aborted))  # the others of this host ask the store less often
             raise
+
+
+class StandingHostArena(StandingArena, HostArena):
+    """As `HostArena`, for ranks that are in no region: see `StandingArena`."""
+
+    def check_peers(self) -> None:
+        try:
+            self.beyond.check_peers()
+        except Aborted as aborted:
+            Arena.abort(self, str(aborted))  # the others of this host ask the store less often
+            raise
+
+    def lost(self, rank: int) -> PeerLost | None:
+        found = super().lost(rank)
+        if found is None:
+            return None
+        gone = self.members[rank]
+        text = f"rank {gone} died or exited while rank {self.mesh_rank} waited for it"
+        return PeerLost(message(text, remedy="see its output"), gone)
 
 
 class HostWatch:

@@ -17,7 +17,7 @@ from ...kernels.network.interface import towards
 from ...kernels.processes import namespace
 from ...kernels.shm import arena as arena_module
 from ...kernels.shm.arena import Arena
-from .rendezvous import address, chosen_address
+from .rendezvous import address_beside, chosen_address
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,14 +38,22 @@ class Joined:
 
 
 def join(
-    store: Any, rank: int, size: int, *, backend: str, timeout: float, make_arena: Callable[[int, int, int], Arena]
+    store: Any,
+    rank: int,
+    size: int,
+    *,
+    backend: str,
+    timeout: float,
+    make_arena: Callable[[int, int, int], Arena] = Arena,
+    make_host_arena: Callable[[int, list[int], int, StoreWatch], HostArena] = HostArena,
 ) -> Joined:
     """Learn where the others are, and map this host's arena, if `backend` has a use for one.
 
     Args:
         make_arena: called as `make_arena(fd, size, rank)` where all ranks are on one host.
+        make_host_arena: called as `make_host_arena(fd, members, rank, beyond)` where they are on several.
     """
-    store.set(f"host/{rank}", f"{_host_identity()}\n{address() or ''}")
+    store.set(f"host/{rank}", f"{_host_identity()}\n{address_beside(store) or ''}")
     said = [_wait_for(store, f"host/{peer}", peer, timeout).split("\n") for peer in range(size)]
     hosts = _by_host([identity for identity, _ in said])
     several = len(hosts) > 1 or backend == "hierarchical"
@@ -58,7 +66,7 @@ def join(
     elif backend == "hierarchical" or (backend == "auto" and len(hosts) < size):
         members = next(host for host in hosts if rank in host)
         beyond = StoreWatch(store, rank, address=here, seconds=LEADER_SECONDS if rank == members[0] else OTHERS_SECONDS)
-        arena = _shared_arena(store, rank, hosts, timeout, lambda fd: HostArena(fd, members, rank, beyond))
+        arena = _shared_arena(store, rank, hosts, timeout, lambda fd: make_host_arena(fd, members, rank, beyond))
         watch = HostWatch(arena, hosts) if isinstance(arena, HostArena) else watch
     return Joined(watch, arena, hosts, said[rank][0])
 

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 import urllib.parse
+from typing import Any
 
 import torch.distributed as dist
 
@@ -28,7 +29,6 @@ _explicit: Launch | None = None
 _given_store: dist.Store | None = None
 _met: tuple[dist.Store, bytes] | None = None  # where, and the key of the job
 _interface: str | None = None
-_host_of_store: str | None = None
 
 
 def initialize(
@@ -78,17 +78,16 @@ def launch_of_process() -> Launch | None:
 
 def meet(launch: Launch, timeout: float, part: str) -> AuthenticatedStore:
     """A part of the store in which all ranks of the job have signed in, once in a process, and of what they write."""
-    global _met, _host_of_store
+    global _met
     if _met is None:
         secret = secret_of_user()
         method = launch.init_method or _beside_parent()
         store = _given_store if _given_store is not None else _store_at(method, launch, timeout)
-        _host_of_store = getattr(innermost(store), "host", None)  # a file is nowhere
         limit_silence(store, max(1.0, timeout / 2))
         restarts = "TORCHELASTIC_RUN_ID" in os.environ
         store = dist.PrefixStore("spmd/restarts" if restarts else "spmd/0", store)
         where = "the given store" if _given_store is not None else method
-        one_host = _on_one_host(launch) or is_loopback(_host_of_store or "")
+        one_host = _on_one_host(launch) or is_loopback(_host_of(store) or "")
         key = RollCall(store, launch, where, secret, one_host=one_host, restarts=restarts).key(timeout)
         if restarts:  # what ranks that are gone have left is not seen, either
             store = dist.PrefixStore(code(key, b"store").hex()[:16], store)
@@ -101,10 +100,20 @@ def meet(launch: Launch, timeout: float, part: str) -> AuthenticatedStore:
 
 def address() -> str | None:
     """Where the other hosts reach this one, as far as this rank knows; call it after `meet`."""
+    return chosen_address() if _met is None else address_beside(_met[0])
+
+
+def address_beside(store: Any) -> str | None:
+    """Where the other hosts reach this one, which meets them in a store, as far as this rank knows."""
     given = chosen_address()
     if given is not None:
         return given
-    return None if _host_of_store is None else towards(_host_of_store)
+    host = _host_of(store)
+    return None if host is None else towards(host)
+
+
+def _host_of(store: Any) -> str | None:
+    return getattr(innermost(store), "host", None)  # a file is nowhere
 
 
 def chosen_address() -> str | None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..kernels.communicator import Communicator
 from ..kernels.errors import CollectiveMismatch, MeshError, PeerLost, SpecError, message
-from . import sparse
+from . import sparse, vouched
 from .arguments import check_same, listed, one, parts, reducing, reduction, rooted, split
 from .barrier import MonitoredBarrier
 from .registration import DEVICES, NAME
@@ -47,7 +47,7 @@ class ProcessGroup(_Base):
         self._broken: BaseException | None = None
         self._sequence = 0
         self._coalesced: list[Work] | None = None
-        self._barrier = MonitoredBarrier(store, rank, len(ranks))
+        self._barrier = MonitoredBarrier(world.store_of(self._channel, store), rank, len(ranks))
         if rank == 0 or not world.opens_alone:  # so that none of the others has to wait for it when they begin
             self._comm("cpu")
 
@@ -225,7 +225,7 @@ class ProcessGroup(_Base):
         tensors, opts = listed(tensors), rooted(opts, dist.BroadcastOptions)
         tensor, root = one(tensors, "broadcast"), opts.rootRank
         return self._do(
-            "broadcast", opts, lambda comm, later: comm.broadcast(tensor, root, async_op=later), tensors, tensors
+            "broadcast", opts, lambda comm, later: vouched.broadcast(comm, tensor, root, later), tensors, tensors
         )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
@@ -233,7 +233,7 @@ class ProcessGroup(_Base):
         tensor, pieces = one(inputs, "all_gather"), list(outputs[0])
         check_same("all_gather", tensor, pieces)
         return self._do(
-            "all_gather", opts, lambda comm, later: comm.all_gather(pieces, tensor, async_op=later), inputs, outputs
+            "all_gather", opts, lambda comm, later: vouched.all_gather(comm, pieces, tensor, later), inputs, outputs
         )
 
     def allgather_coalesced(self, outputs: list[list[torch.Tensor]], inputs: Any, opts: Any = None) -> Work:
@@ -279,7 +279,7 @@ class ProcessGroup(_Base):
             pieces = list(outputs[0] if isinstance(outputs[0], list | tuple) else outputs)
             check_same("gather", tensor, pieces)
         return self._do(
-            "gather", opts, lambda comm, later: comm.gather(tensor, pieces, root, async_op=later), inputs, outputs
+            "gather", opts, lambda comm, later: vouched.gather(comm, tensor, pieces, root, later), inputs, outputs
         )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
@@ -290,7 +290,7 @@ class ProcessGroup(_Base):
             pieces = list(inputs[0] if isinstance(inputs[0], list | tuple) else inputs)
             check_same("scatter", tensor, pieces)
         return self._do(
-            "scatter", opts, lambda comm, later: comm.scatter(tensor, pieces, root, async_op=later), outputs, outputs
+            "scatter", opts, lambda comm, later: vouched.scatter(comm, tensor, pieces, root, later), outputs, outputs
         )
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:

@@ -16,9 +16,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ..kernels.communicator import Communicator
-from ..kernels.errors import Aborted, MeshError, PeerLost, message
+from ..kernels.errors import Aborted, PeerLost
 from ..kernels.network.authentication import AuthenticatedStore, code
-from ..kernels.network.hosts import innermost
+from ..kernels.network.hosts import HostWatch, StandingHostArena, innermost, limit_silence
 from ..kernels.network.interface import is_loopback
 from ..kernels.registry import make_communicator
 from ..kernels.shm.arena import Arena
@@ -59,19 +59,21 @@ class World:
         one_host, where = is_loopback(getattr(innermost(store), "host", "")), "the store of init_process_group"
         key = RollCall(store, launch, where, secret_of_user(), one_host=one_host).key(timeout)
         met = AuthenticatedStore(store, code(key, b"process group"), datetime.timedelta(seconds=timeout))
-        joined = joining.join(met, rank, size, backend="auto", timeout=timeout, make_arena=StandingArena)
+        joined = joining.join(
+            met,
+            rank,
+            size,
+            backend="auto",
+            timeout=timeout,
+            make_arena=StandingArena,
+            make_host_arena=StandingHostArena,
+        )
+        if isinstance(joined.arena, StandingArena):
+            joined.arena.begin()
         if len(joined.hosts) > 1:
-            raise MeshError(
-                message(
-                    'init_process_group("spmd") brings together the ranks of one host only',
-                    got=f"{size} ranks on {len(joined.hosts)} hosts",
-                    remedy='give it "gloo" there, or use spmd.Mesh, which spans hosts',
-                )
-            )
-        if isinstance(joined.watch, StandingArena):
-            joined.watch.begin()
+            limit_silence(store, max(1.0, timeout / 2))
         joined.watch.generation = 1
-        backend = "gloo" if joined.arena is None else "shm"
+        backend = "gloo" if joined.arena is None else "hierarchical" if len(joined.hosts) > 1 else "shm"
         return cls(joined.watch, rank, lambda: met, backend)
 
     @classmethod
@@ -88,6 +90,10 @@ class World:
     def over(self) -> bool:
         """Whether the mesh whose ranks they are was closed."""
         return self.session is not None and self.session.closed
+
+    def store_of(self, channel: str, store: Any) -> Any:
+        """A store for one group, torch's own being `store`; what the ranks have not written is as if not there."""
+        return store if self.adopted else dist.PrefixStore(channel, self.store())
 
     def channel(self, name: str, store: Any, rank: int) -> str:
         """What tells a group from all others, also from one that bore its name and is gone."""
@@ -121,5 +127,6 @@ class World:
 
     def close(self) -> None:
         """This rank takes part in nothing any more."""
-        if isinstance(self.watch, StandingArena):
-            self.watch.end()
+        arena = self.watch.arena if isinstance(self.watch, HostWatch) else self.watch
+        if isinstance(arena, StandingArena):
+            arena.end()

@@ -119,22 +119,3 @@ def test_registered_whatever_is_imported_first(order: str) -> None:
     source = f"import sys; {order}; print(torch.distributed.Backend('spmd'), 'spmd.kernels' in sys.modules)"
     code, out, err = run("-c", source)
     assert (code, out.split()) == (0, ["spmd", "False"]), err
-
-
-SEVERAL_HOSTS = """
-import os, sys, torch.distributed as dist
-import internals, spmd
-
-rank = int(os.environ["SPMD_RANK"])
-internals.pretend_host(f"host {rank}")
-try:
-    dist.init_process_group("spmd", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
-except spmd.MeshError as error:
-    print(error)
-"""
-
-
-def test_several_hosts_are_refused(tmp_path: Path) -> None:
-    code, out, err = launched(2, script(tmp_path, SEVERAL_HOSTS), str(tmp_path / "store"))
-    assert code == 0, err
-    assert out.count("the ranks of one host only (got 2 ranks on 2 hosts)") == 2, out
