@@ -1,4 +1,4 @@
-"""Values that the driver puts on a mesh: their bytes lie once in the arena, where every rank sees them.
+"""Values that the driver puts on a mesh: their bytes lie once in a host's arena, where every rank of it sees them.
 
 So they are the mesh's, whatever becomes of the ranks, and cost nobody a descriptor. Invariant: a block of the arena is
 the value's for as long as the driver has a name for it.
@@ -12,19 +12,21 @@ from typing import Any, Protocol
 
 import torch
 
-from ...kernels.shm.arena import Arena
 from .. import protocol, wire
 from ..protocol import Spans
 from ..spec import P
 from .pending import Task
+from .ranks import Ranks
 from .values import CallValues
 
 
 class Session(Protocol):
     """What sends tasks to the ranks: the driver's session."""
 
+    ranks: Ranks
+
     @property
-    def memory(self) -> Arena | None: ...
+    def lasting(self) -> bool: ...
     def dumps(self, obj: Any, *, room: Callable[[int], memoryview] | None = None) -> wire.Packet: ...
     def submit(
         self,
@@ -49,7 +51,7 @@ def message_of(
     session: Session, values: CallValues, tensors: Sequence[torch.Tensor], specs: tuple[P, ...]
 ) -> tuple[Make, Callable[[], wire.Packet]]:
     """What says so, and its content, which is to be made first."""
-    arena = session.memory
+    arena = session.ranks.arena if session.lasting else None
     given: list[tuple[int, int, int]] = []
 
     def room(nbytes: int) -> memoryview:
@@ -64,5 +66,11 @@ def message_of(
         where = given[-1] if given else None
         return protocol.PutValues(number, region, freed, forgotten, out=values.number, specs=specs, given=where)
 
-    place = None if arena is None else room
-    return make, lambda: session.dumps([*tensors], room=place)
+    def content() -> wire.Packet:
+        packet = session.dumps([*tensors], room=None if arena is None else room)
+        if packet.fd is not None and values.given is None:  # each host lays it in memory of its own
+            values.given = weakref.finalize(values, session.ranks.drop_given, values.number)
+            values.given.atexit = False
+        return packet
+
+    return make, content

@@ -178,6 +178,17 @@ class Ranks:
         """Where a rank hears calls of remote objects, if that is on another host."""
         return None
 
+    def region_of(self, rank: int) -> int:
+        """The last region that a rank has entered."""
+        return 0 if self.arena is None else self.arena.region(rank)[0]
+
+    def overwritten(self, region: int) -> bool:
+        """Whether donated memory may be other than it was before a region."""
+        return self.arena is not None and self.arena.overwritten(region)
+
+    def drop_given(self, number: int) -> None:
+        """Values that lay in memory of their hosts are needed no more; called by the garbage collector, too."""
+
     @property
     def end(self) -> str | None:
         """Why the mesh can't go on; None while ranks that die can be replaced."""

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...kernels.errors import MeshError
 from .. import protocol, wire
@@ -57,7 +57,7 @@ class Session(Protocol):
     values: Values
 
     @property
-    def memory(self) -> Any: ...
+    def lasting(self) -> bool: ...
     def describe(self) -> str: ...
     def shut(self, why: str) -> None: ...
     def tell(
@@ -186,7 +186,7 @@ class Recovery:
             if busy and again and time.monotonic() - self._since > FENCE_SECONDS:
                 for rank in busy:
                     session.ranks.all[rank].signal(signal.SIGKILL)
-            if busy and not self.interrupted and session.memory is not None:
+            if busy and not self.interrupted and session.lasting:
                 left = [rank for rank, number in busy.items() if number >= self._first_failed]
                 self.stuck.end_late(left, time.monotonic() - self._since)
             failure = self._failure(why)
@@ -205,9 +205,9 @@ class Recovery:
     def _to_rerun(self) -> tuple[list[Task], str | None]:
         """The tasks that will run again, and why others won't that could."""
         session = self._session
-        if not self._lost or self.interrupted or not session.reruns or session.memory is None:
+        if not self._lost or self.interrupted or not session.reruns:
             return [], None
-        return to_rerun(session.pending.tasks.values(), session.memory.overwritten)
+        return to_rerun(session.pending.tasks.values(), session.ranks.overwritten)
 
     def interrupt(self) -> None:
         """Ctrl-C: let what is about to end do so, stop the rest, and wait for that; a second Ctrl-C kills the ranks.
@@ -276,14 +276,14 @@ class Recovery:
         session.debugging.forget()
         dead = [rank.rank for rank in session.ranks.all if not rank.alive and rank.ready]
         for task in again:
-            if any(session.memory.region(rank)[0] == task.region for rank in dead):
+            if any(session.ranks.region_of(rank) == task.region for rank in dead):
                 task.again.losses += 1
         try:
             replaced = session.ranks.begin_anew()
         except (MeshError, OSError) as error:
             session.shut(f"ranks that died could not be replaced: {error}")
             return
-        generation, lasting = session.ranks.generation, session.memory is not None
+        generation, lasting = session.ranks.generation, session.lasting
         if replaced and not lasting:
             session.shipped.drop_naming_values()
         kept, freed = session.values.needed()
@@ -316,5 +316,5 @@ class Recovery:
         freed = freed_meanwhile(again)
         if freed:
             session.tell(protocol.Free(freed, ()))
-        seconds, lasting = time.monotonic() - self._since, session.memory is not None
-        tell(self._lost, again, seconds, session.describe(), lasting=lasting)
+        seconds = time.monotonic() - self._since
+        tell(self._lost, again, seconds, session.describe(), lasting=session.lasting)

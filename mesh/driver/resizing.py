@@ -128,7 +128,7 @@ def _checked(mesh: MeshView, axes: dict[str, int]) -> Layout:
             raise MeshError(message(f"resize got a bad size for axis {name!r}", got=repr(size), expected=expected))
     driver = mesh.driver
     driver.ready()
-    if driver.memory is None or mesh.hosts is not None:
+    if not driver.lasting or mesh.hosts is not None:
         problem = "a mesh of GPUs or over several hosts cannot be resized"
         remedy = "save, close the mesh, and restore on one of the other size"
         raise MeshError(message(problem, where=where, remedy=remedy))

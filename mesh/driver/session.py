@@ -19,7 +19,6 @@ from typing import Any
 from ...kernels.errors import MeshError, message
 from ...kernels.limits import named_limits
 from ...kernels.processes import Owned, open_more_files
-from ...kernels.shm.arena import Arena
 from .. import protocol, wire
 from ..array import Array
 from ..display.notebook import shorten
@@ -76,7 +75,7 @@ class DriverSession(Owned):
         open_more_files()
         self._mesh = weakref.ref(mesh)
         self.layout, self.backend, self.device, self.timeout = layout, backend, device, timeout
-        self.reruns = on_loss == "rerun" and device == "cpu" and hosts is None
+        self.reruns = on_loss == "rerun" and device == "cpu"
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.values = Values(self)
@@ -117,9 +116,9 @@ class DriverSession(Owned):
         return [rank.pid for rank in self.ranks.all]
 
     @property
-    def memory(self) -> Arena | None:
-        """What the ranks share, where their values are in it and so outlive them."""
-        return self.ranks.arena if self.device == "cpu" else None
+    def lasting(self) -> bool:
+        """Whether values outlive their ranks: in memory that belongs to the host, here or elsewhere."""
+        return self.device == "cpu"
 
     @property
     def quiet(self) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 from ...kernels.processes import open_more_files
 from ...kernels.shm import arena as arena_module
 from ...kernels.shm.arena import Arena
+from ...kernels.shm.blocks import Result
 from .. import protocol as ranks_protocol
 from .. import wire
 from ..display import stacks, status
@@ -57,6 +58,7 @@ class Host:
         self._heard = {number: listener(address) for number in begin.ranks}
         for one in self._heard.values():
             one.setblocking(False)
+        self._given: dict[int, Result] = {}  # what the driver has put on all ranks, by the call
         self._clear(self._request.generation)
 
     def _clear(self, generation: int) -> None:
@@ -106,7 +108,7 @@ class Host:
 
     def handle(self, message: Any, content: bytes) -> None:
         if isinstance(message, protocol.ToRanks):
-            packet = unframed(content)
+            packet = self._laid_out(unframed(content))
             parts = wire.frame(packet)
             for number in message.ranks:
                 rank = self._ranks[number]
@@ -125,10 +127,27 @@ class Host:
                 self._ranks[number].close()
             self.start(dead)
         elif isinstance(message, protocol.Ask):
-            self._link.send(self._told(message.what))
+            self._link.send(self._told(message))
+        elif isinstance(message, protocol.DropGiven):
+            for call in message.calls:
+                if (result := self._given.pop(call, None)) is not None:
+                    self._arena.given.drop(result)
 
-    def _told(self, what: str) -> protocol.Told:
-        if what == "stacks":
+    def _laid_out(self, packet: wire.Packet) -> wire.Packet:
+        """Have the values that a packet brings for this host's ranks lie once in what they share, and outlive them."""
+        if packet.fd is None or not isinstance(said := ranks_protocol.decode(packet.head), ranks_protocol.PutValues):
+            return packet
+        size = os.fstat(packet.fd).st_size
+        result = self._given[said.out] = self._arena.given.take(size)
+        os.preadv(packet.fd, [self._arena.given.memory(result, size)], 0)
+        packet.close()
+        packet.head = ranks_protocol.encode(dataclasses.replace(said, given=(*result, size)))
+        return packet
+
+    def _told(self, asked: protocol.Ask) -> protocol.Told:
+        if asked.what == "overwritten":
+            return protocol.Told((), "yes" if self._arena.overwritten(asked.region) else "")
+        if asked.what == "stacks":
             found = (f"rank {rank}: {stacks.stacks_of(self._arena, at)}" for at, rank in enumerate(self._members))
             return protocol.Told((), "\n\n".join(found))
         rows = status.of_board(self._arena, self._members)
@@ -168,7 +187,7 @@ class Host:
             self._forget(source)
         how = rank.end_text()
         rank.alive = False
-        self._link.send(protocol.Died(rank.rank, how))
+        self._link.send(protocol.Died(rank.rank, how, self._arena.region(self._members.index(rank.rank))[0]))
 
     def _watch(self, rank: Rank, events: int) -> None:
         with contextlib.suppress(KeyError, ValueError):  # it is about to end

@@ -73,10 +73,11 @@ class Printed(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Died(Message):
-    """From a host: a rank's process has ended, so; nothing more comes from it."""
+    """From a host: a rank's process has ended, so, in or after a region; nothing more comes from it."""
 
     rank: int
     how: str
+    region: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,20 +104,28 @@ class BeginAnew(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ask(Message):
-    """To a host: what its ranks do, "status" or "stacks"."""
+    """To a host: what its ranks do, "status" or "stacks", or whether they have "overwritten" memory in a region."""
 
     what: str
+    region: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DropGiven(Message):
+    """To a host: values of these calls, which lay in its memory, are needed no more."""
+
+    calls: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Told(Message):
-    """From a host: the answer to an `Ask`: of each rank the fields of its `RankStatus`, or the text of all stacks."""
+    """From a host: the answer to an `Ask`: the fields of each `RankStatus`, or the stacks, or whether it is so."""
 
     rows: tuple[tuple[int, str, int, int, str, int], ...]
     text: str
 
 
 _codec = Codec(
-    *(Hello, Begin, Started, Refused, ToRanks, FromRank, Printed, Died, Signal, Abort, BeginAnew, Ask, Told),
+    *(Hello, Begin, Started, Refused, ToRanks, FromRank, Printed, Died, Signal, Abort, BeginAnew, Ask, Told, DropGiven),
 )
 encode, decode = _codec.encode, _codec.decode

@@ -37,7 +37,7 @@ class RemoteRank(Rank):
     def __init__(self, rank: int, pid: int, host: RankHost):
         Owned.__init__(self)
         self.rank, self.pid, self._host = rank, pid, host
-        self.alive, self.ready = True, False
+        self.alive, self.ready, self.region = True, False, 0
         self.connection, self._theirs = socket.socketpair()
         (out, out_end), (err, err_end), (self.pidfd, death_end) = os.pipe(), os.pipe(), os.pipe()
         self._ends = {"stdout": out_end, "stderr": err_end, "death": death_end}
@@ -73,10 +73,10 @@ class RemoteRank(Rank):
             while data and stream in self._ends:
                 data = data[os.write(self._ends[stream], data) :]
 
-    def die(self, how: str) -> None:
+    def die(self, how: str, region: int) -> None:
         """Nothing more comes from it; the driver finds that it has ended, as it would of a rank of its own."""
         with self._feeding:
-            self._how = self._how or how
+            self._how, self.region = self._how or how, region
             self._theirs.close()
             for fd in self._ends.values():
                 os.close(fd)
@@ -178,11 +178,11 @@ class RankHost:
             elif isinstance(said, protocol.Printed):
                 self._ranks[said.rank].print(said.stream, content)
             elif isinstance(said, protocol.Died):
-                self._ranks[said.rank].die(f"{said.how} on host {self.name}")
+                self._ranks[said.rank].die(f"{said.how} on host {self.name}", said.region)
             else:
                 content.wait(_ANSWER_SECONDS)  # until new ranks are known here
         for rank in list(self._ranks.values()):
-            rank.die(f"was lost with host {self.name}, where the process that holds its ranks is gone: {self.lost}")
+            rank.die(f"was lost with host {self.name}, where the process that holds its ranks is gone: {self.lost}", 0)
 
     def close(self) -> None:
         self.link.close()

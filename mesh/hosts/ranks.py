@@ -13,6 +13,7 @@ import secrets
 import select
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -46,6 +47,7 @@ class HostRanks(Ranks):
         self.all: list[Rank] = []
         self._hosts: list[RankHost] = []
         self._host_of: dict[int, RankHost] = {}
+        self._dropped: deque[int] = deque()  # calls whose values lay in memory of their hosts
         self._deaths = select.poll()
         self._meeting: Meeting | None = None
         self._store: dist.Store | None = None
@@ -93,9 +95,22 @@ class HostRanks(Ranks):
         by_host: dict[RankHost, list[Rank]] = {}
         for rank in self.all if ranks is None else [self.all[rank] for rank in ranks]:
             by_host.setdefault(self._host_of[rank.rank], []).append(rank)
+        dropped = tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
+        if dropped:
+            for host in self._hosts:
+                host.link.send(protocol.DropGiven(dropped))
         for host, its in by_host.items():
             host.send_to(its, packet)
         return []
+
+    def region_of(self, rank: int) -> int:
+        return getattr(self.all[rank], "region", 0)
+
+    def overwritten(self, region: int) -> bool:
+        return any(host.ask(protocol.Ask("overwritten", region)).text for host in self._hosts if not host.lost)
+
+    def drop_given(self, number: int) -> None:
+        self._dropped.append(number)  # told with what is sent next: here the garbage collector may be at work
 
     @property
     def end(self) -> str | None:

@@ -77,8 +77,8 @@ def main(request: protocol.RankRequest, fds: list[int]) -> None:
         launched=False,
         device=devices.of_rank(request.device, rank),
     )
-    if session.arena is not None and session.device.type == "cpu":
-        session.lasting = LastingValues(session.arena)
+    if session.leases is not None and session.device.type == "cpu":
+        session.lasting = LastingValues(session.leases)
     session.renew(request.generation)
     mesh = Mesh.on_rank(session, request.threads, request.pinned)
     state = RankState(session, mesh, own_path=request.path if request.hosts else ())

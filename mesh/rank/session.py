@@ -205,8 +205,8 @@ class RankSession(Owned):
 
     def overwrite(self) -> None:
         """Note that this rank begins to overwrite what was donated: the call can't be run again."""
-        if self.arena is not None:
-            self.arena.overwrite()
+        if self.leases is not None:
+            self.leases.overwrite()
 
     def placed(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on this rank's device: itself, if it is there."""

@@ -51,11 +51,11 @@ def pass_through(state: RankState, task: protocol.PassThrough, packet: wire.Pack
 
 def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) -> Answer:
     layout, rank = state.session.layout, state.session.rank
-    kept, arena = [], state.session.arena
+    kept, arena = [], state.session.leases
     given = None
     if task.given is not None and arena is not None:
         *result, nbytes = task.given
-        given = arena.views.show(Result(*result), nbytes, user=rank, users=layout.size)
+        given = arena.views.show(Result(*result), nbytes, user=arena.rank, users=arena.size)
     for tensor, spec in zip(state.read(packet, given), task.specs, strict=True):
         # Nobody else holds what came with the task, so that it need not be copied whole.
         local = layout.take(tensor, spec, rank) if spec.entries or tensor.requires_grad else tensor

@@ -59,6 +59,11 @@ class Values:
             kept.specs.append(REPLICATED)
         kept.live += kept.tensors[index] is None
         kept.tensors[index], kept.specs[index] = tensor, spec
+        if self._lasting is not None:
+            found = [tensor]
+            self._lasting.lay_out(found)
+            kept.tensors[index] = found[0]
+            self._lasting.keep(call, kept.tensors, kept.specs)
 
     def keep_only(self, calls: Iterable[int]) -> None:
         """Forget the values of all other calls."""
