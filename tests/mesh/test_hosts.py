@@ -301,7 +301,7 @@ def test_a_rank_dies(mesh: Mesh, tmp_path: Path) -> None:
 
     thread = threading.Thread(target=kill)
     thread.start()
-    with pytest.raises(PeerLost, match="rank 3 (was killed by SIGKILL|died) on host local1"):
+    with pytest.raises(PeerLost, match=r"rank 3 (was killed by SIGKILL|died) on host local1"):
         mesh.run(wait)
     thread.join()
     assert works(mesh)
@@ -329,9 +329,9 @@ def test_what_was_put_lies_once_on_each_host(make_mesh: Callable[..., Mesh]) -> 
     for fill in range(5):
         large = put(torch.full((nbytes // 4,), float(fill)), mesh=mesh)
         assert float(large.full()[-1]) == fill
-        del large
-    grown = [after - size for after, size in zip(arena_bytes(mesh), before, strict=True)]
-    assert all(nbytes <= size < 2 * nbytes + (1 << 20) for size in grown)
+        grown = [after - size for after, size in zip(arena_bytes(mesh), before, strict=True)]
+        # The one before it is given back with the next call.
+        assert all(nbytes <= size < (2 if fill else 1) * nbytes + (1 << 20) for size in grown)
 
 
 def arena_bytes(mesh: Mesh) -> list[int]:
@@ -339,8 +339,8 @@ def arena_bytes(mesh: Mesh) -> list[int]:
 
     def of_host() -> int:
         host = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
-        [fd] = [fd for fd in Path(f"/proc/{host}/fd").iterdir() if "spmd-arena" in os.readlink(fd)]
-        return 512 * os.stat(fd).st_blocks
+        found = [fd for fd in Path(f"/proc/{host}/fd").iterdir() if "spmd-arena" in os.readlink(fd)]
+        return 512 * max(os.stat(fd).st_blocks for fd in found)
 
     return mesh.run(of_host)[::2]
 
