@@ -8,12 +8,14 @@ the rank waited for may wait for our part in something else.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 from .errors import PeerLost, message
+from .processes import refuse_in_forks
 from .waiting import PEER_CHECK_SECONDS, Watch, turn, wait_until
 
 Ready = Callable[[], bool]
@@ -22,6 +24,7 @@ Sleep = Callable[[Ready], None]  # for a moment, or until woken, unless it is re
 
 # Of communicators of this process, those with operations under way.
 _active: set[Operations] = set()
+os.register_at_fork(after_in_child=_active.clear)
 
 
 class Transport(Protocol):
@@ -109,6 +112,7 @@ class Operations:
     def __init__(
         self, transport: Transport, ranks: Sequence[int], watch: Watch, *, timeout: float, oversubscribed: bool
     ):
+        refuse_in_forks(self, transport)
         self._transport, self._ranks, self._watch = transport, tuple(ranks), watch
         self.timeout, self._oversubscribed = timeout, oversubscribed
         self._next_look = 0.0

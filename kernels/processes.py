@@ -1,8 +1,9 @@
 """Processes by number: which one this is, which are its to judge, and whether they are gone.
 
 Programs fork (multiprocessing does, by default), and a child has all objects of its parent: what frees, signals,
-answers or closes notes who made it, and does nothing in anyone else (`Owned`). A number means something within one pid
-namespace of one boot of one kernel. Invariant: what is not known to be dead is alive.
+answers or closes notes who made it, and does nothing in anyone else (`Owned`); what communicates is made to refuse when
+the process forks (`refuse_in_forks`), and need not ask. A number means something within one pid namespace of one boot
+of one kernel. Invariant: what is not known to be dead is alive.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import multiprocessing
 import os
 import resource
 import signal
+import types
+import weakref
+from typing import Any
 
 from .errors import MeshError, message
 
@@ -22,12 +26,41 @@ _PR_SET_PDEATHSIG = 1
 _current = os.getpid()
 
 
-def _note() -> None:
+_communicates: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def refuse_in_forks(*things: Any) -> None:
+    """Have all that these do raise `MeshError` in forks of this process, which are none of the ranks."""
+    _communicates.update(things)
+
+
+def _refuse(thing: Any, name: str) -> Any:
+    """An attribute of what communicates, in a fork: who it is can be read, and it can be closed."""
+    if name in ("backend", "rank", "ranks", "size") or name.startswith("__"):
+        return object.__getattribute__(thing, name)
+    if name == "close":
+        return lambda: None
+    raise forked_cannot("communicate")
+
+
+def _fill(namespace: dict[str, Any]) -> None:
+    namespace["__getattribute__"] = _refuse
+
+
+def forked_cannot(do: str) -> MeshError:
+    remedy = "do it in the rank, and give the child what it needs"
+    return MeshError(message(f"a process that a rank has forked cannot {do}: it is none of the ranks", remedy=remedy))
+
+
+def _in_child() -> None:
     global _current
     _current = os.getpid()
+    for thing in list(_communicates):
+        thing.__class__ = types.new_class("OfParent", (type(thing),), exec_body=_fill)
+    _communicates.clear()
 
 
-os.register_at_fork(after_in_child=_note)
+os.register_at_fork(after_in_child=_in_child)
 
 
 class Owned:

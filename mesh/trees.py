@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,6 @@ import cloudpickle
 import optree
 
 from . import containers
-from .wire import travels_by_name
 
 NAMESPACE = "spmd"
 # optree sorts dictionary keys unless told otherwise; the choice holds for as long as this object is alive.
@@ -124,3 +124,14 @@ def pack(treedef: optree.PyTreeSpec) -> Packed:
                 classes[node.type] = (node.type, entry.flatten_func, entry.unflatten_func, entry.namespace)
         todo.extend(node.children())
     return Packed(list(classes.values()), cloudpickle.dumps(treedef))
+
+
+def travels_by_name(obj: Any) -> bool:
+    """Whether cloudpickle sends a function or a class as a name, which the receiver imports."""
+    module = sys.modules.get(obj.__module__ or "")
+    if module is None or obj.__module__ in ("__main__", "__mp_main__"):
+        return False
+    found: Any = module
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is obj

@@ -8,7 +8,9 @@ by a name through `name_of` and `object_of`. Invariant: a tensor referred to twi
 from __future__ import annotations
 
 import array
+import contextlib
 import dataclasses
+import errno
 import hashlib
 import io
 import itertools
@@ -17,7 +19,6 @@ import os
 import pickle
 import socket
 import struct
-import sys
 import types
 from collections import deque
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from ..kernels.mapped_files import opened_elsewhere
 from . import strides
 
 INLINE_BYTES = 1 << 16
+LOST = -1  # in the place of a descriptor that has come when this process could open no more files
 _CHUNK = 1 << 18  # bytes of one read
 _SPACE = socket.CMSG_SPACE(16 * 4)  # for the descriptors that come with them
 _HEADER = struct.Struct("<QQQB")  # bytes of the head, of the pickle, of inline tensors; number of descriptors
@@ -52,7 +54,7 @@ class Packet:
 
     Attributes:
         data: the content; reading it may need modules, names or values that the receiver lacks.
-        inline, fd: the bytes of its tensors.
+        inline, fd: the bytes of its tensors; `LOST` if they could not be received.
         head: what the packet is, a pickle of built-in types, which any process can read.
     """
 
@@ -63,23 +65,12 @@ class Packet:
 
     @property
     def nbytes(self) -> int:
-        return len(self.data) + len(self.inline) + (0 if self.fd is None else os.fstat(self.fd).st_size)
+        return len(self.data) + len(self.inline) + (0 if self.fd in (None, LOST) else os.fstat(self.fd).st_size)
 
     def close(self) -> None:
-        if self.fd is not None:
+        if self.fd not in (None, LOST):
             os.close(self.fd)
-            self.fd = None
-
-
-def travels_by_name(obj: Any) -> bool:
-    """Whether cloudpickle sends a function or a class as a name, which the receiver imports."""
-    module = sys.modules.get(obj.__module__ or "")
-    if module is None or obj.__module__ in ("__main__", "__mp_main__"):
-        return False
-    found: Any = module
-    for name in obj.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is obj
+        self.fd = None
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -151,8 +142,12 @@ def dumps(
     else:
         with named_limits():
             packet.fd = os.memfd_create("spmd-values", os.MFD_CLOEXEC)
-        os.ftruncate(packet.fd, total)
-        buffer = mmap.mmap(packet.fd, total)
+            try:
+                os.ftruncate(packet.fd, total)
+                buffer = mmap.mmap(packet.fd, total)
+            except BaseException:
+                packet.close()
+                raise
     for flat, offset in zip(pickler.tensors, offsets, strict=True):
         if flat.numel():
             torch.frombuffer(buffer, dtype=flat.dtype, count=flat.numel(), offset=offset).copy_(flat)
@@ -180,8 +175,11 @@ class _Unpickler(pickle.Unpickler):
         if memory is not None:
             self._base = torch.frombuffer(memory, dtype=torch.uint8)
         elif packet.fd is not None:
-            size = os.fstat(packet.fd).st_size
-            self._base = torch.from_file(f"/proc/self/fd/{packet.fd}", shared=False, size=size, dtype=torch.uint8)
+            with named_limits():
+                if packet.fd == LOST:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                size = os.fstat(packet.fd).st_size
+                self._base = torch.from_file(f"/proc/self/fd/{packet.fd}", shared=False, size=size, dtype=torch.uint8)
         self._at = 0
         self._tensors: list[torch.Tensor] = []
 
@@ -269,35 +267,40 @@ class Sender:
             parts: its `frame`, from who sends it to several.
         """
         fd = packet.fd
-        for part in frame(packet) if parts is None else parts:
-            self._waiting.append((part, None if fd is None else os.dup(fd)))
+        parts = frame(packet) if parts is None else parts
+        if fd is not None and not self._waiting:  # at once, if it can be: to keep it takes another descriptor
+            with contextlib.suppress(BlockingIOError):
+                sent = self._sent(parts[0], fd)
+                parts, fd = [parts[0][sent:], *parts[1:]] if sent < len(parts[0]) else parts[1:], None
+        for part in parts:
+            with named_limits():
+                self._waiting.append((part, None if fd is None else os.dup(fd)))
             fd = None
         return self.flush()
+
+    def _sent(self, part: memoryview, fd: int | None) -> int:
+        if fd is None:
+            return self._connection.send(part, socket.MSG_DONTWAIT)
+        return self._connection.sendmsg([part], _rights(fd), socket.MSG_DONTWAIT)
 
     def flush(self) -> bool:
         """Send what the socket takes; whether that was all."""
         while self._waiting:
             part, fd = self._waiting[0]
             try:
-                if fd is None:
-                    sent = self._connection.send(part, socket.MSG_DONTWAIT)
-                else:
-                    sent = self._connection.sendmsg([part], _rights(fd), socket.MSG_DONTWAIT)
+                sent = self._sent(part, fd)
             except BlockingIOError:
                 return False
             if fd is not None:
                 os.close(fd)
+            self._waiting[0] = (part[sent:], None)
             if sent == len(part):
                 self._waiting.popleft()
-            else:
-                self._waiting[0] = (part[sent:], None)
         return True
 
     def close(self) -> None:
         while self._waiting:
-            fd = self._waiting.popleft()[1]
-            if fd is not None:
-                os.close(fd)
+            Packet(b"", fd=self._waiting.popleft()[1]).close()
 
 
 class Receiver:
@@ -313,7 +316,7 @@ class Receiver:
         """The packets that are complete after one read; None at the end of the stream."""
         flags = 0 if block else socket.MSG_DONTWAIT
         try:
-            nbytes, ancillary, _, _ = self._connection.recvmsg_into(
+            nbytes, ancillary, found, _ = self._connection.recvmsg_into(
                 [self._chunk], _SPACE, flags | socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
@@ -325,6 +328,8 @@ class Receiver:
                 numbers = array.array("i")
                 numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
                 self._fds.extend(numbers)
+        if found & socket.MSG_CTRUNC:  # the one that has come with this read: each packet has one
+            self._fds.append(LOST)
         if not nbytes:
             return None
         self._buffer += memoryview(self._chunk)[:nbytes]
@@ -342,4 +347,4 @@ class Receiver:
     def close(self) -> None:
         """Give back the descriptors of packets that never came whole."""
         while self._fds:
-            os.close(self._fds.pop())
+            Packet(b"", fd=self._fds.pop()).close()

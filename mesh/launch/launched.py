@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ...kernels.errors import Aborted, MeshError, PeerLost, message
 from ...kernels.limits import named_limits
 from ...kernels.network.hosts import HostWatch, out_of_reach
-from ...kernels.processes import check_not_imported_by_worker, end_with_parent
+from ...kernels.processes import check_not_imported_by_worker, end_with_parent, forked_cannot
 from ...kernels.shm import arena as arena_module
 from ...kernels.shm.arena import Arena
 from .. import wire
@@ -101,6 +101,8 @@ def _write_whole_lines() -> None:
 
 def call(session: RankSession, body: Callable[[], Any]) -> Any:
     """A region on a launched rank: all ranks raise what one of them raises."""
+    if session.foreign:
+        raise forked_cannot("make a call of all ranks")
     session.regions += 1
     failed: BaseException
     try:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...kernels import torch_compiled
-from ..wire import travels_by_name
+from ..trees import travels_by_name
 
 SCALARS = (int, float, complex, str, bytes, bool, type(None))
 DEPTH = 4

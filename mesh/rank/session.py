@@ -18,7 +18,7 @@ import torch
 from ...kernels.communicator import Communicator
 from ...kernels.errors import Aborted, MeshError, SpecError, message
 from ...kernels.network.hosts import HostWatch
-from ...kernels.processes import Owned
+from ...kernels.processes import Owned, forked_cannot
 from ...kernels.registry import make_communicator
 from ...kernels.shm.arena import Arena
 from ...kernels.shm.blocks import copied_out
@@ -147,13 +147,7 @@ class RankSession(Owned):
                 )
             )
         if self.foreign:
-            raise MeshError(
-                message(
-                    "a process that a rank has forked cannot communicate: it is none of the ranks",
-                    where=self.where(),
-                    remedy="communicate in the rank, and give the child what it needs",
-                )
-            )
+            raise forked_cannot("communicate")
         comm = self._comms.get((ranks, channel))
         if comm is None or comm.stale:
             # A transform of torch.func would take a communicator's memory for what is transformed.
@@ -233,7 +227,8 @@ class RankSession(Owned):
         try:
             self._check_driver()
             yield
-            self.check()
+            if not self.foreign:
+                self.check()
         except Aborted:
             raise
         except BaseException as error:

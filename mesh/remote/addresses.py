@@ -1,7 +1,13 @@
-"""Where ranks hear calls of remote objects: on their own host under a name of the mesh's, on others at a port."""
+"""Where ranks hear calls of remote objects: on their own host under a name of the mesh's, on others at a port.
+
+Any user sees the names that are in use, and can take one as soon as its rank has died. So a rank has several, of which
+nobody can know the next without the mesh's key. Invariant: who dials a name speaks with this user's, or with nobody.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
 import socket
@@ -10,17 +16,30 @@ import struct
 from ..hosts.coded import keep_alive
 
 CONNECT_SECONDS = 5.0  # for another host to answer
+_NAMES = 16  # that a rank can have, one after another
 _PEER = struct.Struct("3i")  # struct ucred
 
 
-def address(key: bytes, rank: int) -> str:
-    """The name under which a rank of a mesh listens on this host: without a file, gone with the process."""
-    return "\0spmd-" + hashlib.blake2b(key + struct.pack("<q", rank), digest_size=16).hexdigest()
+def _name(key: bytes, rank: int, turn: int) -> str:
+    """A name under which a rank of a mesh may listen on this host: without a file, gone with the process."""
+    return "\0spmd-" + hashlib.blake2b(key + struct.pack("<qq", rank, turn), digest_size=16).hexdigest()
 
 
 def listen(key: bytes, rank: int) -> socket.socket:
+    """Listen under the first of a rank's names that is free.
+
+    Raises:
+        OSError: none is.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(address(key, rank))
+    for turn in range(_NAMES):
+        try:
+            listener.bind(_name(key, rank, turn))
+            break
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or turn == _NAMES - 1:
+                listener.close()
+                raise
     listener.listen(1024)
     listener.setblocking(False)
     return listener
@@ -35,17 +54,17 @@ def connected(key: bytes, rank: int, elsewhere: tuple[str, int] | None) -> socke
     if elsewhere is not None:
         connection = socket.create_connection(elsewhere, timeout=CONNECT_SECONDS)
         keep_alive(connection)
-    else:
+        connection.setblocking(False)
+        return connection
+    for turn in range(_NAMES):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.connect(address(key, rank))
-            if not same_user(connection):
-                raise ConnectionRefusedError("another user listens there")
-        except OSError:
-            connection.close()
-            raise
-    connection.setblocking(False)
-    return connection
+        connection.setblocking(False)
+        with contextlib.suppress(ConnectionError, BlockingIOError):
+            connection.connect(_name(key, rank, turn))
+            if same_user(connection):
+                return connection
+        connection.close()
+    raise ConnectionRefusedError(f"nobody of this user's listens as rank {rank}")
 
 
 def same_user(connection: socket.socket) -> bool:

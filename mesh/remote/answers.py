@@ -35,6 +35,18 @@ def lost(rank: int, what: str, mesh: str) -> PeerLost:
     )
 
 
+def unreachable(rank: int, what: str, mesh: str) -> PeerLost:
+    """A rank that lets nobody in, and is not replaced either."""
+    return PeerLost(
+        message(
+            f"rank {rank}, on which {what} was to live, lets nobody in",
+            where=mesh,
+            remedy="it has died, or can open no more files: see its RLIMIT_NOFILE, ulimit -n",
+        ),
+        rank,
+    )
+
+
 def gone(label: str, mesh: str) -> MeshError:
     return MeshError(
         message(

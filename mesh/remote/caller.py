@@ -26,7 +26,7 @@ from . import answers
 from .connections import Connection
 from .contents import Contents
 from .handle import Remote, handle_of
-from .pending import Waiting, duplicate, new_future
+from .pending import Waiting, duplicate, new_future, settles
 from .protocol import RESTORABLE, Cancel, Fetch, Invoke, Name, NodeId, Probe, Release
 from .reference import Ref
 from .residents import Residents
@@ -50,6 +50,7 @@ class Post(Protocol):
     @property
     def foreign(self) -> bool: ...
     def describe(self) -> str: ...
+    def check_own(self) -> None: ...
     def check_open(self) -> None: ...
     def connection(self, rank: int) -> Connection: ...
     def alive(self, owner: NodeId) -> Connection | None: ...
@@ -204,6 +205,10 @@ class Caller:
         self._ask(ref.owner, lambda number: Cancel(number, ref.name[1]), Waiting(settle, ref.label))
         return self.wait(future, None, None)
 
+    def check_own(self) -> None:
+        """Raise in a fork of the process whose calls these are: their answers go there."""
+        self._post.check_own()
+
     # -- results -------------------------------------------------------------------------------------------------------
 
     def wait(self, future: Future, timeout: float | None, waits_for: tuple[NodeId, Name] | None) -> Any:
@@ -215,6 +220,7 @@ class Caller:
         Raises:
             what is in the future; TimeoutError; MeshError: the method that waits is waited for.
         """
+        self.check_own()
         if future.done():
             return future.result()
         if self._post.is_serving_thread():
@@ -262,14 +268,7 @@ class Caller:
     def fetch(self, owner: NodeId, name: Name, what: str) -> Future:
         """Ask a process for the result of a call: a future of its packet."""
         future = new_future()
-
-        def settle(packet: Any, error: BaseException | None) -> None:
-            if error is None:
-                future.set_result(packet)
-            else:
-                future.set_exception(error)
-
-        self._ask(owner, lambda number: Fetch(number, name), Waiting(settle, what))
+        self._ask(owner, lambda number: Fetch(number, name), Waiting(settles(future), what))
         return future
 
     def object_of(self, name: tuple) -> Any:

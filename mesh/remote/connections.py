@@ -9,16 +9,19 @@ besides, that it is the same user's. And the thread never waits for one peer: wh
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import selectors
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from ...kernels.limits import named_limits
 from ...kernels.network.authentication import CODE_BYTES, code, same
 from .. import wire
 from ..hosts.coded import CodedReceiver, CodedSender, Coding, keep_alive
@@ -29,6 +32,7 @@ from .protocol import NodeId, encode
 
 _ID = struct.Struct("<qQ")
 _STRANGERS = 32  # connections that may stand before they have greeted
+_PAUSE_SECONDS = 0.1  # in which nobody is let in, when not one more file can be opened
 
 
 class Connection:
@@ -66,8 +70,8 @@ class Connection:
             if self.lost:
                 return
             if not self._greeted:
-                if packet.fd is not None:
-                    packet.fd = os.dup(packet.fd)
+                with named_limits():
+                    packet.fd = None if packet.fd is None else os.dup(packet.fd)
                 self._early.append((message, packet))
                 return
             self._send(packet)
@@ -196,6 +200,8 @@ class Exchange:
             self._selector.register(one, selectors.EVENT_READ, "accept")
             # A child that goes on after this process would keep the name, which the next to be this rank needs.
             os.register_at_fork(after_in_child=one.close)
+        # Given up to turn away who comes when this process can open no more files: he must not wait for ever.
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) if listening else -1
         self._fresh: deque[Connection] = deque()  # to be served, or to be flushed
         self._strangers: deque[Connection] = deque()
         self._all: set[Connection] = set()
@@ -248,7 +254,9 @@ class Exchange:
     def _accept(self, listening: Any) -> None:
         try:
             accepted, _ = listening.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._turn_away(listening)
             return
         accepted.setblocking(False)
         if accepted.family != socket.AF_UNIX:
@@ -261,6 +269,20 @@ class Exchange:
         self._watch(connection)
         if len(self._strangers) > _STRANGERS:
             self._end(self._strangers[0])
+
+    def _turn_away(self, listening: Any) -> None:
+        if self._strangers:
+            self._end(self._strangers[0])
+            return
+        if self._spare >= 0:
+            os.close(self._spare)
+        with contextlib.suppress(OSError):
+            listening.accept()[0].close()
+        try:
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._spare = -1
+            time.sleep(_PAUSE_SECONDS)  # another thread was faster
 
     def _on_connection(self, connection: Connection, events: int) -> None:
         if connection.lost:
@@ -310,3 +332,5 @@ class Exchange:
             os.close(fd)
         for one in self._listening:
             one.close()
+        if self._spare >= 0:
+            os.close(self._spare)

@@ -73,7 +73,7 @@ def _made(mesh: MeshView, rank: int, args: tuple, kwargs: dict[str, Any], label:
             raise
         except OSError:  # the rank has died, and is about to be replaced
             if time.monotonic() > end or not mesh.is_driver:
-                raise answers.lost(rank, label, mesh.describe()) from None
+                raise answers.unreachable(rank, label, mesh.describe()) from None
             time.sleep(0.01)
 
 

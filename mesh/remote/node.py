@@ -111,6 +111,7 @@ class Node(Owned):
         Raises:
             OSError: nobody is there.
         """
+        self.check_own()  # first: who has the lock may not be in a fork
         with self.lock:
             self.check_open()
             found = self._to.get(rank)
@@ -127,11 +128,14 @@ class Node(Owned):
             return self.connection(owner[0])
         return None
 
-    def check_open(self) -> None:
+    def check_own(self) -> None:
         if self.foreign:
             raise MeshError(
                 message("this mesh belongs to the process that this one was forked from", remedy="call objects there")
             )
+
+    def check_open(self) -> None:
+        self.check_own()
         if self.closed is not None:
             raise MeshError(
                 message(f"remote objects are gone: {self.closed}", where=self.describe(), remedy="make a new Mesh")

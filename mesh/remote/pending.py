@@ -37,7 +37,8 @@ class Waiting:
 
 def duplicate(packet: wire.Packet) -> wire.Packet:
     """A packet of its own for who closes it."""
-    return wire.Packet(packet.data, packet.inline, None if packet.fd is None else os.dup(packet.fd))
+    fd = packet.fd if packet.fd in (None, wire.LOST) else os.dup(packet.fd)
+    return wire.Packet(packet.data, packet.inline, fd)
 
 
 def new_future() -> Future:
@@ -45,3 +46,15 @@ def new_future() -> Future:
     future: Future = Future()
     future.set_running_or_notify_cancel()
     return future
+
+
+def settles(future: Future) -> Callable[[Any, BaseException | None], None]:
+    """What gives a future its result, or its error."""
+
+    def settle(packet: Any, error: BaseException | None) -> None:
+        if error is None:
+            future.set_result(packet)
+        else:
+            future.set_exception(error)
+
+    return settle

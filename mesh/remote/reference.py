@@ -21,6 +21,7 @@ _UNREAD = object()
 class Reader(Protocol):
     """What waits for results and reads them: this process's `Caller`."""
 
+    def check_own(self) -> None: ...
     def wait(self, future: Future, timeout: float | None, waits_for: tuple[NodeId, Name] | None) -> Any: ...
     def read_result(self, ref: Any, outcome: Any, timeout: float | None) -> Any: ...
     def cancel(self, ref: Any) -> bool: ...
@@ -119,6 +120,7 @@ class Ref:
 
     def __await__(self) -> Generator[Any, None, Any]:
         if self._value is _UNREAD:
+            self._caller.check_own()
             self.future.seen = True
             if (yield from asyncio.wrap_future(self.future).__await__()) is None:
                 # It is large and still to be fetched, which must not keep the loop waiting.

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import HANGS
 
-from spmd.mesh import wire
+from spmd.mesh import trees, wire
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool,
@@ -263,7 +263,7 @@ def test_which_classes_and_functions_travel_by_name():
     class Local:
         pass
 
-    assert wire.travels_by_name(wire.dumps) and wire.travels_by_name(torch.nn.Linear.forward)
-    assert not wire.travels_by_name(Local) and not wire.travels_by_name(lambda: 0)
-    code = "from spmd.mesh import wire\ndef f(): pass\nprint(wire.travels_by_name(f))"
+    assert trees.travels_by_name(wire.dumps) and trees.travels_by_name(torch.nn.Linear.forward)
+    assert not trees.travels_by_name(Local) and not trees.travels_by_name(lambda: 0)
+    code = "from spmd.mesh import trees\ndef f(): pass\nprint(trees.travels_by_name(f))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=HANGS).stdout == b"False\n"

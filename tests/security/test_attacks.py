@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import pickle
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -20,6 +22,8 @@ from attacks import JOB, free_port, job, listening, scan
 from fork_server import Forked, ForkServer, fork_server
 from patience import HANGS
 from scripts import launched, script
+
+from spmd import PeerLost
 
 IDLE = 500
 AS_NOBODY = ["setpriv", "--reuid=65534", "--clear-groups"]
@@ -139,6 +143,67 @@ def test_meeting_place_that_another_user_made_first(server: ForkServer, tmp_path
     assert list(taken.iterdir()) == []
     own = list((home / ".spmd").iterdir())
     assert own and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in own)
+
+
+SQUAT = """
+import socket, sys
+taken = []
+for line in sys.stdin:
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    name = bytes.fromhex(line)
+    print("ready", flush=True)
+    while True:  # until its rank has died
+        try:
+            one.bind(name)
+            break
+        except OSError:
+            pass
+    one.listen(0)
+    taken.append(one)
+    print("taken", flush=True)
+"""
+
+
+def own_names() -> list[str]:
+    """Under which this process listens on this host without a file."""
+    inodes = {
+        os.stat(f"/proc/self/fd/{fd}").st_ino
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    }
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    listening = [line for line in lines if line[3] == "00010000" and len(line) > 7]
+    return [line[7] for line in listening if int(line[6]) in inodes and line[7].startswith("@spmd-")]
+
+
+class Counter:
+    def add(self, more: int) -> int:
+        return more + 1
+
+
+@needs_second_user
+def test_another_user_takes_the_name_of_a_rank_that_has_died(make_mesh: Any) -> None:
+    mesh = make_mesh({"data": 2})
+    with subprocess.Popen(
+        [*AS_NOBODY, sys.executable, "-c", SQUAT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdin is not None and other.stdout is not None
+        for _ in range(2):
+            (name,) = mesh.run(own_names, ranks=[1])[0]
+            other.stdin.write(f"{name.replace('@', chr(0)).encode().hex()}\n")
+            other.stdin.flush()
+            assert other.stdout.readline() == "ready\n"
+            names = [name]
+            while names == [name]:  # else the new rank was faster
+                os.kill(mesh.run(os.getpid, ranks=[1])[0], signal.SIGKILL)
+                names = []
+                while not names:
+                    with contextlib.suppress(PeerLost):
+                        names = mesh.run(own_names, ranks=[1])[0]
+            assert other.stdout.readline() == "taken\n"
+            assert mesh.remote(Counter, rank=1).add(41).get(timeout=HANGS) == 42
+            assert mesh.run(lambda: int(mesh.comm().size)) == [2, 2]
+        other.stdin.close()
 
 
 def test_spmd_run_listens_nowhere(tmp_path: Path) -> None:

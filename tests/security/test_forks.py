@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from spmd import Mesh, MeshError, P, put
+from spmd import Mesh, MeshError, P, SpmdError, put
 
 NUMBERS = 1 << 20
 
@@ -81,6 +83,73 @@ def test_child_of_a_rank_is_no_rank(shared_mesh: Any) -> None:
     assert mesh.run(comes_back, False) == ["parent of 0"] * 2
     assert mesh.run(comes_back, True) == ["parent of 1"] * 2
     assert mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(())))) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_communicator_that_a_child_has_from_before(make_mesh: Any, backend: str) -> None:
+    """Whatever is asked of it, or of what was under way: the child is told, and the parent's sums stay right."""
+    mesh = make_mesh({"data": 2}, backend=backend)
+    asked: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+        "all_reduced": lambda comm, x: comm.all_reduced(x),
+        "all_reduce": lambda comm, x: comm.all_reduce(x),
+        "asynchronous": lambda comm, x: comm.all_reduce(x, async_op=True),
+        "barrier": lambda comm, x: comm.barrier(),
+        "broadcast": lambda comm, x: comm.broadcast(x),
+        "all_gather": lambda comm, x: comm.all_gather([x, x], x),
+        "all_gather_bytes": lambda comm, x: comm.all_gather_bytes(b"x"),
+        "send": lambda comm, x: comm.send(x, 1 - comm.rank),
+        "recv": lambda comm, x: comm.recv(x),
+        "progress": lambda comm, x: comm.progress(),
+        "renew": lambda comm, x: comm.renew(),
+        "empty": lambda comm, x: comm.empty(8),
+        "abort": lambda comm, x: comm.abort("in a child"),
+    }
+
+    def body() -> tuple[list[int], list[float]]:
+        comm = mesh.comm()
+        sums = [float(comm.all_reduced(torch.ones(4))[0])]
+        under_way = comm.all_reduce(torch.ones(4), async_op=True)
+        taken = comm.all_reduced  # a method that was looked up before
+
+        def child() -> None:
+            for ask in (*asked.values(), lambda comm, x: taken(x), lambda comm, x: under_way.wait()):
+                with pytest.raises(SpmdError, match="forked cannot communicate"):
+                    ask(comm, torch.full((4,), 100.0))
+            comm.close()
+            assert comm.rank == taken.__self__.rank
+
+        codes = [in_child(child)]
+        under_way.wait()
+        for number in range(4):
+            sums.append(float(comm.all_reduced(torch.full((4,), float(number)))[0]))
+        return codes, sums
+
+    assert mesh.run(body) == [([0], [2.0, 0.0, 2.0, 4.0, 6.0])] * 2
+
+
+class Slow:
+    def answer(self) -> int:
+        time.sleep(0.5)
+        return 42
+
+
+def test_remote_calls_of_a_child(make_mesh: Any) -> None:
+    """Answers go to the process that has called: a fork is told so, and does not wait for one."""
+    mesh = make_mesh({"data": 2})
+    ref = mesh.remote(Slow, rank=1).answer()
+
+    def child() -> None:
+        with pytest.raises(MeshError, match="belongs to the process that this one was forked from"):
+            ref.get()
+        with pytest.raises(MeshError, match="belongs to the process that this one was forked from"):
+            asyncio.run(awaited())
+
+    async def awaited() -> Any:
+        return await ref
+
+    assert in_child(child) == 0
+    assert ref.get() == 42
+    assert in_child(lambda: ref.get()) == 0  # what is known already
 
 
 def test_child_of_the_driver() -> None:

@@ -1,0 +1,65 @@
+"""Limits of the operating system while a mesh runs: an error that names them, after which the mesh works."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from fork_server import ForkServer, fork_server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with fork_server() as made:
+        yield made
+
+
+def test_a_rank_that_can_open_no_more_files(server: ForkServer) -> None:
+    """Large arguments and results come by descriptor: who can take none says so, and goes on once it can."""
+    code = """
+import os, resource, sys
+import torch
+from spmd import Mesh, SpmdError
+LARGE = torch.ones(1 << 20)
+def fill():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))
+    sys.held = []
+    try:
+        while True:
+            sys.held.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        pass
+def free():
+    while sys.held:
+        os.close(sys.held.pop())
+def told(do):
+    try:
+        return do()
+    except SpmdError as error:
+        return "RLIMIT_NOFILE" in str(error)
+class Counter:
+    def add(self, x):
+        return float(x.sum())
+with Mesh({"data": 2}) as mesh:
+    counter = mesh.remote(Counter, rank=1)
+    mesh.run(fill, ranks=[1])
+    print(told(lambda: mesh.run(lambda x: float(x.sum()), LARGE)))
+    print(told(lambda: counter.add(LARGE).get()))
+    mesh.run(fill, ranks=[0])
+    print(told(lambda: mesh.remote(Counter, rank=0)))  # nobody has called it so far: it would have to let us in
+    print(mesh.run(lambda: mesh.rank))
+    mesh.run(free, ranks=[0])
+    mesh.run(free, ranks=[1])
+    print(mesh.run(lambda x: float(x.sum()), LARGE), counter.add(LARGE).get(), mesh.remote(Counter).add(LARGE).get())
+    fill()
+    print(told(lambda: mesh.run(lambda: torch.ones(1 << 20))))
+    print(told(lambda: mesh.run(lambda x: float(x.sum()), LARGE)))
+    print(mesh.run(lambda: mesh.rank))
+    free()
+    print([float(one.sum()) for one in mesh.run(lambda: torch.ones(1 << 20))])
+"""
+    out, err = server.start(code, environ=os.environ).communicate()
+    sums = ["1048576.0"] * 2
+    right = f"[{', '.join(sums)}]"
+    assert out == f"True\nTrue\nTrue\n[0, 1]\n{right} 1048576.0 1048576.0\nTrue\nTrue\n[0, 1]\n{right}\n", out + err
