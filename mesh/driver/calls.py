@@ -69,6 +69,7 @@ class DriverCall:
         driver = self._driver
         self._count += 1
         looked = check_of(check, self._count, self._layout.size, first=self._found is None)
+        asked = max(looked, Check.SCALARS)  # numbers come along, whether or not they are compared
         waits = self._expected is None or check == "always"
         names, values = self._named(leaves)
         plain = not values or _PLAIN.issuperset(map(type, values))
@@ -79,14 +80,14 @@ class DriverCall:
                 call=self._planned.key,
                 out=results.number,
                 key=key,
-                check=int(looked),
+                check=int(asked),
                 arrays=names,
                 values=tuple(values) if plain else None,
             ),
             None if plain else lambda: driver.content(values, lambda: self._parts(leaves)),
             region=True,
             told=self._planned.told,
-            compare=None if waits else functools.partial(self._compare, looked),
+            compare=None if waits or not looked else functools.partial(self._compare, looked),
             needs=functools.partial(_lacking, leaves),
             name=self._name,
             holds=self,
@@ -94,7 +95,7 @@ class DriverCall:
             values=results,
         )
         this.started = task
-        results.tells_numbers = looked is Check.SCALARS
+        results.tells_numbers = asked is Check.SCALARS
         if self._expected is not None and not waits:
             treedef, hints = self._expected
             arrays = results.arrays(task, hints, functools.partial(self._as_expected, task, treedef, looked))

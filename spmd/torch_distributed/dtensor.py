@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..kernels.errors import SpecError, message
@@ -87,12 +88,17 @@ def to_dtensor(array: Array) -> DTensor:
     mesh, spec, shape = array.mesh, array.spec, tuple(array.shape)
     device_mesh = of_mesh(mesh)  # refuses in the driver
     _check_cuts("to_dtensor", mesh.layout, shape, spec)
+    return as_dtensor(array.local, spec, shape, mesh.layout, device_mesh)
+
+
+def as_dtensor(
+    local: torch.Tensor, spec: P, shape: tuple[int, ...], layout: Layout, device_mesh: DeviceMesh
+) -> DTensor:
+    """A rank's shard of a value of this shape, whose cut has a counterpart."""
     dims = {name: dim for dim in range(len(spec.entries)) for name in spec.dim_axes(dim)}
-    placements = [Shard(dims[name]) if name in dims else Replicate() for name in mesh.layout.names]
+    placements = [Shard(dims[name]) if name in dims else Replicate() for name in layout.names]
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        array.local, device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    return DTensor.from_local(local, device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def _check_cuts(what: str, layout: Layout, shape: tuple[int, ...], spec: P) -> None:

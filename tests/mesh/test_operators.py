@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from spmd import Array, Loader, P, SpecError, data_parallel, fetch, put, spmd
+from spmd import Array, Loader, P, PeerLost, SpecError, data_parallel, fetch, put, spmd
 
 SPECS = {"whole": P(), "rows": P("data"), "columns": P(None, "model"), "both": P("data", "model")}
 
@@ -92,12 +93,71 @@ def test_results_are_those_of_plain_tensors(shared_mesh: Any, spec: P) -> None:
         assert_as_plain(f"{text}, with plain tensors", evaluated(text, mixed), evaluated(text, plain))
 
 
+# What is cut stays cut where each rank has what it needs for its part, as DTensor has it.
+KEPT = {
+    "rows": {"x.sum(1)": P("data"), "x @ w": P("data"), "x.softmax(1)": P("data"), "x.t()": P(None, "data")},
+    "columns": {"x.sum(0)": P("model"), "x.cumsum(0)": P(None, "model"), "x[1:3]": P(None, "model"), "x @ w": P()},
+    "both": {"x.t()": P("model", "data"), "x.mean(1)": P("data"), "x[None]": P(None, "data", "model"), "x.sum()": P()},
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_results_stay_cut_as_dtensor_has_them(shared_mesh: Any, name: str) -> None:
+    mesh, plain = shared_mesh({"data": 2, "model": 2}), operands()
+    names = {"x": put(plain["x"], SPECS[name], mesh=mesh), "w": put(plain["w"], mesh=mesh)}
+    for text, spec in KEPT[name].items():
+        for _ in range(2):  # known by then
+            found = evaluated(text, names)
+            assert_as_plain(text, found, evaluated(text, plain))
+            assert found.spec == spec, text
+
+
+def test_arrays_of_numpy_beside_them(shared_mesh: Any) -> None:
+    x = put(torch.ones(4, 3), P("data"), mesh=shared_mesh({"data": 2}))
+    found = x + np.arange(12.0).reshape(4, 3)
+    assert found.spec == P("data") and found.sum().item() == 78
+
+
+def test_errors_are_those_of_the_whole_values(shared_mesh: Any, capfd: Any) -> None:
+    x = put(torch.ones(4, 3), P("data"), mesh=shared_mesh({"data": 2}))
+    with pytest.raises(IndexError, match=r"expected to be in range of \[-2, 1\], but got 7"):
+        x.sum(7).full()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_cut_in_different_ways(shared_mesh: Any) -> None:
+    mesh, plain = shared_mesh({"data": 2, "model": 2}), operands()
+    x, y = put(plain["x"], SPECS["rows"], mesh=mesh), put(plain["y"], SPECS["columns"], mesh=mesh)
+    assert_as_plain("x + y", x + y, plain["x"] + plain["y"])
+    assert (x + y).spec.entries
+    assert_as_plain("x @ y.t()", x @ y.t(), plain["x"] @ plain["y"].t())
+
+
+def test_what_shards_do_not_know_is_asked_of_the_whole(shared_mesh: Any) -> None:
+    """Numbers that go to Python, and random ones."""
+    mesh = shared_mesh({"data": 2})
+    classes = put(torch.tensor([0, 1, 1, 5]), P("data"), mesh=mesh)  # the largest is on one rank
+    assert torch.equal(torch.nn.functional.one_hot(classes).full(), torch.nn.functional.one_hot(classes.full()))
+    drawn = torch.rand_like(put(torch.zeros(4, 3), P("data"), mesh=mesh)).full()
+    assert len(drawn.unique()) == drawn.numel()
+
+
+def test_ranks_that_are_replaced_know_the_rules(make_mesh: Any) -> None:
+    mesh = make_mesh({"data": 2})
+    x = put(torch.arange(8.0).view(4, 2), P("data"), mesh=mesh)
+    assert x.sum().item() == 28
+    with pytest.raises(PeerLost):
+        mesh.submit(os._exit, 1, rank=1).result()
+    assert x.sum().item() == 28 and x.sum(1).spec == P("data")
+
+
 def test_uneven_shards(shared_mesh: Any) -> None:
     mesh = shared_mesh({"data": 2})
     (batch,) = Loader(torch.arange(7.0), batch_size=7, shuffle=False, mesh=mesh)
     assert sorted((batch * 2).tolist()) == [0, 2, 4, 6, 8, 10, 12]
     assert (batch * 2).spec == P("data")
     torch.testing.assert_close((batch + torch.arange(7.0)).full(), batch.full() + torch.arange(7.0))
+    assert batch.sum().item() == 21 and (batch - batch.mean()).abs().max().item() == 3
 
 
 def test_random_functions_agree_on_all_ranks_and_steps_draw_as_before(make_mesh: Any) -> None:

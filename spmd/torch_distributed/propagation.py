@@ -1,0 +1,110 @@
+"""Torch's functions on values of a mesh, cut as torch's `DTensor` says: what can stay cut does, the rest is moved.
+
+Invariant: the result is that of the function on the whole values. What DTensor has no rule for, and what it would take
+from a rank's shard as if that were all (numbers that go to Python, random numbers), runs on whole values on each rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..kernels.errors import MeshError, SpmdError
+from ..mesh import trees
+from ..mesh.region import Region
+from ..mesh.spec import REPLICATED, P, Sharded
+from .device_mesh import of_mesh
+from .dtensor import as_dtensor
+
+
+class NeedsWhole(Exception):
+    """There is no rule, or none that is right, for what was asked of shards."""
+
+
+class _OnShards(TorchDispatchMode):
+    """Refuses what DTensor takes from a rank's shard."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default or torch.Tag.nondeterministic_seeded in func.tags:
+            raise NeedsWhole
+        return func(*args, **(kwargs or {}))
+
+
+def on_shards(region: Region, func: Callable, args: tuple, kwargs: dict[str, Any], *, first: bool) -> Any:
+    """The function of these shards, which are evenly cut; as an @spmd function returns it.
+
+    Args:
+        first: of its kind, of which torch may have something to say, once.
+
+    Raises:
+        NeedsWhole: the same on all ranks.
+    """
+    layout = region.session.layout
+
+    def entered(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        spec: P = getattr(leaf, "_spmd_spec", REPLICATED)
+        shape = list(leaf.shape)
+        for dim in range(len(spec.entries)):
+            shape[dim] *= layout.parts(spec.dim_axes(dim))
+        return as_dtensor(leaf.detach(), spec, tuple(shape), layout, device_mesh)
+
+    try:
+        device_mesh = of_mesh(region.mesh)
+        args, kwargs = trees.map(entered, (args, kwargs))
+        with _unlogged() if first else contextlib.nullcontext(), torch.no_grad():
+            with _OnShards():
+                result = func(*args, **kwargs)
+            return trees.map(lambda leaf: _left(region, leaf), result)
+    except SpmdError as error:
+        if isinstance(error, MeshError):  # torch.distributed has other ranks than the mesh
+            raise NeedsWhole from error
+        raise
+    except Exception as error:  # also of the program's own making, which the whole values then show as it is
+        raise NeedsWhole from error
+
+
+def _left(region: Region, leaf: Any) -> Any:
+    """A result as an @spmd function returns it."""
+    if not isinstance(leaf, DTensor):
+        raise NeedsWhole  # computed of this rank's shard, perhaps
+    session = region.session
+    layout, placements = session.layout, list(leaf.placements)
+    wanted = [Replicate() if isinstance(each, Partial) else each for each in placements]
+    axes: list[list[str]] = [[] for _ in leaf.shape]
+    for name, placement in zip(layout.names, wanted, strict=True):
+        if type(placement) is Shard:
+            axes[placement.dim].append(name)
+        elif type(placement) is not Replicate:
+            raise NeedsWhole
+    if any(size % layout.parts(tuple(own)) for size, own in zip(leaf.shape, axes, strict=True)):
+        wanted, axes = [Replicate()] * len(wanted), []  # torch cuts unevenly in another way
+    summed = tuple(name for name, each in zip(layout.names, placements, strict=True) if each == Partial("sum"))
+    if summed and sum(each != other for each, other in zip(placements, wanted, strict=True)) == len(summed):
+        local = leaf.to_local()
+        session.comm(summed).all_reduce(local)  # along all of them at once
+    else:
+        local = leaf.redistribute(placements=wanted).to_local()
+    spec = P(*axes)
+    return Sharded(local, spec) if spec.entries else local
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Torch's advice on DTensor is for those who use it, and its errors are looked at."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.ERROR))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="torch.distributed")
+            yield
+    finally:
+        logging.disable(before)
