@@ -2,8 +2,9 @@
 
 Dead is known at once, slow is no fault, and stuck is what does nothing at all: a rank that somebody waits for, and that
 for `grace` seconds neither comes to another task or region nor uses the processor (it, or what it has started). Ranks
-that wait for others in a collective look for them many times a second, and so are none. Invariant: a rank that is
-traced by a debugger, or at the prompt of one, is left alone, and so are its peers.
+that wait for others in a collective look for them many times a second, and so are none; nor is one that may wait, by a
+lock of files say, for a program that another rank has started: compilers do. Invariant: a rank that is traced by a
+debugger, or at the prompt of one, is left alone, and so are its peers.
 """
 
 from __future__ import annotations
@@ -38,12 +39,26 @@ class Session(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class _Mark:
-    """When a rank was last seen to do something, and how far it had got."""
+    """When a rank was last seen to do something, and how far it had got.
+
+    Attributes:
+        spent: processor time, of it and of what it has started.
+        helpers: that of what all ranks have started.
+    """
 
     at: float
     pid: int
     where: tuple[int, ...]
-    nanoseconds: int
+    spent: int
+    helpers: int
+
+    def moved(self, later: _Mark, least: float, *, alone: bool) -> bool:
+        """Whether something was done until later, by this rank or, unless alone, by what others have started.
+
+        What ends takes its time with it.
+        """
+        helped = not alone and abs(later.helpers - self.helpers) > least
+        return helped or abs(later.spent - self.spent) > least
 
 
 class Stuck:
@@ -80,6 +95,10 @@ class Stuck:
             return
         for rank in set(self._marks).difference(awaited):
             del self._marks[rank]
+        if not awaited:
+            return
+        times = {rank: _nanoseconds(one.pid) for rank, one in enumerate(session.ranks.all)}
+        helpers = sum(started for _, started in times.values())
         for rank, (number, waited_for) in awaited.items():
             pid = session.ranks.all[rank].pid
             status = status_of(pid)
@@ -87,14 +106,14 @@ class Stuck:
                 continue
             state, traced = status["State"], status["TracerPid"] != "0"
             stopped = state.startswith("T")
-            where, spent = (number, *board.region(rank)), _nanoseconds(pid)
+            now_at = _Mark(now, pid, (number, *board.region(rank)), sum(times[rank]), helpers)
             mark = self._marks.get(rank)
             if mark is None or mark.pid != pid:
-                self._marks[rank] = _Mark(now, pid, where, spent)
+                self._marks[rank] = now_at
             elif not (stopped or waited_for) or state.startswith(("D", "t")) or traced:
-                self._marks[rank] = _Mark(now, pid, where, spent)  # nobody waits; or the kernel, or a debugger is at it
-            elif where != mark.where or spent - mark.nanoseconds > 1e9 * IDLE * self._grace:
-                self._marks[rank] = _Mark(now, pid, where, spent)
+                self._marks[rank] = now_at  # nobody waits; or the kernel, or a debugger is at it
+            elif now_at.where != mark.where or mark.moved(now_at, 1e9 * IDLE * self._grace, alone=stopped):
+                self._marks[rank] = now_at
             elif now - mark.at >= self._grace:
                 idle = "was stopped" if stopped else "did nothing"
                 self._kill(rank, pid, f"{idle} for {self._grace:g} s while it was waited for")
@@ -125,13 +144,13 @@ class Stuck:
         self._session.ranks.all[rank].signal(signal.SIGKILL)
 
 
-def _nanoseconds(pid: int) -> int:
+def _nanoseconds(pid: int) -> tuple[int, int]:
     """Processor time of a process, and of those that it has started and that still run."""
-    total = 0
+    own = started = 0
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
-                total += int(Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()[0])
+                own += int(Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()[0])
                 children = Path(f"/proc/{pid}/task/{task}/children").read_text().split()
-                total += sum(_nanoseconds(int(child)) for child in children)
-    return total
+                started += sum(sum(_nanoseconds(int(child))) for child in children)
+    return own, started

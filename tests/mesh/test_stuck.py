@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import itertools
 import os
 import re
@@ -121,9 +122,10 @@ def test_a_rank_that_loops_in_c_while_another_waits(
 # -- what is not ------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_are_left_alone(mesh: Mesh) -> None:
-    """One that computes, one whose program does, those that wait for one of these, and one that serves."""
+def test_ranks_that_are_left_alone(mesh: Mesh, tmp_path: Path) -> None:
+    """One that computes, one whose programs do, those that wait for one of these, and one that serves."""
     pids = mesh.driver.pids
+    lock = str(tmp_path / "lock")
 
     def late(how: str) -> float:
         comm = mesh.comm()
@@ -133,11 +135,22 @@ def test_ranks_that_are_left_alone(mesh: Mesh) -> None:
                 pass
         elif comm.rank == 1:
             busy = f"import time\nend = time.monotonic() + {3 * GRACE}\nwhile time.monotonic() < end: pass"
-            subprocess.run([sys.executable, "-S", "-c", busy], check=True)
+            with open(lock, "w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                comm.barrier()
+                for _ in range(2):  # the second begins with no time spent
+                    subprocess.run([sys.executable, "-S", "-c", busy], check=True)
+        else:
+            if how.startswith("waits"):
+                comm.barrier()
+            if how == "waits for programs of another":
+                with open(lock) as file:
+                    fcntl.flock(file, fcntl.LOCK_SH)
         return float(comm.all_reduced(torch.ones(1)))
 
     assert mesh.run(late, "computes") == [2.0, 2.0]
-    assert mesh.run(late, "waits for a program that computes") == [2.0, 2.0]
+    assert mesh.run(late, "waits for programs that compute") == [2.0, 2.0]
+    assert mesh.run(late, "waits for programs of another") == [2.0, 2.0]
     assert mesh.submit(time.sleep, 3 * GRACE, rank=1).result(HANGS) is None
     assert mesh.driver.pids == pids
 
