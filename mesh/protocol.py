@@ -164,6 +164,13 @@ class StoreValue(Task):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class MoveValues(Task):
+    """Send values to ranks that lack them: of each move who sends, to whom, and what, as (call, index)."""
+
+    moves: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ReloadModules(Task):
     """Load again what has changed on disk, and these modules if this rank has them; the names of those loaded."""
 
@@ -201,12 +208,7 @@ class Logged(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Warned(Message):
-    """A warning.
-
-    Attributes:
-        kinds: module and name of its category, and of the classes of warnings that this is made from.
-        file, line: where.
-    """
+    """A warning, and where; `kinds` are module and name of its category, and of the classes that this is made from."""
 
     text: str
     kinds: tuple[tuple[str, str], ...]
@@ -224,11 +226,8 @@ class Unchanged(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Metadata(Message):
-    """`CallProgram` or `FillValues` is done; of its results there is this to say (see `agreement.encode`).
-
-    Attributes:
-        lasting: `Unchanged`, which has such `prints`, too, refers to it from now on.
-    """
+    """`CallProgram` or `FillValues` is done; of its results there is this to say (see `agreement.encode`), to which,
+    where it is `lasting`, `Unchanged` refers from now on."""
 
     task: int
     data: bytes
@@ -344,7 +343,7 @@ def _fields_of(cls: type) -> Any:
 
 _codec = Codec(
     *(Ship, Free, SetPath, SetSources, Renew, Exit, DebuggerLine, RankRequest, ReaderRequest, Forked, Exited),
-    *(CallProgram, CallFunction, PassThrough, PutValues, FillValues, FetchValue, StoreValue, ReloadModules),
+    *(CallProgram, CallFunction, PassThrough, PutValues, FillValues, FetchValue, StoreValue, MoveValues, ReloadModules),
     *(Ready, Progress, DebuggerPrompt, Logged, Warned, Unchanged, Metadata, Answer, Failed, Skipped),
 )
 encode, decode = _codec.encode, _codec.decode

@@ -142,10 +142,11 @@ class Ranks:
 
     Attributes:
         generation: counts the failures that the mesh has recovered from, from 1 on.
+        bare: of the ranks that were replaced last those that have no values: these were lost with their host.
     """
 
     def __init__(self, layout: Layout, options: dict[str, Any], started: Callable[[Rank], None]):
-        self.generation = 1
+        self.generation, self.bare = 1, frozenset[int]()
         self._started = started
         self._arena_fd = arena_module.create(layout.size)
         self.arena: Arena | None = Arena(self._arena_fd, layout.size, layout.size)
@@ -179,7 +180,7 @@ class Ranks:
         return None
 
     def region_of(self, rank: int) -> int:
-        """The last region that a rank has entered."""
+        """The last region that a rank has entered; -1 if that was lost with its host."""
         return 0 if self.arena is None else self.arena.region(rank)[0]
 
     def overwritten(self, region: int) -> bool:
@@ -190,8 +191,8 @@ class Ranks:
         """Values that lay in memory of their hosts are needed no more; called by the garbage collector, too."""
 
     @property
-    def end(self) -> str | None:
-        """Why the mesh can't go on; None while ranks that die can be replaced."""
+    def remark(self) -> str | None:
+        """What is to be said of ranks that died, besides."""
         return None
 
     def has(self, rank: Rank) -> bool:

@@ -8,6 +8,7 @@ failed region is known. Whoever waits is told earlier: as soon as the others had
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import Protocol
 from ...kernels.errors import MeshError
 from .. import protocol, wire
 from ..failure import Failure, capture, combine, ranks_text
+from ..hosts.moving import Moves, moves_of
 from ..run_state import RunState
 from ..spec import Layout
 from . import records
@@ -81,6 +83,7 @@ class Recovery:
         self._first_failed = 0  # the number of the first task that failed; those before it may end
         self._lost: dict[int, str] = {}  # ranks that died, and how
         self.stuck = Stuck(session, grace)
+        self._moves: Moves | None = None
         self._failed_starts = 0  # ranks in a row that died before they were ready
 
     @property
@@ -252,7 +255,7 @@ class Recovery:
 
     def _failure(self, why: str | None = None) -> Outcome:
         failures, lost = self._session.pending.failures(), dict(self._lost)
-        where, interrupted, why = self._session.describe(), self.interrupted, self._session.ranks.end or why
+        where, interrupted, why = self._session.describe(), self.interrupted, self._session.ranks.remark or why
         return lambda: combine(failures, lost, where, interrupted=interrupted, remedy=why)
 
     def _settle(self, task: Task, failure: Outcome = None) -> None:
@@ -276,16 +279,16 @@ class Recovery:
         session.debugging.forget()
         dead = [rank.rank for rank in session.ranks.all if not rank.alive and rank.ready]
         for task in again:
-            if any(session.ranks.region_of(rank) == task.region for rank in dead):
+            if any(session.ranks.region_of(rank) in (-1, task.region) for rank in dead):
                 task.again.losses += 1
         try:
             replaced = session.ranks.begin_anew()
         except (MeshError, OSError) as error:
             session.shut(f"ranks that died could not be replaced: {error}")
             return
-        generation, lasting = session.ranks.generation, session.lasting
-        if replaced and not lasting:
-            session.shipped.drop_naming_values()
+        generation, bare = session.ranks.generation, session.ranks.bare if session.lasting else {*replaced}
+        if self._moves is not None:
+            self._moves.take_back()
         kept, freed = session.values.needed()
         for rank in range(session.layout.size):
             if rank not in replaced:
@@ -295,12 +298,29 @@ class Recovery:
             session.tell(protocol.Free(freed, ()), ranks=[rank])
             for message, packet in session.shipped.for_newcomer():
                 session.tell(message, packet, [rank])
-            session.values.lost_on(rank, lasting=lasting)
+            session.values.lost_on(rank, lasting=rank not in bare)
+        if bare:
+            again = self._with_values(again)
         if replaced:
             self._run_again(again, replaced)
         self._lost.clear()
         self.under_way = self.interrupted = False
         session.changed.notify_all()
+
+    def _with_values(self, again: Sequence[Task]) -> Sequence[Task]:
+        """Have the values that the calls need where they were lost with a host: the calls that can run again."""
+        session = self._session
+        moves = self._moves = moves_of(session)
+        ready = list(itertools.takewhile(lambda task: not moves.needed_by(task), again))
+        for task in again[len(ready) :]:
+            what = f"{task.again.name} needs a value that nobody else had: restore it from a checkpoint"
+            session.pending.tasks.pop(task.number, None)
+            self._settle(task, self._failure(what))
+        if ready:
+            moves.send(session)
+        if moves.lost or not ready:
+            session.shipped.drop_naming_values()
+        return ready
 
     def _run_again(self, again: Sequence[Task], replaced: Sequence[int]) -> None:
         """Send what the replaced ranks left undone once more."""
@@ -317,4 +337,4 @@ class Recovery:
         if freed:
             session.tell(protocol.Free(freed, ()))
         seconds = time.monotonic() - self._since
-        tell(self._lost, again, seconds, session.describe(), lasting=session.lasting)
+        tell(self._lost, again, seconds, session.describe(), lasting=session.lasting and not session.ranks.bare)

@@ -169,8 +169,8 @@ class CallValues:
         if self._metas is None:
             if self.task is not None:
                 self.take_numbers(self.session.wait(self.task))
-            self._metas = self.hints = self.hints if self._find is None else self._find()
-            self.task = self._find = None
+            find, self.task = self._find, None  # another thread may be here, too
+            self._metas = self.hints = self.hints if find is None else find()
         return self._metas
 
     @property

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from ...kernels.errors import MeshError, message
@@ -33,10 +32,11 @@ class Meeting:
     Args:
         places: the hosts.
         secret: of the mesh.
+        seconds: for all of them to come.
     """
 
-    def __init__(self, places: Places, secret: bytes):
-        self._places, self._secret = places, secret
+    def __init__(self, places: Places, secret: bytes, seconds: float = START_SECONDS):
+        self._places, self._secret, self._seconds = places, secret, seconds
         self.address = _address(places)
         self._listener = listener(self.address)
         self._came = threading.Condition()
@@ -61,23 +61,27 @@ class Meeting:
         """A socket that listens where the hosts reach this process, for the store in which the ranks meet."""
         return listener(self.address)
 
-    def hosts(self) -> Iterator[tuple[str, Link, Any]]:
-        """Each host's name, the link to it, and the launcher's handle, once all have come.
+    def hosts(self) -> list[tuple[str, Link, Any]]:
+        """Each host's name, the link to it, and the launcher's handle, once all have come: the caller's from then on.
 
         Raises:
             MeshError: a host does not come, or runs other versions.
         """
-        end, names = time.monotonic() + START_SECONDS, self._places.names
+        end, names = time.monotonic() + self._seconds, self._places.names
         with self._came:
             while len(self._links) < len(names):
                 missing = [place for place in range(len(names)) if place not in self._links]
                 ended = [place for place in missing if self._has_ended(place)]
                 if ended or time.monotonic() > end:
-                    raise _did_not_come([names[place] for place in ended or missing], bool(ended), self.address)
+                    why = "what was started there has ended" if ended else f"nothing from there in {self._seconds:g} s"
+                    raise _did_not_come([names[place] for place in ended or missing], why, self.address)
                 self._came.wait(_LOOK_SECONDS)
         for place, name in enumerate(names):
             self._compare(name, self._links[place])
-        return ((name, self._links[place], self._handles[place]) for place, name in enumerate(names))
+        found = [(name, self._links[place], self._handles[place]) for place, name in enumerate(names)]
+        self._links.clear()
+        self._handles.clear()
+        return found
 
     def _has_ended(self, place: int) -> bool:
         handle = self._handles[place]
@@ -163,7 +167,6 @@ def _address(places: Places) -> str:
     return found
 
 
-def _did_not_come(names: list[str], ended: bool, address: str) -> MeshError:
-    why = "what was started there has ended" if ended else f"nothing from there within {START_SECONDS:g} s"
+def _did_not_come(names: list[str], why: str, address: str) -> MeshError:
     remedy = f"its error output says why; spmd and torch must be there, at this Python's path, and reach {address}"
     return MeshError(message(f"{', '.join(names)} did not come", got=why, where="Mesh(hosts=)", remedy=remedy))

@@ -56,7 +56,8 @@ class SshLauncher(LocalLauncher):
     """Hosts that ssh reaches without asking for anything."""
 
     def start(self, name: str, command: Sequence[str], stdin: bytes) -> subprocess.Popen:
-        return started(["ssh", "-T", "-o", "BatchMode=yes", name, shlex.join(command)], stdin)
+        options = ["-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+        return started(["ssh", *options, name, shlex.join(command)], stdin)
 
 
 def started(command: Sequence[str], stdin: bytes) -> subprocess.Popen:
@@ -98,6 +99,11 @@ class Places:
         """
         ends = [sum(self.counts[:place]) for place in range(len(self.counts) + 1)]
         return tuple(tuple(range(start, end)) for start, end in itertools.pairwise(ends))
+
+    def only(self, places: Sequence[int]) -> Places:
+        """Some of them."""
+        names, counts = (tuple(each[place] for place in places) for each in (self.names, self.counts))
+        return dataclasses.replace(self, names=names, counts=counts)
 
     def by_rank(self) -> list[str]:
         """Each rank's host."""

@@ -37,7 +37,7 @@ class RemoteRank(Rank):
     def __init__(self, rank: int, pid: int, host: RankHost):
         Owned.__init__(self)
         self.rank, self.pid, self._host = rank, pid, host
-        self.alive, self.ready, self.region = True, False, 0
+        self.alive, self.ready, self.region = True, False, -1
         self.connection, self._theirs = socket.socketpair()
         (out, out_end), (err, err_end), (self.pidfd, death_end) = os.pipe(), os.pipe(), os.pipe()
         self._ends = {"stdout": out_end, "stderr": err_end, "death": death_end}
@@ -182,7 +182,7 @@ class RankHost:
             else:
                 content.wait(_ANSWER_SECONDS)  # until new ranks are known here
         for rank in list(self._ranks.values()):
-            rank.die(f"was lost with host {self.name}, where the process that holds its ranks is gone: {self.lost}", 0)
+            rank.die(f"was lost with host {self.name}, where the process that holds its ranks is gone: {self.lost}", -1)
 
     def close(self) -> None:
         self.link.close()

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...kernels.errors import MeshError
 from ...kernels.network.authentication import AuthenticatedStore, code
 from .. import protocol as ranks_protocol
 from .. import wire
@@ -27,9 +28,11 @@ from ..driver.ranks import Rank, Ranks, request_of
 from ..spec import Layout
 from . import protocol
 from .joining import CALLS
-from .meeting import Meeting
+from .meeting import START_SECONDS, Meeting
 from .places import Places
-from .rank_host import RankHost
+from .rank_host import RankHost, RemoteRank
+
+AGAIN_SECONDS = 30.0  # for a host that was lost to come again
 
 
 class HostRanks(Ranks):
@@ -49,29 +52,43 @@ class HostRanks(Ranks):
         self._host_of: dict[int, RankHost] = {}
         self._dropped: deque[int] = deque()  # calls whose values lay in memory of their hosts
         self._deaths = select.poll()
-        self._meeting: Meeting | None = None
+        self._secret = secrets.token_bytes(32)
+        self.bare: frozenset[int] = frozenset()
         self._store: dist.Store | None = None
 
     def start(self, size: int) -> None:
-        meeting = self._meeting = Meeting(self.places, secrets.token_bytes(32))
-        try:
-            meeting.begin()
-            self._keep_store(meeting)
-            self._hosts = [RankHost(*found) for found in meeting.hosts()]
-        finally:
-            meeting.close()
-        request, found = ranks_protocol.encode(self.request), []
-        for host, ranks in zip(self._hosts, self.places.ranks(), strict=True):
-            self._host_of.update(dict.fromkeys(ranks, host))
-            begin = protocol.Begin(ranks, request, self._title, self.places.local)
-            found.append(_in_thread(host.begin, begin))
-        self.all = [rank for result in found for rank in result()]
+        self._hosts = self._come(self.places, START_SECONDS)
+        begun = [self._begun(place) for place in range(len(self._hosts))]
+        self.all = [rank for result in begun for rank in result()]
         for rank in self.all:
             self._watch(rank)
+        self._tell_where()
+
+    def _come(self, places: Places, seconds: float) -> list[RankHost]:
+        """Have hosts started, and wait for them."""
+        meeting = Meeting(places, self._secret, seconds)
+        try:
+            meeting.begin()
+            if self._store is None:
+                self._keep_store(meeting)
+            return [RankHost(*found) for found in meeting.hosts()]
+        finally:
+            meeting.close()
+            meeting.stop()
+
+    def _begun(self, place: int) -> Callable[[], list[RemoteRank]]:
+        """Begin to have a host fork its ranks; what gives them."""
+        host, ranks = self._hosts[place], self.places.ranks()[place]
+        self._host_of.update(dict.fromkeys(ranks, host))
+        request = ranks_protocol.encode(dataclasses.replace(self.request, generation=self.generation))
+        return _in_thread(host.begin, protocol.Begin(ranks, request, self._title, self.places.local))
+
+    def _tell_where(self) -> None:
+        """Tell the ranks, by the store, where each of them hears calls."""
         assert self._store is not None
         limit = datetime.timedelta(seconds=self.request.timeout)
         told = AuthenticatedStore(self._store, code(self.request.key, b"store"), limit)
-        told.set(CALLS, json.dumps([self.elsewhere(rank) for rank in range(size)]))
+        told.set(CALLS, json.dumps([self.elsewhere(rank) for rank in range(len(self.all))]))
 
     def elsewhere(self, rank: int) -> tuple[str, int]:
         return self._host_of[rank].hears[rank]
@@ -104,7 +121,7 @@ class HostRanks(Ranks):
         return []
 
     def region_of(self, rank: int) -> int:
-        return getattr(self.all[rank], "region", 0)
+        return getattr(self.all[rank], "region", -1)
 
     def overwritten(self, region: int) -> bool:
         return any(host.ask(protocol.Ask("overwritten", region)).text for host in self._hosts if not host.lost)
@@ -113,9 +130,9 @@ class HostRanks(Ranks):
         self._dropped.append(number)  # told with what is sent next: here the garbage collector may be at work
 
     @property
-    def end(self) -> str | None:
-        lost = [host.name for host in self._hosts if host.lost]
-        return f"this mesh ends with host {', '.join(lost)}: make a new one, on hosts that are up" if lost else None
+    def remark(self) -> str | None:
+        lost = ", ".join(host.name for host in self._hosts if host.lost)
+        return f"if host {lost} comes again the mesh goes on, without the values that it alone had" if lost else None
 
     def all_run(self) -> bool:
         return not self._deaths.poll(0)
@@ -130,19 +147,41 @@ class HostRanks(Ranks):
         Raises:
             MeshError: a host is lost.
         """
-        for host in self._hosts:
-            if host.lost:
-                raise host.lost_error()
         self.generation += 1
         dead = [rank for rank in self.all if not rank.alive]
         for rank in dead:
             self._deaths.unregister(rank.pidfd)
             rank.close()
-        results = [_in_thread(host.begin_anew, self.generation) for host in self._hosts]
+        lost = [place for place, host in enumerate(self._hosts) if host.lost]
+        self.bare = frozenset(rank for place in lost for rank in self.places.ranks()[place])
+        if lost:
+            self._start_again(lost)
+        results = [
+            self._begun(place) if place in lost else _in_thread(host.begin_anew, self.generation)
+            for place, host in enumerate(self._hosts)
+        ]
         for rank in [rank for result in results for rank in result()]:
             self.all[rank.rank] = rank
             self._watch(rank)
+        if lost:
+            self._tell_where()
         return [rank.rank for rank in dead]
+
+    def _start_again(self, places: list[int]) -> None:
+        """Have other processes hold the ranks of hosts whose own are lost."""
+        why = self._hosts[places[0]].lost_error()
+        for place in places:
+            self._end(self._hosts[place])
+        try:
+            hosts = self._come(self.places.only(places), AGAIN_SECONDS)
+        except MeshError as error:
+            raise why from error
+        for place, host in zip(places, hosts, strict=True):
+            self._hosts[place] = host
+
+    def _end(self, host: RankHost) -> None:
+        host.close()
+        self.places.launcher.stop(host.handle)
 
     def status(self) -> Status:
         """See `Mesh.status`."""
@@ -166,8 +205,9 @@ class HostRanks(Ranks):
             host.close()
         for rank in self.all:
             rank.close()
-        if self._meeting is not None:
-            self._meeting.stop()
+        for host in self._hosts:
+            self.places.launcher.stop(host.handle)
+        self._hosts.clear()
         self._store = None
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ...kernels.shm.blocks import Result
 from .. import agreement, protocol, wire
 from ..ambient import under
@@ -83,6 +85,26 @@ def store_value(state: RankState, task: protocol.StoreValue, packet: wire.Packet
     return protocol.Answer(task.number), None
 
 
+def move_values(state: RankState, task: protocol.MoveValues, packet: wire.Packet) -> Answer:
+    comm, rank = state.session.comm(), state.session.rank
+    for source, target, names in task.moves:
+        if rank == source:
+            spans = tuple(word for call, index in names for word in (call, index, index + 1))
+            tensors, specs = state.values.gather(spans)
+            data = torch.frombuffer(bytearray(wire.to_bytes((tensors, specs))), dtype=torch.uint8)
+            comm.send(torch.tensor([data.numel()]), target)
+            comm.send(data, target)
+        elif rank == target:
+            size = torch.empty(1, dtype=torch.int64)
+            comm.recv(size, source)
+            data = torch.empty(int(size), dtype=torch.uint8)
+            comm.recv(data, source)
+            tensors, specs = wire.from_bytes(data.numpy().tobytes())
+            for (call, index), tensor, spec in zip(names, tensors, specs, strict=True):
+                state.values.store(call, index, tensor, spec)
+    return protocol.Answer(task.number), None
+
+
 def reload_modules(state: RankState, task: protocol.ReloadModules, packet: wire.Packet) -> Answer:
     return protocol.Answer(task.number), state.modules.reload(task.names)
 
@@ -95,5 +117,6 @@ DO: dict[type, Callable[[RankState, Any, wire.Packet], Answer]] = {
     protocol.FillValues: fill_values,
     protocol.FetchValue: fetch_value,
     protocol.StoreValue: store_value,
+    protocol.MoveValues: move_values,
     protocol.ReloadModules: reload_modules,
 }

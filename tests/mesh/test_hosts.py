@@ -334,21 +334,35 @@ def test_what_was_put_lies_once_on_each_host(make_mesh: Callable[..., Mesh]) -> 
         assert all(nbytes <= size < (2 if fill else 1) * nbytes + (1 << 20) for size in grown)
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def host_process() -> int:
+    """On a rank: the process that holds the ranks of its host, from whose fork they are forked."""
+    return parent_of(os.getppid())
+
+
 def arena_bytes(mesh: Mesh) -> list[int]:
     """What the memory that each host's ranks share takes, which its process holds open."""
 
     def of_host() -> int:
-        host = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
-        found = [fd for fd in Path(f"/proc/{host}/fd").iterdir() if "spmd-arena" in os.readlink(fd)]
+        found = [fd for fd in Path(f"/proc/{host_process()}/fd").iterdir() if "spmd-arena" in os.readlink(fd)]
         return 512 * max(os.stat(fd).st_blocks for fd in found)
 
     return mesh.run(of_host)[::2]
 
 
-def test_a_host_is_lost(mesh: Mesh, tmp_path: Path) -> None:
-    """The last of this mesh."""
-    begun, pids, parents = tmp_path / "begun", mesh.run(os.getpid), mesh.run(os.getppid)
-    [host] = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in parents[2:]}
+class Where:
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def test_a_host_is_lost_and_comes_again(mesh: Mesh, tmp_path: Path) -> None:
+    begun, pids, hosts = tmp_path / "begun", mesh.run(os.getpid), mesh.run(host_process)
+    whole, cut = put(torch.ones(3), mesh=mesh), put(torch.arange(4.0), P("data"), mesh=mesh)
+    there, here = mesh.remote(Where, rank=3), mesh.remote(Where, rank=0)
+    assert there.pid().get() == pids[3]
 
     def wait() -> None:
         if mesh.rank == 0:
@@ -359,17 +373,67 @@ def test_a_host_is_lost(mesh: Mesh, tmp_path: Path) -> None:
 
     def kill() -> None:
         until(begun.exists)
-        os.kill(host, signal.SIGKILL)
+        os.kill(hosts[3], signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
     thread.start()
-    with pytest.raises(PeerLost, match=r"rank [23] was lost with host local1.*this mesh ends with host local1"):
+    with pytest.raises(PeerLost, match=r"rank [23] was lost with host local1.*without the values that it alone had"):
         mesh.run(wait)
     thread.join()
+    assert end_within(10.0, pids[2:])
+    after = mesh.run(os.getpid)
+    assert after[:2] == pids[:2] and not {*after[2:]} & {*pids[2:]}
+    assert works(mesh) and len(mesh.status()) == 4
+    total = spmd(lambda a: psum(a, "data"), mesh=mesh)
+    assert total(whole).full().tolist() == [4, 4, 4]  # the other host has had it, too
+    with pytest.raises(PeerLost, match="which alone held a shard of it"):
+        total(cut).full()
+    with pytest.raises(PeerLost, match="rank 3, on which Where lived"):
+        there.pid().get()
+    assert here.pid().get() == pids[0]
+    assert mesh.remote(Where, rank=3).pid().get() == after[3]
+    assert mesh.run(lambda: mesh.remote(Where, rank=3 - mesh.rank).pid().get()) == after[::-1]
+
+
+def test_a_call_runs_again_when_a_host_is_lost(mesh: Mesh, shared_mesh: Callable[..., Mesh], tmp_path: Path) -> None:
+    """What its ranks had comes from the other host; the bits are those of one host that nothing has happened to."""
+    pids = mesh.run(os.getpid)
+    assert trained(mesh, 4, armed=tmp_path / "armed", kill=host_process) == trained(shared_mesh({"data": 2}), 4)
+    after = mesh.run(os.getpid)
+    assert after[:2] == pids[:2] and not {*after[2:]} & {*pids[2:]}
+
+
+class Once:
+    """A launcher that starts each host once, as if its machine were gone afterwards."""
+
+    hosts: Sequence[str] = ["a:1", "b:1"]
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+
+    def start(self, name: str, command: Sequence[str], stdin: bytes) -> subprocess.Popen:
+        if name in self.started:
+            raise OSError("its machine is off")
+        self.started.append(name)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        assert process.stdin is not None
+        process.stdin.write(stdin)
+        process.stdin.close()
+        return process
+
+    def stop(self, handle: subprocess.Popen) -> None:
+        handle.wait(HANGS)
+
+
+def test_a_host_that_does_not_come_again_ends_the_mesh(make_mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPMD_INTERFACE", "127.0.0.1")
+    mesh = make_mesh({"data": 2}, hosts=Once())
+    pids, hosts = mesh.run(os.getpid), mesh.run(host_process)
+    os.kill(hosts[1], signal.SIGKILL)
     assert until(lambda: mesh.closed)
-    with pytest.raises(MeshError, match="host local1 is lost"):
+    with pytest.raises(MeshError, match="host b is lost"):
         mesh.run(os.getpid)
-    assert end_within(10.0, [*pids, *parents])
+    assert end_within(10.0, [*pids, *hosts])
 
 
 DRIVER = """
@@ -425,7 +489,7 @@ def test_ctrl_c_and_a_driver_that_goes_away(tmp_path: Path) -> None:
         assert driver.stdout is not None
         assert driver.stdout.readline().split() == ["interrupted", "0", "1"]
         told = (tmp_path / "told").read_text().splitlines()
-        assert sorted(line.split()[3] for line in told) == ["first", "user@second"]
+        assert sorted(line.split()[5] for line in told) == ["first", "user@second"]
         assert all("BatchMode=yes" in line and line.endswith("-m spmd host") for line in told)
         pids = [int(word) for word in driver.stdout.readline().split()]
         assert len(pids) == 4 and all(map(running, pids))
