@@ -102,8 +102,8 @@ class Places:
 
     def only(self, places: Sequence[int]) -> Places:
         """Some of them."""
-        names, counts = (tuple(each[place] for place in places) for each in (self.names, self.counts))
-        return dataclasses.replace(self, names=names, counts=counts)
+        names, counts = [self.names[place] for place in places], [self.counts[place] for place in places]
+        return dataclasses.replace(self, names=tuple(names), counts=tuple(counts))
 
     def by_rank(self) -> list[str]:
         """Each rank's host."""
