@@ -28,9 +28,10 @@ SUITE ?=
 bench: $(VENV)/.bench
 	cd bench && $(PY) -m pytest -k "bench_$(SUITE)" && $(PY) cost.py
 
-# Ranks killed at random moments for five minutes: the run must be the undisturbed one, bit for bit.
+# Ranks killed, stopped and stuck at random moments for ten minutes: the run must be the undisturbed one, bit for bit;
+# then what happens between two hosts, and torchrun beside it.
 chaos: $(VENV)/.made
-	cd bench && $(PY) chaos.py
+	cd bench && $(PY) chaos.py --hosts --peer 20 | tee results/chaos.txt
 
 # Where the time of each model's step goes, and that of a call that does nothing.
 profile: $(VENV)/.bench

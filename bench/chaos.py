@@ -1,222 +1,230 @@
-"""Ranks are killed at random moments of a training run, which must be the undisturbed one, bit for bit.
+"""Ranks come to grief at random moments of a training run, which must be the undisturbed one, bit for bit.
 
-    make chaos    # python bench/chaos.py [--seconds 300] [--seed 0] [--ranks 2] [--peer]
+    make chaos    # python bench/chaos.py [--seconds 600] [--kills 1000] [--steps 200] [--seed 0] [--peer] [--hosts]
 
-Runs follow each other on one mesh: after a call of the step a fault is provoked at a random moment (in the forward
-pass, the backward pass, a reduction, the optimizer, while a batch is read or a value fetched), and some steps later
-the next. The oracle is the undisturbed run: the hash of parameters and loss after every step, and the ids of the
-samples of every batch. Prints for each fault: trials; steps with another hash; batches with lost or repeated samples;
-errors; the milliseconds from the fault to the end of the step that it fell into (or the one after); and what was left.
-A stopped rank counts as dead after `GRACE` seconds, which are part of its time. `--peer` does the same to torchrun
-(chaos_peer.py) in the same run.
+Runs follow each other on one mesh, of 2 ranks, and then with `shards=4` of 3, which is resized, too; every few steps
+there is a fault (`chaos_faults.py`). The oracle is the undisturbed run: the hash of parameters and loss after every
+step, and the ids of the samples of every batch. Prints for each fault, and for each moment at which it came: trials;
+hangs (nothing for `HANG_SECONDS`, which ends it all); steps with another hash; batches with lost or repeated samples;
+errors that a program should not see; processes that were left; by how much shared memory was more than ever before; and
+the milliseconds from the fault to the end of the first step that those do who are there afterwards. Stopped and stuck
+ranks count as dead after `GRACE` seconds, which are part of that. `--peer` does the same to torchrun (`chaos_peer.py`),
+`--hosts` cuts the wire between two hosts (`chaos_hosts.py`), in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import faulthandler
-import hashlib
+import itertools
 import logging
 import os
 import platform
 import random
-import signal
 import statistics
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
 from pathlib import Path
 from typing import Any
 
+import chaos_faults
+import chaos_hosts
 import chaos_peer
+import chaos_run
 import torch
-import torch.nn.functional as F
-from torch import nn
+from chaos_faults import FAULTS, Strike
+from chaos_run import Run
 
-from spmd import Loader, Mesh, data_parallel, functional, optimizer, spmd, value_and_grad
+from spmd import Mesh
 
-SAMPLES, BATCH, STEPS = 520, 48, 200  # of a run, after which it begins again
 HANG_SECONDS = 60.0
-CALM_STEPS = 3  # between two faults
+CALM_STEPS = 2  # between two faults
 GRACE = 2.0
-
-
-def digest(params: dict[str, Any], loss: Any) -> str:
-    found = hashlib.sha256(loss.full().numpy().tobytes())
-    for name in sorted(params):
-        found.update(params[name].full().numpy().tobytes())
-    return found.hexdigest()
-
-
-def run(mesh: Mesh, shards: int | None) -> Iterator[tuple[str, list[int], Callable[[], None]]]:
-    """A training run: after each step its hash and the ids of its samples; what is set is called when one has begun."""
-    torch.manual_seed(0)
-    x = torch.randn(SAMPLES, 16)
-    data = {"x": x, "y": (x @ torch.randn(16, 4)).argmax(1), "id": torch.arange(SAMPLES)}
-    # Above and below what the ledger takes, and with random numbers.
-    layers = nn.Linear(16, 1200), nn.Dropout(0.1), nn.ReLU(), nn.Linear(1200, 200), nn.ReLU(), nn.Linear(200, 4)
-    apply, params = functional(nn.Sequential(*layers))
-    opt = optimizer(torch.optim.AdamW, lr=1e-3)
-    state = opt.init(params)
-
-    @spmd(mesh=mesh)
-    @data_parallel(shards=shards)
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        loss, grads = value_and_grad(lambda p, b: F.cross_entropy(apply(p, b["x"]), b["y"]))(params, batch)
-        params, state = opt.step(params, grads, state)
-        return params, state, loss
-
-    done = 0
-    loader = Loader(data, batch_size=BATCH, seed=0, mesh=mesh, shards=shards)
-    while True:
-        for batch in loader:
-            params, state, loss = step(params, state, batch)
-            begun = yield "", [], None  # type: ignore[misc]
-            if begun is not None:
-                begun()
-            yield digest(params, loss), batch["id"].full().tolist(), None  # type: ignore[misc]
-            done += 1
-            if done == STEPS:
-                return
-
-
-class Faults:
-    """Ways for ranks to end, each done from another thread at some moment."""
-
-    def __init__(self, mesh: Mesh, draw: random.Random):
-        self._mesh, self._draw = mesh, draw
-
-    def _signal(self, ranks: list[int], number: int) -> None:
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError, IndexError):  # it has ended, or the mesh is smaller by now
-                os.kill(self._mesh.driver.pids[rank], number)
-
-    def _one(self) -> list[int]:
-        return [self._draw.randrange(self._mesh.size)]
-
-    def kill_one(self) -> None:
-        self._signal(self._one(), signal.SIGKILL)
-
-    def kill_all(self) -> None:
-        self._signal([*range(self._mesh.size)], signal.SIGKILL)
-
-    def segfault(self) -> None:
-        self._signal(self._one(), signal.SIGSEGV)
-
-    def terminate(self) -> None:
-        self._signal(self._one(), signal.SIGTERM)
-
-    def kill_during_recovery(self) -> None:
-        first = self._one()
-        self._signal(first, signal.SIGKILL)
-        time.sleep(self._draw.uniform(0.0, 0.05))
-        self._signal([*range(self._mesh.size)] if self._draw.random() < 0.5 else first, signal.SIGKILL)
-
-    def stop_and_kill(self) -> None:
-        rank = self._one()
-        self._signal(rank, signal.SIGSTOP)
-        time.sleep(0.05)
-        self._signal(rank, signal.SIGKILL)
-
-    def stop_and_go_on(self) -> None:
-        rank = self._one()
-        self._signal(rank, signal.SIGSTOP)
-        time.sleep(self._draw.uniform(0.0, 0.2))
-        self._signal(rank, signal.SIGCONT)
-
-    def stop_for_ever(self) -> None:
-        self._signal(self._one(), signal.SIGSTOP)
-
-    def kill_in_a_resize(self) -> None:
-        self.kill_one()  # what calls it resizes the mesh meanwhile
-
-    def kill_what_they_are_forked_from(self) -> None:
-        os.kill(self._mesh.driver.ranks.all[0]._zygote._process.pid, signal.SIGKILL)
-
-
-NAMES = (
-    *("kill_one", "kill_all", "segfault", "terminate", "kill_during_recovery", "stop_and_kill", "stop_and_go_on"),
-    *("kill_in_a_resize", "stop_for_ever", "kill_what_they_are_forked_from"),
-)
-RARE = ("stop_for_ever", "kill_what_they_are_forked_from")  # they take seconds
+WAITS = {"a batch read": 0.003, "values fetched": 0.005, "a checkpoint written": 0.02, "a resize": 0.3}
+NUMBERS = itertools.count()  # of checkpoints
+TRIES = 3  # of a program that calls again
 
 
 class Tally:
     """What became of the trials of one fault."""
 
     def __init__(self) -> None:
-        self.trials = self.hashes = self.samples = self.errors = 0
+        self.trials = self.hashes = self.samples = self.errors = self.orphans = 0
+        self.leaked = 0.0
         self.seconds: list[float] = []
 
-
-def steps_of(mesh: Mesh, shards: int | None) -> list[tuple[str, list[int]]]:
-    turns = run(mesh, shards)
-    found = []
-    for _ in turns:
-        state, ids, _ = turns.send(None)  # type: ignore[attr-defined]
-        found.append((state, ids))
-    return found
+    def line(self, name: str) -> str:
+        times = sorted(self.seconds)
+        median = f"{1e3 * statistics.median(times):.0f}" if times else "-"
+        most = f"{1e3 * times[min(len(times) - 1, int(0.99 * len(times)))]:.0f}" if times else "-"
+        counts = f"{self.trials:>7}{0:>7}{self.hashes:>8}{self.samples:>9}{self.errors:>8}{self.orphans:>9}"
+        return f"{name:<28}{counts}{self.leaked:>8.1f}{median:>11}{most:>9}"
 
 
-def chaos(mesh: Mesh, shards: int | None, seconds: float, draw: random.Random, tallies: dict[str, Tally]) -> int:
-    """Provoke faults for so long; how many steps there were."""
-    expected = steps_of(mesh, shards)
-    faults, end, steps, ranks = Faults(mesh, draw), time.monotonic() + seconds, 0, mesh.size
-    typical = 0.01
-    while time.monotonic() < end:
-        turns, calm = run(mesh, shards), 0
-        turn = 0
-        try:
-            for _ in turns:
-                fault, at = None, [0.0]
-                if calm >= CALM_STEPS and time.monotonic() < end:
-                    names = RARE if draw.random() < 0.03 else [name for name in NAMES if name not in RARE]
-                    if shards is None:  # another number of ranks has other bits then
-                        names = [name for name in names if name != "kill_in_a_resize"]
-                    fault, calm = draw.choice(names), 0
+HEAD = f"{'':<28}{'trials':>7}{'hangs':>7}{'hashes':>8}{'samples':>9}{'errors':>8}{'orphans':>9}{'MB':>8}"
+HEAD += f"{'median ms':>11}{'p99 ms':>9}"
 
-                def strike(name: str | None = fault, at: list[float] = at, wait: float = 1.2 * typical) -> None:
-                    time.sleep(draw.uniform(0.0, 0.3 if name == "kill_in_a_resize" else wait))
-                    at[0] = time.monotonic()
-                    getattr(faults, str(name))()
 
-                thread = threading.Thread(target=strike) if fault else None
+class Watch(threading.Thread):
+    """Ends the program, with all stacks, when nothing has been done for too long."""
 
-                def begin(name: str | None = fault, thread: threading.Thread | None = thread) -> None:
-                    assert thread is not None
-                    thread.start()
-                    if name == "kill_in_a_resize":
-                        mesh.resize({"data": ranks + 1 if mesh.size == ranks else ranks})
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.last, self.doing, self.mesh = time.monotonic(), "", Any
 
-                faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    def run(self) -> None:
+        while time.monotonic() - self.last < HANG_SECONDS + GRACE:
+            time.sleep(1.0)
+        print(f"hangs 1: {self.doing}", flush=True)
+        faulthandler.dump_traceback()
+        print(self.mesh.stacks(), file=sys.stderr, flush=True)  # type: ignore[attr-defined]
+        os._exit(2)
+
+    def note(self, doing: str) -> None:
+        self.last, self.doing = time.monotonic(), doing
+
+
+class Chaos:
+    """Faults on one mesh, and what becomes of them."""
+
+    def __init__(self, mesh: Mesh, shards: int | None, options: Any, draw: random.Random, folder: Path, watch: Watch):
+        self.mesh, self._shards, self._options, self._draw, self._watch = mesh, shards, options, draw, watch
+        self._folder, self._ranks = folder, mesh.size
+        self.by_fault = {fault.name: Tally() for fault in FAULTS} | {"between faults": Tally()}
+        self.by_moment: dict[str, Tally] = {}
+        self.steps = self.killed = 0
+        self._names = [fault.name for fault in FAULTS if fault.name not in options.without]
+        self._typical = 0.01
+        self._most: dict[int, int] = {}  # by the mesh's size the most shared memory that was seen
+        self._past: tuple[list[int], Tally] = ([], Tally())  # of the last fault the processes that must be gone
+        watch.mesh = mesh
+
+    def expected(self) -> list[tuple[str, list[int]]]:
+        """The undisturbed run, with checkpoints, too; what memory it takes is what it may take."""
+        run, found = Run(self.mesh, self._shards, self._folder), []
+        batches = run.batches()
+        for turn in range(self._options.steps):
+            found.append(run.step(next(batches), lambda what: None))
+            if turn % 10 == 0:
+                run.save(self._folder / "checkpoints", next(NUMBERS), background=turn % 20 == 0).result()
+            self._most[self.mesh.size] = max(self._most.get(self.mesh.size, 0), shared_bytes(self.mesh))
+        return found
+
+    def disturb(self, seconds: float, disk: Path | None) -> None:
+        """Provoke faults for so long, in runs from the beginning."""
+        expected, end = self.expected(), time.monotonic() + seconds
+        while time.monotonic() < end:
+            run, calm, pending = Run(self.mesh, self._shards, self._folder), 0, None
+            batches = run.batches()
+            for turn in range(self._options.steps):
+                if time.monotonic() >= end and pending is None:
+                    break
+                if pending is None and calm >= CALM_STEPS:
+                    pending, calm = self._armed(), 0
+                calm += pending is None
                 began = time.monotonic()
-                state, ids, _ = turns.send(begin if thread else None)  # type: ignore[attr-defined]
-                passed = time.monotonic()
-                steps += 1
-                if thread is None or fault is None:
-                    typical = 0.9 * typical + 0.1 * (passed - began)
-                    calm += 1
-                    tally = None
-                else:
-                    thread.join()
-                    tally = tallies[fault]
-                    tally.trials += 1
-                    tally.seconds.append(max(0.0, passed - at[0]))
-                if (state, ids) != expected[turn]:
-                    tally = tally or tallies["between faults"]
-                    tally.hashes += state != expected[turn][0]
-                    tally.samples += ids != expected[turn][1]
-                turn += 1
-        except Exception as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            tallies[fault or "between faults"].errors += 1
-        if turn < STEPS and time.monotonic() < end:
-            turns.close()  # type: ignore[attr-defined]
-    faulthandler.cancel_dump_traceback_later()
-    mesh.resize({"data": ranks})
-    return steps
+                self._watch.note(f"{pending.fault.name}, {pending.during}" if pending else "no fault")
+                tally = self.by_fault[pending.fault.name if pending else "between faults"]
+                try:
+                    found = self._turn(run, batches, pending, turn, disk)
+                except Exception:
+                    print(f"-- {self._watch.doing}", file=sys.stderr)
+                    traceback.print_exc()
+                    tally.errors += 1
+                    break
+                self.steps += 1
+                tally.hashes += found[0] != expected[turn][0]
+                tally.samples += found[1] != expected[turn][1]
+                if pending is None:
+                    self._typical = 0.9 * self._typical + 0.1 * (time.monotonic() - began)
+                elif self._is_over(pending):
+                    pending = None
+            if pending is not None:
+                pending.join()
+        self.mesh.resize({"data": self._ranks})
+        self._look_at_what_is_left()
+
+    def _armed(self) -> Strike:
+        self._look_at_what_is_left()
+        fault, during = chaos_faults.drawn(self._draw, self._names, resizes=self._shards is not None)
+        wait = WAITS.get(during, 1.2 * self._typical)
+        strike = Strike(fault, during, self.mesh, self._draw, self._folder, wait)
+        self.by_fault[fault.name].trials += 1
+        self.by_moment.setdefault(during, Tally()).trials += 1
+        return strike
+
+    def _turn(self, run: Run, batches: Any, strike: Strike | None, turn: int, disk: Path | None) -> tuple[str, list]:
+        """A step, with all that a program does besides."""
+        begins = strike.begin if strike is not None else lambda what: None
+        if strike is not None and strike.during == "a resize" and strike.at is None:
+            begins("a resize")
+            size = self._ranks if self.mesh.size != self._ranks else self._ranks + self._draw.choice((-1, 1))
+            self.mesh.resize({"data": size})
+        begins("a batch read")
+        batch = next(batches)
+        raises = strike.fault.raises if strike is not None else ()
+        for left in reversed(range(TRIES)):
+            try:
+                found = run.step(batch, begins)
+                break
+            except raises:
+                if not left:
+                    raise
+        if strike is not None and strike.during == "a checkpoint written" and strike.at is None:
+            self._save(run, strike, found[0], disk)
+        if strike is not None and strike.during == "another mesh made":
+            strike.at = time.monotonic()
+            strike.pids += chaos_faults.make_a_mesh(2, self._draw)
+        return found
+
+    def _save(self, run: Run, strike: Strike, expected: str, disk: Path | None) -> None:
+        if strike.fault.outside is None:
+            strike.at = time.monotonic()
+            assert disk is not None
+            chaos_faults.save_on_a_full_disk(run, disk, NUMBERS, expected)
+            return
+        folder = self._folder / "checkpoints"
+        strike.begin(strike.during)
+        run.save(folder, next(NUMBERS), background=self._draw.random() < 0.5).result()
+        if chaos_run.digest_of_saved(folder) != expected:
+            raise AssertionError("the checkpoint has other values")
+
+    def _is_over(self, strike: Strike) -> bool:
+        """Whether a step has been done since by those that go on from here; then it is noted."""
+        now = time.monotonic()
+        strike.join()
+        if strike.at is None or set(strike.pids) & set(self.mesh.driver.pids) or strike.at > now:
+            return False
+        name = strike.fault.name
+        for tally in (self.by_fault[name], self.by_moment[strike.during]):
+            if strike.during != "another mesh made":
+                tally.seconds.append(now - strike.at)
+        self.killed += strike.fault.kills
+        self._past = (strike.pids, self.by_fault[name])
+        return True
+
+    def _look_at_what_is_left(self) -> None:
+        """Of the last fault, some steps after it: processes, and shared memory that was never needed before."""
+        pids, tally = self._past
+        end = time.monotonic() + 2.0
+        while (left := [*filter(runs, pids)]) and time.monotonic() < end:
+            time.sleep(0.005)
+        tally.orphans += len(left)
+        held = shared_bytes(self.mesh)
+        before = self._most.setdefault(self.mesh.size, held)
+        self._most[self.mesh.size] = max(held, before)
+        tally.leaked += max(0, held - before) / (1 << 20)
+        self._past = ([], tally)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def shared_bytes(mesh: Mesh) -> int:
@@ -225,43 +233,57 @@ def shared_bytes(mesh: Mesh) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--steps", type=int, default=200, help="of a run, after which it begins again")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--without", nargs="*", default=[], help="faults that are left out")
+    parser.add_argument("--peer", type=int, default=0, help="so many kills of a rank of torchrun")
+    parser.add_argument("--hosts", action="store_true", help="also what happens between two hosts")
     options = parser.parse_args()
     logging.getLogger("spmd").setLevel(logging.ERROR)
-    draw = random.Random(options.seed)
-    tallies = {name: Tally() for name in (*NAMES, "between faults")}
-    before = set(os.listdir("/dev/shm"))
-    steps, pids, grown = 0, set[int](), []
-    for shards in (None, 4):
-        with Mesh({"data": options.ranks}, timeout=HANG_SECONDS, grace=GRACE) as mesh:
-            for _ in run(mesh, shards):
-                pass
-            held = shared_bytes(mesh)
-            steps += chaos(mesh, shards, options.seconds / 2, draw, tallies)
-            grown.append((shared_bytes(mesh) - held) / (1 << 20))
-            pids.update(mesh.driver.pids)
-    orphans = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    print(f"{os.cpu_count()} cores, {platform.release()}, torch {torch.__version__}, {options.ranks} ranks")
-    print(f"{steps} steps in {options.seconds:g} s, half of them with shards=4; seed {options.seed}")
-    print(f"{'fault':<32}{'trials':>7}{'hashes':>8}{'samples':>9}{'errors':>8}{'median ms':>11}{'p99 ms':>9}")
-    for name, tally in tallies.items():
-        times = sorted(tally.seconds)
-        median = f"{1e3 * statistics.median(times):.0f}" if times else "-"
-        most = f"{1e3 * times[min(len(times) - 1, int(0.99 * len(times)))]:.0f}" if times else "-"
-        counts = f"{tally.trials:>7}{tally.hashes:>8}{tally.samples:>9}{tally.errors:>8}"
-        print(f"{name.replace('_', ' '):<32}{counts}{median:>11}{most:>9}")
-    print(f"hangs 0, orphans {len(orphans)}, new in /dev/shm {len(set(os.listdir('/dev/shm')) - before)}")
-    print("shared memory more than before the first fault: " + ", ".join(f"{each:.1f} MB" for each in grown))
-    trials = sum(tally.trials for tally in tallies.values())
-    killed = trials - tallies["stop_and_go_on"].trials
-    print(f"{killed} times ranks were killed, in runs of {STEPS} steps")
+    print(f"{os.cpu_count()} cores, {platform.release()}, torch {torch.__version__}, seed {options.seed}")
+    draw, before, files = random.Random(options.seed), set(os.listdir("/dev/shm")), 0
+    watch = Watch()
+    watch.start()
+    total: dict[str, dict[str, Tally]] = {"fault": {}, "moment": {}}
+    steps = killed = 0
+    with tempfile.TemporaryDirectory() as name, chaos_faults.small_disk() as disk:
+        if (why := chaos_run.no_groups_of_memory()) is not None:
+            options.without.append("killed for memory")
+            print(f"left out, killed for memory: {why}")
+        if disk is None:
+            options.without.append("no space left")
+            print("left out, no space left: no small file system can be mounted here")
+        for shards, ranks in ((None, 2), (4, 3)):
+            with Mesh({"data": ranks}, timeout=HANG_SECONDS, grace=GRACE) as mesh:
+                one = Chaos(mesh, shards, options, draw, Path(name), watch)
+                one.disturb(options.seconds / 2, disk)
+                pids = mesh.driver.pids
+            one.by_fault["between faults"].orphans += sum(map(runs, pids))
+            for kind, found in (("fault", one.by_fault), ("moment", one.by_moment)):
+                for key, tally in found.items():
+                    add(total[kind].setdefault(key, Tally()), tally)
+            steps, killed = steps + one.steps, killed + one.killed
+            files = len(os.listdir("/proc/self/fd")) if shards is None else len(os.listdir("/proc/self/fd")) - files
+    chaos_run.remove_groups()
+    print(f"{steps} steps in runs of {options.steps}, in {options.seconds:g} s; ranks were ended {killed} times")
+    for kind, found in total.items():
+        print(f"\n{HEAD.replace(' ' * len(kind), kind, 1)}")
+        for key, tally in found.items():
+            print(tally.line(key))
+    shm = len(set(os.listdir("/dev/shm")) - before)
+    print(f"\nnew in /dev/shm {shm}; open files of the driver more than after the first half: {files}")
+    wrong = sum(tally.hashes + tally.samples + tally.errors + tally.orphans for tally in total["fault"].values())
+    if options.hosts:
+        wrong += chaos_hosts.report()
     if options.peer:
-        print(chaos_peer.line(chaos_peer.seconds_to_train_again(20, options.ranks), options.ranks), flush=True)
-    wrong = sum(tally.hashes + tally.samples + tally.errors for tally in tallies.values()) + len(orphans)
+        print(chaos_peer.line(chaos_peer.seconds_to_train_again(options.peer, 2), 2), flush=True)
     sys.exit(bool(wrong))
+
+
+def add(total: Tally, tally: Tally) -> None:
+    for name in ("trials", "hashes", "samples", "errors", "orphans", "leaked", "seconds"):
+        setattr(total, name, getattr(total, name) + getattr(tally, name))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 The model, the batches and the number of ranks are those of `chaos.py`; after every step rank 0 saves parameters and
 optimizer state with `torch.save` to memory (/dev/shm), which takes no disk. Prints the milliseconds from a kill to the
-end of the next step, with `torchrun --max-restarts --monitor-interval 0.1`.
+end of the next step, with `torchrun --max-restarts --monitor-interval 0.1`, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,
+without which ranks that are restarted find the addresses of those before them, and the job fails.
 """
 
 from __future__ import annotations
@@ -66,23 +67,30 @@ def seconds_to_train_again(kills: int, ranks: int, seed: int = 0) -> list[float]
         folder = Path(name)
         options = ["--nproc-per-node", str(ranks), "--max-restarts", str(kills + 1), "--monitor-interval", "0.1"]
         command = [sys.executable, "-m", "torch.distributed.run", *options, __file__, "--train", name]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
+        environ = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
             try:
                 for _ in range(kills):
                     begun = _steps(folder)
                     while _steps(folder) < begun + 5:
-                        time.sleep(0.001)
+                        _check(job)
                     time.sleep(draw.uniform(0.0, 0.05))
                     began = time.monotonic()
                     os.kill(int((folder / f"pid{draw.randrange(ranks)}").read_text()), signal.SIGKILL)
                     time.sleep(0.02)  # what was about to end has ended
                     before = _steps(folder)
                     while _steps(folder) == before:
-                        time.sleep(0.001)
+                        _check(job)
                     found.append(time.monotonic() - began)
             finally:
                 job.terminate()
     return found
+
+
+def _check(job: subprocess.Popen) -> None:
+    time.sleep(0.001)
+    if job.poll() is not None:
+        raise RuntimeError(f"the job has ended with {job.returncode}")
 
 
 def _steps(folder: Path) -> int:

@@ -49,6 +49,11 @@ class Node:
         for port in self._ports:
             ip("-n", self._switch, "link", "set", port, "down")
 
+    def deafen(self, other: Node) -> None:
+        """Have what this one sends to another be lost on the way, while it goes on to hear that one."""
+        nobody = "02:00:00:00:00:99"
+        ip("-n", self.name, "neighbor", "replace", other.address, "lladdr", nobody, "dev", "eth0", "nud", "permanent")
+
     def limit(self, rate: str) -> None:
         """Let no more leave than so much, such as "1gbit"."""
         shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]

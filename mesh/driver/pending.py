@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 import time
@@ -17,6 +18,19 @@ IN_FLIGHT = 2
 BRIEF_IN_FLIGHT, BRIEF_SECONDS = 8, 0.02  # calls that are over soon: more of them, and Ctrl-C still finds them ended
 
 Outcome = Callable[[], BaseException] | None  # what makes the exception of a failed task, None for one that went well
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """What this thread does with a mesh is the library's: what has failed and nobody has seen is not raised here."""
+    _thread.aside = True
+    try:
+        yield
+    finally:
+        _thread.aside = False
 
 
 class Task:
@@ -165,8 +179,8 @@ class Pending:
             self._unseen.append(task)
 
     def raise_unseen(self) -> None:
-        """Raise the failure of a task whose caller has not seen it."""
-        while self._unseen:
+        """Raise the failure of a task whose caller has not seen it, unless this is not the program's thread."""
+        while self._unseen and not getattr(_thread, "aside", False):
             task = self._unseen.popleft()
             if not task.reported:
                 self.report(task)

@@ -8,6 +8,7 @@ of them still live; and until the new ranks are handed over, the mesh is as it w
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import logging
@@ -41,6 +42,7 @@ class MeshView(Protocol):
     """The mesh, as far as it is seen from here."""
 
     hosts: Any
+    at_close: list[concurrent.futures.Future]
 
     @property
     def layout(self) -> Layout: ...
@@ -167,8 +169,8 @@ class Resizing:
             self._newcomers.give_up()
 
     def switch_if_ready(self) -> None:
-        """Between two calls: go on with the new ranks, if they are there."""
-        if not self._thread.is_alive():
+        """Between two calls: go on with the new ranks, if they are there, and the old ones write no checkpoint."""
+        if not self._thread.is_alive() and all(future.done() for future in self._mesh.at_close):
             self._driver.resizing = None
             self.finish()
 
@@ -187,6 +189,7 @@ class Resizing:
                 self._newcomers.give_up()
             raise
         try:
+            concurrent.futures.wait(self._mesh.at_close)  # checkpoints that the old ranks are writing
             began = self._switch()
         except BaseException:
             if self._driver.ranks is not self._newcomers.ranks:

@@ -149,6 +149,9 @@ def zygote() -> Zygote:
     check_not_imported_by_worker()
     with _lock:
         if _zygote is None or not _zygote.alive:
+            if _zygote is not None:
+                atexit.unregister(_zygote.close)
+                _zygote.close()
             use(Zygote())
         assert _zygote is not None
         return _zygote

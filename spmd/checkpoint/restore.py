@@ -21,9 +21,9 @@ from ..mesh.put import is_array, put
 from ..mesh.region import current
 from . import leaves
 from . import tree as described
+from .background import failures
 from .fingerprint import fingerprint, resume, warn_if_other
 from .read import Damaged, Gone, Opened, open_last
-from .write import failures
 
 # How often launched ranks look for the same checkpoint, and how long they wait in between for their file systems.
 TRIES = 5

@@ -23,9 +23,10 @@ from ..mesh.put import is_array
 from ..mesh.region import current
 from . import tree as described
 from .agreement import agree
+from .background import Saved, raise_failure, start
 from .fingerprint import of_run
 from .schema import LARGEST
-from .write import Saved, Writing, raise_failure, start
+from .write import Writing
 
 
 def save(

@@ -1,20 +1,16 @@
 """A checkpoint being written: every rank writes a file, and one process commits when all are there.
 
 What a rank has written it reports in a file too, so that ranks and the one who commits meet on the disk only: a thread
-that waits there disturbs no collective. Invariants: all ranks raise the same, or return the same folder. What goes
-wrong in the background is reported once: by the future, by the next `save` to the directory or `restore` from it, by
-the mesh when it closes, or at the end of the program.
+that waits there disturbs no collective. Invariant: all ranks raise the same, or return the same folder.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +21,9 @@ from torch import Tensor
 from ..kernels.errors import MeshError, PeerLost, SpecError, SpmdError, message
 from ..kernels.network.hosts import out_of_reach
 from ..kernels.processes import gone
-from ..mesh import strides
+from ..mesh import protocol, strides
 from ..mesh.array import Array
+from ..mesh.driver.pending import Task, aside
 from ..mesh.mesh import Mesh
 from ..mesh.region import require
 from . import folder as folders
@@ -34,6 +31,8 @@ from . import leaves, tensor_file
 from .manifest import FORMAT
 
 POLL_SECONDS = 0.01
+ASK_SECONDS = 0.5  # that a rank may take to write its part until it is asked for a sign of life
+TRIES = 3  # of beginning to write, on ranks that are lost meanwhile
 STORE_SECONDS = 0.05  # between two questions to the process that has the store, of every rank
 
 
@@ -62,19 +61,29 @@ class Writing:
 
     def start(self) -> None:
         """Have every rank begin to write, or do it, if nothing else goes on meanwhile."""
-        started = _attempt(self._begin) if self._first else None
-        if self._launched:
-            started = self._on_ranks(lambda: started)[0]  # the first rank's, or all others would wait for it
-        self._folder, self._number = _result(started)
-        self._pids = self._processes()
-        if self._mesh is None:
-            return
-        try:
-            self._writers = self._on_ranks(_write_part, self._folder, self._tensors, not self._background)
-        except BaseException:
-            if self._first:
-                folders.abandon(self._folder)
-            raise
+        for left in reversed(range(TRIES)):
+            started = _attempt(self._begin) if self._first else None
+            if self._launched:
+                started = self._on_ranks(lambda started=started: started)[0]  # the first's, or others would wait for it
+            self._folder, self._number = _result(started)
+            self._pids = self._processes()
+            if self._mesh is None:
+                return
+            try:
+                self._writers = self._on_ranks(_write_part, self._folder, self._tensors, not self._background)
+                if self._survives:
+                    self._pids = [pid for _, pid in self._writers]
+                return
+            except BaseException as error:
+                if self._first:
+                    folders.abandon(self._folder)
+                if not (left and self._survives and isinstance(error, PeerLost)):
+                    raise
+
+    @property
+    def _survives(self) -> bool:
+        """Whether values outlive the ranks that were about to write them, and the program is not to notice."""
+        return self._mesh is not None and self._mesh.is_driver and self._mesh.driver.reruns
 
     def _begin(self) -> tuple[Path, int]:
         step = folders.next_step(self._path) if self._step is None else self._step
@@ -144,12 +153,19 @@ class Writing:
     def _part(self, rank: int) -> dict[str, Any]:
         """What a rank says that it has written."""
         file = self._folder / f"rank-{rank:05d}.json"
+        asked, began = None, time.monotonic()
         while not file.exists():
             if self._mesh is not None and self._mesh.closed:
                 raise MeshError(message(f"the mesh was closed before {self._path} was written"))
+            if self._mesh is not None and self._mesh.is_driver and time.monotonic() > began + ASK_SECONDS:
+                asked = self._ask(rank, asked)
             # A driver's mesh is ready for what comes next once it has replaced them.
-            if self._processes() != self._pids or (self._launched and gone(*self._writers[rank])):
-                raise MeshError(message(f"a rank was lost before {self._path} was written"))
+            lost = self._processes()[rank : rank + 1] != self._pids[rank : rank + 1]
+            if lost or (self._launched and gone(*self._writers[rank])):
+                if not (lost and self._survives):
+                    raise MeshError(message(f"a rank was lost before {self._path} was written"))
+                if not file.exists():  # the last that it did, perhaps
+                    self._write_for(rank)
             if not file.parent.exists():
                 raise SpmdError(message(f"{file.parent} could not be written", remedy="make room on the disk"))
             time.sleep(POLL_SECONDS)
@@ -157,6 +173,24 @@ class Writing:
         if "error" in report:
             raise _decoded(report)
         return report
+
+    def _ask(self, rank: int, asked: Task | None) -> Task:
+        """See to it that a rank is waited for, since one that is stopped meanwhile would else never be missed."""
+        driver = self._mesh.driver  # type: ignore[union-attr]
+        if asked is not None and not asked.settled.is_set():
+            return asked
+        with aside():
+            asked = driver.submit(protocol.PassThrough, ranks=[rank], name="a checkpoint")
+        asked.reported = True  # it is the future that tells
+        return asked
+
+    def _write_for(self, rank: int) -> None:
+        """Write, here, what a rank that was lost had to write, of its shards."""
+        for name in (f"rank-{rank:05d}.safetensors", f".rank-{rank:05d}.json"):  # half of it, perhaps
+            (self._folder / name).unlink(missing_ok=True)
+        with aside():
+            held = {key: value.shards()[rank] for key, value in self._tensors.items() if isinstance(value, Array)}
+        _write_here(rank, self._ranks, self._folder, self._tensors, held)
 
 
 _ERRORS = {kind.__name__: kind for kind in (SpmdError, SpecError, MeshError, PeerLost)}
@@ -266,75 +300,3 @@ def _report(folder: Path, rank: int, report: dict[str, Any]) -> None:
     part = folder / f".rank-{rank:05d}.json"
     folders.write(part, json.dumps(report).encode())
     os.rename(part, folder / f"rank-{rank:05d}.json")
-
-
-# -- in the background -------------------------------------------------------------------------------------------------
-
-
-class Saved(Future):
-    """A future that knows whether anybody has asked for its result."""
-
-    reported = False
-
-    def result(self, timeout: float | None = None) -> Any:
-        try:
-            return super().result(timeout)
-        finally:
-            self.reported = self.reported or self.done()
-
-    def complete(self, call: Callable[[], Any]) -> None:
-        """Take over what a call returns or raises."""
-        try:
-            self.set_result(call())
-        except BaseException as error:
-            self.set_exception(error)
-
-
-# Those of each directory, of whatever threads, until somebody asks.
-_started: dict[Path, list[Saved]] = {}
-_lock = threading.Lock()
-
-
-def start(path: Path, future: Saved, call: Callable[[], Any] | None = None) -> None:
-    """Call in a thread, before whose end the interpreter does not end; None if the future is done already."""
-    with _lock:
-        _started.setdefault(path, []).append(future)
-    if call is not None:
-        threading.Thread(target=future.complete, args=(call,), name="spmd-checkpoint").start()
-
-
-def failures(path: Path) -> list[BaseException]:
-    """Wait for those of a directory; all that went wrong and nobody has seen, which is hereby reported."""
-    failed = _failed(path)
-    for future in failed:
-        future.reported = True
-    return [error for future in failed if (error := future.exception()) is not None]
-
-
-def raise_failure(path: Path) -> None:
-    """Wait for those of a directory, and raise the first thing that went wrong and nobody has seen."""
-    failed = _failed(path)
-    if failed:
-        with _lock:
-            _started[path] = [*failed[1:], *_started.get(path, [])]
-        failed[0].result()
-
-
-def _failed(path: Path) -> list[Saved]:
-    """Wait for those of a directory, and forget them; those that failed and that nobody has asked."""
-    with _lock:
-        before = [*_started.get(path, [])]
-    wait(before)
-    with _lock:
-        failed = [future for future in before if future in _started.get(path, []) and not future.reported]
-        _started[path] = [future for future in _started.get(path, []) if future not in before]
-        if not _started[path]:
-            del _started[path]
-    return [future for future in failed if future.exception() is not None]
-
-
-@atexit.register
-def _report_at_exit() -> None:
-    """The last chance: Python prints what is raised here."""
-    for path in [*_started]:
-        raise_failure(path)

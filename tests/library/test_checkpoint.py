@@ -687,7 +687,7 @@ def test_a_full_disk_on_a_rank(make_mesh: Any, tmp_path: Path) -> None:
 
 
 def test_a_rank_killed_while_it_writes(make_mesh: Any, tmp_path: Path) -> None:
-    mesh = make_mesh({"data": 2})
+    mesh = make_mesh({"data": 2}, on_loss="raise")
     value = put(torch.ones(4), mesh=mesh)
     save(tmp_path, {"value": value}, step=0)
     mesh.run(never_finish_writing, ranks=[1])

@@ -481,7 +481,7 @@ def test_the_state_of_now_for_a_checkpoint_from_before_the_first_step(
 
 
 def test_restored_after_a_rank_was_killed_while_it_wrote_in_the_background(make_mesh: Any, tmp_path: Path) -> None:
-    mesh = make_mesh({"data": 2})
+    mesh = make_mesh({"data": 2}, on_loss="raise")
     value = put(torch.ones(4), mesh=mesh)
     save(tmp_path, {"value": value}, step=0)
     mesh.run(never_finish_writing, ranks=[1])

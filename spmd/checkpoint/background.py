@@ -1,0 +1,83 @@
+"""Checkpoints that are written while the program goes on, by directory.
+
+Invariant: what goes wrong is reported once: by the future, by the next `save` to the directory or `restore` from it, by
+the mesh when it closes, or at the end of the program.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+
+class Saved(Future):
+    """A future that knows whether anybody has asked for its result."""
+
+    reported = False
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return super().result(timeout)
+        finally:
+            self.reported = self.reported or self.done()
+
+    def complete(self, call: Callable[[], Any]) -> None:
+        """Take over what a call returns or raises."""
+        try:
+            self.set_result(call())
+        except BaseException as error:
+            self.set_exception(error)
+
+
+# Those of each directory, of whatever threads, until somebody asks.
+_started: dict[Path, list[Saved]] = {}
+_lock = threading.Lock()
+
+
+def start(path: Path, future: Saved, call: Callable[[], Any] | None = None) -> None:
+    """Call in a thread, before whose end the interpreter does not end; None if the future is done already."""
+    with _lock:
+        _started.setdefault(path, []).append(future)
+    if call is not None:
+        threading.Thread(target=future.complete, args=(call,), name="spmd-checkpoint").start()
+
+
+def failures(path: Path) -> list[BaseException]:
+    """Wait for those of a directory; all that went wrong and nobody has seen, which is hereby reported."""
+    failed = _failed(path)
+    for future in failed:
+        future.reported = True
+    return [error for future in failed if (error := future.exception()) is not None]
+
+
+def raise_failure(path: Path) -> None:
+    """Wait for those of a directory, and raise the first thing that went wrong and nobody has seen."""
+    failed = _failed(path)
+    if failed:
+        with _lock:
+            _started[path] = [*failed[1:], *_started.get(path, [])]
+        failed[0].result()
+
+
+def _failed(path: Path) -> list[Saved]:
+    """Wait for those of a directory, and forget them; those that failed and that nobody has asked."""
+    with _lock:
+        before = [*_started.get(path, [])]
+    wait(before)
+    with _lock:
+        failed = [future for future in before if future in _started.get(path, []) and not future.reported]
+        _started[path] = [future for future in _started.get(path, []) if future not in before]
+        if not _started[path]:
+            del _started[path]
+    return [future for future in failed if future.exception() is not None]
+
+
+@atexit.register
+def _report_at_exit() -> None:
+    """The last chance: Python prints what is raised here."""
+    for path in [*_started]:
+        raise_failure(path)

@@ -1,0 +1,90 @@
+"""Ranks that are killed while they write a checkpoint: it is written all the same, and the program notices nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from bodies import never_finish_writing
+from patience import HANGS, until
+
+from spmd import Mesh, P, SpmdError, put, restore, save
+
+LARGE = 1 << 21  # elements: written in no moment
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    with Mesh({"data": 2}, timeout=HANGS) as made:
+        yield made
+
+
+def tree(mesh: Mesh) -> dict[str, object]:
+    cut = put(torch.arange(LARGE), P("data"), mesh=mesh)
+    return {"cut": cut, "whole": put(torch.arange(7.0), mesh=mesh), "plain": torch.ones(3)}
+
+
+def check(path: Path) -> None:
+    found = restore(path)
+    assert torch.equal(found["cut"], torch.arange(LARGE))
+    assert found["whole"].tolist() == [*range(7)] and found["plain"].tolist() == [1, 1, 1]
+    assert not [*path.glob(".step-*")]
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1]])
+def test_in_the_background(mesh: Mesh, tmp_path: Path, ranks: list[int]) -> None:
+    mesh.run(never_finish_writing, ranks=ranks)
+    future = save(tmp_path, tree(mesh), background=True)
+    for rank in ranks:
+        os.kill(mesh.driver.pids[rank], signal.SIGKILL)
+    assert future.result(HANGS) == tmp_path / "step-00000000"
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("on_loss", ["rerun", "raise"])
+def test_a_rank_that_is_stopped(make_mesh: Callable[..., Mesh], tmp_path: Path, on_loss: str) -> None:
+    """Nobody waits for it but who waits for the checkpoint."""
+    mesh = make_mesh({"data": 2}, grace=0.5, on_loss=on_loss)
+    future = save(tmp_path, tree(mesh), background=True)
+    os.kill(mesh.driver.pids[1], signal.SIGSTOP)
+    if on_loss == "rerun":
+        assert future.result(HANGS) == tmp_path / "step-00000000"
+        check(tmp_path)
+        return
+    with pytest.raises(SpmdError, match="rank"):
+        future.result(HANGS)
+
+
+def test_while_the_program_waits(mesh: Mesh, tmp_path: Path) -> None:
+    value = tree(mesh)
+    thread = threading.Thread(target=kill_when, args=(lambda: [*tmp_path.glob(".step-*/rank-*")], mesh.driver.pids[1]))
+    thread.start()
+    save(tmp_path, value)
+    thread.join()
+    check(tmp_path)
+
+
+def test_before_the_mesh_gets_another_size(mesh: Mesh, tmp_path: Path) -> None:
+    """The ranks that leave end what they write."""
+    future = save(tmp_path, tree(mesh), background=True)
+    mesh.resize({"data": 1})
+    assert future.result(HANGS).exists()
+    check(tmp_path)
+
+
+def test_where_the_program_wants_to_know(make_mesh: Callable[..., Mesh], tmp_path: Path) -> None:
+    mesh = make_mesh({"data": 2}, on_loss="raise")
+    future = save(tmp_path, tree(mesh), background=True)
+    os.kill(mesh.driver.pids[1], signal.SIGKILL)
+    with pytest.raises(SpmdError, match="a rank was lost before"):
+        future.result(HANGS)
+
+
+def kill_when(condition: Callable[[], object], pid: int) -> None:
+    assert until(condition)
+    os.kill(pid, signal.SIGKILL)
