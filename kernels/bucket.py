@@ -112,6 +112,19 @@ class Buckets:
             target.copy_(value)
         self.mark_ready(index)
 
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one bucket, so that nothing can be reduced before all leaves are there."""
+        return len(self._left) == 1
+
+    def fill_all(self, indexes: Sequence[int], values: Sequence[torch.Tensor]) -> None:
+        """`fill` for several leaves of a single bucket."""
+        torch._foreach_copy_([self.grad_view(index) for index in indexes], list(values))
+        for index in indexes:
+            self._ready[index] = True
+        self._left[0] -= len(indexes)
+        self._start()
+
     def grad_view(self, index: int) -> torch.Tensor:
         """Where a leaf's value goes, of the leaf's shape and the dtype on the wire: write there, then `mark_ready`."""
         slot = self._plan.slots[index]
@@ -150,7 +163,7 @@ class Buckets:
         out = []
         for index, leaf in enumerate(self._leaves):
             value = self._view(results[self._plan.slots[index].bucket], index)
-            out.append(value if value.dtype == leaf.dtype else value.to(leaf.dtype))
+            out.append(value if value.dtype is leaf.dtype else value.to(leaf.dtype))
         return out
 
 

@@ -45,6 +45,7 @@ def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tupl
     """The leaves of the chosen arguments, and their treedef; `over` are the axes of the mean."""
     leaves, treedef = trees.flatten(chosen)
     arguments, unknown = [], []
+    left: dict[Any, tuple[str, ...]] = {}  # of `over`, without those that a leaf differs over
     for leaf, axes in zip(leaves, declared_axes(chosen), strict=True):
         if isinstance(leaf, Array):
             axes = leaf.spec.axes
@@ -57,7 +58,9 @@ def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tupl
         axes = differs_over(leaf) if axes is None else axes
         if axes is None and over:
             unknown.append(argument)
-        argument.reduce = tuple(name for name in over if name not in (axes or ()))
+        if axes not in left:
+            left[axes] = tuple(name for name in over if name not in (axes or ()))
+        argument.reduce = left[axes]
     if unknown and region is not None:
         _compare(unknown, region, over)
     return arguments, treedef

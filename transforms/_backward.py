@@ -66,9 +66,14 @@ class Evaluated:
 
 def noted(call: Call, x: Tensor, same: tuple[str, ...]) -> Tensor:
     """Note where a sum over the axes `same` differs; along an axis that the mean leaves out nothing is known."""
-    if call.region is None or set(call.over) != set(call.region.session.layout.names):
-        return x
-    return mark(x, frozenset(call.over) - set(same))
+    left = None if call.region is None else _left(call.over, call.region.session.layout.sizes, same)
+    return x if left is None else mark(x, left)
+
+
+@functools.lru_cache(maxsize=256)
+def _left(over: tuple[str, ...], sizes: tuple[tuple[str, int], ...], same: tuple[str, ...]) -> frozenset[str] | None:
+    """The axes of a mean without those of a sum; None where the mean leaves some of the mesh's out."""
+    return frozenset(over) - set(same) if set(over) == {name for name, _ in sizes} else None
 
 
 class Plain:
@@ -124,9 +129,11 @@ def outermost(f: Evaluated) -> Solution:
         handles: list[Any] = []
         try:
             primals = _in_place(f, sums, ends, primals, handles)
-            hooks = [(primal, Hook(sums, place, call.plan, home)) for primal, place in primals]
-            if sums.shared:
-                handles += [primal.register_post_accumulate_grad_hook(hook) for primal, hook in hooks]
+            if sums.is_gradual:
+                handles += [
+                    primal.register_post_accumulate_grad_hook(Hook(sums, place, call.plan, home))
+                    for primal, place in primals
+                ]
             # In the same chain or one like it, so that a layer computed again (torch.utils.checkpoint) leaves the same
             # trace; on this thread, which knows of the region.
             with chain(), torch.autograd.set_multithreading_enabled(False):
@@ -134,9 +141,7 @@ def outermost(f: Evaluated) -> Solution:
         finally:  # A hook on a node is held by what it holds: nothing else would ever free it and its buckets.
             for handle in handles:
                 handle.remove()
-        if not sums.shared:  # nothing to begin early
-            for primal, hook in hooks:
-                hook(primal)
+        sums.fill_in(primals)
     took_part = sums.filled > begun
     found = sums.finish()
     if not took_part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ class Sums:
     def __init__(self, region: Region | None, plan: Plan):
         self._region, self._plan = region, plan
         self._groups: dict[Group, list[Tensor]] = {}
+        self._axes: dict[tuple[str, ...], tuple[str, ...]] = {}  # without those of size one: nothing to sum there
         self._open: dict[Group, Any] = {}
         self._local: dict[Place, Tensor] = {}
         self._gradual: set[Group] = set()  # those with leaves that come one by one
@@ -35,17 +37,16 @@ class Sums:
     def add(self, like: Tensor, axes: tuple[str, ...], *, exact: bool = False) -> Place:
         """Announce a leaf; `exact` keeps it from travelling as `wire_dtype`, and says that it is filled in at once."""
         wire_dtype = None if exact else self._plan.wire_dtype
-        group = self._shared(axes), wire_dtype, like.device.type
+        shared = self._axes.get(axes)
+        if shared is None:
+            sizes = {} if self._region is None else self._region.session.layout.axes
+            shared = self._axes[axes] = tuple(name for name in sizes if name in axes and sizes[name] > 1)
+        group = shared, wire_dtype, like.device.type
         members = self._groups.setdefault(group, [])
         members.append(like)
         if not exact and group[0]:
             self._gradual.add(group)
         return group, len(members) - 1
-
-    def _shared(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Without axes of size one: nothing to sum there."""
-        sizes = {} if self._region is None else self._region.session.layout.axes
-        return tuple(name for name in sizes if name in axes and sizes[name] > 1)
 
     def open(self, *, alone: bool = True) -> None:
         """Take values from now on; `alone` says that nothing else communicates before `finish`."""
@@ -65,9 +66,9 @@ class Sums:
                 )
 
     @property
-    def shared(self) -> bool:
-        """Whether other ranks add to any of them."""
-        return bool(self._open)
+    def is_gradual(self) -> bool:
+        """Whether a reduction may begin before all that is summed with others is there."""
+        return any(not isinstance(buckets, Buckets) or not buckets.is_single for buckets in self._open.values())
 
     def fill(self, place: Place, value: Tensor) -> None:
         group, index = place
@@ -78,6 +79,32 @@ class Sums:
                 self._open[group].fill(index, value)
         else:
             self._local[place] = value
+
+    def fill_in(self, primals: Sequence[tuple[Tensor, Place]]) -> None:
+        """Take the gradients of all leaves when the backward pass is over, where it `is_gradual` no more."""
+        together: dict[Group, tuple[list[int], list[Tensor]]] = {}
+        without_samples, followed = self._plan.without_samples, active() is not None
+        for primal, place in primals:
+            gradient, primal.grad = primal.grad, None
+            if gradient is None:
+                continue
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            if without_samples:
+                gradient = forget_undefined(gradient, self._plan)
+            if followed:
+                self.fill(place, gradient)
+                continue
+            self.filled += 1
+            group, index = place
+            if group in self._open:
+                indexes, values = together.setdefault(group, ([], []))
+                indexes.append(index)
+                values.append(gradient)
+            else:
+                self._local[place] = gradient
+        for group in self._groups:  # in the same order on all ranks
+            if group in together:
+                self._open[group].fill_all(*together[group])
 
     def has_grad_view(self, place: Place) -> bool:
         """Whether a leaf's value may be written to its `grad_view`: where it is that of other ranks' sum, on CPUs."""

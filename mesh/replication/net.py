@@ -204,12 +204,10 @@ def activate(net: Net | None) -> Iterator[None]:
         _nets.net = before
 
 
-@contextlib.contextmanager
-def unfollowed() -> Iterator[None]:
-    """Pause the active net, if there is one."""
+def unfollowed() -> contextlib.AbstractContextManager[None]:
+    """Pause the active net, if there is one, for the length of a `with` block."""
     net = active()
-    if net is None:
-        yield
-    else:
-        with net.pause():
-            yield
+    return _NOTHING if net is None else net.pause()
+
+
+_NOTHING = contextlib.nullcontext()

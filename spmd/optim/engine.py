@@ -40,6 +40,10 @@ class Engine:
         known = cls.__module__.startswith("torch.optim") and "fused" in inspect.signature(cls.__init__).parameters
         self._may_fuse = known and not chosen
         self._fuses: dict[str, bool] = {}  # by kind of device
+        # A class from elsewhere may clip or scale gradients in place; of torch's own, foreach SGD with nesterov does.
+        writes = cls is torch.optim.SGD and bool(options.get("nesterov"))
+        self._keeps = cls.__module__.startswith("torch.optim") and not (writes and options.get("foreach"))
+        self._keeps_on_gpu = self._keeps and not writes
 
     def __reduce__(self):
         return Engine, (self.cls, self.options)
@@ -145,7 +149,11 @@ class Engine:
         lent = [job.lend(start, stop) for job, start, stop in batch]
         together = [one for some in lent for one in some]
         for one in together:
-            one.param.grad = self._private(one.grad) if scale is None else one.grad * scale.to(one.grad.dtype)
+            if scale is not None:
+                one.param.grad = one.grad * scale.to(one.grad.dtype)
+            else:
+                keeps = self._keeps if one.grad.is_cpu else self._keeps_on_gpu
+                one.param.grad = one.grad.detach() if keeps else one.grad.detach().clone()
             if one.state:
                 instance.state[one.param] = one.state
         instance.param_groups[0]["params"] = [one.param for one in together]
@@ -218,14 +226,6 @@ class Engine:
         group["params"] = []
         self._idle[is_fused].append((instance, options))
         return {name: hyper[name] if group[name] is lent[name] else group[name] for name in hyper}
-
-    def _private(self, grad: Any) -> Tensor:
-        # A class from elsewhere may clip or scale gradients in place; of torch's own, foreach SGD with nesterov does.
-        if self.cls is torch.optim.SGD and self.options.get("nesterov"):
-            keeps = not self.options.get("foreach") and grad.is_cpu
-        else:
-            keeps = self.cls.__module__.startswith("torch.optim")
-        return grad.detach() if keeps else grad.detach().clone()
 
     def _take(self, is_fused: bool) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
         try:

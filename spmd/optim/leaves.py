@@ -22,12 +22,17 @@ REFUSED = {
 
 
 class Leaf(NamedTuple):
-    """A parameter to be optimised; its path names its state, and `group` the options it is stepped with."""
+    """A parameter to be optimised; its path names its state, and `group` the options it is stepped with.
+
+    `axes` and `grad_axes` are those that it and its gradient are known to differ over; None if that isn't known.
+    """
 
     path: str
     param: Tensor
     grad: Tensor | None = None
     group: int = 0
+    axes: frozenset[str] | None = None
+    grad_axes: frozenset[str] | None = None
 
 
 def layout_of(param: Tensor) -> P:

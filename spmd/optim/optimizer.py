@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._spmd import spmd
 from ..kernels import torch_compiled
@@ -22,6 +22,7 @@ from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh import donation, trees
 from ..mesh.array import Array
+from ..mesh.frozen import is_frozen
 from ..mesh.region import current
 from ..mesh.replication.net import differs_over, mark
 from . import clipping, parts
@@ -175,7 +176,7 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
             raise SpecError(message("opt.step works on a rank's tensors", got=f"an Array, params{path}", remedy=remedy))
         if _is_trainable(leaf):
             _check_grad(path, leaf, grad)
-            given.append(Leaf(path, leaf, grad, groups[index]))
+            given.append(Leaf(path, leaf, grad, groups[index], differs_over(leaf), differs_over(grad)))
             places.append(index)
     state, hypers, count = _read(recipe, opt_state)
     now = hypers if count is None or recipe.schedule is None else recipe.schedule.at(int(count), hypers)
@@ -242,15 +243,12 @@ def _mark(new: Tensor, leaf: Leaf) -> None:
     spec = getattr(leaf.param, "_spmd_spec", None)
     if spec is not None:
         new._spmd_spec = spec  # type: ignore[attr-defined]
-    axes, others = differs_over(leaf.param), differs_over(leaf.grad)
-    if axes is not None and others is not None:
-        mark(new, axes | others)
+    if leaf.axes is not None and leaf.grad_axes is not None:
+        mark(new, leaf.axes | leaf.grad_axes)
 
 
 def _is_trainable(leaf: Any) -> bool:
-    if not isinstance(leaf, Tensor) or (isinstance(leaf, nn.Parameter) and not leaf.requires_grad):
-        return False
-    return leaf.is_floating_point() or leaf.is_complex()
+    return isinstance(leaf, Tensor) and not is_frozen(leaf) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ that differs between ranks; state in any form suits any number of ranks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch import Tensor
 from .. import transforms
 from ..kernels.errors import MeshError, SpecError, message
 from ..mesh.region import current
-from ..mesh.replication.net import differs_over
 from ..mesh.spec import Sharded
 from .leaves import REFUSED, Leaf, State, layout_of, localized
 from .slices import ALONE, Axis, Ranks, Slice, divided, joined
@@ -57,9 +57,13 @@ def _refusal(cls: type[torch.optim.Optimizer]) -> str | None:
 
 def kind_of(leaf: Leaf) -> str:
     """What leaves must have in common to be laid end to end."""
-    dtype = str(leaf.param.dtype).removeprefix("torch.")
-    axes = "".join(f"/{name}" for name in sorted(layout_of(leaf.param).axes))
-    return dtype + axes + (f":{leaf.group}" if leaf.group else "")
+    return _kind(leaf.param.dtype, layout_of(leaf.param).axes, leaf.group)
+
+
+@functools.lru_cache(maxsize=256)
+def _kind(dtype: torch.dtype, axes: frozenset[str], group: int) -> str:
+    name = str(dtype).removeprefix("torch.") + "".join(f"/{name}" for name in sorted(axes))
+    return name + (f":{group}" if group else "")
 
 
 class Parts:
@@ -108,7 +112,7 @@ class Parts:
         own = dict(states[0])
         for name, value in states[0].items():
             if _is_like(name, value, part.leaves[0]):
-                own[name] = part.cut_out(joined(part.leaves, [state[name] for state in states]))
+                own[name] = part.cut_out(joined(part.sizes, [state[name] for state in states]))
         return own
 
     def _refetched(self, part: Slice, value: Any) -> Any:
@@ -229,8 +233,7 @@ def _known_axes(leaf: Leaf) -> frozenset[str] | None:
 
     Nor over a network: new parameters would have to be gathered, beside gradients that every rank has whole by then.
     """
-    region = current()
-    own, others = differs_over(leaf.param), differs_over(leaf.grad)
+    own, others, region = leaf.axes, leaf.grad_axes, current()
     if region is None or own is None or others is None or not others <= own or region.session.backend != "shm":
         return None
     return own

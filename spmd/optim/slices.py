@@ -60,13 +60,13 @@ def offsets(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def laid_out(leaves: Sequence[Leaf]) -> tuple[int, ...]:
-    return offsets(tuple(leaf.param.numel() for leaf in leaves))
+def sizes_of(leaves: Sequence[Leaf]) -> tuple[int, ...]:
+    return tuple(leaf.param.numel() for leaf in leaves)
 
 
-def joined(leaves: Sequence[Leaf], values: Sequence[Tensor]) -> Tensor:
-    """Tensors like the leaves, as one flat one, of memory of its own."""
-    *starts, end = laid_out(leaves)
+def joined(sizes: tuple[int, ...], values: Sequence[Tensor]) -> Tensor:
+    """Tensors of these sizes as one flat one, of memory of its own."""
+    *starts, end = offsets(sizes)
     first, size = values[0], values[0].element_size()
     if first.untyped_storage().nbytes() == end * size and all(
         value.data_ptr() == first.data_ptr() + size * start and value.is_contiguous()
@@ -74,28 +74,27 @@ def joined(leaves: Sequence[Leaf], values: Sequence[Tensor]) -> Tensor:
     ):
         return first.detach().as_strided((end,), (1,), 0).clone()
     flat = values[0].new_zeros(end)
-    for start, value in zip(starts, values, strict=True):
-        flat[start : start + value.numel()] = value.reshape(-1)
+    torch._foreach_copy_(list(cut(sizes, flat)), [value.reshape(-1) for value in values])
     return flat
 
 
 def divided(leaves: Sequence[Leaf], flat: Tensor) -> Iterator[Tensor]:
     """Views of a flat tensor, like each of the leaves."""
-    for piece, leaf in zip(cut(leaves, flat), leaves, strict=True):
+    for piece, leaf in zip(cut(sizes_of(leaves), flat), leaves, strict=True):
         yield piece.view(leaf.param.shape)
 
 
-def cut(leaves: Sequence[Leaf], flat: Tensor) -> Sequence[Tensor]:
-    """The parts of a flat tensor that are the leaves', flat as well."""
-    sizes = _sizes(tuple(leaf.param.numel() for leaf in leaves))
-    return flat[: sum(sizes)].split(sizes)[::2]
+def cut(sizes: tuple[int, ...], flat: Tensor) -> Sequence[Tensor]:
+    """The parts of a flat tensor that are leaves of these sizes, flat as well."""
+    those = _with_gaps(sizes)
+    return flat[: sum(those)].split(those)[::2]
 
 
 @functools.lru_cache(maxsize=256)
-def _sizes(numels: tuple[int, ...]) -> list[int]:
+def _with_gaps(numels: tuple[int, ...]) -> list[int]:
     """Of each leaf, and of what lies behind it.
 
-    >>> _sizes((3, 64))
+    >>> _with_gaps((3, 64))
     [3, 61, 64, 0]
     """
     starts = offsets(numels)
@@ -119,7 +118,7 @@ class Ranks:
 ALONE = Ranks((), inside=True)  # each steps all, laid end to end for being so little
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Slice:
     """This rank's slice of leaves laid end to end, padded to the same length on all ranks.
 
@@ -133,12 +132,16 @@ class Slice:
     ranks: Ranks
     cut: tuple[str, ...]
 
-    @property
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return sizes_of(self.leaves)
+
+    @functools.cached_property
     def numel(self) -> int:
         """Of all leaves, with what lies between them."""
-        return laid_out(self.leaves)[-1]
+        return offsets(self.sizes)[-1]
 
-    @property
+    @functools.cached_property
     def length(self) -> int:
         return slice_length(self.numel, self.ranks.size)
 
@@ -165,7 +168,7 @@ class Slice:
             stepped.append(engine.update_flat(out, self._pieces(into is not None, out), own, hyper, scale))
 
         if self.ranks == ALONE:
-            flat = joined(self.leaves, [leaf.param for leaf in self.leaves]) if into is None else into
+            flat = joined(self.sizes, [leaf.param for leaf in self.leaves]) if into is None else into
             grads = [_dense(leaf.grad).reshape(-1) for leaf in self.leaves if leaf.param.numel()]
             stepped.append(engine.update_together(flat, self._parts, grads, own, hyper, scale))
         elif self.ranks.size == 1:
@@ -182,13 +185,14 @@ class Slice:
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
         """What a flat tensor has of each leaf that has elements, flat as well."""
-        return [part for part in cut(self.leaves, flat) if part.numel()]
+        parts = cut(self.sizes, flat)
+        return [part for part in parts if part.numel()] if 0 in self.sizes else list(parts)
 
     def _pieces(self, there: bool, out: Tensor) -> list[Piece]:
         """What lies in this slice of each leaf."""
         start, stop = slice_bounds(self.numel, self.ranks.size)[self.ranks.index]
         pieces = []
-        for offset, leaf in zip(laid_out(self.leaves), self.leaves, strict=False):
+        for offset, leaf in zip(offsets(self.sizes), self.leaves, strict=False):
             first, last = max(start - offset, 0), min(stop - offset, leaf.param.numel())
             if first < last:
                 grad = _dense(leaf.grad)
@@ -206,7 +210,7 @@ class Slice:
         size, numel = first.element_size(), self.ranks.size * self.length
         offered = all(donation.may_take(leaf.param) for leaf in self.leaves)
         if offered and first.untyped_storage().nbytes() == numel * size:
-            places = [first.data_ptr() + size * offset for offset in laid_out(self.leaves)]
+            places = [first.data_ptr() + size * offset for offset in offsets(self.sizes)]
             if all(
                 leaf.param.is_contiguous() and (leaf.param.data_ptr() == place or not leaf.param.numel())
                 for leaf, place in zip(self.leaves, places, strict=False)
