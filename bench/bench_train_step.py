@@ -8,17 +8,18 @@ import pytest
 from harness import Contender, Groups, measure
 
 MODELS = ("mlp_1k", "mlp_4k", "encoder", "cnn")
+SLOW = {"shard": None, "fused": False}  # the default is both
 OURS = {
-    "ours": {},
-    "ours, donated": {"donate": True},
-    "ours, fused, donated": {"fused": True, "donate": True},
+    "ours": SLOW,
+    "ours, donated": {**SLOW, "donate": True},
+    "ours, fused, donated": {"shard": None, "fused": True, "donate": True},
     "ours, sharded, fused": {"shard": "data", "fused": True},
     "ours, sharded, fused, donated": {"shard": "data", "fused": True, "donate": True},
 }
 FLAGS: dict[str, dict] = {"": {}, ", foreach": {"foreach": True}, ", fused": {"fused": True}}
 TWO = (
     *(Contender(name, "ours", options) for name, options in OURS.items()),
-    Contender("ours, from a driver", "driver"),
+    Contender("ours, from a driver", "driver", SLOW),
     Contender("ours, from a driver, sharded, fused, donated", "driver", OURS["ours, sharded, fused, donated"]),
     *(Contender(f"ddp{flags}", "gloo", options) for flags, options in FLAGS.items()),
     Contender("one process", "plain"),

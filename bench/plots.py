@@ -10,7 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from targets import best, size_text
+from targets import size_text
 
 Record = dict[str, Any]
 # What the contenders of the suites are called where one sees them without their documentation.
@@ -23,6 +23,18 @@ SHOWN = {
     "gloo, placed as woken": "Gloo, ranks not bound to cores",
     "open mpi": "Open MPI",
     "adding alone": "the additions alone",
+}
+# The train step's: first what a program without options runs, then the rest. `optimizer` shards and fuses by default.
+DEFAULTS = {"ours, sharded, fused": "spmd", "ddp": "DDP", "one process": "one process", "jax": "JAX"}
+OPTIONS = {
+    "ours, sharded, fused, donated": "spmd, donated",
+    "ours, fused, donated": "spmd, replicated, donated",
+    "ours": "spmd, replicated, not fused",
+    "ours, donated": "spmd, replicated, not fused, donated",
+    "ours, from a driver, sharded, fused, donated": "spmd, donated, from a driver",
+    "ours, from a driver": "spmd, replicated, not fused, from a driver",
+    "ddp, foreach": "DDP, foreach",
+    "ddp, fused": "DDP, fused",
 }
 
 
@@ -51,7 +63,7 @@ def all_reduce(suite: Record, folder: Path) -> list[Path]:
 
 
 def train_step(suite: Record, folder: Path) -> list[Path]:
-    """Step times as bars, one panel for every model."""
+    """Step times as bars, one panel for every model: default settings on top, in dark; below them the others."""
     made = []
     for ranks in sorted({case["ranks"] for case in suite["cases"]}):
         cases = [case for case in suite["cases"] if case["ranks"] == ranks]
@@ -63,19 +75,22 @@ def train_step(suite: Record, folder: Path) -> list[Path]:
         for axes in panels.flat[len(cases) :]:
             axes.remove()
         for axes, case in zip(panels.flat, cases, strict=False):
-            names = list(case["quartiles"])[::-1]
+            defaults = [name for name in DEFAULTS if name in case["quartiles"]]
+            others = [name for name in (*OPTIONS, *case["quartiles"]) if name in case["quartiles"]]
+            names = list(dict.fromkeys([*defaults, *others]))[::-1]
             low, middle, high = zip(*([1e3 * x for x in case["quartiles"][name]] for name in names), strict=True)
-            fastest = {pair[0] for start in ("ours", "ddp") if (pair := best(case, start)) is not None}
             colours = ["C0" if name.startswith("ours") else "C1" if name.startswith("ddp") else "C7" for name in names]
             errors = [
                 [m - x for x, m in zip(low, middle, strict=True)],
                 [x - m for x, m in zip(high, middle, strict=True)],
             ]
-            bars = axes.barh(names, middle, xerr=errors, color=colours)
+            bars = axes.barh(range(len(names)), middle, xerr=errors, color=colours)
             for bar, name in zip(bars, names, strict=True):
-                bar.set_alpha(1.0 if name in fastest or not name.startswith(("ours", "ddp")) else 0.5)
+                bar.set_alpha(1.0 if name in defaults else 0.5)
+            if defaults:
+                axes.axhline(len(names) - len(defaults) - 0.5, color="0.3", linewidth=0.8)
             axes.set(title=case["case"].rpartition(":")[2], xlabel="ms per step (median, quartiles)")
-            axes.set_yticks(range(len(names)), [name.replace("ours", "spmd").replace("ddp", "DDP") for name in names])
+            axes.set_yticks(range(len(names)), [(DEFAULTS | OPTIONS).get(name, name) for name in names])
             axes.tick_params(axis="y", labelsize=7)
         figure.suptitle(f"train step, {ranks} ranks on {suite['machine']['cores']} cores: {suite['machine']['cpu']}")
         made.append(save(figure, folder / f"train_step_{ranks}.png"))

@@ -122,8 +122,9 @@ def train_step(suite: Record) -> Iterator[Row]:
         )
         plain_ddp = median(record, "ddp")
         if plain_ddp is not None:
-            said = f"{plain_ddp / own:.2f}x (ours {time_text(own)}, ddp {time_text(plain_ddp)})"
-            yield Row(f"step of {model}, {ranks} ranks, both without flags", said)
+            default = median(record, "ours, sharded, fused") or own
+            said = f"{plain_ddp / default:.2f}x (ours {time_text(default)}, ddp {time_text(plain_ddp)})"
+            yield Row(f"step of {model}, {ranks} ranks, both with default settings", said)
         floor = median(record, "forward and backward alone")
         one = best(record, "one process")
         if floor is not None:
