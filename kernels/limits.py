@@ -12,10 +12,13 @@ from .errors import MeshError, SpmdError, message
 
 # What an error of the system's most often means here: what there is too little of, its limit, how a shell raises it.
 _LIMITS = {
-    errno.ENOMEM: ("address space", "RLIMIT_AS", "ulimit -v unlimited"),
-    errno.EFBIG: ("size of a file", "RLIMIT_FSIZE", "ulimit -f unlimited"),
-    errno.EMFILE: ("open files", "RLIMIT_NOFILE", "ulimit -n $(ulimit -Hn)"),
-    errno.EAGAIN: ("processes", "RLIMIT_NPROC", "ulimit -u $(ulimit -Hu)"),
+    errno.ENOMEM: [
+        ("address space", "RLIMIT_AS", "ulimit -v unlimited"),
+        ("data", "RLIMIT_DATA", "ulimit -d unlimited"),
+    ],
+    errno.EFBIG: [("size of a file", "RLIMIT_FSIZE", "ulimit -f unlimited")],
+    errno.EMFILE: [("open files", "RLIMIT_NOFILE", "ulimit -n $(ulimit -Hn)")],
+    errno.EAGAIN: [("processes", "RLIMIT_NPROC", "ulimit -u $(ulimit -Hu)")],
 }
 
 
@@ -30,18 +33,17 @@ def named_limits() -> Iterator[None]:
         number = _number_of(error)
         if number is None:
             raise
-        found = _LIMITS.get(number)
-        if found is not None:
-            what, name, remedy = found
-            most = resource.getrlimit(getattr(resource, name))[0]
-            problem = f"a mesh needs more than the limit on {what} allows, {name}"
-            got = f"{os.strerror(number)}, with a limit of {'none' if most == resource.RLIM_INFINITY else most}"
-        else:
-            problem, got = "the operating system refuses what a mesh needs", str(error)
-            remedy = "see that the working directory and the temporary directory are there"
-        raise MeshError(
-            message(problem, got=got, remedy=f"{remedy}; or use fewer ranks" if found else remedy)
-        ) from None
+        if number not in _LIMITS:
+            problem, remedy = (
+                "the operating system refuses what a mesh needs",
+                "see that the working directory and the temporary directory are there",
+            )
+            raise MeshError(message(problem, got=str(error), remedy=remedy)) from None
+        limits = [(*one, resource.getrlimit(getattr(resource, one[1]))[0]) for one in _LIMITS[number]]
+        what, name, remedy, most = next((one for one in limits if one[3] != resource.RLIM_INFINITY), limits[0])
+        got = f"{os.strerror(number)}, with a limit of {'none' if most == resource.RLIM_INFINITY else most}"
+        problem = f"a mesh needs more than the limit on {what} allows, {name}"
+        raise MeshError(message(problem, got=got, remedy=f"{remedy}; or use fewer ranks")) from None
 
 
 def _number_of(error: OSError | RuntimeError) -> int | None:

@@ -123,8 +123,9 @@ GREETINGS = {
 }
 
 
-def scan(address: tuple[str, int], idle: int) -> None:
-    """Send all that to a port, then keep many connections open that say nothing; all on loopback."""
+@contextlib.contextmanager
+def scanned(address: tuple[str, int], idle: int) -> Iterator[None]:
+    """Send all that to a port, then keep many connections open within that say nothing; all on loopback."""
     for greeting in GREETINGS.values():
         with contextlib.suppress(OSError), socket.create_connection(address, timeout=5) as connection:
             connection.sendall(greeting)
@@ -134,3 +135,4 @@ def scan(address: tuple[str, int], idle: int) -> None:
         for _ in range(idle):
             with contextlib.suppress(OSError):
                 stack.enter_context(socket.create_connection(address, timeout=0.5))
+        yield

@@ -21,6 +21,7 @@ from ..shm.arena import Arena
 from ..shm.standing import StandingArena
 
 LEADER_SECONDS, OTHERS_SECONDS = 0.05, 0.5  # how often a waiting rank asks the store
+_DIGITS = 18  # of the number of a region
 _GRACE_SECONDS = 1.0  # a rank that keeps the store may end a moment before the others
 
 
@@ -68,7 +69,7 @@ class StoreWatch:
             self._next_look = time.monotonic() + self._seconds
         if text:
             region, _, text = text.partition(" ")
-            if region.isdecimal() and int(region) <= self.region:  # see Arena.check
+            if region.isdecimal() and len(region) <= _DIGITS and int(region) <= self.region:  # see Arena.check
                 raise Aborted(text)
 
     def enter_debugger(self) -> None:

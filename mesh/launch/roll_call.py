@@ -11,9 +11,11 @@ all ranks have said the same, with one's own new number in it, which nobody can 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import re
 import secrets
 import socket
 import sys
@@ -28,6 +30,7 @@ from .environments import Launch
 from .secret import Secret, required
 
 _LOOK_SECONDS = 0.02
+_LONGEST = 4096  # bytes of a signature
 _MARK_BYTES = 8  # that tell one secret from another, and nothing about it
 
 
@@ -43,7 +46,17 @@ class _Signature:
 
     @staticmethod
     def parse(data: bytes) -> _Signature:
-        return _Signature(**json.loads(data))
+        """Raises ValueError: it is none; anybody may have written it."""
+        try:
+            found = _Signature(**json.loads(data[:_LONGEST]))
+        except (TypeError, RecursionError) as error:
+            raise ValueError("no signature") from error
+        kinds = {"host": str, "namespace": str, "pid": int, "size": int, "number": str}
+        if any(type(getattr(found, name)) is not kind for name, kind in kinds.items()):
+            raise ValueError("no signature")
+        if not re.fullmatch("[0-9a-f]{32}", found.number) or not f"{found.host}{found.namespace}".isprintable():
+            raise ValueError("no signature")
+        return found
 
     def text(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
@@ -86,15 +99,15 @@ class RollCall:
                 if not self._store.check([f"rank/{peer}"]):
                     continue
                 data = self._store.get(f"rank/{peer}")
-                opened = unseal(self._secret.key, f"rank/{peer}", data[_MARK_BYTES:])
-                if opened is None:
+                signature = self._opened(peer, data)
+                if signature is None:
                     strange[peer] = data
                     continue
-                found[peer] = _Signature.parse(opened)
-                self._check_size(peer, found[peer].size)
+                found[peer] = signature
+                self._check_size(peer, signature.size)
             self._check_refused()
-            if strange and len(found) + len(strange) == size and self._may_differ(strange):
-                return self._without_secret({**found, **self._believed(strange)})
+            if strange and len(found) + len(strange) == size and (others := self._of_other_secrets(found, strange)):
+                return self._without_secret({**found, **others})
             if len(found) < size and time.monotonic() > end:
                 raise self._missing(sorted(set(range(size)) - set(found)), timeout, strange)
             if len(found) < size:
@@ -109,9 +122,10 @@ class RollCall:
         while True:
             self._stay()
             found, strange = self._signed_in()
-            differ = bool(strange) and len(found) + len(strange) == size and self._may_differ(strange)
-            key = b"" if differ else self._secret.key
-            everyone = {**found, **self._believed(strange)} if differ else found
+            all_here = bool(strange) and len(found) + len(strange) == size
+            others = self._of_other_secrets(found, strange) if all_here else {}
+            key = b"" if others else self._secret.key
+            everyone = {**found, **others}
             if len(everyone) == size:
                 agreed = code(key, b"agreed", *(everyone[rank].number.encode() for rank in range(size)))
                 if agreed != said:
@@ -134,12 +148,20 @@ class RollCall:
         for peer in range(self._launch.size):
             if self._store.check([f"rank/{peer}"]):
                 data = self._store.get(f"rank/{peer}")
-                opened = unseal(self._secret.key, f"rank/{peer}", data[_MARK_BYTES:])
-                if opened is None:
+                signature = self._opened(peer, data)
+                if signature is None:
                     strange[peer] = data
-                elif (signature := _Signature.parse(opened)).size == self._launch.size:  # else of a job that has shrunk
+                elif signature.size == self._launch.size:  # else of a job that has shrunk
                     found[peer] = signature
         return found, strange
+
+    def _opened(self, peer: int, data: bytes) -> _Signature | None:
+        """Who has signed in as a rank; None if this secret has not made it."""
+        opened = unseal(self._secret.key, f"rank/{peer}", data[_MARK_BYTES:])
+        if opened is not None:
+            with contextlib.suppress(ValueError):  # where there is no secret anybody may have made it
+                return _Signature.parse(opened)
+        return None
 
     def _job_key(self, key: bytes, found: dict[int, _Signature]) -> bytes:
         return code(key, b"job", *(found[rank].number.encode() for rank in range(self._launch.size)))
@@ -149,11 +171,10 @@ class RollCall:
         there = self._store.compare_set(self._name, "", self._mine)  # type: ignore[arg-type]
         if there == self._mine:
             return
-        opened = unseal(self._secret.key, self._name, there[_MARK_BYTES:])
-        if opened is None:
+        other = self._opened(rank, there)
+        if other is None:
             self._stay()  # nobody's
             return
-        other = _Signature.parse(opened)
         if gone(other.namespace, other.pid):
             problem = (
                 f"the meeting place {self._where} is left over from an earlier run (process {other.pid}, which has "
@@ -170,7 +191,7 @@ class RollCall:
 
     def _stay(self) -> None:
         """Write this rank's own again where somebody else's, who is nobody, stands."""
-        if unseal(self._secret.key, self._name, self._store.get(self._name)[_MARK_BYTES:]) is None:
+        if self._opened(self._launch.rank, self._store.get(self._name)) is None:
             self._store.set(self._name, self._mine)  # type: ignore[arg-type]
 
     def _check_size(self, peer: int, its_size: int) -> None:
@@ -188,7 +209,9 @@ class RollCall:
             problem = unseal(self._secret.key, "refused", self._store.get("refused"))
             if problem is not None:
                 where = f"rank {self._launch.rank}"
-                raise MeshError(message(problem.decode(), where=where, remedy="correct the start of the job"))
+                raise MeshError(
+                    message(problem.decode(errors="replace"), where=where, remedy="correct the start of the job")
+                )
 
     def _missing(self, missing: list[int], timeout: float, strange: dict[int, bytes]) -> MeshError:
         size = self._launch.size
@@ -205,22 +228,26 @@ class RollCall:
 
     # -- hosts that do not share home directories, and have been given no secret ---------------------------------------
 
-    def _may_differ(self, strange: dict[int, bytes]) -> bool:
-        """Whether other hosts may have another file of their own at home: nobody has chosen a secret for the job."""
-        if self._secret.chosen or self._one_host:
-            return False
-        return all(
-            len(data) > _MARK_BYTES + CODE_BYTES and data[:_MARK_BYTES] != self._mark for data in strange.values()
-        )
+    def _of_other_secrets(self, found: dict[int, _Signature], strange: dict[int, bytes]) -> dict[int, _Signature]:
+        """The ranks of hosts that have another file at home; none where all must have the same, or nobody's is there.
 
-    def _believed(self, strange: dict[int, bytes]) -> dict[int, _Signature]:
-        try:
-            found = {peer: _Signature.parse(data[_MARK_BYTES + CODE_BYTES :]) for peer, data in strange.items()}
-        except (ValueError, TypeError) as error:
-            raise self._missing(sorted(strange), 0.0, strange) from error
-        for peer, signature in found.items():
+        All must where the user has chosen a secret, on one host, and where a rank of another host has this one's.
+        """
+        if self._secret.chosen or self._one_host:
+            return {}
+        if any(signature.namespace != namespace() for signature in found.values()):
+            return {}
+        others = {}
+        for peer, data in strange.items():
+            if data[:_MARK_BYTES] == self._mark:
+                return {}
+            try:
+                others[peer] = _Signature.parse(data[_MARK_BYTES + CODE_BYTES :])
+            except ValueError:
+                return {}
+        for peer, signature in others.items():
             self._check_size(peer, signature.size)
-        return found
+        return others
 
     def _without_secret(self, found: dict[int, _Signature]) -> bytes:
         """The key of a job without a secret: whoever reads the meeting place knows it."""

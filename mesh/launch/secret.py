@@ -37,7 +37,7 @@ def secret_of_user(environ: Environ = os.environ) -> Secret:
         MeshError: SPMD_SECRET or SPMD_SECRET_FILE is set, and is none.
     """
     if text := environ.get("SPMD_SECRET"):
-        return Secret(_checked(text.encode(), "SPMD_SECRET"), "SPMD_SECRET", True)
+        return Secret(_checked(os.fsencode(text), "SPMD_SECRET"), "SPMD_SECRET", True)
     if path := environ.get("SPMD_SECRET_FILE"):
         return Secret(_of_file(path), "SPMD_SECRET_FILE", True)
     for folder in own_folders(home_first=True):
@@ -67,16 +67,18 @@ def _of_file(path: str) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as file:
             found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid not in (0, os.getuid()) or found.st_mode & 0o022:
-                raise OSError(f"{stat.filemode(found.st_mode)} of user {found.st_uid}, which others could have written")
+            # As ssh does with keys: what is the user's own nobody else may read; how root hands one over is root's.
+            others = 0o077 if found.st_uid == os.getuid() else 0o022
+            if not stat.S_ISREG(found.st_mode) or found.st_uid not in (0, os.getuid()) or found.st_mode & others:
+                raise OSError(f"{stat.filemode(found.st_mode)} of user {found.st_uid}, which others can read or write")
             return _checked(file.read(1 << 16).strip(), "SPMD_SECRET_FILE")
     except OSError as error:
         raise MeshError(
             message(
                 "SPMD_SECRET_FILE can't be used",
                 got=f"SPMD_SECRET_FILE={path!r}: {error}",
-                expected="a file of the user's, or of root's, that nobody else may write to",
-                remedy="correct it, or set SPMD_SECRET",
+                expected="a file of the user's own, 0600, or one of root's that nobody else may write to",
+                remedy="chmod 600 it (in a volume of Kubernetes, defaultMode: 0400), or set SPMD_SECRET",
             )
         ) from None
 

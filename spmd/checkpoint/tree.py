@@ -45,8 +45,17 @@ def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
         leaf = as_tensor(leaf)
         entries.append({"key": key, "path": path, **_entry(leaf, path or "the whole")})
         if isinstance(leaf, torch.Tensor | Array):
+            if not _is_text(key):
+                raise _unwritable(ascii(path), "a name with half of a character", "names that UTF-8 has")
             tensors[key] = leaf
     return structure, entries, tensors
+
+
+def _is_text(name: str) -> bool:
+    try:
+        return bool(name.encode()) or not name
+    except UnicodeEncodeError:
+        return False
 
 
 def structure_of(node: Any) -> Any:

@@ -141,3 +141,11 @@ def test_like_of_other_classes(tmp_path: Path) -> None:
 def test_the_manifest_tells_of_classes(tmp_path: Path) -> None:
     save(tmp_path, Run(1))
     assert manifest.read(tmp_path)["tree"] == {"class": "Run", "at": [".state", ".name"], "of": ["leaf", "leaf"]}
+
+
+def test_names_that_cannot_be_written(tmp_path: Path) -> None:
+    for tree in ({"\ud800": torch.ones(2)}, {"a": {"b\udfff": [torch.ones(2)]}}):
+        with pytest.raises(SpecError, match="half of a character"):
+            save(tmp_path, tree)
+    save(tmp_path, {"\U0001f600": torch.ones(2), "a": "\ud800"}).result()
+    assert restore(tmp_path)["a"] == "\ud800"

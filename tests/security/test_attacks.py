@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from attacks import JOB, free_port, job, listening, scan
+from attacks import JOB, free_port, job, listening, scanned
 from fork_server import Forked, ForkServer, fork_server
 from patience import HANGS
 from scripts import launched, script
@@ -58,8 +58,8 @@ def test_scanner_and_forged_frames(server: ForkServer, tmp_path: Path) -> None:
         assert len(ports) >= 3  # the store, Gloo, messages
         assert all(ipaddress.ip_address(host).is_loopback for host, _ in ports), ports
         for port in sorted(ports):
-            scan(port, IDLE)
-            its.trains_on()
+            with scanned(port, IDLE):
+                its.trains_on()
         assert its.end() == ["right\n"] * 2
 
 
@@ -204,6 +204,31 @@ def test_another_user_takes_the_name_of_a_rank_that_has_died(make_mesh: Any) -> 
             assert mesh.remote(Counter, rank=1).add(41).get(timeout=HANGS) == 42
             assert mesh.run(lambda: int(mesh.comm().size)) == [2, 2]
         other.stdin.close()
+
+
+DIAL = """
+import socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
+    one.settimeout(10)
+    one.connect(bytes.fromhex(sys.argv[1]))
+    try:
+        one.sendall(bytes(32))
+        print(len(one.recv(1)))
+    except ConnectionError:
+        print(0)
+"""
+
+
+@needs_second_user
+def test_another_user_dials_a_rank(make_mesh: Any) -> None:
+    """He is told nothing, not even what he could prove nothing with."""
+    mesh = make_mesh({"data": 2})
+    mesh.remote(Counter, rank=1).add(1).get()
+    (name,) = mesh.run(own_names, ranks=[1])[0]
+    dial = [sys.executable, "-c", DIAL, name.replace("@", chr(0)).encode().hex()]
+    others = subprocess.run([*AS_NOBODY, *dial], capture_output=True, text=True, timeout=HANGS)
+    assert others.stdout == "0\n", others.stderr
+    assert subprocess.run(dial, capture_output=True, text=True, timeout=HANGS).stdout == "1\n"
 
 
 def test_spmd_run_listens_nowhere(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import random
 import socket
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from patience import until
 from spmd import PeerLost
 from spmd.kernels.network import mailbox
 from spmd.kernels.network.authentication import CODE_BYTES, AuthenticatedStore
+from spmd.kernels.network.hosts import StoreWatch
 from spmd.kernels.network.mailbox import Mailbox
 
 MUTATIONS = 1000
@@ -194,3 +196,51 @@ def test_a_change_on_the_way_is_told(monkeypatch: pytest.MonkeyPatch, place: int
         with pytest.raises(PeerLost, match=r"got a message from rank 0 that is not what it has sent.*security\.md"):
             to.check()
         assert [(source, tag, body.numpy().tobytes()) for source, tag, body in to.inbox] == SENT[: (place - 1) // 2]
+
+
+def test_strangers_make_room_for_the_next() -> None:
+    """Connections that say nothing are not kept."""
+    store = store_of(b"a secret of the job")
+    with opened(store, 1) as to, contextlib.ExitStack() as stack:
+        host, port, _ = store.get("group/mailbox/1").decode().split()
+        idle = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(100)]
+        for connection in idle:
+            connection.setblocking(False)
+
+        def kept() -> int:
+            found = 0
+            for connection in idle:
+                try:
+                    found += bool(connection.recv(1))
+                except BlockingIOError:
+                    found += 1
+                except ConnectionError:
+                    pass
+            return found
+
+        assert until(lambda: kept() <= 32, 30.0)
+        sender = stack.enter_context(opened(store, 0))
+        assert until(lambda: sender.connected(1))
+        sender.post(torch.ones(3).view(torch.uint8), 1, 7)
+        assert until(lambda: to.inbox)
+
+
+def test_an_abort_that_is_none() -> None:
+    """Where there is no secret, anybody may have written it."""
+    for text in ("not a number", "", "-1 stop", "1e5 stop", "9" * 5000 + " stop", "\xb2 stop"):
+        store = dist.HashStore()
+        store.set("abort/0", text)
+        StoreWatch(store, 0).check_peers()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_gloo_brings_is_not_unpickled_unless_a_rank_has_made_it(make_mesh: Any, size: int) -> None:
+    mesh = make_mesh({"data": size}, backend="gloo")
+
+    def body() -> list[bytes]:
+        comm = mesh.comm()
+        makes = [vars(base)["all_gather_bytes"] for base in type(comm).__mro__ if "all_gather_bytes" in vars(base)]
+        return makes[-1 if comm.rank == 1 else 0](comm, b"from rank %d" % comm.rank)  # rank 1 says it without a code
+
+    with pytest.raises(PeerLost, match="what came as rank 1's is not of this job"):
+        mesh.run(body)

@@ -63,3 +63,21 @@ with Mesh({"data": 2}) as mesh:
     sums = ["1048576.0"] * 2
     right = f"[{', '.join(sums)}]"
     assert out == f"True\nTrue\nTrue\n[0, 1]\n{right} 1048576.0 1048576.0\nTrue\nTrue\n[0, 1]\n{right}\n", out + err
+
+
+@pytest.mark.parametrize(("name", "bytes_"), [("RLIMIT_AS", 4 << 30), ("RLIMIT_DATA", 64 << 20)])
+def test_the_limit_that_is_set_is_the_one_that_is_named(server: ForkServer, name: str, bytes_: int) -> None:
+    code = f"""
+import errno, os, resource
+import torch, numpy
+from spmd import MeshError
+from spmd.kernels.limits import named_limits
+resource.setrlimit(resource.{name}, ({bytes_}, {bytes_}))
+try:
+    with named_limits():
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+except MeshError as error:
+    print(error)
+"""
+    out, err = server.start(code, environ=os.environ).communicate()
+    assert f"allows, {name} (" in out, out + err
