@@ -1,7 +1,7 @@
 """A training step whose loss is compiled by `torch.compile`, beside the same step in eager, in turn, on the same ranks.
 
 `python bench/compiled_steps.py | tee bench/results/compiled_steps.txt`: milliseconds a step, median and quartiles of
-rounds, and how often as fast the compiled one is. The GPT is of many small operations, the others of few large ones.
+rounds, and how often as fast the compiled one is. The GPT is of many small operations, the others are of few large ones.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class GPT(nn.Module):
         return self.head(self.blocks(self.embed(x) + self.place)).flatten(0, 1)
 
 
-def gpt() -> tuple[nn.Module, Tensor, Tensor]:
+def gpt(sequences: int) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
-    tokens = torch.randint(0, VOCABULARY, (16, LENGTH + 1))
+    tokens = torch.randint(0, VOCABULARY, (sequences, LENGTH + 1))
     return GPT(), tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -125,7 +125,8 @@ def tensor_parallel(mesh: Mesh, compiled: bool) -> Contender:
 
 
 CASES: dict[str, Callable[[Mesh, bool], Contender]] = {
-    "GPT, 8 layers, d=64": lambda mesh, compiled: contender(mesh, gpt, compiled),
+    "GPT, 8 layers, d=64, batch of 2": lambda mesh, compiled: contender(mesh, lambda: gpt(2), compiled),
+    "GPT, 8 layers, d=64, batch of 16": lambda mesh, compiled: contender(mesh, lambda: gpt(16), compiled),
     "tensor-parallel, 8 layers, d=64": tensor_parallel,
     "mlp_1k": lambda mesh, compiled: contender(mesh, mlp_1k, compiled),
     "mlp_4k": lambda mesh, compiled: contender(mesh, mlp_4k, compiled),

@@ -45,6 +45,12 @@ def from_dtensor(dtensor: DTensor, *, mesh: Mesh | None = None) -> Any:
         MeshError: in the driver.
     """
     mesh = resolve(mesh)
+    if not isinstance(dtensor, DTensor):
+        got, remedy = (
+            type(dtensor).__name__,
+            "a plain tensor that each rank has is put(x), or Sharded(x, spec) in a step",
+        )
+        raise SpecError(message("from_dtensor got no DTensor", got=got, remedy=remedy))
     layout, session = mesh.layout, mesh.session
     names = dtensor.device_mesh.mesh_dim_names or ()
     if not set(names) <= set(layout.names) or any(

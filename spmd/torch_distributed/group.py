@@ -60,6 +60,9 @@ class ProcessGroup(_Base):
 
     _device_types = property(lambda self: list(map(torch.device, DEVICES)))
 
+    def _get_backend(self, device: Any) -> Any:
+        return self  # torch asks of what kind it is
+
     def rank(self) -> int:
         return self._rank
 
@@ -313,18 +316,15 @@ class ProcessGroup(_Base):
     # -- messages, barriers --------------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
-        tensors = listed(tensors)
-        tensor = one(tensors, "send")
+        tensor = one(tensors := listed(tensors), "send")
         return self._do("send", None, lambda comm, _: comm.isend(tensor, dst, tag), tensors, tensors)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
-        tensors = listed(tensors)
-        tensor = one(tensors, "recv")
+        tensor = one(tensors := listed(tensors), "recv")
         return self._do("recv", None, lambda comm, _: comm.irecv(tensor, src, tag), tensors, tensors)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
-        tensors = listed(tensors)
-        tensor = one(tensors, "recv")
+        tensor = one(tensors := listed(tensors), "recv")
         return self._do("recvAnySource", None, lambda comm, _: comm.irecv(tensor, None, tag), tensors, tensors)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:

@@ -160,3 +160,5 @@ def test_what_has_no_counterpart_is_refused(mesh: spmd.Mesh) -> None:
 
     with pytest.raises(SpecError, match="another mesh"):
         mesh.run(elsewhere)
+    with pytest.raises(SpecError, match="got no DTensor \\(got Tensor\\)"):
+        mesh.run(spmd.from_dtensor, torch.ones(4))
