@@ -181,6 +181,12 @@ class GlooCommunicator(NetworkedCommunicator):
 
         def sent() -> bool:
             mailbox.check()
+            if message.lost:
+                self._look_for_death()
+                problem = (
+                    f"rank {self.ranks[self.rank]} lost the connection to rank {self.ranks[dst]}, and a message to it"
+                )
+                raise PeerLost(problem, self.ranks[dst])
             return message.sent
 
         yield sent

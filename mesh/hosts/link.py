@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from typing import Any
 
 from ...kernels.network.authentication import CODE_BYTES, code, same
@@ -33,10 +34,10 @@ def listener(address: str) -> socket.socket:
 
 def greet_driver(connection: socket.socket, secret: bytes, place: int) -> Link:
     """The host's side of the greeting; raises `NotOfThisMesh`, or OSError."""
-    connection.settimeout(GREETING_SECONDS)
+    end = time.monotonic() + GREETING_SECONDS
     mine, at = secrets.token_bytes(CODE_BYTES), _PLACE.pack(place)
     connection.sendall(mine)
-    theirs, proof = _exactly(connection, CODE_BYTES), _exactly(connection, CODE_BYTES)
+    theirs, proof = _exactly(connection, CODE_BYTES, end), _exactly(connection, CODE_BYTES, end)
     if not same(proof, code(secret, b"driver", mine, theirs)):
         raise NotOfThisMesh("who listens there is not the driver of this mesh")
     connection.sendall(at + code(secret, b"host", mine, theirs, at))
@@ -46,19 +47,21 @@ def greet_driver(connection: socket.socket, secret: bytes, place: int) -> Link:
 
 def greet_host(connection: socket.socket, secret: bytes) -> tuple[int, Link]:
     """The driver's side: which of its hosts this is, and the link to it; raises `NotOfThisMesh`, or OSError."""
-    connection.settimeout(GREETING_SECONDS)
-    theirs, mine = _exactly(connection, CODE_BYTES), secrets.token_bytes(CODE_BYTES)
+    end = time.monotonic() + GREETING_SECONDS
+    theirs, mine = _exactly(connection, CODE_BYTES, end), secrets.token_bytes(CODE_BYTES)
     connection.sendall(mine + code(secret, b"driver", theirs, mine))
-    at, proof = _exactly(connection, _PLACE.size), _exactly(connection, CODE_BYTES)
+    at, proof = _exactly(connection, _PLACE.size, end), _exactly(connection, CODE_BYTES, end)
     if not same(proof, code(secret, b"host", theirs, mine, at)):
         raise NotOfThisMesh("a connection that is not of a host of this mesh")
     keys = [code(secret, name, theirs, mine, at) for name in (b"to host", b"to driver")]
     return _PLACE.unpack(at)[0], Link(connection, *keys)
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def _exactly(connection: socket.socket, count: int, end: float) -> bytes:
+    """So many bytes, all of them before `end`, however slowly they drip."""
     data = b""
     while len(data) < count:
+        connection.settimeout(max(1e-3, end - time.monotonic()))
         piece = connection.recv(count - len(data))
         if not piece:
             raise NotOfThisMesh("the connection ended in the greeting")

@@ -5,6 +5,7 @@ Invariant: nothing of the program is sent before all hosts have come with what t
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import socket
@@ -41,7 +42,7 @@ class Meeting:
         self._listener = listener(self.address)
         self._came = threading.Condition()
         self._links: dict[int, Link] = {}
-        self._strangers = threading.BoundedSemaphore(_STRANGERS)
+        self._strangers: collections.deque[socket.socket] = collections.deque()
         self._closed = False
         self._handles: list[Any] = []
 
@@ -111,9 +112,14 @@ class Meeting:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            if self._closed or not self._strangers.acquire(blocking=False):
-                connection.close()
-                continue
+            with self._came:
+                if self._closed:
+                    connection.close()
+                    continue
+                self._strangers.append(connection)
+                if len(self._strangers) > _STRANGERS:  # the oldest makes room; its thread closes it
+                    with contextlib.suppress(OSError):
+                        self._strangers.popleft().shutdown(socket.SHUT_RDWR)
             threading.Thread(target=self._greet, args=(connection,), name="spmd-greeting", daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:
@@ -123,7 +129,8 @@ class Meeting:
             connection.close()
             return
         finally:
-            self._strangers.release()
+            with self._came, contextlib.suppress(ValueError):
+                self._strangers.remove(connection)
         with self._came:
             if self._closed or place in self._links or place >= len(self._places.names):
                 link.close()

@@ -8,9 +8,11 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ from fork_server import Forked, ForkServer, fork_server
 from patience import HANGS
 from scripts import launched, script
 
-from spmd import PeerLost
+from spmd import Mesh, PeerLost
 
 IDLE = 500
 AS_NOBODY = ["setpriv", "--reuid=65534", "--clear-groups"]
@@ -229,6 +231,33 @@ def test_another_user_dials_a_rank(make_mesh: Any) -> None:
     others = subprocess.run([*AS_NOBODY, *dial], capture_output=True, text=True, timeout=HANGS)
     assert others.stdout == "0\n", others.stderr
     assert subprocess.run(dial, capture_output=True, text=True, timeout=HANGS).stdout == "1\n"
+
+
+def test_strangers_that_drip_do_not_keep_hosts_out() -> None:
+    """They connect before the hosts do, and send a byte now and then."""
+    before, held, over = listening([os.getpid()]), [], threading.Event()
+
+    def drip() -> None:
+        while not over.is_set():
+            for address in listening([os.getpid()]) - before if len(held) < 300 else ():
+                with contextlib.suppress(OSError):
+                    held.extend(socket.create_connection(address, timeout=5) for _ in range(300))
+            for connection in held:
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"x")
+            over.wait(0.5 if held else 0.01)
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        with Mesh({"data": 2}, hosts="local:2x1") as mesh:
+            assert len(held) >= 300
+            assert mesh.run(lambda: int(mesh.comm().rank)) == [0, 1]
+    finally:
+        over.set()
+        thread.join()
+        for connection in held:
+            connection.close()
 
 
 def test_spmd_run_listens_nowhere(tmp_path: Path) -> None:

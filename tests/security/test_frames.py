@@ -16,7 +16,7 @@ import torch.distributed as dist
 from patience import until
 
 from spmd import PeerLost
-from spmd.kernels.network import mailbox
+from spmd.kernels.network import mailbox, messages
 from spmd.kernels.network.authentication import CODE_BYTES, AuthenticatedStore
 from spmd.kernels.network.hosts import StoreWatch
 from spmd.kernels.network.mailbox import Mailbox
@@ -51,12 +51,14 @@ def frames_sent(to: Mailbox, secret: bytes, *, as_group: str = "group") -> list[
         store.set(f"{as_group}/mailbox/1", f"127.0.0.1 {listener.getsockname()[1]} {number}")
         sender = Mailbox(store, as_group, 0, "127.0.0.1")
         try:
-            assert sender.connected(1)
+            assert not sender.connected(1)
+            connection, _ = listener.accept()
+            connection.sendall(sender._welcome(to._number, 0, 1))
+            assert until(lambda: sender.connected(1))
             for tag, body in enumerate(BODIES):
                 data = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0).byte()
                 sender.post(data, 1, tag)
         finally:
-            connection, _ = listener.accept()
             sender.close()
         with connection:
             data = b"".join(iter(lambda: connection.recv(1 << 16), b""))
@@ -115,8 +117,8 @@ def read_back(to: Mailbox, stream: bytes) -> list[tuple[int, int, bytes]]:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         ours.sendall(stream)
         ours.shutdown(socket.SHUT_WR)
-        incoming = mailbox._Incoming(theirs, inbox, to._admit, to._codes_of)
-        with contextlib.suppress(mailbox._Changed):
+        incoming = messages.Incoming(theirs, inbox, to._admit, to._codes_of)
+        with contextlib.suppress(messages.Changed):
             while incoming.read():
                 pass
     return [(source, tag, body.numpy().tobytes()) for source, tag, body in inbox]
@@ -161,7 +163,7 @@ def test_mutations_over_sockets() -> None:
     store = store_of(secret)
     with opened(store, 1) as to, opened(store, 0) as sender, contextlib.ExitStack() as stack:
         honest, strange = frames_sent(to, secret), frames_sent(to, b"the secret of another job")
-        assert sender.connected(1)
+        assert until(lambda: sender.connected(1))
         port = to._listener.getsockname()[1]
         for number in range(OVER_SOCKETS):
             stream = mutated(honest[:1], strange[:1], draw) + b"".join(honest[1:])
@@ -244,3 +246,26 @@ def test_what_gloo_brings_is_not_unpickled_unless_a_rank_has_made_it(make_mesh: 
 
     with pytest.raises(PeerLost, match="what came as rank 1's is not of this job"):
         mesh.run(body)
+
+
+def test_no_message_is_lost_with_a_connection() -> None:
+    """Who had to make room before it was let in dials again; what is lost after that is known to be."""
+    number, store = bytes(CODE_BYTES), store_of(b"a secret of the job")
+    with socket.create_server(("127.0.0.1", 0)) as listener, opened(store, 0) as sender:
+        store.set("group/mailbox/1", f"127.0.0.1 {listener.getsockname()[1]} {number.hex()}")
+        for said in (b"", bytes(CODE_BYTES)):
+            assert not sender.connected(1)
+            connection, _ = listener.accept()
+            connection.sendall(said)
+            connection.close()
+            assert not until(lambda: sender.connected(1), 0.05)
+            listener.settimeout(5)
+        connection, _ = listener.accept()
+        connection.sendall(sender._welcome(number, 0, 1))
+        assert until(lambda: sender.connected(1))
+        assert until(lambda: sender.post(torch.zeros(3, dtype=torch.uint8), 1, 7).sent)
+        assert len(connection.recv(HELLO_BYTES, socket.MSG_WAITALL)) == HELLO_BYTES
+        assert connection.recv(HEAD.size + 3, socket.MSG_WAITALL) == HEAD.pack(7, 3) + bytes(3)
+        long = sender.post(torch.zeros(64 << 20, dtype=torch.uint8), 1, 8)
+        connection.close()
+        assert until(lambda: long.lost) and not long.sent
