@@ -1,7 +1,7 @@
 """A training step whose loss is compiled by `torch.compile`, beside the same step in eager, in turn, on the same ranks.
 
 `python bench/compiled_steps.py | tee bench/results/compiled_steps.txt`: milliseconds a step, median and quartiles of
-rounds, and how often as fast the compiled one is. The GPT is of many small operations, the others are of few large ones.
+rounds, and how often as fast the compiled one is. The GPT has many small operations, the others few large ones.
 """
 
 from __future__ import annotations
