@@ -93,7 +93,7 @@ def functional_with_buffers(
 
     Source: `torch.func.functional_call`, and the mutable collections of Flax.
     """
-    check_module(module)
+    check_module(module, sync=sync)
     if sync:
         module = synced(module)
     buffers = dict(module.named_buffers())

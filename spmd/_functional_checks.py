@@ -11,7 +11,7 @@ from torch import nn
 from .kernels.errors import SpecError, SpmdError, message
 
 
-def check_module(module: Any) -> None:
+def check_module(module: Any, *, sync: bool = False) -> None:
     if not isinstance(module, nn.Module):
         hint = f"call it first, functional({module.__name__}(...))" if isinstance(module, type) else "pass a module"
         raise SpecError(
@@ -26,6 +26,14 @@ def check_module(module: Any) -> None:
         raise SpmdError(
             message("functional cannot empty a scripted module", remedy="pass the module from before torch.jit.script")
         )
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, nn.SyncBatchNorm) and submodule.training and not sync:
+            raise SpecError(
+                message(
+                    f"functional got {name!r}, a SyncBatchNorm, which would take each rank's own statistics here",
+                    remedy="apply, params, buffers = functional_with_buffers(model, sync=True)",
+                )
+            )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise SpecError(

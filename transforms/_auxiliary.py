@@ -71,6 +71,7 @@ class Auxiliary:
         comm = region.session.comm(over)
         if comm.size == 1:
             return
+        self._check_types(region, over)
         mine = hashlib.blake2b(repr((_text(self.treedef), tokens)).encode(), digest_size=16).digest()
         gathered = [torch.empty(16, dtype=torch.uint8) for _ in range(comm.size)]
         comm.all_gather(gathered, torch.frombuffer(bytearray(mine), dtype=torch.uint8))
@@ -81,6 +82,28 @@ class Auxiliary:
             [(token.hex(), shown(leaf)) for token, leaf in zip(tokens, self.leaves, strict=True)]
         ).encode()
         raise self._disagreement([json.loads(text) for text in comm.all_gather_bytes(mine)], comm.ranks, region)
+
+    def _check_types(self, region: Region, over: tuple[str, ...]) -> None:
+        """Refuse what is no float and is computed of what differs, where that is followed: it may agree by chance."""
+        net = active()
+        if net is None:
+            return
+        with net.pause():
+            differs = [
+                axes is None and isinstance(leaf, Tensor) and bool(net.of(leaf).axes & set(over))
+                for leaf, axes in zip(self.leaves, self.over, strict=True)
+            ]
+        if any(differs):
+            path = trees.paths(trees.unflatten(self.treedef, list(range(len(self.leaves)))))[differs.index(True)]
+            leaf = self.leaves[differs.index(True)]
+            raise SpecError(
+                message(
+                    f"aux{path} may differ between ranks, for what it is computed of, and cannot be averaged",
+                    got=shown(leaf),
+                    where=region.session.where(),
+                    remedy="psum it first, return a float, or wrap it in Sharded(value, spec)",
+                )
+            )
 
     def _note_agreement(self, over: tuple[str, ...]) -> None:
         """What must agree does, and is looked at in every call: along the axes of the mean it no longer varies."""

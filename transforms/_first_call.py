@@ -8,8 +8,11 @@ nothing had been looked at, and functions that communicate are evaluated once on
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import io
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +24,7 @@ from ..kernels import torch_private
 from ..kernels.errors import SpecError, message
 from ..kernels.torch_private import Node
 from ..mesh import trees
+from ..mesh.put import as_tensor
 from ..mesh.region import generators, restore_generators
 from ._auxiliary import Auxiliary
 from ._call import Call, Output
@@ -47,31 +51,42 @@ def look(
     split = {name for name in call.plan.samples if name in call.over and sizes[name] > 1}
     if not batch and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in aux.leaves):
         batch, split = _cut_by_specs(call, args, kwargs, sizes)
-    key = (_code(call.function), call.over, len(aux.leaves), tuple(call.plan.samples.items()), *sorted(split))
+    key = (*_code(call.function), call.over, len(aux.leaves), tuple(call.plan.samples.items()), *sorted(split))
     if key in _looked_at:
         return
     _look_at_tape(call, out)
     rows = batch[0].shape[0] if batch else 0
     if split and call.plan.samples and out.count is None and call.plan.virtual is None:
         _check_parts(call, args, kwargs, split)
-    if split and rows:
-        per_sample = [
-            index
-            for index, (leaf, axes) in enumerate(zip(aux.leaves, aux.over, strict=True))
-            if isinstance(leaf, Tensor) and split & set(axes or ()) and leaf.dim() and leaf.shape[0] == rows
-        ]
-        is_sum = rows > 1 and bool(call.plan.samples) and out.count is None and _may_be_sum(out.value.grad_fn, rows)
-        if (per_sample or is_sum) and not communicates:
-            _compare(call, out, aux, _doubled(call, args, kwargs, batch), per_sample, is_sum, split)
+    if split and rows and not communicates:
+        may_be_sum = bool(call.plan.samples) and out.count is None and _may_be_sum(out.value.grad_fn, rows)
+        has_rows = _may_have_rows(aux, rows, split)
+        if may_be_sum or has_rows:
+            twice = _repeated(call, args, kwargs, batch, 2)
+            if may_be_sum and twice is not None and _moves(out, twice):
+                _check_sum(call, out, twice, _repeated(call, args, kwargs, batch, 3))
+            if has_rows and twice is not None:
+                _check_rows(call, out, aux, twice, split)
     if len(_looked_at) >= 4096:
         _looked_at.clear()
     _looked_at.add(key)
 
 
-def _code(function: Any) -> Any:
+def _code(function: Any) -> tuple[Any, ...]:
+    """What functions have in common that compute alike: their code, and the words that they were given."""
+    words: list[Any] = []
     while isinstance(function, functools.partial):
+        words += [*function.args, *function.keywords.values()]
         function = function.func
-    return getattr(function, "__code__", type(function))
+    if isinstance(function, types.FunctionType):
+        held = [_content(cell) for cell in function.__closure__ or ()]
+        words += [*held, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    else:
+        words.append(function)
+    words = [getattr(word, "reduction", word) for word in words]  # of a module like nn.MSELoss
+    words = [getattr(word, "__code__", None) if callable(word) else word for word in words]
+    said = tuple(word for word in words if isinstance(word, str | bool | types.CodeType))
+    return getattr(function, "__code__", type(function)), said
 
 
 # -- the tape ----------------------------------------------------------------------------------------------------------
@@ -134,27 +149,42 @@ def _nodes(end: Node | None) -> Iterator[Node]:
                 left.append(below)
 
 
-def _may_be_sum(node: Node | None, rows: int) -> bool:
-    """Whether a value was made by adding up something with so many rows."""
-    name = "" if node is None else type(node).__name__
-    while name in ("ViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "ToCopyBackward0"):
-        assert node is not None
-        node = node.next_functions[0][0]
-        name = "" if node is None else type(node).__name__
-    if name in ("SumBackward0", "SumBackward1"):
-        return tuple(torch_private.saved(node, "self_sym_sizes"))[:1] == (rows,)
-    return "Loss" in name and torch_private.sums_up(node)
+def _may_be_sum(end: Node | None, rows: int) -> bool:
+    """Whether something with so many rows is added up anywhere on the way to a value."""
+    for node in _nodes(end):
+        name = type(node).__name__
+        if name in ("SumBackward0", "SumBackward1"):
+            if tuple(torch_private.saved(node, "self_sym_sizes"))[:1] == (rows,):
+                return True
+        elif name in _ADD_UP or (("Loss" in name or "CrossEntropy" in name) and torch_private.sums_up(node)):
+            return True
+    return False
+
+
+_ADD_UP = {"DotBackward0", "LinalgVectorNormBackward0", "NormBackward0", "NormBackward1"}
+
+
+def _may_have_rows(aux: Auxiliary, rows: int, split: set[str]) -> bool:
+    """Whether a leaf of aux may have something for each of so many samples, going by its shape."""
+    if rows > 1 and aux.leaves and len(aux.leaves) % rows == 0:
+        return True
+    return any(
+        isinstance(leaf, Tensor)
+        and (axes is None or split & set(axes))
+        and any(size == rows or (rows > 1 and size and size % rows == 0) for size in leaf.shape)
+        for leaf, axes in zip(aux.leaves, aux.over, strict=True)
+    )
 
 
 def _check_parts(call: Call, args: Any, kwargs: Any, split: set[str]) -> None:
     """Refuse a chunk of the batch, for accumulation, where ranks or chunks differ in their number of samples."""
     assert call.region is not None
-    sizes, memory = call.region.session.layout.axes, {leaf.untyped_storage().data_ptr() for leaf in call.plan.batch}
+    sizes, memory = call.region.session.layout.axes, {torch_private.storage(leaf) for leaf in call.plan.batch}
     for name in split:
         here, total = call.plan.samples[name]
         for leaf in trees.leaves((tuple(args), kwargs)):
             part = isinstance(leaf, Tensor) and leaf.dim() and 0 < leaf.shape[0] < here
-            if not part or leaf.untyped_storage().data_ptr() not in memory:
+            if not part or torch_private.storage(leaf) not in memory:
                 continue
             if total % sizes[name] or here % leaf.shape[0]:
                 raise SpecError(
@@ -169,7 +199,7 @@ def _check_parts(call: Call, args: Any, kwargs: Any, split: set[str]) -> None:
                 )
 
 
-# -- the function again, with every sample twice -----------------------------------------------------------------------
+# -- the function again, with every sample several times ---------------------------------------------------------------
 
 
 def _cut_by_specs(call: Call, args: Any, kwargs: Any, sizes: Mapping[str, int]) -> tuple[list[Tensor], set[str]]:
@@ -226,64 +256,76 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-def _doubled(call: Call, args: Any, kwargs: Any, batch: Sequence[Any]) -> Output | None:
-    """What the function returns for every sample twice; None if that can't be had."""
-    twice = {id(leaf): torch.cat([leaf.detach(), leaf.detach()]) for leaf in batch}
+def _repeated(call: Call, args: Any, kwargs: Any, batch: Sequence[Any], times: int) -> Output | None:
+    """What the function returns for every sample so many times; None if that can't be had."""
+    more = {id(leaf): torch.cat([leaf.detach()] * times) for leaf in batch}
     used: set[int] = set()
 
     def replace(leaf: Any) -> Any:
-        used.update({id(leaf)} & twice.keys())
-        return twice.get(id(leaf), leaf)
+        used.update({id(leaf)} & more.keys())
+        return more.get(id(leaf), leaf)
 
     args, kwargs = trees.map(replace, (tuple(args), kwargs))
     function = _holding(call.function, replace)
     if not used:
         return None
-    state = generators()
+    state, ask = generators(), sys.breakpointhook
+    sys.breakpointhook = lambda *_, **__: None
     try:
-        return dataclasses.replace(call, function=function).evaluate(list(args), kwargs, grad=False)
+        with contextlib.redirect_stdout(io.StringIO()):  # has been printed
+            return dataclasses.replace(call, function=function).evaluate(list(args), kwargs, grad=False)
     except Exception:  # it may well want so many samples and no others
         return None
     finally:
+        sys.breakpointhook = ask
         restore_generators(state)
 
 
-def _compare(
-    call: Call,
-    out: Output,
-    aux: Auxiliary,
-    doubled: Output | None,
-    per_sample: list[int],
-    is_sum: bool,
-    split: set[str],
-) -> None:
-    if doubled is None:
+def _moves(out: Output, twice: Output) -> bool:
+    """Whether a value is another one for every sample twice, by more than rounding and little dropout make it."""
+    value = float(out.value.detach())
+    return abs(float(twice.value) - value) > 0.05 * abs(value)
+
+
+def _check_sum(call: Call, out: Output, twice: Output, thrice: Output | None) -> None:
+    """Refuse a value to which every sample adds: it grows by as much from once to twice as from twice to thrice."""
+    if thrice is None:
         return
-    where = "" if call.region is None else call.region.session.where()
-    if is_sum and doubled.count is None:
-        value, twice = float(out.value.detach()), float(doubled.value)
-        if value and abs(twice - 2 * value) <= 1e-3 * abs(twice):
-            raise SpecError(
-                message(
-                    f"{call.name} returns a sum over its samples, and the mean over ranks of sums is not that of the "
-                    "whole batch",
-                    got=f"{value:.6g}, and {twice:.6g} for every sample twice",
-                    where=where,
-                    remedy="return the mean over samples, or mean_of(total, count)",
-                )
+    once, second, third = float(out.value.detach()), float(twice.value), float(thrice.value)
+    if abs((third - second) - (second - once)) <= 1e-3 * abs(second - once):
+        raise SpecError(
+            message(
+                f"{call.name} returns a sum over its samples, and the mean over ranks of sums is not that of the "
+                "whole batch",
+                got=f"{once:.6g}, and {second:.6g} for every sample twice",
+                where="" if call.region is None else call.region.session.where(),
+                remedy="return the mean over samples, or mean_of(total, count)",
             )
-    again = trees.leaves(doubled.aux)
-    for index in per_sample:
-        leaf = again[index] if len(again) == len(aux.leaves) else None
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == 2 * aux.leaves[index].shape[0]:
-            path = trees.paths(out.aux)[index]
-            axis = min(split)
+        )
+
+
+def _check_rows(call: Call, out: Output, aux: Auxiliary, twice: Output, split: set[str]) -> None:
+    """Refuse leaves of aux that have more for every sample twice, but for those that say whose rows they are."""
+    where = "" if call.region is None else call.region.session.where()
+    again, paths = [as_tensor(leaf) for leaf in trees.leaves(twice.aux)], trees.paths(out.aux)
+    remedy = f'return Sharded(value, P("{min(split)}")), whose rows stay those of the samples, or reduce it, '
+    if len(again) != len(aux.leaves):
+        raise SpecError(
+            message(
+                f"aux of {call.name} has a leaf for each sample, and would be averaged over different samples",
+                got=f"{len(aux.leaves)} leaves, and {len(again)} for every sample twice",
+                where=where,
+                remedy=f"{remedy}value.mean() for instance",
+            )
+        )
+    for leaf, more, axes, path in zip(aux.leaves, again, aux.over, paths, strict=True):
+        both = isinstance(leaf, Tensor) and isinstance(more, Tensor) and leaf.shape != more.shape
+        if both and (axes is None or split & set(axes)):
             raise SpecError(
                 message(
                     f"aux{path} of {call.name} has a row for each sample, and would be averaged over different samples",
-                    got=f"shape {list(aux.leaves[index].shape)} of {aux.leaves[index].shape[0]} samples",
+                    got=f"shape {list(leaf.shape)}, and {list(more.shape)} for every sample twice",
                     where=where,
-                    remedy=f'return Sharded(value, P("{axis}")), whose rows stay those of the samples, or reduce it, '
-                    "value.mean(0) for instance",
+                    remedy=f"{remedy}value.mean(0) for instance",
                 )
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +18,17 @@ class MeanOf:
 
     total: Tensor
     count: Tensor
+
+    def _computed_with(self, *_: object) -> NoReturn:
+        raise SpecError(
+            message(
+                "a mean_of is a pair of numbers, and can't be computed with before both are summed over the mesh",
+                remedy="put what is added into the total: mean_of(losses.sum() + 0.01 * penalty * count, count)",
+            )
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _computed_with
+    __float__ = _computed_with
 
 
 def mean_of(total: Tensor, count: Tensor | float) -> MeanOf:

@@ -359,7 +359,7 @@ def test_a_failure_that_is_no_empty_shards_fault_is_raised(shared_mesh, backend)
         raise ValueError("no samples")
 
     def outside(w, batch):
-        return (w * batch).sum()
+        return (w * batch).mean()
 
     for loss in (after_a_collective, before_a_collective, everywhere):
         # Its peers may have met it in another collective: then that is what all see, with where each stands.

@@ -303,9 +303,13 @@ def test_nested_gradients(mesh):
 def test_auxiliary_values(mesh):
     def with_aux(w, x):
         out = x @ w
-        return out.mean(), {"mean": out.mean(), "count": (out > 0).sum()}
+        count = (out > 0).sum()
+        return out.mean(), {"mean": out.mean(), "count": psum(count, "data") if summed else count}
 
+    summed = True
     accepted(mesh, value_and_grad(with_aux, has_aux=True), torch.ones(4, 2), ONES, in_specs=(None, P("data")))
+    summed = False  # 4 on both ranks by chance, and 8 on one device
+    refused(mesh, value_and_grad(with_aux, has_aux=True), torch.ones(4, 2), ONES, in_specs=(None, P("data")))
 
 
 @pytest.mark.parametrize("shards", [None, 2, 4])

@@ -140,6 +140,10 @@ def test_aux_that_says_what_it_is(mesh: Mesh) -> None:
         lambda out: out.square().sum(),
         lambda out: F.mse_loss(out, torch.zeros_like(out), reduction="sum"),
         lambda out: F.cross_entropy(torch.cat([out, -out], 1), torch.zeros(len(out)).long(), reduction="sum"),
+        lambda out: -0.5 * out.square().sum() / 7,
+        lambda out: F.binary_cross_entropy_with_logits(out, (out > 0).float(), reduction="sum") + out.square().sum(),
+        lambda out: out.norm() ** 2,
+        lambda out: torch.dot(out.flatten(), out.flatten()) + 0.1,
     ],
 )
 @pytest.mark.parametrize("shards", [None, 2])
@@ -147,6 +151,55 @@ def test_a_loss_that_is_a_sum(mesh: Mesh, loss: Callable[[Tensor], Tensor], shar
     apply, params = functional(model())
     with pytest.raises(SpecError, match=r"returns a sum over its samples.*return the mean.*or mean_of\(total, count\)"):
         gradients(mesh, lambda params, batch: loss(apply(params, batch)), params, X, shards)
+
+
+def test_a_sum_over_one_sample_a_rank_and_the_same_code_again(mesh: Mesh) -> None:
+    apply, params = functional(model())
+
+    def made(reduction: str) -> Callable:
+        def loss_fn(params, batch):
+            return F.mse_loss(apply(params, batch), batch[:, :1], reduction=reduction)
+
+        return loss_fn
+
+    gradients(mesh, made("mean"), params, X[:2])
+    with pytest.raises(SpecError, match="returns a sum over its samples"):
+        gradients(mesh, made("sum"), params, X[:2])
+
+
+@pytest.mark.parametrize(
+    ("aux", "words"),
+    [
+        (lambda out: out.detach().numpy(), "a row for each sample"),
+        (lambda out: out.T, "a row for each sample"),
+        (lambda out: torch.cat([out, out]).flatten(), "a row for each sample"),
+        (lambda out: (out > 0).flatten(), "a row for each sample"),
+        (lambda out: out.flatten().tolist(), "a leaf for each sample"),
+        (lambda out: (out < 1e6).sum(), r"may differ between ranks.*psum it first"),
+    ],
+)
+def test_aux_of_other_forms_with_something_for_each_sample(mesh: Mesh, aux: Callable, words: str) -> None:
+    apply, params = functional(model())
+
+    def loss_fn(params, batch):
+        out = apply(params, batch)
+        return out.square().mean(), aux(out)
+
+    with pytest.raises(SpecError, match=words):
+        gradients(mesh, loss_fn, params, X, has_aux=True)
+
+
+def test_what_is_printed_in_a_loss_is_printed_once(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
+    apply, params = functional(model())
+
+    def loss_fn(params, batch):
+        out = apply(params, batch)
+        print("rows:", len(out))
+        return (out.square() / len(out)).sum()
+
+    gradients(mesh, loss_fn, params, X)
+    printed = capsys.readouterr().out
+    assert "rows: 4" in printed and "rows: 8" not in printed
 
 
 def test_sums_that_are_none_over_samples(mesh: Mesh) -> None:
