@@ -185,6 +185,8 @@ class Slurm(Environment):
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
         # The last resort is where srun ran: in a batch script that is the first node too.
         host = first_host(nodes) if nodes else environ.get("SLURM_LAUNCH_NODE_IPADDR")
+        if tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "")) == [launch.size]:
+            host = "127.0.0.1"
         return tcp(host, integer(environ, "SLURM_JOB_ID"), integer(environ, "SLURM_STEP_ID") or 0)
 
 
@@ -200,7 +202,8 @@ class Lsf(Environment):
 
     @classmethod
     def meeting(cls, environ: Environ, launch: Launch) -> str | None:
-        return tcp(*job_of(environ))
+        host, job = job_of(environ)
+        return tcp("127.0.0.1" if launch.local_size == launch.size else host, job)
 
 
 class Kubeflow(Environment):

@@ -429,3 +429,11 @@ def test_a_third_party_adds_its_own(monkeypatch):
 def test_the_table_names_every_environment() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", launchers.PAGE.read_text(), re.MULTILINE)
     assert rows == [each.name for each in ENVIRONMENTS]
+
+
+def test_ranks_of_one_node_meet_on_loopback() -> None:
+    slurm = detect({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"})
+    lsf = detect({**JSRUN, "JSM_NAMESPACE_SIZE": "12", "JSM_NAMESPACE_LOCAL_SIZE": "12"})
+    for launch in (slurm, lsf):
+        assert launch is not None and launch.init_method is not None
+        assert launch.init_method.startswith("tcp://127.0.0.1:")
