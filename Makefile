@@ -89,9 +89,9 @@ test-torch: $(VENV)/.made
 	for ranks in 2 3 4; do $(PY) forked.py $$ranks torch_programs.py all; done
 	$(PY) torch_suite.py
 
-# A driver in one network namespace, with ranks in it and in another; needs root.
+# A driver in one network namespace, with ranks in it and in another, by hand and by sshd; Slurm, Ray. Needs root.
 test-hosts: $(VENV)/.made
-	cd tests && TEST_NAMESPACES=1 $(PY) -m pytest -q mesh/test_hosts.py
+	cd tests && TEST_NAMESPACES=1 $(PY) -m pytest -q mesh/test_hosts.py mesh/test_engines.py
 
 # Where torch.compile may be put, in a driver and on launched ranks: equal to eager, or refused.
 test-compile: $(VENV)/.made

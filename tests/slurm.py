@@ -1,4 +1,4 @@
-"""A Slurm of one node on this machine, for as long as it is needed: the real `srun` and `sbatch`.
+"""A Slurm on this machine, of one node or of several that it pretends to be: the real `srun`, `salloc` and `sbatch`.
 
 Needs the programs (Debian: slurmd, slurmctld) and root. It listens on ports of its own, asks for no keys, and counts
 on no cores: jobs get what they ask for.
@@ -29,17 +29,16 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/%n.pid
 SlurmctldPort={controller}
-SlurmdPort={daemon}
 SwitchType=switch/none
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SlurmdParameters=config_overrides
-NodeName={host} CPUs=8 State=UNKNOWN
+{nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -53,31 +52,41 @@ def missing() -> str | None:
 
 
 @contextlib.contextmanager
-def slurm(folder: Path) -> Iterator[dict[str, str]]:
+def slurm(folder: Path, nodes: int = 1) -> Iterator[dict[str, str]]:
     """Start it: the environment for `srun` and the others.
+
+    Args:
+        nodes: how many; if there are several they are called node1 and so on.
 
     Raises:
         RuntimeError: it did not come up within 15 s.
     """
     host = socket.gethostname().partition(".")[0]
-    for name in ("state", "spool"):
+    names = [f"node{number}" for number in range(1, nodes + 1)] if nodes > 1 else [host]
+    for name in ("state", *(f"spool{name}" for name in names)):
         (folder / name).mkdir()
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("", 0))
-        second.bind(("", 0))
-        ports = {"controller": first.getsockname()[1], "daemon": second.getsockname()[1]}
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(nodes + 1)]
+        for one in sockets:
+            one.bind(("", 0))
+        controller, *ports = (one.getsockname()[1] for one in sockets)
+    lines = [
+        f"NodeName={name} NodeHostname={host} Port={port} CPUs=8 State=UNKNOWN"
+        for name, port in zip(names, ports, strict=True)
+    ]
     config = folder / "slurm.conf"
-    config.write_text(_CONFIG.format(host=host, folder=folder, **ports))
+    config.write_text(_CONFIG.format(host=host, folder=folder, controller=controller, nodes="\n".join(lines)))
     environ = {"SLURM_CONF": str(config)}
     started = []
     try:
-        for command in (["slurmctld", "-D", "-i"], ["slurmd", "-D"]):
-            with open(folder / f"{command[0]}.log", "wb") as log:
+        daemons = [["slurmd", "-D", "-N", name] for name in names]
+        for number, command in enumerate([["slurmctld", "-D", "-i"], *daemons]):
+            with open(folder / f"{number}.log", "wb") as log:
                 started.append(
                     subprocess.Popen([*command, "-f", str(config)], stdout=log, stderr=subprocess.STDOUT, env=None)
                 )
         end = time.monotonic() + HANGS
-        while b"idle" not in _ask("sinfo", "--noheader", "--format=%T", environ=environ):
+        while _ask("sinfo", "--noheader", "--Node", "--format=%T", environ=environ).split() != [b"idle"] * nodes:
             if time.monotonic() > end:
                 raise RuntimeError("".join(path.read_text()[-500:] for path in folder.glob("*.log")))
             time.sleep(0.2)

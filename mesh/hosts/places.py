@@ -1,74 +1,20 @@
-"""Which hosts a mesh is on, how many ranks each has, and how a process is started there: `Mesh(hosts=...)`, checked.
-
-A *launcher* starts the per-host process. It is any object with `hosts`, a list of "name:ranks", and two methods:
-
-    start(name, command, stdin) -> handle    run a command on the host of that name, give it these bytes, do not wait
-    stop(handle)                             see to it that the command has ended
-
-Here are those for ssh, and for hosts that this machine pretends to be.
-"""
+"""Which hosts a mesh is on, how many ranks each has, and how a process is started there: `Mesh(hosts=...)`, checked."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import os
-import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ...kernels.errors import MeshError, message
 from ..rank.memory import tunables
+from .engines import RayLauncher, SlurmLauncher
+from .launchers import Launcher, LocalLauncher, SshLauncher
 
-FORMS = '"local:2x4", a list such as ["a:8", "b:8"], or an object with hosts, start and stop'
-_END_SECONDS = 5.0
-
-
-class Launcher(Protocol):
-    """What starts the processes of a mesh's hosts, and ends them."""
-
-    hosts: Sequence[str]
-
-    def start(self, name: str, command: Sequence[str], stdin: bytes) -> Any: ...
-    def stop(self, handle: Any) -> None: ...
-
-
-class LocalLauncher:
-    """Hosts that this machine pretends to be: each a process of its own, with shared memory of its own."""
-
-    def __init__(self, hosts: Sequence[str]):
-        self.hosts = hosts
-
-    def start(self, name: str, command: Sequence[str], stdin: bytes) -> subprocess.Popen:
-        return started(command, stdin)
-
-    def stop(self, handle: subprocess.Popen) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            handle.wait(_END_SECONDS)  # it ends with the connection
-        handle.kill()
-        handle.wait()
-
-
-class SshLauncher(LocalLauncher):
-    """Hosts that ssh reaches without asking for anything."""
-
-    def start(self, name: str, command: Sequence[str], stdin: bytes) -> subprocess.Popen:
-        options = ["-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
-        return started(["ssh", *options, name, shlex.join(command)], stdin)
-
-
-def started(command: Sequence[str], stdin: bytes) -> subprocess.Popen:
-    """A process that has been given its input, and that Ctrl-C in this terminal does not reach."""
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended, as will be seen
-        process.stdin.write(stdin)
-        process.stdin.flush()
-    process.stdin.close()
-    return process
+FORMS = '"local:2x4", a list such as ["a:8", "b:8"], "slurm", "ray", or an object with hosts, start and stop'
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,6 +75,8 @@ def places_of(hosts: Any) -> Places:
     """
     if isinstance(hosts, str):
         kind, _, counts = hosts.partition(":")
+        if kind in ("slurm", "ray") and (hosts == kind or _is_count(counts)):
+            return _checked(_of_engine(kind, int(counts) if counts else None), False)
         number, _, each = counts.partition("x")
         if kind != "local" or not _is_count(number) or not _is_count(each):
             raise _not_understood(hosts)
@@ -139,6 +87,10 @@ def places_of(hosts: Any) -> Places:
     if all(hasattr(hosts, name) for name in ("hosts", "start", "stop")):
         return _checked(hosts, False)
     raise _not_understood(hosts)
+
+
+def _of_engine(kind: str, each: int | None) -> Launcher:
+    return SlurmLauncher(each) if kind == "slurm" else RayLauncher(each)
 
 
 def _checked(launcher: Launcher, local: bool) -> Places:

@@ -162,7 +162,7 @@ def test_an_exception_ends_the_region_everywhere(mesh: Mesh) -> None:
 
 
 def test_what_is_refused(mesh: Mesh) -> None:
-    for hosts in ("local:2", "local:0x2", "slurm", ["a"], ["-oProxyCommand=x:2"], [], 4, ["a:0"]):
+    for hosts in ("local:2", "local:0x2", "slurm:", "ray:0", ["a"], ["-oProxyCommand=x:2"], [], 4, ["a:0"]):
         with pytest.raises(MeshError, match="not understood"):
             Mesh({"data": 4}, hosts=hosts)
     for options, problem in (
