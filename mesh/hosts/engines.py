@@ -82,7 +82,7 @@ class RayLauncher:
             name = address if seen[address] == 1 else f"{address}-{seen[address]}"  # several may be on one machine
             self._names.append(name)
             self._counts.append(each or int(node["Resources"]["CPU"]))
-        self.hosts = [f"{name}:{count}" for name, count in zip(self._names, self._counts, strict=True)]
+        self.hosts: Sequence[str] = [f"{name}:{count}" for name, count in zip(self._names, self._counts, strict=True)]
         self._group: Any = None
         self._actors: list[Any] = []
 
