@@ -59,7 +59,7 @@ class Mesh:
             again, with the same values and random numbers; "raise" raises `PeerLost`, as `mesh.run` always does.
         grace: seconds for which a driver's rank that is waited for may do nothing at all (neither get on nor use the
             processor): then it is killed, its stack shown, and it counts as dead. `math.inf`: for ever.
-        hosts: where a driver's ranks run: ["a:2", "b:2"] by ssh, "slurm", "ray", "local:2x2": docs/hosts.md; None: here.
+        hosts: where a driver's ranks run: ["a:2", "b:2"] by ssh, "slurm", "ray", "local:2x2": docs/hosts.md; None: here
 
     Attributes:
         axes, size, backend, device: as made, or chosen.

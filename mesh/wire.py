@@ -19,6 +19,7 @@ import os
 import pickle
 import socket
 import struct
+import threading
 import types
 from collections import deque
 from collections.abc import Callable
@@ -303,21 +304,30 @@ class Sender:
             Packet(b"", fd=self._waiting.popleft()[1]).close()
 
 
+class _Chunk(threading.local):
+    """Where a thread reads into: made once, for memory mapped anew for every read costs more than the read."""
+
+    def __init__(self) -> None:
+        self.data = bytearray(_CHUNK)
+
+
+_chunk = _Chunk()
+
+
 class Receiver:
     """Puts packets together from what arrives; never blocks on half of one."""
 
     def __init__(self, connection: socket.socket):
         self._connection = connection
-        self._chunk = bytearray(_CHUNK)  # made once: memory mapped anew for every read costs more than the read
         self._buffer = bytearray()
         self._fds: list[int] = []
 
     def receive(self, *, block: bool) -> list[Packet] | None:
         """The packets that are complete after one read; None at the end of the stream."""
-        flags = 0 if block else socket.MSG_DONTWAIT
+        flags, chunk = 0 if block else socket.MSG_DONTWAIT, _chunk.data
         try:
             nbytes, ancillary, found, _ = self._connection.recvmsg_into(
-                [self._chunk], _SPACE, flags | socket.MSG_CMSG_CLOEXEC
+                [chunk], _SPACE, flags | socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return []
@@ -332,7 +342,7 @@ class Receiver:
             self._fds.append(LOST)
         if not nbytes:
             return None
-        self._buffer += memoryview(self._chunk)[:nbytes]
+        self._buffer += memoryview(chunk)[:nbytes]
         packets = []
         while len(self._buffer) >= _HEADER.size:
             *lengths, count = _HEADER.unpack_from(self._buffer)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from .. import protocol, wire
+from ..failure import ranks_text
 from ..protocol import Spans
 from .pending import Pending, Task
 from .values import CallValues
@@ -145,7 +146,10 @@ def tell(lost: dict[int, str], tasks: Sequence[Task], seconds: float, where: str
     Args:
         lasting: values outlive their ranks.
     """
-    ends = "; ".join(f"rank {rank} {how}" for rank, how in sorted(lost.items()))
+    alike: dict[str, list[int]] = {}
+    for rank, how in sorted(lost.items()):
+        alike.setdefault(how, []).append(rank)
+    ends = "; ".join(f"{ranks_text(ranks)} {how}" for how, ranks in alike.items())
     calls = [task.again.name for task in tasks if task.region and task.again is not None]
     what = f"; {', '.join(calls)} {'runs' if len(calls) == 1 else 'run'} again" if calls else ""
     values = ", with its values," if lasting else ""
