@@ -50,7 +50,24 @@ def across_hosts(hosts: int, nbytes: float, network: str) -> tuple[float, str]:
 
 
 def page(suite: dict[str, Any]) -> str:
-    return "\n".join([*measured(suite), *modelled(suite)]) + "\n"
+    return "\n".join([*measured(suite), *modelled(suite), "", *control_plane()]) + "\n"
+
+
+def control_plane() -> list[str]:
+    """What a driver of many hosts costs."""
+    return [
+        "## A driver of many hosts",
+        "",
+        "`bench/control_plane.py`, on hosts that only speak the protocol and share this machine's cores with the",
+        "driver; so what they take is in the figures. The lines at the end carry them to 1,000 hosts on paper. A",
+        "call costs one message a host, and one answer a rank: that is what grows. There is no tree of hosts yet,",
+        "which would have hosts gather answers for each other. A real host that starts, or comes again, imports",
+        "torch first, which takes seconds.",
+        "",
+        "```text",
+        (results.FOLDER / "control_plane.txt").read_text().rstrip(),
+        "```",
+    ]
 
 
 def measured(suite: dict[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import threading
 import types
 import weakref
 from typing import Any
@@ -144,3 +145,10 @@ def open_more_files() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+class ThreadBuffer(threading.local):
+    """Memory of each thread's own to read into, made once: mapped anew for every read it costs more than the read."""
+
+    def __init__(self, nbytes: int):
+        self.data = bytearray(nbytes)

@@ -19,7 +19,6 @@ import os
 import pickle
 import socket
 import struct
-import threading
 import types
 from collections import deque
 from collections.abc import Callable
@@ -32,11 +31,12 @@ from ..kernels import torch_compiled
 from ..kernels.errors import MeshError
 from ..kernels.limits import named_limits
 from ..kernels.mapped_files import opened_elsewhere
+from ..kernels.processes import ThreadBuffer
 from . import strides
 
 INLINE_BYTES = 1 << 16
 LOST = -1  # in the place of a descriptor that has come when this process could open no more files
-_CHUNK = 1 << 18  # bytes of one read
+_buffer = ThreadBuffer(1 << 18)  # for one read
 _SPACE = socket.CMSG_SPACE(16 * 4)  # for the descriptors that come with them
 _HEADER = struct.Struct("<QQQB")  # bytes of the head, of the pickle, of inline tensors; number of descriptors
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -304,16 +304,6 @@ class Sender:
             Packet(b"", fd=self._waiting.popleft()[1]).close()
 
 
-class _Chunk(threading.local):
-    """Where a thread reads into: made once, for memory mapped anew for every read costs more than the read."""
-
-    def __init__(self) -> None:
-        self.data = bytearray(_CHUNK)
-
-
-_chunk = _Chunk()
-
-
 class Receiver:
     """Puts packets together from what arrives; never blocks on half of one."""
 
@@ -324,7 +314,7 @@ class Receiver:
 
     def receive(self, *, block: bool) -> list[Packet] | None:
         """The packets that are complete after one read; None at the end of the stream."""
-        flags, chunk = 0 if block else socket.MSG_DONTWAIT, _chunk.data
+        flags, chunk = 0 if block else socket.MSG_DONTWAIT, _buffer.data
         try:
             nbytes, ancillary, found, _ = self._connection.recvmsg_into(
                 [chunk], _SPACE, flags | socket.MSG_CMSG_CLOEXEC
