@@ -6,6 +6,7 @@ Invariant: what was taken of the engine (steps, actors, the group) is given back
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shutil
 import subprocess
@@ -130,8 +131,8 @@ class _Process:
 
 def _ray() -> Any:
     try:
-        import ray
-        import ray.util.scheduling_strategies
+        ray = importlib.import_module("ray")
+        importlib.import_module("ray.util.scheduling_strategies")
     except ImportError:
         raise MeshError(message('hosts="ray" needs Ray', remedy="pip install ray")) from None
     return ray
