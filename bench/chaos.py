@@ -73,11 +73,13 @@ class Watch(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.last, self.doing, self.mesh = time.monotonic(), "", Any
+        self.last, self.doing, self.mesh = time.monotonic(), "no fault", Any
 
     def run(self) -> None:
         while time.monotonic() - self.last < HANG_SECONDS + GRACE:
             time.sleep(1.0)
+            if not self.doing:
+                return
         print(f"hangs 1: {self.doing}", flush=True)
         faulthandler.dump_traceback()
         print(self.mesh.stacks(), file=sys.stderr, flush=True)  # type: ignore[attr-defined]
@@ -265,6 +267,7 @@ def main() -> None:
                     add(total[kind].setdefault(key, Tally()), tally)
             steps, killed = steps + one.steps, killed + one.killed
             files = len(os.listdir("/proc/self/fd")) if shards is None else len(os.listdir("/proc/self/fd")) - files
+    watch.note("")  # it is over
     chaos_run.remove_groups()
     print(f"{steps} steps in runs of {options.steps}, in {options.seconds:g} s; ranks were ended {killed} times")
     for kind, found in total.items():

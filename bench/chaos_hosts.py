@@ -3,7 +3,7 @@
     python bench/chaos_hosts.py    # needs root and iproute2; or chaos.py --hosts
 
 Two network namespaces (`namespaces.py`) with two ranks each, launched, and driven by a program in the first of them
-(`Mesh(hosts=)`). They train until the fault; then all that still run must end, with a `PeerLost`, within the timeout
+(`Mesh(hosts=)`). They train until the fault; then all that still run must end, with an `SpmdError`, within the timeout
 and a few seconds. Prints how long that took, and how many processes were left.
 """
 
@@ -137,7 +137,7 @@ def report() -> int:
             seconds, left, said = lost(fault, driven)
             what = f"{'Mesh(hosts=)' if driven else 'launched'}, {fault}"
             print(f"{what:<40}{seconds:>9.1f}{left:>9}  {said[:90]}", flush=True)
-            wrong += left + ("PeerLost" not in said)
+            wrong += left + ("spmd.kernels.errors." not in said)
     return wrong
 
 

@@ -63,7 +63,15 @@ def reload(self: MeshView, *modules: Any) -> list[str]:
         MeshError: called on a rank. Whatever a module raises while it is loaded.
     """
     self.check_driver("reload", "importlib.reload is for launched programs, whose ranks run the whole script")
-    return self.driver.reload([one if isinstance(one, str) else one.__name__ for one in modules])
+    driver, names = self.driver, [one if isinstance(one, str) else one.__name__ for one in modules]
+    driver.ready()
+    done = driver.shipped.modules.reload(names)
+    make = functools.partial(protocol.ReloadModules, names=(*names, *done))
+    lists = driver.wait(driver.submit(make, region=True)).values()
+    with driver.lock:
+        driver.shipped.read_anew()
+        driver.calls.clear()
+    return list(dict.fromkeys([*done, *(name for names in lists for name in names)]))
 
 
 def run(mesh: MeshView, fn: Callable[..., Any], args: tuple, ranks: Sequence[int] | None) -> list[Any]:

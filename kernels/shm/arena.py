@@ -203,6 +203,8 @@ class Arena(Board):
 
     def is_leased(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor reads memory that other ranks share or reuse, and must be copied to outlive the region."""
+        if tensor.layout is not torch.strided:  # it has no storage
+            return False
         return 0 <= tensor.data_ptr() - self.address < self._length or self.views.offset_of(tensor) is not None
 
 

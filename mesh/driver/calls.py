@@ -62,8 +62,9 @@ class DriverCall:
         self._expected: tuple[Any, Sequence[Meta]] | None = None
 
     def accepts(self, mesh: Any, leaves: list[Any]) -> bool:
-        """Whether all Arrays among the leaves can be passed."""
-        return all(leaf._donated is None and leaf.mesh is mesh for leaf in leaves if type(leaf) is Array)
+        """Whether all Arrays among the leaves can be passed, and the mesh is of the size that it is made for."""
+        same = self._layout is mesh.layout
+        return same and all(leaf._donated is None and leaf.mesh is mesh for leaf in leaves if type(leaf) is Array)
 
     def __call__(self, leaves: list[Any], key: tuple, this: Call, *, check: str) -> Any:
         driver = self._driver
@@ -93,6 +94,7 @@ class DriverCall:
             holds=self,
             arguments=tuple(leaves),
             values=results,
+            layout=self._layout,
         )
         this.started = task
         results.tells_numbers = asked is Check.SCALARS

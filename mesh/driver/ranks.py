@@ -10,6 +10,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from ..rank.logs import levels
 from ..remote.addresses import listen
 from ..spec import Layout
 from .spawn import fork_rank
+
+END_SECONDS = 2.0  # for ranks that leave to end by themselves
 
 
 class Rank(Owned):
@@ -230,6 +233,14 @@ class Ranks:
     def kill(self) -> None:
         for rank in self.all:
             rank.signal(signal.SIGKILL)
+
+    def leave(self) -> None:
+        """Let those that have been told to leave end by themselves, and give back what they had."""
+        end = time.monotonic() + END_SECONDS
+        for rank in self.all:
+            rank.ended(max(0.0, end - time.monotonic()))
+        self.kill()
+        self.close()
 
     def close(self) -> None:
         """Give back what they needed, once they were killed and nobody listens to them any more."""

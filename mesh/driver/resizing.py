@@ -34,7 +34,6 @@ from .rerun import Again, send_read
 from .session import DriverSession
 from .values import CallValues
 
-END_SECONDS = 2.0  # for ranks that leave to end by themselves
 logger = logging.getLogger("spmd")
 
 
@@ -205,6 +204,7 @@ class Resizing:
             _check_remote(driver)
             moved = _Moved(driver, arena, self._layout)
             with uninterrupted():
+                driver.switching = threading.get_ident()
                 reruns, driver.reruns = driver.reruns, True
                 driver.tell(protocol.Exit())  # of all values there is a copy, or memory that is not theirs
                 driver.hand_over(ranks, self._layout)
@@ -224,14 +224,13 @@ class Resizing:
                 for said, packet in driver.shipped.naming_values():
                     driver.tell(said, packet)
         finally:
-            driver.reruns = reruns
+            driver.reruns, driver.switching = reruns, 0
         listening.wait()
-        end = time.monotonic() + END_SECONDS
         del moved
-        for rank in old.all:
-            rank.ended(max(0.0, end - time.monotonic()))
-        old.kill()
-        old.close()
+        if driver.leaving is not None:
+            driver.leaving.join()
+        driver.leaving = threading.Thread(target=old.leave, name="spmd-leaving", daemon=True)
+        driver.leaving.start()
         return began
 
     def _listen(self, gone: list[Any], done: threading.Event) -> None:

@@ -7,7 +7,6 @@ Invariant: every rank is told of every task that is meant for it, or none is.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 import time
@@ -97,6 +96,8 @@ class DriverSession(Owned):
         options = {"backend": backend, "device": device, "threads": threads, "pinned": pinned, "seed": seed}
         self.options: dict[str, Any] = options | {"timeout": timeout}
         self.resizing: Any = None  # ranks of another size that get ready; see `resizing`
+        self.leaving: threading.Thread | None = None  # sees to the end of those that a resize has told to leave
+        self.switching = 0  # the thread that exchanges the ranks; others wait meanwhile
         self.ranks = ranks_of(hosts, layout, self.options, self.receiving.add)
         self.node = driver_node(self.ranks, self.describe, self._mesh, self.values.object_of)
         try:
@@ -167,6 +168,7 @@ class DriverSession(Owned):
         holds: Any = None,
         arguments: Sequence[Any] = (),
         values: CallValues | None = None,
+        layout: Layout | None = None,
     ) -> Task:
         """Send a task to ranks (all by default).
 
@@ -180,8 +182,10 @@ class DriverSession(Owned):
                 index); asked once all ranks are there, since one that was replaced has none.
             name: of what may be run again when a rank dies, for messages; None: it may not.
             holds, arguments, values: see `rerun.Again`.
+            layout: of the mesh that it is made for; that it has now by default.
         """
-        chosen = self._everyone if ranks is None else tuple(ranks)
+        layout = layout or self.layout
+        chosen = tuple(range(layout.size)) if ranks is None else tuple(ranks)
         others = () if ranks is None else tuple(rank for rank in self._everyone if rank not in chosen)
         while True:
             self.ready()
@@ -194,6 +198,9 @@ class DriverSession(Owned):
             try:
                 with self.lock:
                     self.ready()
+                    if layout is not self.layout:
+                        problem = "the mesh has got another size while this call was made, by another thread"
+                        raise MeshError(message(problem, where=self.describe(), remedy="call again"))
                     if generation != self.ranks.generation:
                         continue
                     self.regions += region
@@ -239,7 +246,9 @@ class DriverSession(Owned):
             while True:
                 self.check_open()
                 self.pending.raise_unseen()
-                if not self._recovery.under_way and self.ranks.all_run():  # else that is about to be noticed
+                # Who has ended is about to be noticed.
+                exchanged = self.switching not in (0, threading.get_ident())
+                if not self._recovery.under_way and not exchanged and self.ranks.all_run():
                     return
                 if time.monotonic() > end:
                     raise MeshError(
@@ -292,17 +301,6 @@ class DriverSession(Owned):
             shorten(error)
             raise
 
-    def reload(self, names: Sequence[str]) -> list[str]:
-        """Load modules again that have changed on disk, here and on the ranks; raises what one of them raises."""
-        self.ready()
-        done = self.shipped.modules.reload(names)
-        again = (*names, *done)
-        lists = self.wait(self.submit(functools.partial(protocol.ReloadModules, names=again), region=True)).values()
-        with self.lock:
-            self.shipped.read_anew()
-            self.calls.clear()
-        return list(dict.fromkeys([*done, *(name for names in lists for name in names)]))
-
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, why: str = "Mesh.close() was called") -> None:
@@ -337,6 +335,8 @@ class DriverSession(Owned):
         open_sessions.discard(self)
         if self.resizing is not None:
             self.resizing.cancel()
+        if self.leaving is not None:
+            self.leaving.join()
         self.node.close(why)
         self.ranks.kill()
         self.receiving.close(self.ranks.all)

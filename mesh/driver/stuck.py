@@ -88,8 +88,8 @@ class Stuck:
         self._next = now + self.pause
         session = self._session
         with session.lock:
-            awaited = session.pending.awaited()
-            board = session.ranks.arena
+            awaited, ranks = session.pending.awaited(), session.ranks  # which a resize exchanges
+            board = ranks.arena
         if board is None or (awaited and board.in_debugger()):
             self._marks.clear()
             return
@@ -97,12 +97,12 @@ class Stuck:
             del self._marks[rank]
         if not awaited:
             return
-        times = {rank: _nanoseconds(one.pid) for rank, one in enumerate(session.ranks.all)}
+        times = {rank: _nanoseconds(one.pid) for rank, one in enumerate(ranks.all)}
         helpers = sum(started for _, started in times.values())
         for rank, (number, waited_for) in awaited.items():
-            pid = session.ranks.all[rank].pid
+            pid = ranks.all[rank].pid
             status = status_of(pid)
-            if not session.ranks.all[rank].alive or status is None:
+            if not ranks.all[rank].alive or status is None:
                 continue
             state, traced = status["State"], status["TracerPid"] != "0"
             stopped = state.startswith("T")

@@ -22,7 +22,7 @@ from ..protocol import ALL, Spans
 from ..remote.handle import Remote, named
 from ..remote.reference import Ref
 from ..replication.values import scalar_in
-from ..spec import P
+from ..spec import Layout, P
 from .pending import Task
 from .replicas import Session, copy_from_replicas
 
@@ -217,14 +217,15 @@ class CallValues:
             message("the driver is not a rank and holds no shard", remedy="use .shards() for all of them, or .full()")
         )
 
-    def _fetch(self, index: int, ranks: Sequence[int]) -> list[torch.Tensor]:
+    def _fetch(self, index: int, layout: Layout, ranks: Sequence[int] | None = None) -> list[torch.Tensor]:
         self.settle()
         fetch = functools.partial(protocol.FetchValue, call=self.number, index=index)
-        task = self.session.submit(fetch, ranks=ranks, needs=lambda: [(self, index)], name="fetching", holds=self)
+        about: dict[str, Any] = {"needs": lambda: [(self, index)], "name": "fetching", "holds": self, "layout": layout}
+        task = self.session.submit(fetch, ranks=ranks, **about)
         return self.session.wait(task).values()
 
     def shards(self, index: int) -> list[torch.Tensor]:
-        return self._fetch(index, range(self.session.layout.size))
+        return self._fetch(index, self.session.layout)
 
     def full(self, index: int) -> torch.Tensor:
         layout, about = self.session.layout, self.meta(index)
@@ -232,12 +233,11 @@ class CallValues:
         number = scalar_in(self._prints, self.settle(), index) if self._prints else None
         if number is not None:
             return number
-        spec = about.spec
-        owners = layout.owners(spec)
+        owners = layout.owners(about.spec)
         found: list[Any] = [None] * layout.size
-        for rank, shard in zip(owners, self._fetch(index, owners), strict=True):
+        for rank, shard in zip(owners, self._fetch(index, layout, owners), strict=True):
             found[rank] = shard
-        return layout.join(found, spec)
+        return layout.join(found, about.spec)
 
 
 class Values:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -170,6 +171,49 @@ def test_batches_read_ahead_and_padded(mesh: Mesh) -> None:
     assert seen == [*range(16)]
 
 
+def test_another_thread_calls_meanwhile(mesh: Mesh) -> None:
+    """It goes on with the new ranks, or is told to call again; nothing else, and no other values."""
+    count = spmd(lambda x: psum(x, "data"), mesh=mesh)
+    one = put(torch.ones(()), mesh=mesh)
+    found: list[float] = []
+    wrong: list[BaseException] = []
+    over = threading.Event()
+
+    def calls() -> None:
+        while not over.is_set():
+            try:
+                found.append(float(count(one)))
+                found.append(float(sum(mesh.run(lambda: 1))))
+            except MeshError as error:
+                if "another size while this call was made" not in str(error):
+                    wrong.append(error)
+            except BaseException as error:
+                wrong.append(error)
+
+    thread = threading.Thread(target=calls)
+    thread.start()
+    for size in (3, 1, 2, 3):
+        mesh.resize({"data": size})
+        before = len(found)
+        assert until(lambda before=before: len(found) > before + 2 or wrong)
+    over.set()
+    thread.join()
+    assert not wrong and set(found) <= {1.0, 2.0, 3.0} and found[-1] == 3.0
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_values(mesh: Mesh) -> None:
+    whole = torch.eye(500)
+    values = [put(whole.to_sparse(), mesh=mesh), put(whole.to_sparse_csr(), mesh=mesh)]
+    for pid in mesh.driver.pids:
+        os.kill(pid, signal.SIGKILL)
+    assert end_within(HANGS, mesh.driver.pids)
+    for size in (2, 3, 1):
+        mesh.resize({"data": size})
+        assert [value.full().layout for value in values] == [torch.sparse_coo, torch.sparse_csr]
+        assert all(torch.equal(value.full().to_dense(), whole) for value in values)
+
+
 def test_another_axis_and_what_is_cut_over_it() -> None:
     with Mesh({"data": 1, "model": 2}) as mesh:
         columns = put(torch.arange(8.0).reshape(2, 4), P(None, "model"), mesh=mesh)
@@ -193,8 +237,7 @@ def test_what_is_given_back(mesh: Mesh) -> None:
     for size in (3, 2):
         mesh.resize({"data": size})
     assert end_within(HANGS, before)
-    assert len(os.listdir("/proc/self/fd")) <= files
-    assert arenas_mapped() <= arenas
+    assert until(lambda: len(os.listdir("/proc/self/fd")) <= files and arenas_mapped() <= arenas)
     assert float(value.full().sum()) == 1 << 18
 
 
