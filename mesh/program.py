@@ -161,7 +161,7 @@ class CompiledCall:
         args, kwargs = trees.unflatten(self._treedef, local)
         first = self._raw is None
         if first:
-            self._captured = Captured(self._program.body, (type(self._mesh), Array))
+            self._captured = Captured([self._program.body, *values], (type(self._mesh), Array))
         region = Region(session, key, self._mesh, self._plan.batch, captured=self._captured.trainable, pure=True)
         state = generators() if session.launched else None
         reseed(region, session.rank)

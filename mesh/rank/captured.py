@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...kernels.errors import SpecError, message
 from ...kernels.torch_private import clipping_functions, version
+from .. import trees
 from ..region import current
 from .references import SCALARS, inside_of
 
@@ -56,16 +57,18 @@ class Captured:
     """The tensors that a function refers to, by themselves and in modules, as they are now.
 
     Args:
-        function: may be wrapped, bound or partial; the functions that it refers to are looked into as well.
+        functions: may be wrapped, bound or partial, and objects; what they refer to is looked into as well. Tensors
+            among them are arguments.
         whole: types whose instances are not.
 
     Attributes:
         trainable: ids of those that require gradients.
     """
 
-    def __init__(self, function: Any, whole: tuple[type, ...]):
+    def __init__(self, functions: Sequence[Any], whole: tuple[type, ...]):
         _watch_clipping()
-        self._known = [_Known.of(*found) for found in _tensors(function, whole)]
+        tensors, self._entries = _tensors(functions, whole)
+        self._known = [_Known.of(*found) for found in tensors]
         self.trainable = frozenset(id(known.tensor) for known in self._known if known.tensor.requires_grad)
         if self.trainable:
             _watch_optimizers()
@@ -76,6 +79,10 @@ class Captured:
         Raises:
             SpecError: it has.
         """
+        for entries, key, value in self._entries:
+            if entries.get(key) is not value:
+                what = "gives what it captures another value, which stays on its rank: the caller never sees it"
+                raise SpecError(message(f"{name} {what}", got=f"another {key!r}", where=where, remedy=_RETURN))
         for before in self._known:
             now = _Known.of(before.tensor, before.kind, before.what)
             trained = now.grad is not None and (now.grad is not before.grad or now.grad_version != before.grad_version)
@@ -97,15 +104,23 @@ def _remedy(changed: _Known) -> str:
             "apply, params, buffers = functional_with_buffers(model), whose apply returns the new ones; or, if running "
             "statistics are to stay, model.eval()"
         )
-    return _TRAIN if changed.kind == "parameter" else "pass it as an argument, and return its new value"
+    return _TRAIN if changed.kind == "parameter" else _RETURN
 
 
-def _tensors(function: Any, whole: tuple[type, ...]) -> Iterator[tuple[Tensor, str, str]]:
-    """The tensors that a function refers to, each once; those without memory are nobody's value."""
+_RETURN = "pass it as an argument, and return its new value"
+_Entry = tuple[dict[Any, Any], Any, Any]  # of a dictionary, or of an object's attributes: where, under which key, what
+
+
+def _tensors(functions: Sequence[Any], whole: tuple[type, ...]) -> tuple[list[tuple[Tensor, str, str]], list[_Entry]]:
+    """The tensors that functions refer to, each once, and the entries that have them.
+
+    Those without memory are nobody's value.
+    """
     depths: dict[int, int] = {}
     held: list[Any] = []  # ids stay unique only while the objects live
-    todo: list[tuple[Any, int]] = [(function, 0)]
+    todo: list[tuple[Any, int]] = [(one, 0) for one in functions if not isinstance(one, Tensor)]
     found: dict[int, tuple[Tensor, str, str]] = {}
+    entries: list[_Entry] = []
     while todo and len(held) < _LOOKED_AT:
         obj, depth = todo.pop()
         if isinstance(obj, (*SCALARS, *whole)) or depths.get(id(obj), depth + 1) <= depth:
@@ -121,8 +136,16 @@ def _tensors(function: Any, whole: tuple[type, ...]) -> Iterator[tuple[Tensor, s
         elif isinstance(obj, Tensor):
             kind = "parameter" if isinstance(obj, nn.Parameter) else "tensor"
             found.setdefault(id(obj), (obj, kind, f"a {kind} of shape {list(obj.shape)}"))
-        todo.extend(inside_of(obj, depth) or ())
-    return iter([entry for entry in found.values() if not entry[0].is_meta])
+        inside = inside_of(obj, depth)
+        todo.extend(inside or ())
+        if inside is not None and not isinstance(obj, (nn.Module, Tensor, type, types.FunctionType)):
+            named = obj if isinstance(obj, dict) else getattr(obj, "__dict__", {})
+            entries += [(named, key, value) for key, value in named.items() if _has_tensors(value)]
+    return [entry for entry in found.values() if not entry[0].is_meta], entries
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in trees.leaves(value))
 
 
 @functools.cache

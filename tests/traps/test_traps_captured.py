@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spmd import (
     Mesh,
@@ -107,6 +107,72 @@ class Trainer:
 def test_a_module_of_an_object(mesh: Mesh) -> None:
     with pytest.raises(SpecError, match=r"step changes what it captures in place.*a change of 'weight' of the mod"):
         spmd(Trainer().step, mesh=mesh)(X)
+
+
+class Script:
+    """Trains its own model, as scripts do."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(3, 1)
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.state = {"weight": torch.zeros(3)}
+        self.steps = [0]
+
+    def train(self, batch: Tensor) -> Tensor:
+        loss = self.model(batch).square().mean()
+        loss.backward()
+        self.opt.step()
+        return pmean(loss.detach(), "data")
+
+    def rebind(self, batch: Tensor) -> Tensor:
+        self.state = {"weight": self.state["weight"] + 1}
+        return self.state["weight"]
+
+    def rebind_entry(self, batch: Tensor) -> Tensor:
+        self.state["weight"] = self.state["weight"] + 1
+        return self.state["weight"]
+
+    def compute(self, batch: Tensor) -> Tensor:
+        self.steps = [1]  # which has no tensor
+        return self.state["weight"] + 1
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("train", r"parameters that the step captures"),
+        ("rebind", "another 'state'"),
+        ("rebind_entry", "another 'weight'"),
+    ],
+)
+def test_an_object_that_trains(mesh: Mesh, name: str, words: str, given: bool) -> None:
+    """As what a method is bound to, and as an argument."""
+    trainer = Script()
+    with pytest.raises(SpecError, match=words):
+        if given:
+            spmd(data_parallel(getattr(Script, name)), mesh=mesh)(trainer, X)
+        else:
+            spmd(data_parallel(getattr(trainer, name)), mesh=mesh)(X)
+
+
+def test_an_object_that_computes(mesh: Mesh) -> None:
+    trainer = Script()
+    assert spmd(data_parallel(trainer.compute), mesh=mesh)(X).full().tolist() == [1, 1, 1]
+
+
+def test_a_model_and_its_optimizer_as_arguments(mesh: Mesh) -> None:
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(model, opt, batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        opt.step()
+        return pmean(loss.detach(), "data")
+
+    trainer = Script()
+    with pytest.raises(SpecError, match="parameters that the step captures"):
+        step(trainer.model, trainer.opt, X)
 
 
 def test_a_captured_tensor(mesh: Mesh) -> None:
