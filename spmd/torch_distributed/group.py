@@ -42,7 +42,7 @@ class ProcessGroup(_Base):
         super().__init__(rank, len(ranks))
         self.world, self._ranks, self._rank, self._seconds = world, ranks, rank, seconds
         self._store, self._name = store, name
-        self._channel = world.channel(name, store, rank)
+        self._channel = world.channel(ranks)
         self._comms: dict[str, Communicator] = {}
         self._broken: BaseException | None = None
         self._sequence = 0

@@ -31,8 +31,8 @@ from ..mesh.launch.secret import secret_of_user
 from ..mesh.rank.memory import keep_freed_memory
 from ..mesh.rank.session import RankSession
 
-# Of groups of a mesh, how often each name has been used.
-_times: weakref.WeakKeyDictionary[RankSession, Counter[str]] = weakref.WeakKeyDictionary()
+# How often each set of a mesh's ranks has made a group; a rank that replaces one that died begins anew, as all do.
+_times: weakref.WeakKeyDictionary[RankSession, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 class World:
@@ -47,7 +47,7 @@ class World:
 
     def __init__(self, watch: Any, rank: int, store: Callable[[], Any], backend: str, session: Any = None):
         self.watch, self.rank, self.store, self.backend, self.session = watch, rank, store, backend, session
-        self._times = Counter[str]() if session is None else _times.setdefault(session, Counter())
+        self._times = Counter[tuple[int, ...]]() if session is None else _times.setdefault(session, Counter())
 
     @classmethod
     def met(cls, store: Any, rank: int, size: int, timeout: float) -> World:
@@ -95,13 +95,13 @@ class World:
         """A store for one group, torch's own being `store`; what the ranks have not written is as if not there."""
         return store if self.adopted else dist.PrefixStore(channel, self.store())
 
-    def channel(self, name: str, store: Any, rank: int) -> str:
-        """What tells a group from all others, also from one that bore its name and is gone."""
-        if self.session is None:
-            return f"torch {name} {store.add(f'spmd/made/{rank}', 1)}"
-        # A rank that replaces one that died begins anew, as the others did.
-        self._times[name] += 1
-        return f"torch {name} {self._times[name]}"
+    def channel(self, ranks: tuple[int, ...]) -> str:
+        """What tells a group from all others, also from one that had its ranks and is gone.
+
+        Not its name: torch numbers groups, on each rank those that it is in, so that the name of one may differ.
+        """
+        self._times[ranks] += 1
+        return f"torch {','.join(map(str, ranks))} {self._times[ranks]}"
 
     @property
     def opens_alone(self) -> bool:

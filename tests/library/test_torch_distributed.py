@@ -28,6 +28,12 @@ def test_program(outcomes: dict[str, list[str]], name: str) -> None:
     assert outcomes[name] == ["ok"]
 
 
+def test_groups_in_any_order_that_overlap() -> None:
+    """With three ranks each is in two pairs, and torch gives a pair another name on each of its ranks."""
+    code, out, err = launched(3, str(Path(HERE) / "torch_programs.py"), "groups_in_any_order")
+    assert (code, out) == (0, "groups_in_any_order: ok\n"), err
+
+
 GROUPS = """
 import gc, os, sys, torch, torch.distributed as dist
 import spmd
