@@ -57,6 +57,8 @@ def _in_child() -> None:
     global _current
     _current = os.getpid()
     for thing in list(_communicates):
+        # For ever: what it has of Gloo's waits, where it goes, for threads that a fork does not have.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
         thing.__class__ = types.new_class("OfParent", (type(thing),), exec_body=_fill)
     _communicates.clear()
 

@@ -7,7 +7,9 @@ have written; and a job on one host listens on loopback, if at all.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
+import functools
 import os
 import socket
 import time
@@ -156,6 +158,8 @@ def _store_at(method: str, launch: Launch, timeout: float) -> dist.Store:
                 )
             ) from None
         store = dist.FileStore(address.path, launch.size)
+        # A store that goes takes its rank off the file, and the last one the file away: a fork of a rank never lets go.
+        os.register_at_fork(after_in_child=functools.partial(ctypes.pythonapi.Py_IncRef, ctypes.py_object(store)))
         store.set_timeout(limit)
         return store
     if address.scheme == "env":

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from patience import HANGS
 
 from spmd import Mesh, MeshError, P, SpmdError, put
 
@@ -168,3 +172,34 @@ def test_child_of_the_driver() -> None:
         assert in_child(child) == 0
         assert mesh.run(os.getpid) == pids
         assert value.full().tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+ENDS = """
+import os, sys
+from spmd import Mesh
+mesh = Mesh(backend="gloo", timeout=60)
+mesh.run(lambda: mesh.comm().barrier())
+pid = os.fork()
+if pid == 0:
+    sys.exit(0)  # through all that Python does at an exit
+os.waitpid(pid, 0)
+mesh.run(lambda: mesh.comm().barrier())
+print(os.path.exists(sys.argv[1]))
+mesh.run(lambda: mesh.comm().barrier())
+"""
+
+
+def test_meeting_place_when_children_end(tmp_path: Path) -> None:
+    told = {"SPMD_SIZE": "2", "SPMD_INIT_METHOD": f"file://{tmp_path}/meet", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS, f"{tmp_path}/meet"],
+            env={**os.environ, **told, "SPMD_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outs = [rank.communicate(timeout=HANGS) for rank in ranks]
+    assert [out for out, _ in outs] == ["True\n"] * 2, outs
