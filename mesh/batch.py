@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from ..kernels.errors import SpecError, message
+from . import trees
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,3 +66,34 @@ def common_length(lengths: Mapping[str, int], whose: str) -> int | None:
             )
         )
     return next(iter(lengths.values()), None)
+
+
+def refuse_lists(tree: Any, length: int, whose: str) -> None:
+    """Refuse a list of what is no tensor with an entry for each of `length` samples, beside tensors that are split.
+
+    A DataLoader makes such of strings. A tuple is taken to mean what it is, the same for all samples.
+
+    Raises:
+        SpecError: there is one.
+    """
+    if length < 2:
+        return
+
+    def is_list(node: Any) -> bool:
+        return type(node) is list and len(node) == length and all(isinstance(entry, _PLAIN) for entry in node)
+
+    nodes, treedef = trees.flatten(tree, is_list)
+    for index, node in enumerate(nodes):
+        if is_list(node):
+            paths = trees.paths(trees.unflatten(treedef, list(range(len(nodes)))))
+            raise SpecError(
+                message(
+                    f"batch{paths[index]} of {whose} is a list "
+                    f"with an entry for each of {length} samples, and would not be split as the tensors beside it are",
+                    got=f"a list of {type(node[0]).__name__}",
+                    remedy="make a tensor of it (of tokens, for strings), or a tuple if every rank is to have all",
+                )
+            )
+
+
+_PLAIN = (str, bytes, bool, int, float)

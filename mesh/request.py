@@ -12,7 +12,7 @@ from ..kernels.errors import SpecError, message
 from . import trees
 from .ambient import Ambient
 from .array import Array, Deal
-from .batch import BatchArgument, BatchSplit, common_length
+from .batch import BatchArgument, BatchSplit, common_length, refuse_lists
 from .mesh import Mesh
 from .program import InputLeaf, InputPlan, describe_path
 from .put import as_tensor, is_array, place, specs_for
@@ -76,6 +76,9 @@ class Request:
         here = (tuple(index in arguments for index in range(len(args))), {name: name in arguments for name in kwargs})
         return trees.broadcast_to(here, self.treedef)
 
+    def _argument(self, place: int | str) -> Any:
+        return self._tree[1][place] if isinstance(place, str) else self._tree[0][place]
+
     def _split_batch(self, argument: BatchArgument) -> None:
         """Give the leaves of the batch the spec of its axis, and find the size of the whole batch."""
         lengths: dict[int, int] = {}
@@ -100,11 +103,12 @@ class Request:
                 self._check_dealt(index, None, cut)
             elif self.specs[index] is None:
                 self.specs[index] = P(argument.axis)
+        batch = self._argument(place)
         if not lengths:
             raise SpecError(
                 message(
                     f"the batch of {self.name} has no tensor to split",
-                    got=trees.shown(self._tree[1][place] if isinstance(place, str) else self._tree[0][place]),
+                    got=trees.shown(batch) if trees.leaves(batch) != [batch] else f"a {type(batch).__name__}",
                     expected="tensors or arrays in dicts, lists, tuples, dataclasses, mappings, or in classes known to "
                     "torch.utils._pytree",
                     remedy="pass its tensors in a dict",
@@ -116,6 +120,8 @@ class Request:
         if len(set(lengths.values())) > 1:
             common_length({self.where(index): length for index, length in lengths.items()}, self.name)
         if total is not None:
+            if len(lengths) < sum(self._belonging_to([place])):
+                refuse_lists(batch, total, self.name)
             self.batch = dataclasses.replace(self.batch, axis=argument.axis, total=total)
 
     def _check_order(self, axis: str, leaves: Iterable[int]) -> None:

@@ -65,6 +65,9 @@ def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
     The step runs as on the first rank and as on the last. Values are not seen: a number that it takes out of a tensor
     is 1.
     """
+    if not isinstance(axes, Mapping):
+        got, remedy = type(axes).__name__, 'check(step, {"data": 8}, ...), or check(step, mesh.axes, ...)'
+        raise SpecError(message("check takes the axes of a mesh", got=got, expected="a dict of sizes", remedy=remedy))
     for name, size in axes.items():
         if not isinstance(size, int) or size < 1:
             raise SpecError(message("check got a bad axis", got=f"{name!r}: {size!r}", expected="sizes of at least 1"))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
-from ..mesh.batch import BatchArgument, common_length
+from ..mesh.batch import BatchArgument, common_length, refuse_lists
 from ..mesh.region import Region
 from ..mesh.replication.net import mark, marked
 from ..mesh.spec import split_sizes
@@ -78,6 +78,7 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
     if here is not None:
         known = region.batch.total if region.batch.axis == axis else None
         total = int(psum(torch.tensor(here), axis)) if known is None else known
+    refuse_lists(tree, total or 0, name)
     sizes, mine = split_sizes(total or 0, session.layout.axes[axis]), session.layout.coords(session.rank)[axis]
     virtual = None
     if argument.shards is not None:

@@ -5,11 +5,11 @@ Invariant: a parameter belongs to the first group that names it, and to the defa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import optree
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
@@ -70,7 +70,15 @@ def _members(which: Any, names: list[str], leaves: list[Any], treedef: optree.Py
 
 
 def check_params(params: Any, options: Sequence[str]) -> None:
-    """Refuse groups in the form that torch's constructors take."""
+    """Refuse what torch's constructors take: groups, a module's parameters one after another."""
+    if isinstance(params, nn.Module | Iterator):
+        raise SpecError(
+            message(
+                "opt.init takes the tree of parameters",
+                got=f"a {type(params).__name__}",
+                remedy="apply, params = functional(model), and opt.init(params)",
+            )
+        )
     grouped = isinstance(params, Sequence) and bool(params)
     if grouped and all(isinstance(one, Mapping) and "params" in one for one in params):
         named = next((name for one in params for name in one if name != "params" and name in options), None)

@@ -18,6 +18,7 @@ from spmd import (
     all_gather,
     data_parallel,
     mean_of,
+    pmean,
     put,
     spmd,
     value_and_grad,
@@ -176,3 +177,29 @@ def test_gathering_an_uneven_batch(make_mesh: Callable[..., Mesh]) -> None:
 
     with pytest.raises(CollectiveMismatch, match=r"all_gather.*pad them to the longest.*drop_last=True"):
         step(W, X[:7])
+
+
+@pytest.mark.parametrize("entries", [["a", "b", "c", "d"], [1, 2, 3, 4]])
+def test_a_list_with_an_entry_for_each_sample(mesh: Mesh, entries: list[Any]) -> None:
+    """As a DataLoader makes it of strings."""
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(batch):
+        return pmean(batch["x"].mean() * len(batch["t"]), "data")
+
+    with pytest.raises(
+        SpecError, match=r"batch\['t'\] of step is a list with an entry for each of 4 samples.*tensor of it"
+    ):
+        step({"x": torch.arange(4.0), "t": entries})
+    assert step({"x": torch.arange(4.0), "t": tuple(entries)}).item() == 6.0
+    assert step({"x": torch.arange(4.0), "t": entries[:3]}).item() == 4.5
+
+
+def test_a_list_beside_a_whole_batch_within_a_region(mesh: Mesh) -> None:
+    @spmd(mesh=mesh)
+    def outer():
+        return data_parallel(lambda batch: batch["x"].sum())({"x": torch.arange(4.0), "t": list("abcd")})
+
+    with pytest.raises(SpecError, match="a list with an entry for each of 4 samples"):
+        outer()

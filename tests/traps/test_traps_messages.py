@@ -15,7 +15,20 @@ import spmd as library
 import spmd.kernels
 import spmd.mesh
 import spmd.transforms
-from spmd import Loader, Mesh, P, data_parallel, fetch, functional, optimizer, put, spmd, value_and_grad
+from spmd import (
+    Loader,
+    Mesh,
+    P,
+    SpecError,
+    check,
+    data_parallel,
+    fetch,
+    functional,
+    optimizer,
+    put,
+    spmd,
+    value_and_grad,
+)
 
 OURS = [Path(package.__path__[0]) for package in (library, library.kernels, library.mesh, library.transforms)]
 APPLY, PARAMS = functional(torch.nn.Linear(3, 1))
@@ -129,3 +142,15 @@ def test_shapes_are_shown_whole(shared_mesh: Callable[..., Mesh]) -> None:
         spmd(parts, out_specs=P("data"), mesh=shared_mesh({"data": 2}))(X)
     with pytest.raises(library.SpecError, match=r"rank 0: float32\[2, 3, 5\].*rank 1: float32\[2, 4, 5\]"):
         spmd(parts, mesh=shared_mesh({"data": 2}))(X)
+
+
+def test_a_model_where_its_parameters_belong() -> None:
+    opt = optimizer(torch.optim.AdamW, lr=0.1)
+    for given in (torch.nn.Linear(2, 1), torch.nn.Linear(2, 1).parameters()):
+        with pytest.raises(SpecError, match=r"opt.init takes the tree of parameters.*functional\(model\)"):
+            opt.init(given)
+
+
+def test_check_with_a_mesh(shared_mesh: Callable[..., Mesh]) -> None:
+    with pytest.raises(SpecError, match=r"check takes the axes of a mesh.*check\(step, mesh.axes"):
+        check(lambda x: x, shared_mesh({"data": 2}), torch.ones(2))
