@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from . import torch_private
 from .communicator import Communicator
 from .copying import copy
 from .operations import Work
@@ -119,7 +120,7 @@ class Buckets:
 
     def fill_all(self, indexes: Sequence[int], values: Sequence[torch.Tensor]) -> None:
         """`fill` for several leaves of a single bucket."""
-        torch._foreach_copy_([self.grad_view(index) for index in indexes], list(values))
+        torch_private.copy_each([self.grad_view(index) for index in indexes], list(values))
         for index in indexes:
             self._ready[index] = True
         self._left[0] -= len(indexes)

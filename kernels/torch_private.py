@@ -67,6 +67,11 @@ def storage(tensor: Tensor) -> int:
         return 0
 
 
+def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors to others of the same shapes. Public way: a copy of each, one call of torch for every leaf."""
+    torch._foreach_copy_(targets, sources)
+
+
 def keep_storage_apart(tensor: Tensor) -> Any:
     """While the result lives, no other storage gets the number of this one; its memory is freed all the same.
 
@@ -136,27 +141,21 @@ ITEM = torch.ops.aten._local_scalar_dense
 # -- tensors without values --------------------------------------------------------------------------------------------
 
 
-class FakeTensors:
+class FakeTensors(FakeTensorMode):
     """Within, torch makes tensors that have shapes and devices and no values, and computes with them.
 
     Public way: the meta device, on which tensors that a function makes for itself are not.
     """
 
     def __init__(self) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def __enter__(self) -> None:
-        self._mode.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
+        super().__init__(allow_non_fake_inputs=True)
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-        with self._mode:
+        with self:
             return torch.empty(tuple(shape), dtype=dtype)
 
     def like(self, tensor: Tensor) -> Tensor:
-        with self._mode:
+        with self:
             fake = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype)
             is_parameter = isinstance(tensor, nn.Parameter)
             return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .kernels.errors import SpecError, SpmdError, message
+from .mesh.region import planned_session
 
 
 def check_module(module: Any, *, sync: bool = False) -> None:
@@ -34,6 +35,15 @@ def check_module(module: Any, *, sync: bool = False) -> None:
                     remedy="apply, params, buffers = functional_with_buffers(model, sync=True)",
                 )
             )
+    if planned_session() is not None and any(True for _ in module.buffers()):
+        # Copying a fake tensor's storage corrupts memory in torch.
+        raise SpecError(
+            message(
+                "functional was called on a module with buffers in a step that is only checked",
+                got=type(module).__name__,
+                remedy="call functional(model) before the step, and pass it the parameters",
+            )
+        )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise SpecError(

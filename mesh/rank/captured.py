@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class Captured:
 
     def __init__(self, functions: Sequence[Any], whole: tuple[type, ...]):
         _watch_clipping()
+        _watch_checkpointing()
         tensors, self._entries = _tensors(functions, whole)
         self._known = [_Known.of(*found) for found in tensors]
         self.trainable = frozenset(id(known.tensor) for known in self._known if known.tensor.requires_grad)
@@ -174,6 +176,33 @@ def _watch_clipping() -> None:
     """From now on, refuse to clip gradients that are none in an @spmd function."""
     for cell in clipping_functions():
         cell.cell_contents = _watched(cell.cell_contents)
+
+
+def _watch_checkpointing() -> None:
+    """From now on, refuse reentrant checkpointing of inputs that need no gradients: what it computes would have none.
+
+    Torch's own look at that is a warning. Its module takes long to import, and is left alone where nothing has.
+    """
+    module = sys.modules.get("torch.utils.checkpoint")
+    if module is None or hasattr(module.check_backward_validity, "__wrapped__"):
+        return
+    look = module.check_backward_validity
+
+    @functools.wraps(look)
+    def watched(inputs: Iterable[Any]) -> None:
+        region, inputs = current(), list(inputs)
+        if region is not None and region.pure and not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+            raise SpecError(
+                message(
+                    "reentrant activation checkpointing of inputs that need no gradients, as before the first layer "
+                    "that is trained: the parameters in it would get none",
+                    where=region.session.where(),
+                    remedy="torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+                )
+            )
+        look(inputs)
+
+    module.check_backward_validity = watched  # type: ignore[attr-defined]
 
 
 def _watched(clip: Callable) -> Callable:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import transforms
+from ..kernels import torch_private
 from ..kernels.errors import SpecError, message
 from ..mesh import donation
 from ..mesh.region import current
@@ -74,7 +75,7 @@ def joined(sizes: tuple[int, ...], values: Sequence[Tensor]) -> Tensor:
     ):
         return first.detach().as_strided((end,), (1,), 0).clone()
     flat = values[0].new_zeros(end)
-    torch._foreach_copy_(list(cut(sizes, flat)), [value.reshape(-1) for value in values])
+    torch_private.copy_each(list(cut(sizes, flat)), [value.reshape(-1) for value in values])
     return flat
 
 

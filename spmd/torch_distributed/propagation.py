@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels.errors import MeshError, SpmdError
+from ..kernels.torch_private import ITEM, TorchDispatchMode
 from ..mesh import trees
 from ..mesh.region import Region
 from ..mesh.spec import REPLICATED, P, Sharded
@@ -32,7 +32,7 @@ class _OnShards(TorchDispatchMode):
     """Refuses what DTensor takes from a rank's shard."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default or torch.Tag.nondeterministic_seeded in func.tags:
+        if func is ITEM.default or torch.Tag.nondeterministic_seeded in func.tags:
             raise NeedsWhole
         return func(*args, **(kwargs or {}))
 

@@ -263,6 +263,12 @@ def gloo_options() -> None:
     group.allreduce([torch.ones(1)]).wait()
 
 
+def copy_each() -> None:
+    target = torch.zeros(4)
+    torch_private.copy_each(list(target.split(2)), [torch.ones(2), torch.full((2,), 2.0)])
+    assert target.tolist() == [1, 1, 2, 2]
+
+
 # Of what torch may move: what in this library depends on it.
 PARTS: dict[Callable[[], None], str] = {
     version: "finding inputs that a step changed, and captured tensors that changed",
@@ -290,6 +296,7 @@ PARTS: dict[Callable[[], None], str] = {
     compiled_call: "carrying module.compile() to the ranks",
     tree_node_of: "batches and results in classes that are registered with torch's trees",
     gloo_options: "the backend gloo",
+    copy_each: "buckets and flat parameters of many leaves",
 }
 
 

@@ -165,3 +165,12 @@ def test_errors_of_fake_tensors_are_told_once(caplog, capfd):
     with pytest.raises(RuntimeError, match="3 and 7"):
         check(spmd(lambda x: x @ torch.ones(7)), HUGE, torch.ones(3))
     assert not caplog.records and capfd.readouterr() == ("", "")
+
+
+def test_a_module_with_buffers_is_made_functional_before_a_checked_step():
+    def step(x):
+        apply, params = functional(torch.nn.BatchNorm1d(8))
+        return apply(params, x)
+
+    with pytest.raises(SpecError, match=r"module with buffers in a step that is only checked.*before the step"):
+        check(step, {"data": 4}, torch.empty(16, 8))

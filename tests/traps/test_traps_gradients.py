@@ -261,6 +261,19 @@ def test_clipping_gradients_that_are_there(mesh: Mesh) -> None:
     assert float(nn.utils.clip_grad_norm_([torch.ones(2)], 1.0)) == 0
 
 
+@pytest.mark.parametrize("shards", [None, 2])
+def test_reentrant_checkpointing_with_nothing_trained_before_it(mesh: Mesh, shards: int | None) -> None:
+    """Beside a layer that is trained; torch only warns."""
+    _, params = functional(model())
+
+    def loss_fn(params, batch):
+        hidden = checkpoint(lambda x: torch.tanh(x @ params["0.weight"].T), batch, use_reentrant=True)
+        return (hidden @ params["2.weight"].T).square().mean()
+
+    with pytest.raises(SpecError, match=r"reentrant activation checkpointing of inputs that.*use_reentrant=False"):
+        gradients(mesh, loss_fn, params, X, shards)
+
+
 def test_reentrant_checkpointing(mesh: Mesh) -> None:
     apply, params = functional(model())
     with pytest.raises(SpecError, match=r"reentrant activation checkpointing.*use_reentrant=False"):
