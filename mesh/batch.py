@@ -82,13 +82,11 @@ def refuse_lists(tree: Any, length: int, whose: str) -> None:
     def is_list(node: Any) -> bool:
         return type(node) is list and len(node) == length and all(isinstance(entry, _PLAIN) for entry in node)
 
-    nodes, treedef = trees.flatten(tree, is_list)
-    for index, node in enumerate(nodes):
+    for index, node in enumerate(trees.leaves(tree, is_list)):
         if is_list(node):
-            paths = trees.paths(trees.unflatten(treedef, list(range(len(nodes)))))
             raise SpecError(
                 message(
-                    f"batch{paths[index]} of {whose} is a list "
+                    f"batch{trees.paths(tree, is_list)[index]} of {whose} is a list "
                     f"with an entry for each of {length} samples, and would not be split as the tensors beside it are",
                     got=f"a list of {type(node[0]).__name__}",
                     remedy="make a tensor of it (of tokens, for strings), or a tuple if every rank is to have all",

@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from patience import HANGS, until
@@ -51,6 +51,28 @@ def run(*arguments: str, text: str | None = None, **options: object) -> tuple[in
 def launched(ranks: int, program: str, *arguments: str, **options: object) -> tuple[int, str, str]:
     """Run a script on launched ranks, which are forks of one process; as `run`."""
     return run(str(Path(__file__).with_name("forked.py")), str(ranks), program, *arguments, **options)
+
+
+def two_ranks(
+    folder: Path, code: str, *arguments: str, inside: Callable[[int], Sequence[str]] = lambda rank: ()
+) -> list[tuple[str, str]]:
+    """Run code as two ranks that meet at a file, each a process of its own: the outputs and error outputs.
+
+    Args:
+        inside: the command, if any, that starts Python for a rank.
+    """
+    told = {"SPMD_SIZE": "2", "SPMD_INIT_METHOD": f"file://{folder}/meet", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [*inside(rank), sys.executable, "-c", code, *arguments],
+            env={**os.environ, **told, "SPMD_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    return [rank.communicate(timeout=HANGS) for rank in ranks]
 
 
 def script(folder: Path, text: str) -> str:

@@ -58,6 +58,9 @@ class Auxiliary:
         back = [leaf.item() if number else leaf for leaf, number in zip(leaves, self.numbers, strict=True)]
         return trees.unflatten(self.treedef, back)
 
+    def _paths(self) -> list[str]:
+        return trees.paths(trees.unflatten(self.treedef, list(range(len(self.leaves)))))
+
     def check(self, region: Region | None, over: tuple[str, ...]) -> None:
         """Refuse values that differ between the ranks of the mean and can't be averaged, be it for their shapes."""
         if region is None or not over:
@@ -94,8 +97,7 @@ class Auxiliary:
                 for leaf, axes in zip(self.leaves, self.over, strict=True)
             ]
         if any(differs):
-            path = trees.paths(trees.unflatten(self.treedef, list(range(len(self.leaves)))))[differs.index(True)]
-            leaf = self.leaves[differs.index(True)]
+            path, leaf = self._paths()[differs.index(True)], self.leaves[differs.index(True)]
             raise SpecError(
                 message(
                     f"aux{path} may differ between ranks, for what it is computed of, and cannot be averaged",
@@ -114,7 +116,7 @@ class Auxiliary:
 
     def _disagreement(self, said: list[list[tuple[str, str]]], ranks: tuple[int, ...], region: Region) -> SpecError:
         """The error for the first leaf of which ranks said different things: (token, text) for each leaf."""
-        for index, path in enumerate(trees.paths(trees.unflatten(self.treedef, list(range(len(self.leaves)))))):
+        for index, path in enumerate(self._paths()):
             if any(len(leaves) != len(self.leaves) for leaves in said):
                 break
             sides: dict[str, list[int]] = {}

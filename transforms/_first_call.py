@@ -25,6 +25,7 @@ from ..kernels.errors import SpecError, message
 from ..kernels.torch_private import Node
 from ..mesh import trees
 from ..mesh.put import as_tensor
+from ..mesh.rank.references import content_of
 from ..mesh.region import generators, restore_generators
 from ._auxiliary import Auxiliary
 from ._call import Call, Output
@@ -79,7 +80,7 @@ def _code(function: Any) -> tuple[Any, ...]:
         words += [*function.args, *function.keywords.values()]
         function = function.func
     if isinstance(function, types.FunctionType):
-        held = [_content(cell) for cell in function.__closure__ or ()]
+        held = [content_of(cell) for cell in function.__closure__ or ()]
         words += [*held, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     else:
         words.append(function)
@@ -243,17 +244,10 @@ def _holding(function: Any, replace: Callable[[Any], Any], depth: int = 4) -> An
         return functools.partial(replaced(function), *map(replaced, args), **trees.map(replace, kwargs))
     if not isinstance(function, types.FunctionType) or not function.__closure__:
         return function
-    cells = tuple(types.CellType(replaced(_content(cell))) for cell in function.__closure__)
+    cells = tuple(types.CellType(replaced(content_of(cell))) for cell in function.__closure__)
     again = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     again.__kwdefaults__ = function.__kwdefaults__
     return again
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # is assigned later
-        return None
 
 
 def _repeated(call: Call, args: Any, kwargs: Any, batch: Sequence[Any], times: int) -> Output | None:

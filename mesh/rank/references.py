@@ -53,7 +53,7 @@ def inside_of(obj: Any, depth: int) -> list[tuple[Any, int]] | None:
     return [(item, depth + 1) for item in inside] + ([(type(obj), depth)] if by_value else [])
 
 
-def _contents(cell: Any) -> Any:
+def content_of(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # an empty cell: a name not bound yet
@@ -71,7 +71,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 def used_by(function: types.FunctionType) -> dict[str, Any]:
     """The names that a function takes from around it, with their values."""
-    cells = zip(function.__code__.co_freevars, map(_contents, function.__closure__ or ()), strict=False)
+    cells = zip(function.__code__.co_freevars, map(content_of, function.__closure__ or ()), strict=False)
     names = _global_names(function.__code__)
     return {**{name: function.__globals__[name] for name in names if name in function.__globals__}, **dict(cells)}
 

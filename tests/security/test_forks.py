@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from patience import HANGS
+from scripts import two_ranks
 
 from spmd import Mesh, MeshError, P, SpmdError, put
 
@@ -190,16 +188,5 @@ mesh.run(lambda: mesh.comm().barrier())
 
 
 def test_meeting_place_when_children_end(tmp_path: Path) -> None:
-    told = {"SPMD_SIZE": "2", "SPMD_INIT_METHOD": f"file://{tmp_path}/meet", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", ENDS, f"{tmp_path}/meet"],
-            env={**os.environ, **told, "SPMD_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outs = [rank.communicate(timeout=HANGS) for rank in ranks]
+    outs = two_ranks(tmp_path, ENDS, f"{tmp_path}/meet")
     assert [out for out, _ in outs] == ["True\n"] * 2, outs

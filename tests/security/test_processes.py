@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from fork_server import ForkServer, fork_server
 from patience import HANGS
+from scripts import two_ranks
 
 from spmd import restore, save
 
@@ -268,24 +269,12 @@ mesh = Mesh(timeout=60)
 save(sys.argv[1], {"w": put(torch.arange(4.0), P("data"), mesh=mesh)}, background=True).result()
 print(restore(sys.argv[1])["w"].tolist())
 """
-    told = {"SPMD_SIZE": "2", "SPMD_INIT_METHOD": f"file://{tmp_path}/meet", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [
-                *(["unshare", "--pid", "--fork", "--mount-proc"] if rank else []),
-                sys.executable,
-                "-c",
-                code,
-                f"{tmp_path}/runs",
-            ],
-            env={**os.environ, **told, "SPMD_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outs = [rank.communicate(timeout=HANGS) for rank in ranks]
+    outs = two_ranks(
+        tmp_path,
+        code,
+        f"{tmp_path}/runs",
+        inside=lambda rank: ["unshare", "--pid", "--fork", "--mount-proc"] if rank else [],
+    )
     assert [out for out, _ in outs] == ["[0.0, 1.0, 2.0, 3.0]\n"] * 2, outs
 
 
