@@ -194,7 +194,7 @@ def fill(
         return protocol.FillValues(number, region, freed, forgotten, shipped.key, arguments, out)
 
     values.read, layout = read, mesh.layout  # which is another by then, perhaps
-    task = driver.submit(read, name="a batch", values=values)
+    task = driver.submit(read, name="a batch", values=values, layout=layout)
     task.reported = True  # what fails is told who comes to this batch, and nobody if the loop was left before
 
     def there() -> Any:

@@ -18,6 +18,7 @@ from .launch import launched
 from .rank.session import RankSession
 from .region import Region, current, generators, inside, reseed, restore_generators
 from .run_state import RunState
+from .spec import Layout
 
 
 class MeshView(Protocol):
@@ -25,6 +26,8 @@ class MeshView(Protocol):
 
     seed: int
 
+    @property
+    def layout(self) -> Layout: ...
     @property
     def size(self) -> int: ...
     @property
@@ -76,6 +79,7 @@ def reload(self: MeshView, *modules: Any) -> list[str]:
 
 def run(mesh: MeshView, fn: Callable[..., Any], args: tuple, ranks: Sequence[int] | None) -> list[Any]:
     """Call `fn(*args)` on ranks: the results in rank order."""
+    layout = mesh.layout
     chosen = _checked(mesh, ranks)
     key = (mesh.seed, "run", mesh.run_state.next_run())
     note_mesh(mesh)
@@ -89,6 +93,7 @@ def run(mesh: MeshView, fn: Callable[..., Any], args: tuple, ranks: Sequence[int
             lambda: driver.content((settings, args), lambda: _named(args)),
             ranks=chosen,
             region=True,
+            layout=layout,
         )
         return driver.wait(task).values()
     rank, settings = mesh.session.rank, ambient()
@@ -104,6 +109,7 @@ def run(mesh: MeshView, fn: Callable[..., Any], args: tuple, ranks: Sequence[int
 
 def submit(mesh: MeshView, fn: Callable[..., Any], args: tuple, rank: int) -> Future:
     """Start `fn(*args)` on one rank."""
+    layout = mesh.layout
     (chosen,) = _checked(mesh, [rank])
     future: Future = Future()
     future.set_running_or_notify_cancel()
@@ -116,6 +122,7 @@ def submit(mesh: MeshView, fn: Callable[..., Any], args: tuple, rank: int) -> Fu
             lambda: driver.content((settings, args), lambda: _named(args)),
             ranks=[chosen],
             future=future,
+            layout=layout,
         )
         return future
     try:

@@ -86,7 +86,6 @@ class DriverSession(Owned):
         self.closing = False
         self.numbers: Iterator[int] = itertools.count(1)
         self.regions = 0
-        self._everyone = tuple(range(layout.size))
         self.run_state = RunState()
         self.pending = Pending(self.run_state)
         self._flight = Flight()
@@ -129,7 +128,7 @@ class DriverSession(Owned):
     def hand_over(self, ranks: Ranks, layout: Layout) -> None:
         """Go on with other ranks, of another layout, to which values are still to be sent; with the lock, and quiet."""
         self.node.close("their mesh was resized")
-        self.ranks, self.layout, self._everyone = ranks, layout, tuple(range(layout.size))
+        self.ranks, self.layout = ranks, layout
         self.node = driver_node(ranks, self.describe, self._mesh, self.values.object_of)
         self.calls.clear()
         self.shipped.forget_told()
@@ -186,7 +185,7 @@ class DriverSession(Owned):
         """
         layout = layout or self.layout
         chosen = tuple(range(layout.size)) if ranks is None else tuple(ranks)
-        others = () if ranks is None else tuple(rank for rank in self._everyone if rank not in chosen)
+        others = () if ranks is None else tuple(rank for rank in range(layout.size) if rank not in chosen)
         while True:
             self.ready()
             generation = self.ranks.generation
@@ -198,7 +197,7 @@ class DriverSession(Owned):
             try:
                 with self.lock:
                     self.ready()
-                    if layout is not self.layout:
+                    if layout is not self.layout or max(chosen, default=0) >= layout.size:
                         problem = "the mesh has got another size while this call was made, by another thread"
                         raise MeshError(message(problem, where=self.describe(), remedy="call again"))
                     if generation != self.ranks.generation:

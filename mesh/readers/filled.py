@@ -49,7 +49,7 @@ def fill_streams(
         return protocol.FillValues(number, region, freed, forgotten, shipped.key, arguments, out)
 
     values.read = read
-    task = driver.submit(read)
+    task = driver.submit(read, layout=layout)
     task.reported = True  # what fails is told who comes to this batch, and nobody if the loop was left before
 
     def there() -> tuple[Any, Found]:

@@ -192,13 +192,34 @@ def test_another_thread_calls_meanwhile(mesh: Mesh) -> None:
 
     thread = threading.Thread(target=calls)
     thread.start()
-    for size in (3, 1, 2, 3):
-        mesh.resize({"data": size})
-        before = len(found)
-        assert until(lambda before=before: len(found) > before + 2 or wrong)
-    over.set()
-    thread.join()
+    try:
+        for size in (3, 1, 2, 3):
+            mesh.resize({"data": size})
+            before = len(found)
+            assert until(lambda before=before: len(found) > before + 2 or wrong)
+    finally:
+        over.set()
+        thread.join()
     assert not wrong and set(found) <= {1.0, 2.0, 3.0} and found[-1] == 3.0
+
+
+@pytest.mark.parametrize("ranks", [None, [2]])
+def test_ranks_that_there_were_when_a_call_began(mesh: Mesh, ranks: list[int] | None) -> None:
+    """The mesh shrinks between the choice of ranks and the call to them; it is as good as before then."""
+    mesh.resize({"data": 3})
+
+    class Function:
+        def __call__(self) -> int:
+            return 1
+
+        def __reduce__(self) -> Any:
+            if mesh.size == 3:
+                mesh.resize({"data": 1})
+            return Function, ()
+
+    with pytest.raises(MeshError, match="another size while this call was made"):
+        mesh.run(Function(), ranks=ranks)
+    assert mesh.run(lambda: 1) == [1] and float(put(torch.ones(()), mesh=mesh)) == 1
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
