@@ -12,13 +12,14 @@ import hashlib
 import hmac
 import struct
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from ..errors import message
 
 CODE_BYTES = 32
+_COUNT = struct.Struct("<Q")
 _PAUSE_SECONDS = 0.01  # between two looks at a value that is not the job's own
 
 
@@ -27,7 +28,7 @@ def code(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, b"".join(struct.pack("<Q", len(part)) + part for part in parts), hashlib.sha256)
 
 
-def same(one: bytes, other: bytes) -> bool:
+def same(one: bytes | memoryview, other: bytes | memoryview) -> bool:
     """Whether two codes are equal, in a time that does not tell how far they are."""
     return hmac.compare_digest(one, other)
 
@@ -43,6 +44,13 @@ def unseal(key: bytes, name: str, data: bytes) -> bytes | None:
     return value if same(data[:CODE_BYTES], code(key, name.encode(), value)) else None
 
 
+class BodyCode(Protocol):
+    """A code that is being made, of what it is given bit by bit."""
+
+    def update(self, data: memoryview, /) -> None: ...
+    def digest(self) -> bytes: ...
+
+
 class MessageCodes:
     """The codes of one connection's messages, in one direction: each fits its own place in their order only.
 
@@ -51,23 +59,24 @@ class MessageCodes:
     """
 
     def __init__(self, key: bytes):
-        self._heads, self._bodies = code(key, b"heads"), code(key, b"bodies")
+        self._heads = hashlib.blake2b(key=code(key, b"heads"), digest_size=CODE_BYTES)
+        self._bodies = code(key, b"bodies")
         self._count = 0
 
-    def of_next(self, head: bytes, body: bytes = b"") -> bytes:
+    def of_next(self, said: bytes | memoryview) -> bytes:
         """The code of the next message's head, and of its body if that is short.
 
         Keyed BLAKE2b (RFC 7693): half a microsecond for so little, in which no other thread takes over.
         """
         self._count += 1
-        told = struct.pack("<Q", self._count) + head + body
-        return hashlib.blake2b(told, key=self._heads, digest_size=CODE_BYTES).digest()
-
-    def of_body(self, body: memoryview) -> bytes:
-        """The code of that message's body, if it is long."""
-        made = hmac.new(self._bodies, struct.pack("<Q", self._count), hashlib.sha256)
-        made.update(body)
+        made = self._heads.copy()
+        made.update(_COUNT.pack(self._count))
+        made.update(said)
         return made.digest()
+
+    def of_body(self) -> BodyCode:
+        """The code of that message's body, if it is long, of which nothing is in it yet."""
+        return hmac.new(self._bodies, _COUNT.pack(self._count), hashlib.sha256)
 
 
 class AuthenticatedStore(dist.Store):

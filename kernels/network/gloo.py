@@ -8,11 +8,10 @@ noticed; each operation is preceded by a header, so that a disagreement is told 
 
 from __future__ import annotations
 
-import contextlib
-import os
+import datetime
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +22,13 @@ from ..errors import PeerLost, message
 from ..operations import Steps
 from ..processes import Owned
 from ..torch_private import gloo_options
-from ..waiting import Watch
+from ..waiting import Watch, wait_until
+from . import gloo_group
 from .communicator import NetworkedCommunicator
 from .interface import address_of
 from .mailbox import Mailbox
+
+_LONG = datetime.timedelta(days=1)  # as operations go; one that was given up and that Gloo forgot ends then
 
 
 class GlooCommunicator(NetworkedCommunicator):
@@ -54,7 +56,7 @@ class GlooCommunicator(NetworkedCommunicator):
         self._interface = interface
         self._owned = Owned()
         self._group: Any = None  # torch's stubs leave out what is used of it
-        self._sockets: set[tuple[int, str]] = set()
+        self._sockets: gloo_group.Sockets = set()
         self._mailbox: Mailbox | None = None
         self._open()
 
@@ -65,41 +67,33 @@ class GlooCommunicator(NetworkedCommunicator):
         self._turns: dict[int, int] = {}  # messages started, by destination
         self._posted: dict[int, int] = {}  # messages handed to the mailbox
         self._seen = 0
-        # Gloo's own wait for the peers notices no abort.
         self._meet()
-        before = _sockets()
+        store = dist.PrefixStore(self._name, self._store)
         try:
-            self._group = dist.ProcessGroupGloo(
-                dist.PrefixStore(self._name, self._store), self.rank, self.size, options
-            )
-            self._sockets = self._own(_sockets() - before)
+            self._group, self._sockets = gloo_group.connect(store, self.rank, self.size, options, self._wait)
+            # From here on it is our wait that gives up: it knows of a rank that is in a debugger, and says more.
+            self._group.set_timeout(_LONG)
         except RuntimeError as error:
-            raise PeerLost(
-                message(
-                    f"rank {self.ranks[self.rank]} could not connect to group {self.ranks} over Gloo",
-                    got=_reason(error),
-                    remedy="see that all ranks are running and that the hosts reach each other",
-                )
-            ) from None
+            raise self._unconnected(_reason(error)) from None
 
-    def _own(self, opened: set[tuple[int, str]]) -> set[tuple[int, str]]:
-        """Which of the sockets that were opened meanwhile are this group's: those whose other end is a peer's.
+    def _wait(self, connected: Callable[[], bool]) -> None:
+        wait_until(
+            connected,
+            self._watch,
+            timeout=self.timeout,
+            oversubscribed=self.oversubscribed,
+            on_timeout=lambda: self._unconnected(f"nothing within {self.timeout:g} s"),
+            gently=True,
+        )
 
-        Other threads of the program open theirs whenever they like.
-        """
-        ends = {one: found for one in opened for found in _ends(one[0])}
-        mine = "\n".join(" ".join(pair) for pair in ends.values()).encode()
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._group.allgather([lengths], [torch.tensor([len(mine)])]).wait()
-        longest = max(int(length) for length in lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else padded[:0]
-        found = [torch.empty_like(padded) for _ in range(self.size)]
-        if longest:
-            self._group.allgather([found], [padded]).wait()
-        others = [one.numpy().tobytes().rstrip(b"\0") for rank, one in enumerate(found) if rank != self.rank]
-        theirs = {line for one in others for line in one.split(b"\n")}
-        return {one for one, (here, there) in ends.items() if f"{there} {here}".encode() in theirs}
+    def _unconnected(self, reason: str) -> PeerLost:
+        return PeerLost(
+            message(
+                f"rank {self.ranks[self.rank]} could not connect to group {self.ranks} over Gloo",
+                got=reason,
+                remedy="see that all ranks are running and that the hosts reach each other",
+            )
+        )
 
     def close(self) -> None:
         self._disconnect()
@@ -111,12 +105,8 @@ class GlooCommunicator(NetworkedCommunicator):
             self._mailbox = None
         if self._group is None or self._owned.foreign:  # a child's connections are its parent's
             return
-        # Gloo has no way to give an operation up, and its destructor waits for those under way until they time
-        # out. Shutting its sockets down ends them at once.
-        for number, _ in self._sockets & _sockets():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
-        self._group = None
+        ended, self._group = [self._group], None
+        gloo_group.end(ended, self._sockets)
 
     def _done(self, work: dist.Work) -> Steps:
         yield work.is_completed
@@ -225,26 +215,6 @@ def _reason(error: RuntimeError) -> str:
     """What Gloo says, without where in its sources it says so and what it advises."""
     text = re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", str(error).splitlines()[0])
     return text.partition(". This is typically")[0]
-
-
-def _sockets() -> set[tuple[int, str]]:
-    """The descriptors of this process that are sockets, and which: numbers are used again."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            link = os.readlink(f"/proc/self/fd/{name}")
-            if link.startswith("socket:"):
-                found.add((int(name), link))
-    return found
-
-
-def _ends(number: int) -> list[tuple[str, str]]:
-    """Both ends of a connection over IP, this one first; nothing for any other socket."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
-        if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-            here, there = one.getsockname(), one.getpeername()
-            return [(f"{here[0]}|{here[1]}", f"{there[0]}|{there[1]}")]
-    return []
 
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ..errors import Aborted, PeerLost, message
 from ..shm.arena import Arena
 from ..shm.standing import StandingArena
+from .interface import is_loopback
 
 LEADER_SECONDS, OTHERS_SECONDS = 0.05, 0.5  # how often a waiting rank asks the store
 _DIGITS = 18  # of the number of a region
@@ -37,6 +38,7 @@ class StoreWatch:
         self.generation = self.region = 0
         self._next_look = self._lost_at = 0.0
         self.lost: str | None = None  # what is said of a store that did not answer; it is not asked again
+        self._debugged = False  # some rank was at the prompt of a debugger at the last look
 
     def enter(self, region: int) -> None:
         self.region = region
@@ -62,6 +64,7 @@ class StoreWatch:
             return
         try:
             text = self._store.get(self._key()).decode(errors="replace") if self._store.check([self._key()]) else ""
+            self._debugged = self._store.add(self._debuggers(), 0) > 0
         except dist.DistError as error:
             self.lost, self._lost_at = out_of_reach(self._rank, error), now
             return
@@ -73,13 +76,23 @@ class StoreWatch:
                 raise Aborted(text)
 
     def enter_debugger(self) -> None:
-        """Ranks of other hosts don't see that either: their waits time out."""
+        """Have the waits of other hosts' ranks, too, not time out meanwhile."""
+        self._note_debugger(1)
 
     def leave_debugger(self) -> None:
         """See `enter_debugger`."""
+        self._note_debugger(-1)
 
     def in_debugger(self) -> bool:
-        return False
+        return self._debugged
+
+    def _note_debugger(self, more: int) -> None:
+        if self.lost is None:
+            with contextlib.suppress(dist.DistError):
+                self._store.add(self._debuggers(), more)
+
+    def _debuggers(self) -> str:
+        return f"debuggers/{self.generation}"  # one that is killed at its prompt counts until its mesh goes on
 
     def _key(self) -> str:
         return f"abort/{self.generation}"
@@ -121,6 +134,17 @@ class HostArena(Arena):
     def abort(self, text: str) -> None:
         super().abort(text)
         self.beyond.abort(text)
+
+    def enter_debugger(self) -> None:
+        super().enter_debugger()
+        self.beyond.enter_debugger()
+
+    def leave_debugger(self) -> None:
+        super().leave_debugger()
+        self.beyond.leave_debugger()
+
+    def in_debugger(self) -> bool:
+        return super().in_debugger() or self.beyond.in_debugger()
 
     def check_peers(self) -> None:
         try:
@@ -189,6 +213,11 @@ def innermost(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
+
+
+def leads_nowhere_else(store: Any) -> bool:
+    """Whether a store is reached on this host alone; a file may be on one that hosts share."""
+    return is_loopback(getattr(innermost(store), "host", ""))
 
 
 def limit_silence(store: Any, seconds: float) -> None:

@@ -30,8 +30,9 @@ import torch
 from ..errors import PeerLost, message
 from ..processes import Owned
 from .authentication import CODE_BYTES, MessageCodes, code, key_of, same
+from .frames import Changed
 from .interface import is_loopback
-from .messages import HELLO, Changed, Incoming, Outgoing
+from .messages import HELLO, Incoming, Outgoing
 
 _STRANGERS = 32  # connections that may stand before they have said hello
 _PAUSE_SECONDS = 0.1  # in which nobody is let in, when this process can open no more files
@@ -169,21 +170,16 @@ class Mailbox(Owned):
         """Write what the socket takes; whether the queue is empty now."""
         while queue:
             message = queue[0]
-            while message.pieces:
-                piece = message.pieces[0]
-                if len(piece):
-                    try:
-                        count = connection.send(piece)
-                    except (BlockingIOError, InterruptedError):
-                        return False
-                    except ConnectionError:
-                        for each in queue:
-                            each.lost = True
-                        queue.clear()
-                        return True
-                    message.pieces[0] = piece[count:]
-                if not len(message.pieces[0]):
-                    message.pieces.pop(0)
+            while message.piece is not None:
+                try:
+                    message.advance(connection.send(message.piece))
+                except (BlockingIOError, InterruptedError):
+                    return False
+                except ConnectionError:
+                    for each in queue:
+                        each.lost = True
+                    queue.clear()
+                    return True
             message.sent = True
             queue.popleft()
         return True

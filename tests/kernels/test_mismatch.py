@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+import torch.distributed as dist
 from patience import soon
 
 from spmd import CollectiveMismatch, Mesh, PeerLost, SpmdError
@@ -360,3 +364,50 @@ def test_memory_is_used_again_after_failures(make_mesh: Callable[..., Mesh]) -> 
         found.append(mesh.run(used))
     for before, after in zip(found[1], found[-1], strict=True):
         assert after - before <= 1 << 21
+
+
+# -- what Gloo does not notice -----------------------------------------------------------------------------------------
+
+
+class Endless:
+    """A group of Gloo's whose destructor does not return, as where Gloo misses that a send is over."""
+
+    def __init__(self, group: Any):
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def __del__(self) -> None:
+        threading.Event().wait()
+
+
+def test_a_group_that_does_not_end_is_left_behind(make_mesh: Callable[..., Mesh]) -> None:
+    def body(comm: Communicator) -> None:
+        comm._group = Endless(comm._group)  # in truth it is a race within Gloo, one of a thousand
+        comm.broadcast(torch.ones(2)) if comm.rank == 1 else comm.all_reduce(torch.ones(2))
+
+    mesh = make_mesh({"data": 3}, backend="gloo")
+    refused(mesh, body)
+    works(mesh)
+
+
+def test_a_rank_that_dies_while_the_group_connects(make_mesh: Callable[..., Mesh]) -> None:
+    """After all have met, where the others' connections wait for it within Gloo."""
+
+    def body() -> None:
+        if mesh.rank == 1:
+
+            class Dying(dist.ProcessGroupGloo):
+                def __init__(self, *_: Any):
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            dist.ProcessGroupGloo = Dying
+        mesh.comm()
+
+    mesh = make_mesh({"data": 3}, backend="gloo")
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="rank 1 was killed by SIGKILL"):
+        mesh.run(body)
+    works(mesh)
+    assert soon(10, began)

@@ -1,0 +1,147 @@
+"""A group of Gloo's, connected and ended in threads: Gloo notices no abort, and a rank must not wait where it doesn't.
+
+Its constructor waits for peers that may have given up, and its destructor for operations that were given up. A thread
+that does not return is left behind. Gloo's own timeout ends it, and what it has made goes with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_END_SECONDS = 0.5
+_PAUSE_SECONDS = 1e-3
+
+Sockets = set[tuple[int, str]]  # descriptors of this process, and which sockets they are: numbers are used again
+
+
+def connect(
+    store: dist.Store, rank: int, size: int, options: Any, wait: Callable[[Callable[[], bool]], None]
+) -> tuple[Any, Sockets]:
+    """A group of so many ranks that meet in a store, and its sockets.
+
+    Args:
+        wait: returns when what it is given says so; what it raises is raised here.
+
+    Raises:
+        RuntimeError: Gloo could not connect it.
+    """
+    made: list[tuple[Any, Sockets]] = []
+    failed: list[BaseException] = []
+    given_up, done = threading.Event(), threading.Event()
+    before = _sockets()
+
+    def make() -> None:
+        try:
+            group = dist.ProcessGroupGloo(_PolledStore(store, given_up), rank, size, options)
+            made.append((group, _own(group, rank, size, _sockets() - before)))
+        except BaseException as error:
+            failed.append(error)
+        done.set()
+        if given_up.is_set():
+            made.clear()
+
+    maker = threading.Thread(target=make, name="spmd-gloo-connect", daemon=True)
+    maker.start()
+    try:
+        wait(done.is_set)
+    except BaseException:
+        given_up.set()
+        maker.join(_END_SECONDS)
+        made.clear()
+        raise
+    if failed:
+        raise failed[0]
+    return made[0]
+
+
+def end(group: list[Any], sockets: Sockets) -> None:
+    """Let go of a group, the only one in a list, whatever is under way in it.
+
+    Gloo has no way to give an operation up. Shutting its sockets down ends those under way at once, but for a send of
+    which Gloo misses the end: about one of a thousand that are cut.
+    """
+    for number, _ in sockets & _sockets():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+    ender = threading.Thread(target=group.clear, name="spmd-gloo-end", daemon=True)
+    ender.start()
+    ender.join(_END_SECONDS)
+
+
+class _PolledStore(dist.Store):
+    """A store in which no wait blocks: another thread asks it meanwhile, and may give up what is waited for."""
+
+    def __init__(self, store: dist.Store, given_up: threading.Event):
+        super().__init__()
+        self._polled, self._given_up = store, given_up
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._polled.set(key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._polled.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._polled.check(keys)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        end = time.monotonic() + (math.inf if timeout is None else timeout.total_seconds())
+        while not self._polled.check(keys):
+            if self._given_up.is_set():
+                raise dist.DistStoreError("given up")
+            if time.monotonic() > end:
+                raise dist.DistStoreError(f"wait timeout, keys: {', '.join(keys)}")
+            time.sleep(_PAUSE_SECONDS)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._polled.add(key, amount)
+
+
+def _own(group: Any, rank: int, size: int, opened: Sockets) -> Sockets:
+    """Which of the sockets that were opened meanwhile are this group's: those whose other end is a peer's.
+
+    Other threads of the program open theirs whenever they like.
+    """
+    ends = {one: found for one in opened for found in _ends(one[0])}
+    mine = "\n".join(" ".join(pair) for pair in ends.values()).encode()
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    group.allgather([lengths], [torch.tensor([len(mine)])]).wait()
+    longest = max(int(length) for length in lengths)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else padded[:0]
+    found = [torch.empty_like(padded) for _ in range(size)]
+    if longest:
+        group.allgather([found], [padded]).wait()
+    others = [one.numpy().tobytes().rstrip(b"\0") for its, one in enumerate(found) if its != rank]
+    theirs = {line for one in others for line in one.split(b"\n")}
+    return {one for one, (here, there) in ends.items() if f"{there} {here}".encode() in theirs}
+
+
+def _sockets() -> Sockets:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{name}")
+            if link.startswith("socket:"):
+                found.add((int(name), link))
+    return found
+
+
+def _ends(number: int) -> list[tuple[str, str]]:
+    """Both ends of a connection over IP, this one first; nothing for any other socket."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+        if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+            here, there = one.getsockname(), one.getpeername()
+            return [(f"{here[0]}|{here[1]}", f"{there[0]}|{there[1]}")]
+    return []
