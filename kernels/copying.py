@@ -3,12 +3,14 @@
 A store into memory that isn't in the cache reads it first, a third of a copy's traffic. The C library's memcpy avoids
 that above a size which it derives from the cache, and on hosts with hundreds of megabytes of it never reaches; the
 zygote lowers that size for its ranks (GLIBC_TUNABLES, the GNU C library's manual, "Hardware Capability Tunables").
-torch copies with loops of its own, NumPy with memcpy: so large copies go through NumPy.
+torch copies with loops of its own, so large copies go to the C library. (Not through NumPy: a tensor that it has seen
+can't be resized any more, which FSDP does.)
 """
 
 from __future__ import annotations
 
-import numpy as np
+import ctypes
+
 import torch
 
 LARGE_BYTES = 16 << 20
@@ -22,7 +24,17 @@ def copy(out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     >>> copy(torch.empty(3), torch.ones(3))
     tensor([1., 1., 1.])
     """
-    if out.numel() * out.element_size() < LARGE_BYTES or not (out.is_cpu and source.is_cpu):
+    if out.nbytes < LARGE_BYTES or not (out.is_cpu and source.is_cpu):
         return out.copy_(source)
-    np.copyto(out.detach().view(-1).view(torch.uint8).numpy(), source.detach().view(-1).view(torch.uint8).numpy())
+    copy_bytes(out, source)
     return out
+
+
+def copy_bytes(out: torch.Tensor, source: torch.Tensor) -> None:
+    """The same on the CPU, unseen by torch's modes: what is collected is marked by who collects it.
+
+    >>> out = torch.zeros(2, dtype=torch.uint8)
+    >>> copy_bytes(out, torch.ones(2, dtype=torch.uint8)); out
+    tensor([1, 1], dtype=torch.uint8)
+    """
+    ctypes.memmove(out.data_ptr(), source.data_ptr(), out.nbytes)

@@ -1,8 +1,9 @@
 """The arena: one `memfd` that every rank of a host maps, the region of shared memory that blocks are allocated from.
 
 Why a memfd: containers cap /dev/shm at 64 MB, and names there outlive a killed process. The file is sparse:
-its size is address space, pages come with the first touch. It holds the board, the directory, of each rank a ledger
-and a heap, and a heap of the driver's. Whoever holds its descriptor keeps it: what is in it outlives every rank.
+its size is address space, pages come with the first touch. It holds the board, the directory, of each rank its answers
+to the driver, a ledger and a heap, and a heap of the driver's. Whoever holds its descriptor keeps it: what is in it
+outlives every rank.
 Invariants:
 
 * aligned 8-byte stores reach the other processes in program order (x86-64); elsewhere this module refuses;
@@ -23,10 +24,12 @@ import platform
 import stat
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from .answers import Answers, answers_bytes
 from .blocks import Register, ResultBlocks, Views
 from .board import Board, board_bytes
 from .directory import Directory, directory_bytes
@@ -117,8 +120,12 @@ def _ledger_bytes() -> int:
     return _heap_bytes() // 8 // PAGE * PAGE
 
 
-def _registers_start(size: int) -> int:
+def _answers_start(size: int) -> int:
     return board_bytes(size) + directory_bytes(size)
+
+
+def _registers_start(size: int) -> int:
+    return _answers_start(size) + answers_bytes(size)
 
 
 def _ledgers_start(size: int) -> int:
@@ -136,6 +143,7 @@ class Arena(Board):
         super().__init__(fd, size, rank)
         self._length = len(self._bytes)
         self.directory = Directory(self.words, board_bytes(size), size, rank)
+        self.answers = Answers(self.words, self._bytes, self.bells, _answers_start(size), size, rank)
         self.views = Views(fd, self._length, self.words)
         # Not a method, and so no circle: a driver's mapping goes with its arena, not when garbage is next looked for.
         self._remove = functools.partial(_give_back, self._shared)
@@ -151,7 +159,7 @@ class Arena(Board):
             self.results = ResultBlocks(self.words, self.heap, self, self.registers[rank])
             self.lasting = Lasting(fd, self.heap_start, _heap_bytes(), self.heap)
             ledger = _ledgers_start(size) + rank * _ledger_bytes()
-            self.ledger = Ledger(self._bytes, self.address, ledger, _ledger_bytes(), self._remove)
+            self.ledger = Ledger(self._bytes, fd, self.address, ledger, _ledger_bytes(), self._remove)
         else:
             self.given = GivenBlocks(self.words, self._bytes, self.heap, size, self.registers[rank], self._remove)
 
@@ -200,6 +208,18 @@ class Arena(Board):
         """Where in the arena a contiguous tensor lies, or None if it does not."""
         offset = tensor.data_ptr() - self.address
         return offset if 0 <= offset < self._length and tensor.is_contiguous() else None
+
+    def leased(self, leaves: Sequence[Any]) -> list[int]:
+        """Which of some leaves are tensors that `is_leased`."""
+        length, own, views = self._length, self.address, self.views.address
+        try:
+            # In one go: mostly none is, and of many small leaves it is a price to ask each by itself.
+            places = list(map(torch.Tensor.data_ptr, leaves))
+        except (RuntimeError, TypeError):  # some have no memory, or are no tensors
+            return [
+                index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and self.is_leased(leaf)
+            ]
+        return [index for index, at in enumerate(places) if own <= at < own + length or views <= at < views + length]
 
     def is_leased(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor reads memory that other ranks share or reuse, and must be copied to outlive the region."""

@@ -2,13 +2,15 @@
 
 A rank says that it sleeps, looks once more whether it has to, and waits on the word of its bell (a futex) for a moment
 at most; who has written what others wait for rings the bells of those that sleep. A plain store may be seen after a
-load that follows it, so now and then a ring is missed: what is lost then is the rest of the moment.
+load that follows it, so now and then a ring is missed, unless both sides put a `fence` between: what is lost then is
+the rest of the moment.
 Source: futex(2), futex(7).
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterable
 
 from ..operations import Ready
@@ -37,6 +39,11 @@ _syscall.restype = ctypes.c_long
 _moment = _Timespec(0, _MOMENT)
 
 
+def fence() -> None:
+    """Have all that was stored so far seen before what follows is loaded: to take a lock is a locked instruction."""
+    threading.Lock().acquire(False)
+
+
 class Bells:
     """The bells of an arena's ranks: of each two words, whether it sleeps, and the bell.
 
@@ -49,16 +56,23 @@ class Bells:
         self._words, self._address, self.at, self._rank = words, address, at, rank
         self._asleep = 0  # threads of this rank
 
-    def sleep(self, ready: Ready) -> None:
-        """Sleep until the bell rings, or a moment has passed; not at all if it is `ready` by now."""
+    def sleep(self, ready: Ready, seconds: float | None = None) -> None:
+        """Sleep until the bell rings, or a moment has passed; not at all if it is `ready` by now.
+
+        Args:
+            seconds: below 1, for who sleeps longer than a moment, since no ring is missed.
+        """
         words, mine = self._words, self.at[self._rank]
+        moment = _moment if seconds is None else _Timespec(0, int(1e9 * seconds))
         words[mine] = 1
         rung = words[mine + 1]
+        if seconds is not None:
+            fence()
         if not ready():
             self._asleep += 1
             try:
                 with others():
-                    _syscall(_FUTEX, self._address + 8 * (mine + 1), _WAIT, rung, _moment, None, 0)
+                    _syscall(_FUTEX, self._address + 8 * (mine + 1), _WAIT, rung, moment, None, 0)
             finally:
                 self._asleep -= 1
         words[mine] = int(self._asleep > 0)

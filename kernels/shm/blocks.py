@@ -28,7 +28,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -163,7 +163,7 @@ class Views(Owned):
     def __init__(self, fd: int, length: int, words: memoryview):
         super().__init__()
         self._private = mmap.mmap(fd, length, flags=mmap.MAP_PRIVATE | 0x4000)  # MAP_NORESERVE
-        self._base = torch.frombuffer(memoryview(self._private)[:PAGE], dtype=torch.uint8).data_ptr()
+        self.address = torch.frombuffer(memoryview(self._private)[:PAGE], dtype=torch.uint8).data_ptr()
         self._length, self._words = length, words
         self._taken: dict[int, tuple[weakref.ref, int, int, int]] = {}  # kept alive; offset, bytes, word
         self._places: dict[int, Place] = {}  # of the views last taken, by where they begin
@@ -196,7 +196,7 @@ class Views(Owned):
         Args:
             written: that of what it has written to as well, where the others' bytes are.
         """
-        place = self._places.get(address - self._base)
+        place = self._places.get(address - self.address)
         return None if place is None or (not written and any_copied(address, place.nbytes)) else place
 
     def _dropped(self, reference: weakref.ref) -> None:
@@ -208,12 +208,12 @@ class Views(Owned):
 
     def forget_copies(self, offset: int, nbytes: int) -> None:
         """Show what all share again, where this rank has changed a view."""
-        if any_copied(self._base + offset, nbytes):
+        if any_copied(self.address + offset, nbytes):
             self._private.madvise(mmap.MADV_DONTNEED, offset, -(-nbytes // PAGE) * PAGE)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where in the arena a view lies, or None if the tensor is none."""
-        offset = tensor.data_ptr() - self._base
+        offset = tensor.data_ptr() - self.address
         return offset if 0 <= offset < self._length else None
 
 
@@ -268,16 +268,15 @@ class Staging:
         self._scratch.clear()
 
 
-def copied_out(leaves: list[Any], is_leased: Callable[[torch.Tensor], bool]) -> None:
-    """Copy what leaves a region out of shared blocks, in place in the list, unless it makes up most of one.
+def copied_out(leaves: list[Any], leased: Sequence[int]) -> None:
+    """Copy those leaves that are leased out of shared blocks, in place in the list, unless they make up most of one.
 
     A small view (a loss beside a bucket of gradients) would hold all of its block; new parameters, side by side in one
     block that all ranks read, are better left where they are.
     """
     blocks: dict[int, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and is_leased(leaf):
-            blocks.setdefault(leaf.untyped_storage().data_ptr(), []).append(index)
+    for index in leased:
+        blocks.setdefault(leaves[index].untyped_storage().data_ptr(), []).append(index)
     for members in blocks.values():
         used = sum(leaves[index].numel() * leaves[index].element_size() for index in members)
         if 2 * used < leaves[members[0]].untyped_storage().nbytes():

@@ -178,8 +178,8 @@ class Board:
         self.words[base + _OVERWRITTEN] = self.words[base + _REGION]
 
     def overwritten(self, region: int) -> bool:
-        """Whether some rank has begun to, in a region."""
-        return any(self.words[self._status(rank) + _OVERWRITTEN] == region for rank in range(self.size))
+        """Whether some rank has begun to, in a region or in a later one, to which others may not have come yet."""
+        return any(self.words[self._status(rank) + _OVERWRITTEN] >= region for rank in range(self.size))
 
     def offer_stacks(self, fd: int) -> None:
         """Say into which of its descriptors this process writes its stacks when it is asked to."""

@@ -14,7 +14,7 @@ import torch
 from ..call import Call, disagreement, wrong_piece, wrong_size
 from ..collectives import ONE_PHASE_BYTES
 from ..communicator import Communicator
-from ..copying import copy
+from ..copying import copy, copy_bytes
 from ..errors import CollectiveMismatch
 from ..flat import as_bytes, contiguous, copy_back, writable
 from ..operations import Steps, Work
@@ -23,11 +23,15 @@ from ..waiting import turn, wait_until
 from ..word_key import word_key
 from .all_reduce import AllReduce
 from .arena import Arena
+from .products import Given, sum_of_products
 from .rings import Rings
 from .slots import INLINE, Slots, block_bytes
 
 _KINDS = 256  # of reductions, kept ready
 _ALIGN = 64
+
+Pieces = Sequence[torch.Tensor | None]  # flat bytes for each rank, or of each
+Own = tuple[torch.Tensor, torch.Tensor]  # where to, what
 
 
 class ShmCommunicator(Communicator):
@@ -179,19 +183,26 @@ class ShmCommunicator(Communicator):
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
-    def _exchange(
-        self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
-    ) -> Steps:
+    def _exchange(self, call: Call | None, sends: Pieces, recvs: Pieces) -> Steps:
         slots, arena = self._slots, self.arena
-        sequence, entries = yield from self._staged(call, sends, recvs)
+        sends, recvs, own = self._without_own(sends, recvs)
+        sequence, entries = yield from self._staged(call, sends, recvs, own)
         for (at, nbytes), target in zip(entries, recvs, strict=True):
             if target is not None:
                 copy(target, arena.tensor(at, nbytes, torch.uint8))
         slots.read(sequence)
 
-    def _staged(
-        self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
-    ) -> Steps:
+    def _without_own(self, sends: Pieces, recvs: Pieces) -> tuple[Pieces, Pieces, Own | None]:
+        """The pieces but the one that a rank has for itself, and that, which need not be staged: where to, what."""
+        here, (target, piece) = self.rank, (recvs[self.rank], sends[self.rank])
+        if target is None or piece is None or target.numel() != piece.numel():
+            return sends, recvs, None
+        apart = abs(target.data_ptr() - piece.data_ptr())
+        if 0 < apart < piece.numel():
+            return sends, recvs, None
+        return (*sends[:here], None, *sends[here + 1 :]), (*recvs[:here], None, *recvs[here + 1 :]), (target, piece)
+
+    def _staged(self, call: Call | None, sends: Pieces, recvs: Pieces, own: Own | None = None) -> Steps:
         """Stage what others are to read; returns the operation, and (where it lies, bytes) of what each has for us."""
         slots, arena = self._slots, self.arena
         sequence = slots.begin("a collective")
@@ -205,6 +216,8 @@ class ShmCommunicator(Communicator):
             offset += -(-piece.numel() // _ALIGN) * _ALIGN
         slots.post_table(sequence, [(0, 0) if sent is None else (lies[id(sent)], sent.numel()) for sent in sends])
         slots.post(sequence, call)
+        if own is not None and own[0].data_ptr() != own[1].data_ptr():
+            copy_bytes(*own)  # while others are at theirs
         yield slots.posted(sequence, call)
         entries = [slots.entry(sequence, rank) for rank in range(self.size)]
         for rank, ((_, nbytes), target) in enumerate(zip(entries, recvs, strict=True)):
@@ -273,6 +286,10 @@ class ShmCommunicator(Communicator):
         key = call.signature, flat.numel(), flat.dtype, op
         kind = self._kinds.get(key) or self._keep(key, AllReduce(self._slots, call, flat.shape, flat.dtype, op))
         return kind.steps(flat, in_place=in_place)
+
+    def sum_of_products(self, rows: int, columns: int, dtype: torch.dtype, given: Given, async_op: bool = False) -> Any:
+        """The sum of matrices that ranks give as a `scratch` or as factors, flat; as `all_reduced`'s result."""
+        return self._start("sum_of_products", sum_of_products(self._slots, rows, columns, dtype, given), async_op)
 
     def all_gathered(
         self, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None], into: torch.Tensor | None = None

@@ -7,10 +7,12 @@ one that is written anew by a successor counts for all of them at once, since th
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
 import dataclasses
 import functools
+import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 
@@ -19,6 +21,8 @@ from .heap import Heap
 from .pages import PAGE
 
 _TABLE = 1 << 20  # entries at a time, a word each, of which the first says how many have been used
+_FEW = 4  # pieces, which are copied one by one; more of them by one system call
+_MOST = 1024  # that one takes: IOV_MAX
 _HEAD = 5  # words: all bytes, number, places, words, bytes of `data`
 
 
@@ -30,7 +34,7 @@ class Record:
         number: names it to who wrote it.
         places: memory that it refers to.
         words, data: as written.
-        pieces: the bytes that were copied, one after another, each from a multiple of 64 on.
+        pieces: the bytes that were copied, one after another.
     """
 
     number: int
@@ -45,8 +49,14 @@ def _words(count: int) -> struct.Struct:
     return struct.Struct(f"{count}q")
 
 
-def padded(nbytes: int) -> int:
+def _padded(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
+
+
+# Of `os.pwritev`, which wants an object with a buffer for each piece, and of tensors would have to make one.
+_pwritev = ctypes.CDLL(None, use_errno=True).pwritev
+_pwritev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_long)
+_pwritev.restype = ctypes.c_ssize_t
 
 
 class Entries:
@@ -75,13 +85,13 @@ class Entries:
         total, number, places, words, data = _words(_HEAD).unpack_from(self._bytes, offset)
         count = 3 * places + words
         rest = _words(count).unpack_from(self._bytes, offset + 8 * _HEAD)
-        body = offset + padded(8 * (_HEAD + count))
+        body = offset + _padded(8 * (_HEAD + count))
         return Record(
             number,
             tuple(Place(*rest[3 * each : 3 * each + 3]) for each in range(places)),
             rest[3 * places :],
             bytes(self._bytes[body : body + data]),
-            bytes(self._bytes[body + padded(data) : offset + total]),
+            bytes(self._bytes[body + _padded(data) : offset + total]),
         )
 
 
@@ -89,14 +99,14 @@ class Ledger(Entries):
     """A rank's own ledger.
 
     Args:
-        address: where the arena begins in this process.
+        fd, address: the arena's descriptor, and where it begins in this process.
         remove: gives the memory of (offset, bytes) back.
     """
 
     def __init__(
-        self, shared: memoryview, address: int, start: int, nbytes: int, remove: Callable[[int, int], None]
+        self, shared: memoryview, fd: int, address: int, start: int, nbytes: int, remove: Callable[[int, int], None]
     ) -> None:
-        self._address, self._remove = address, remove
+        self._fd, self._address, self._remove = fd, address, remove
         super().__init__(shared, start, nbytes)
 
     def _open(self, half: int) -> None:
@@ -113,33 +123,46 @@ class Ledger(Entries):
         places: Sequence[Place] = (),
         words: Sequence[int] = (),
         data: bytes = b"",
-        pieces: Sequence[tuple[int, int]] = (),
+        addresses: Sequence[int] = (),
+        sizes: Sequence[int] = (),
     ) -> int:
         """Add an entry; where it is in the table.
 
         Args:
-            pieces: (address, bytes) of memory to copy.
+            addresses, sizes: of pieces of memory to copy.
         """
         flat = [value for place in places for value in place]
         count = _HEAD + len(flat) + len(words)
-        at = body = padded(8 * count)
-        at += padded(len(data))
-        total = at
-        for _, nbytes in pieces:
-            total += -(-nbytes // 64) * 64
+        at = body = _padded(8 * count)
+        at += _padded(len(data))
+        total = at + sum(sizes)
         offset = self._heap.allocate(total)
         _words(count).pack_into(self._bytes, offset, total, number, len(places), len(words), len(data), *flat, *words)
         if data:
             self._bytes[offset + body : offset + body + len(data)] = data
-        target = self._address + offset + at
-        for address, nbytes in pieces:
-            if nbytes:
-                ctypes.memmove(target, address, nbytes)
-                target += -(-nbytes // 64) * 64
+        self._copy(offset + at, addresses, sizes)
         entry = self._free.pop() if self._free else self._new_entry()
         self._sizes[entry] = total
         self._all_words[self._table + entry] = offset
         return entry
+
+    def _copy(self, target: int, addresses: Sequence[int], sizes: Sequence[int]) -> None:
+        """Copy pieces of memory one behind the other to a place in the arena."""
+        if len(sizes) > _FEW:
+            pieces = array.array("Q", bytes(16 * len(sizes)))
+            pieces[::2], pieces[1::2] = array.array("Q", addresses), array.array("Q", sizes)
+            at, _ = pieces.buffer_info()
+            for first in range(0, len(sizes), _MOST):
+                nbytes = sum(sizes[first : first + _MOST])
+                if _pwritev(self._fd, at + 16 * first, min(_MOST, len(sizes) - first), target) != nbytes:
+                    number = ctypes.get_errno()
+                    raise OSError(number, os.strerror(number))
+                target += nbytes
+            return
+        target += self._address
+        for address, nbytes in zip(addresses, sizes, strict=True):
+            ctypes.memmove(target, address, nbytes)
+            target += nbytes
 
     def _new_entry(self) -> int:
         self._used += 1

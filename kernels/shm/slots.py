@@ -192,8 +192,8 @@ class Slots:
                 self.arena.bells.ring(self._others)
                 return
 
-    def post_part(self, sequence: int, call: Call, part: Part) -> None:
-        """Say which call this is, and where this rank's part lies."""
+    def post_part(self, sequence: int, call: Call, part: tuple[int, int, int, int]) -> None:
+        """Say which call this is, and where this rank's part lies: a `Part`, or what else its kind of call has."""
         at, words = self._own[sequence % SLOTS] + _TENSOR, self.words
         words[at], words[at + 1], words[at + 2], words[at + 3] = part
         self.post(sequence, call)

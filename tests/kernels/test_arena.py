@@ -381,6 +381,41 @@ def test_who_sleeps_is_woken(participants: list[Arena]) -> None:
     mine.bells.sleep(lambda: theirs.bells.ring([0]) is None)  # ready by the time that it looks
 
 
+def test_answers_come_in_order(participants: list[Arena]) -> None:
+    """Of each rank, and after the messages that it had sent before; what has no room is to be answered otherwise."""
+    first, second, driver = (each.answers for each in participants)
+    assert not driver.waiting()
+    assert first.put(7, 0, b"a" * 232) and second.put(7, 2, b"") and second.put(8, 2, b"b")
+    assert not first.put(8, 0, b"a" * 233)
+    assert driver.waiting()
+    assert [*driver.take()] == [(0, 7, b"a" * 232)]
+    assert not driver.waiting()
+    driver.heard[1] = 2
+    assert driver.waiting()
+    assert [*driver.take()] == [(1, 7, b""), (1, 8, b"b")]
+    answered = 0
+    while first.put(answered, 0, b""):
+        answered += 1
+    assert [task for _, task, _ in driver.take()] == [*range(answered)]
+    assert first.put(answered, 0, b"") and [*driver.take()] == [(0, answered, b"")]
+
+
+def test_the_last_to_answer_wakes_the_driver(participants: list[Arena]) -> None:
+    first, second, driver = participants
+    rung = driver.bells.at[SIZE] + 1
+
+    def times(answer: Callable[[], object]) -> int:
+        driver.words[driver.bells.at[SIZE]] = 1  # as if it slept
+        before = driver.words[rung]
+        answer()
+        return driver.words[rung] - before
+
+    assert times(lambda: first.answers.put(1, 0, b"")) == 0
+    assert times(lambda: second.answers.put(1, 0, b"")) == 1
+    assert times(lambda: second.answers.note(2)) == 0
+    assert times(lambda: first.answers.put(2, 0, b"")) == 1
+
+
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
