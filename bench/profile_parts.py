@@ -24,7 +24,7 @@ from profile_step import asked
 
 from spmd import _spmd
 from spmd.cli.bench.contenders import made, ours_step, plain_step
-from spmd.mesh import donation, program
+from spmd.mesh import donation, program, results
 from spmd.optim import optimizer as _optimizer
 from spmd.transforms import _backward, _grad
 
@@ -38,7 +38,7 @@ PARTS: tuple[tuple[int, str, Any, str], ...] = (
     (3, "backward and sums", _backward, "outermost"),
     (4, "torch's backward", torch.autograd, "backward"),
     (2, "opt.step", _optimizer, "_step"),
-    (2, "results leave", program.CompiledCall, "_leave"),
+    (2, "results leave", results.Results, "kept"),
     (2, "who owns what", donation, "settle"),
 )
 

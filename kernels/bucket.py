@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -80,6 +81,7 @@ class Buckets:
         bucket_bytes: how large a bucket may grow.
         wire_dtype: travel as this dtype (floating-point leaves only).
         op: how contributions are combined.
+        products: matrices that may be given as factors, on ranks of one host; each has a bucket of its own.
     """
 
     def __init__(
@@ -90,14 +92,16 @@ class Buckets:
         bucket_bytes: int,
         wire_dtype: torch.dtype | None = None,
         op: Op = "sum",
+        products: frozenset[int] = frozenset(),
     ):
         self._op = op
         self._comm, self._leaves = comm, leaves
-        self._plan = _plan(comm, tuple(leaves), bucket_bytes, wire_dtype)
+        self._plan = _plan(comm, tuple(leaves), bucket_bytes, wire_dtype, products)
         self._buffers: dict[int, torch.Tensor] = {}  # of the buckets that are being filled
         self._left = list(self._plan.counts)
         self._ready = [False] * len(leaves)
         self._works: list[Work] = []
+        self._factors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of the buckets whose leaf was given so
 
     def fill(self, index: int, value: torch.Tensor) -> None:
         """Copy a leaf's value in; starts every reduction that is now complete, in order."""
@@ -142,10 +146,23 @@ class Buckets:
         self._left[self._plan.slots[index].bucket] -= 1
         self._start()
 
+    def fill_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        """A leaf of `products` is `left.t() @ right`, which the ranks compute together."""
+        self._comm.progress()  # what all have given by now
+        self._factors[self._plan.slots[index].bucket] = left, right
+        self.mark_ready(index)
+
     def _start(self) -> None:
         while len(self._works) < len(self._left) and self._left[len(self._works)] == 0:
-            buffer = self._buffers.pop(len(self._works))
-            self._works.append(self._comm.all_reduced(buffer, self._op, async_op=True))
+            bucket = len(self._works)
+            matrix = self._plan.matrices.get(bucket)
+            if matrix is not None:
+                comm: Any = self._comm  # one that has it, or there would be no products
+                given = self._factors.pop(bucket, None) or self._buffers.pop(bucket)
+                work = comm.sum_of_products(*matrix.shape, matrix.dtype, given, async_op=True)
+            else:
+                work = self._comm.all_reduced(self._buffers.pop(bucket), self._op, async_op=True)
+            self._works.append(work)
 
     def _view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         leaf, slot = self._leaves[index], self._plan.slots[index]
@@ -171,11 +188,18 @@ class Buckets:
 class _Plan:
     """Where each leaf goes; kept by the communicator from step to step."""
 
-    def __init__(self, leaves: tuple[Leaf, ...], bucket_bytes: int, wire_dtype: torch.dtype | None):
+    def __init__(
+        self,
+        leaves: tuple[Leaf, ...],
+        bucket_bytes: int,
+        wire_dtype: torch.dtype | None,
+        products: frozenset[int],
+    ):
         self.slots: list[_Slot] = [_Slot(0, 0)] * len(leaves)
         self.per_element = [2 if leaf.dtype.is_complex else 1 for leaf in leaves]
         self.counts: list[int] = []
         self.sizes: list[tuple[int, torch.dtype]] = []
+        self.matrices: dict[int, Leaf] = {}  # by bucket, those that may be given as factors
         open_bucket: dict[torch.dtype, int] = {}
         for index in reversed(range(len(leaves))):
             leaf = leaves[index]
@@ -183,6 +207,12 @@ class _Plan:
             if wire_dtype is not None and leaf.dtype.is_floating_point and dtype.itemsize > wire_dtype.itemsize:
                 dtype = wire_dtype
             elements = leaf.numel * self.per_element[index]
+            if index in products:
+                self.slots[index] = _Slot(len(self.counts), 0)
+                self.matrices[len(self.counts)] = leaf
+                self.counts.append(1)
+                self.sizes.append((elements, dtype))
+                continue
             limit = FIRST_BYTES if open_bucket.get(dtype) == 0 else bucket_bytes
             bucket = open_bucket.get(dtype)
             if bucket is None or (
@@ -196,11 +226,31 @@ class _Plan:
             self.counts[bucket] += 1
             step = max(1, _ALIGN // dtype.itemsize)
             self.sizes[bucket] = (start + -(-elements // step) * step, dtype)
+        if products:  # each of which would leave those before it waiting for the small leaves around it
+            self._order()
+
+    def _order(self) -> None:
+        """Number the buckets in the order in which they are full, when the leaves come last to first."""
+        first = [len(self.slots)] * len(self.counts)
+        for index, slot in enumerate(self.slots):
+            first[slot.bucket] = min(first[slot.bucket], index)
+        order = sorted(range(len(self.counts)), key=lambda bucket: -first[bucket])
+        place = {bucket: number for number, bucket in enumerate(order)}
+        self.slots = [_Slot(place[slot.bucket], slot.start) for slot in self.slots]
+        self.matrices = {place[bucket]: leaf for bucket, leaf in self.matrices.items()}
+        self.counts = [self.counts[bucket] for bucket in order]
+        self.sizes = [self.sizes[bucket] for bucket in order]
 
 
-def _plan(comm: Communicator, leaves: tuple[Leaf, ...], bucket_bytes: int, wire_dtype: torch.dtype | None) -> _Plan:
-    key = (leaves, bucket_bytes, wire_dtype)
+def _plan(
+    comm: Communicator,
+    leaves: tuple[Leaf, ...],
+    bucket_bytes: int,
+    wire_dtype: torch.dtype | None,
+    products: frozenset[int],
+) -> _Plan:
+    key = (leaves, bucket_bytes, wire_dtype, products)
     plan = comm.plans.get(key)
     if plan is None:
-        plan = comm.plans[key] = _Plan(leaves, bucket_bytes, wire_dtype)
+        plan = comm.plans[key] = _Plan(*key)
     return plan

@@ -15,11 +15,11 @@ from torch import Tensor
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
 from ..mesh.array import Array
-from ..mesh.frozen import is_frozen
 from ..mesh.region import Region
 from ..mesh.replication.net import differs_over
 from ..mesh.replication.values import digest
 from ..mesh.spec import Sharded, is_sharded
+from ..mesh.strides import is_frozen
 
 
 @dataclasses.dataclass(slots=True)

@@ -165,10 +165,12 @@ def _in_place(f: Evaluated, sums: Sums, ends: list[Tensor], primals: Primals, ha
     if f.hooked or f.call.plan.without_samples:
         return primals
     places = {id(primal): place for primal, place in primals}
-    weights = linear_weights(ends, [primal for primal, _ in primals], lambda leaf: sums.has_grad_view(places[id(leaf)]))
+    weights = linear_weights(
+        ends, [primal for primal, _ in primals], lambda leaf: sums.takes_products(places[id(leaf)])
+    )
     for weight in weights:
         place = places.pop(id(weight.leaf))
-        handles.append(weight.hook(functools.partial(sums.grad_view, place), functools.partial(sums.mark_ready, place)))
+        handles.append(weight.hook(functools.partial(sums.fill_product, place)))
     return [(primal, place) for primal, place in primals if id(primal) in places]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.errors import SpecError, message
+from ..mesh.array import Array, refuse_gradients
 from ..mesh.region import Region
 from ._arguments import Argument
 from ._mean_of import MeanOf
@@ -72,6 +73,8 @@ class Call:
             value, aux = out
         if isinstance(value, MeanOf):
             return Output(value.total, value.count, aux)
+        if isinstance(value, Array):
+            refuse_gradients(f"{self.name} gave an Array")
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.dtype.is_floating_point:
             got = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise SpecError(

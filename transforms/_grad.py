@@ -21,9 +21,9 @@ from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, message
 from ..kernels.torch_private import in_torch_func
 from ..mesh import trees
-from ..mesh.frozen import is_frozen
 from ..mesh.region import Region, current
 from ..mesh.spec import Sharded, is_sharded
+from ..mesh.strides import is_frozen
 from . import _empty_shards
 from ._arguments import Argument, prepare
 from ._backward import Plain

@@ -5,12 +5,17 @@ traffic as reducing it. Where the tape shows that a leaf is the weight of one li
 not asked for it: a hook on the layer's node computes the same product with `out=` the leaf's place. Invariants: the
 same bits as torch's own gradient; only nodes that run for another leaf's sake are taken, since no other hook is called;
 none where the function made hooks (see `hooks_made`), which may look at what torch would have computed or change it.
+
+Where both factors have few rows, ranks of one host that exchange them, and each compute a part of the sum over all,
+write less memory than ranks that compute all of it for their own samples and add (sufficient factors: Xie et al.,
+"Distributed Machine Learning via Sufficient Factor Broadcasting", 2015). What all ranks must decide alike about that
+depends on shapes and the whole batch only. Bits are then those of one product over all samples.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +23,13 @@ from torch import Tensor
 
 from ..kernels import torch_private
 from ..kernels.torch_private import Node
-from ..mesh.replication.net import unfollowed
+from ._plan import Plan
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _LARGE = 1 << 17  # bytes; below, a copy costs less than finding out
+_LEAST = 1 << 21  # elements; a smaller gradient stays in the cache from the product to the sum
+_FEW = 4  # times the elements of the factors must go into those of the weight
+_ROWS = 64  # of the weight, for each rank
 # The nodes of `x @ weight.t()`, with and without a bias; the weight is what their last edge leads to.
 _INPUTS = {"AddmmBackward0": "mat1", "MmBackward0": "self"}
 
@@ -34,11 +42,8 @@ class LinearWeight:
     node: Node
     saved: str
 
-    def gradient(self, gradient: Tensor, out: Tensor) -> None:
-        torch.mm(gradient.t(), torch_private.saved(self.node, self.saved), out=out)
-
-    def hook(self, grad_view: Callable[[], Tensor], mark_ready: Callable[..., None]) -> Any:
-        """Have the backward pass write the gradient to `grad_view()` and tell `mark_ready` of what it was computed.
+    def hook(self, fill_product: Callable[[Tensor, Tensor], None]) -> Any:
+        """Have the backward pass give the factors of the gradient, `left.t() @ right`, to `fill_product(left, right)`.
 
         Returns the handle that ends it.
         """
@@ -47,9 +52,7 @@ class LinearWeight:
             # A backward of the function's own, within this one and over the same tape, has to keep it.
             within_another = torch_private.backward_keeps_tape()
             if gradients[0] is not None and not within_another:
-                with unfollowed():
-                    self.gradient(gradients[0], grad_view())
-                mark_ready(gradients[0], torch_private.saved(self.node, self.saved))
+                fill_product(gradients[0], torch_private.saved(self.node, self.saved))
 
         return self.node.register_prehook(compute)
 
@@ -146,3 +149,45 @@ def _leads_to(node: Node, leaves: set[int], alive: set[Node], dead: set[Node]) -
             left.append(below)
     dead |= seen
     return False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Factors:
+    """The leaves of a group that may come as factors.
+
+    Attributes:
+        leaves: their indexes.
+        here, total: samples on this rank, and on all that the leaves are summed over.
+    """
+
+    leaves: frozenset[int]
+    here: int
+    total: int
+
+    @staticmethod
+    def of(members: Sequence[Tensor], plan: Plan, sizes: Mapping[str, int]) -> Factors:
+        """Those among `members`, which are summed over axes of these `sizes`."""
+        here, total, ranks = 1, 1, 1
+        for name, size in sizes.items():
+            some, all_of_them = plan.samples.get(name, (1, size))
+            here, total, ranks = here * some, total * all_of_them, ranks * size
+        leaves = frozenset(
+            index
+            for index, leaf in enumerate(members)
+            if leaf.numel() >= _LEAST  # few are
+            and leaf.dim() == 2
+            and leaf.dtype in (torch.float32, torch.float64)
+            and leaf.is_contiguous()
+            and len(leaf) >= ranks * _ROWS
+            and _are_few(total, *leaf.shape)
+        )
+        return Factors(leaves, here, total)
+
+    def pay(self, index: int, left: Tensor, right: Tensor) -> bool:
+        """Whether to give these, where other ranks have as many rows for each of their samples."""
+        length = len(left) * self.total // max(1, self.here)
+        return index in self.leaves and _are_few(length, left.shape[1], right.shape[1])
+
+
+def _are_few(length: int, rows: int, columns: int) -> bool:
+    return _FEW * length * (rows + columns) <= rows * columns

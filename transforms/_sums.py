@@ -13,6 +13,7 @@ from ..kernels.errors import SpecError, message
 from ..mesh.rank.planned import PlannedBuckets, PlannedCommunicator
 from ..mesh.region import Region
 from ..mesh.replication.net import Varying, active, joined, unfollowed
+from ._linear_weights import Factors
 from ._plan import Plan
 from ._tokens import forget_undefined
 
@@ -30,6 +31,7 @@ class Sums:
         self._axes: dict[tuple[str, ...], tuple[str, ...]] = {}  # without those of size one: nothing to sum there
         self._open: dict[Group, Any] = {}
         self._local: dict[Place, Tensor] = {}
+        self._factors: dict[Group, Factors] = {}
         self._gradual: set[Group] = set()  # those with leaves that come one by one
         self.filled = 0  # how many leaves have been filled in
         self._varying: dict[Place, Varying] = {}  # how this rank's values differ from others', where that is followed
@@ -55,14 +57,19 @@ class Sums:
             if axes and self._region is not None:
                 _check_device(device, self._region)
                 # On GPUs all collectives take turns. Which comes first must not depend on the leaves that a rank uses.
-                turns = {} if device != "cuda" else {"early": alone and len(self._gradual) < 2}
+                options: dict[str, Any] = {} if device != "cuda" else {"early": alone and len(self._gradual) < 2}
                 comm = self._region.session.comm(axes, channel="buckets")
+                on_host = device == "cpu" and comm.backend == "shm"
+                if on_host and wire_dtype is None and group in self._gradual:
+                    sizes = {name: self._region.session.layout.axes[name] for name in axes}
+                    factors = self._factors[group] = Factors.of(members, self._plan, sizes)
+                    options["products"] = factors.leaves
                 self._open[group] = _kind(device, comm)(
                     comm,
                     [Leaf.of(member) for member in members],
                     bucket_bytes=self._plan.bucket_bytes,
                     wire_dtype=wire_dtype,
-                    **turns,
+                    **options,
                 )
 
     @property
@@ -106,22 +113,24 @@ class Sums:
             if group in together:
                 self._open[group].fill_all(*together[group])
 
-    def has_grad_view(self, place: Place) -> bool:
-        """Whether a leaf's value may be written to its `grad_view`: where it is that of other ranks' sum, on CPUs."""
+    def takes_products(self, place: Place) -> bool:
+        """Whether a leaf may come by `fill_product`: where it is summed with that of other ranks, on CPUs."""
         _, wire_dtype, device = place[0]
         return place[0] in self._open and wire_dtype is None and device == "cpu"
 
-    def grad_view(self, place: Place) -> Tensor:
-        """Where the value of a leaf goes: write there, then `mark_ready`."""
-        with unfollowed():
-            return self._open[place[0]].grad_view(place[1])
-
-    def mark_ready(self, place: Place, *sources: Tensor) -> None:
-        """A leaf's value, computed of `sources`, is in its view."""
+    def fill_product(self, place: Place, left: Tensor, right: Tensor) -> None:
+        """A leaf's value is `left.t() @ right`, which is computed where it is summed, here or by all ranks together."""
+        group, index = place
         self.filled += 1
-        self._follow(place, *sources)
+        self._follow(place, left, right)
+        buckets = self._open[group]
         with unfollowed():
-            self._open[place[0]].mark_ready(place[1])
+            factors = self._factors.get(group)
+            if factors is not None and factors.pay(index, left, right):
+                buckets.fill_product(index, left, right)
+            else:
+                torch.mm(left.t(), right, out=buckets.grad_view(index))
+                buckets.mark_ready(index)
 
     def _follow(self, place: Place, *sources: Tensor) -> None:
         net = active()
