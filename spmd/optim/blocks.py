@@ -9,7 +9,7 @@ the tails of vectors, which torch may round otherwise, fall where they do in a s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -129,66 +129,7 @@ class FlatJob:
         }
 
 
-class SmallJob:
-    """Small parameters laid end to end, all lent at once: what is done to a state is one operation for all of them.
-
-    Args:
-        out: the old values, in memory that the new ones may take.
-        cut: divides a flat tensor like it among the parameters; those of no elements are left out.
-        grads: of each parameter, flat.
-        state: of all together; what isn't of the shape of `out` is the same for each.
-    """
-
-    copies = False
-
-    def __init__(self, out: Tensor, cut: Callable[[Tensor], Sequence[Tensor]], grads: Sequence[Tensor], state: State):
-        self.out, self._cut, self._grads, self.is_cpu = out, cut, grads, out.is_cpu
-        shared = shared_memory()
-        self._new = {name: _own(value, shared) for name, value in state.items() if is_laid_out_as(value, out.shape)}
-        self._given = state
-        self._parts: dict[str, Sequence[Any]] = {}  # of each name, what each parameter has of it
-        self._lent: list[State] = []
-        self._after: State = {}
-
-    def blocks(self, length: int | None) -> Iterator[tuple[int, int]]:
-        yield 0, len(self.out)
-
-    def lend(self, start: int, stop: int) -> list[Lent]:
-        params = self._cut(self.out)
-        self._parts = {
-            name: self._cut(self._new[name]) if name in self._new else _repeated(value, len(params))
-            for name, value in self._given.items()
-        }
-        self._lent = [{} for _ in params]
-        for name, parts in self._parts.items():
-            for state, part in zip(self._lent, parts, strict=True):
-                state[name] = part
-        lent = zip(params, self._grads, self._lent, strict=True)
-        return [Lent(param, grad, dict(state)) for param, grad, state in lent]
-
-    def take_back(self, start: int, stop: int, lent: Sequence[Lent], after: Sequence[State]) -> None:
-        for index, (one, before, now) in enumerate(zip(lent, self._lent, after, strict=True)):
-            for name, value in now.items():
-                given = before.get(name)
-                if value is given or not isinstance(value, Tensor) or not value.ndim or value.shape != one.param.shape:
-                    continue
-                if name not in self._new:  # torch made it in this step, the first
-                    self._new[name] = torch.zeros_like(self.out)
-                    self._parts[name] = self._cut(self._new[name])
-                if given is None or value.data_ptr() != given.data_ptr():
-                    self._parts[name][index].copy_(value)
-        # Of what is the same for each, the last one's: a copy, which does not keep those of the others.
-        self._after = {
-            name: value if name in self._new else trees.map(_cloned, value) for name, value in after[-1].items()
-        }
-
-    @property
-    def state(self) -> State:
-        """What it is after the step."""
-        return {name: self._new.get(name, value) for name, value in self._after.items()}
-
-
-Job = WholeJob | FlatJob | SmallJob
+Job = WholeJob | FlatJob
 Block = tuple[Job, int, int]  # where it starts and stops
 
 
@@ -219,7 +160,15 @@ def room(value: Tensor, shared: Arena | None) -> Tensor:
         if region is not None:
             region.session.overwrite()
         return donation.take(value)
-    return torch.empty_like(value) if region is None else region.session.room_like(value)
+    if region is None or not value.is_contiguous():
+        return torch.empty_like(value)
+    return region.session.room_for(value.numel(), value).view(value.shape)
+
+
+def room_for(numel: int, like: Tensor) -> Tensor:
+    """Where so many flat elements of a tensor's kind may be written: new memory."""
+    region = current()
+    return like.new_empty(numel) if region is None else region.session.room_for(numel, like)
 
 
 def is_laid_out_as(value: Any, shape: torch.Size) -> bool:
@@ -244,13 +193,6 @@ def _own(value: Any, shared: Arena | None) -> Any:
         return value.clone()
     here = room(value, shared)
     return here if here.data_ptr() == value.data_ptr() else copy(here, value)
-
-
-def _repeated(value: Any, count: int) -> Sequence[Any]:
-    """As many copies of a value."""
-    if isinstance(value, Tensor) and not value.ndim:
-        return value.repeat(count).unbind()
-    return [trees.map(_cloned, value) for _ in range(count)]
 
 
 def _cloned(value: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import transforms
 from ..kernels.errors import SpecError, message
 from ..mesh.region import current
-from .leaves import Leaf, layout_of
+from .leaves import layout_of
 
 
 def check(clip: Any) -> None:
@@ -24,17 +24,17 @@ def check(clip: Any) -> None:
 
 
 @torch.no_grad()
-def scale_of(clip: float, leaves: Sequence[Leaf]) -> Tensor | None:
+def scale_of(clip: float, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor | None:
     """What every gradient is multiplied by, so that all together have at most the norm; None where that is 1.
 
     That of `torch.nn.utils.clip_grad_norm_`. Parts of a leaf that is cut are on other ranks, and their squares are
     summed over the axes that cut it.
     """
     cut: dict[tuple[str, ...], list[Tensor]] = {}
-    for leaf in leaves:
-        if leaf.grad is not None:
-            axes = tuple(sorted(layout_of(leaf.param).axes)) if current() is not None else ()
-            cut.setdefault(axes, []).append(leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad)
+    for param, grad in zip(params, grads, strict=True):
+        if grad is not None:
+            axes = tuple(sorted(layout_of(param).axes)) if current() is not None else ()
+            cut.setdefault(axes, []).append(grad.to_dense() if grad.is_sparse else grad)
     if not cut:
         return None
     norms = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import transforms
 from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh import trees
-from .blocks import BLOCK, Block, FlatJob, Job, Piece, SmallJob, WholeJob, batches, room, shared_memory
+from .blocks import BLOCK, Block, FlatJob, Job, Piece, WholeJob, batches, room, shared_memory
 from .leaves import REFUSED, Leaf, State
 
 # What torch has fused kernels for that start from the same state as the others (SGD's begin with any momentum in half
@@ -89,22 +89,6 @@ class Engine:
         """One step of a flat parameter that lies in pieces, written to `out`: its state and the hyper-parameters."""
         fused = self._is_fused(out, pieces[0].grad)
         job = FlatJob(out, pieces, self._counted(state, out, fused))
-        new_hyper = self._run([job], hyper, fused, scale)
-        self._check_flat(job.state)
-        return job.state, new_hyper
-
-    def update_together(
-        self,
-        out: Tensor,
-        cut: Callable[[Tensor], Sequence[Tensor]],
-        grads: Sequence[Tensor],
-        state: State,
-        hyper: Mapping[str, Any],
-        scale: Tensor | None = None,
-    ) -> tuple[State, dict[str, Any]]:
-        """One step of small parameters that lie end to end, in place (see `SmallJob`): as `update_flat`."""
-        fused = self._is_fused(out, grads[0])
-        job = SmallJob(out, cut, grads, self._counted(state, out, fused))
         new_hyper = self._run([job], hyper, fused, scale)
         self._check_flat(job.state)
         return job.state, new_hyper

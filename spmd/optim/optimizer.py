@@ -1,6 +1,7 @@
 """Any `torch.optim` optimizer as two pure functions: `init` makes its state, `step` makes new parameters and state.
 
-The torch optimizer itself does the arithmetic, so the bits are its own; `Engine` lends it what it works on.
+The torch optimizer itself does the arithmetic, so the bits are its own, of parameters as they are laid out (`flat`);
+`Engine` lends it what it works on.
 Invariant: inputs keep their values, and outputs are new tensors.
 """
 
@@ -12,9 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import optree
 import torch
-from torch import Tensor
 
 from .._spmd import spmd
 from ..kernels import torch_compiled
@@ -22,12 +21,11 @@ from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh import donation, trees
 from ..mesh.array import Array
-from ..mesh.frozen import is_frozen
 from ..mesh.region import current
-from ..mesh.replication.net import differs_over, mark
 from . import clipping, parts
 from . import groups as grouping
 from .engine import Engine
+from .given import Kinds, is_trainable, paths, settle
 from .groups import Groups
 from .leaves import Leaf
 from .schedule import Schedule
@@ -128,6 +126,7 @@ class Recipe:
         engines: of each group; the first is for what is in none of `groups`.
         groups: what names the parameters of each of the others.
         owned: of each group the hyper-parameters that are its own.
+        kinds: of the steps that there were.
     """
 
     engines: tuple[Engine, ...]
@@ -136,6 +135,7 @@ class Recipe:
     owned: tuple[tuple[str, ...], ...]
     schedule: Schedule | None
     clip: float | None
+    kinds: Kinds = dataclasses.field(default_factory=Kinds)
 
 
 @shows_only_users
@@ -150,8 +150,8 @@ def _init(recipe: Recipe, params: Any) -> dict[str, Any]:
     groups = grouping.numbers_of(recipe.groups, trees.unflatten(treedef, leaves))
     given = [
         Leaf(path, leaf, None, group)
-        for path, leaf, group in zip(_paths(treedef), leaves, groups, strict=True)
-        if _is_trainable(leaf)
+        for path, leaf, group in zip(paths(treedef), leaves, groups, strict=True)
+        if is_trainable(leaf)
     ]
     state = {
         "state": create(recipe.shard, recipe.engines, given),
@@ -168,30 +168,21 @@ def _step(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, Any])
 
 def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     leaves, treedef = trees.flatten(params)
-    groups = grouping.numbers_of(recipe.groups, params)
-    given, places = [], []
-    for index, (path, leaf, grad) in enumerate(zip(_paths(treedef), leaves, _matched(treedef, grads), strict=True)):
-        if isinstance(leaf, Array):
-            remedy = "pass it as an argument of an @spmd function, and step there"
-            raise SpecError(message("opt.step works on a rank's tensors", got=f"an Array, params{path}", remedy=remedy))
-        if _is_trainable(leaf):
-            _check_grad(path, leaf, grad)
-            given.append(Leaf(path, leaf, grad, groups[index], differs_over(leaf), differs_over(grad)))
-            places.append(index)
     state, hypers, count = _read(recipe, opt_state)
+    step = settle(recipe.kinds, recipe.shard, recipe.groups, (leaves, treedef), grads, state)
     now = hypers if count is None or recipe.schedule is None else recipe.schedule.at(int(count), hypers)
-    scale = None if recipe.clip is None else clipping.scale_of(recipe.clip, given)
-    new_params, new_state, new_hypers = update(recipe.shard, recipe.engines, given, state, now, scale)
-    for index, leaf, new in zip(places, given, new_params, strict=True):
+    scale = None if recipe.clip is None else clipping.scale_of(recipe.clip, step.params, step.grads)
+    new_params, new_state, new_hypers = update(step.parts, recipe.engines, step.params, step.grads, now, scale)
+    step.mark(new_params)
+    for index, new in zip(step.known.places, new_params, strict=True):
         leaves[index] = new
-        _mark(new, leaf)
-    donation.close([leaf.param for leaf in given] + trees.leaves(state))
+    donation.close([*step.params, *trees.leaves(state)])
     # What was scheduled for this step is no change of what the next one starts from.
-    kept = [
+    kept_hypers = [
         {name: hyper[name] if new[name] is scheduled[name] else new[name] for name in hyper}
         for hyper, scheduled, new in zip(hypers, now, new_hypers, strict=True)
     ]
-    new_opt_state = {"state": new_state, **_written(recipe, kept, hypers)}
+    new_opt_state = {"state": new_state, **_written(recipe, kept_hypers, hypers)}
     if count is not None:
         new_opt_state["count"] = count + 1
     return trees.unflatten(treedef, leaves), new_opt_state
@@ -230,66 +221,6 @@ def _read(recipe: Recipe, opt_state: Mapping[str, Any]) -> tuple[Any, list[dict[
             )
         )
     return state, [hyper, *({**hyper, **one} for one in own)], count
-
-
-def _mark(new: Tensor, leaf: Leaf) -> None:
-    """Carry over how a parameter is cut, and along which axes it differs, for `value_and_grad`.
-
-    That is where it or its gradient did. Of a gradient that the step has worked on nothing is known, nor of what it
-    is added to.
-    """
-    if new is leaf.param:
-        return
-    spec = getattr(leaf.param, "_spmd_spec", None)
-    if spec is not None:
-        new._spmd_spec = spec  # type: ignore[attr-defined]
-    if leaf.axes is not None and leaf.grad_axes is not None:
-        mark(new, leaf.axes | leaf.grad_axes)
-
-
-def _is_trainable(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not is_frozen(leaf) and (leaf.is_floating_point() or leaf.is_complex())
-
-
-@functools.lru_cache(maxsize=64)
-def _paths(treedef: optree.PyTreeSpec) -> list[str]:
-    return [accessor.codify("") for accessor in treedef.accessors()]
-
-
-def _matched(treedef: optree.PyTreeSpec, grads: Any) -> list[Any]:
-    """The gradients, in the order of the parameters."""
-    try:
-        return treedef.flatten_up_to(grads)
-    except (ValueError, TypeError) as error:
-        expected, got = _paths(treedef), trees.paths(grads)
-        missing = next((path for path in expected if path not in got), None)
-        extra = next((path for path in got if path not in expected), None)
-        problem = (
-            f"grads{missing} is missing"
-            if missing is not None
-            else f"grads{extra} belongs to no parameter"
-            if extra is not None
-            else str(error)
-        )
-        raise SpecError(
-            message(
-                f"grads has another structure than params: {problem}",
-                got=f"{len(got)} leaves",
-                expected=f"{len(expected)} leaves",
-                remedy="pass what value_and_grad gave for these parameters",
-            )
-        ) from None
-
-
-def _check_grad(path: str, param: Tensor, grad: Any) -> None:
-    if grad is None:
-        return
-    if not isinstance(grad, Tensor):
-        expected = "a tensor like its parameter, or None"
-        raise SpecError(message(f"grads{path} is no tensor", got=type(grad).__name__, expected=expected))
-    if grad.shape != param.shape or grad.dtype != param.dtype or grad.device != param.device:
-        got, expected = (f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (grad, param))
-        raise SpecError(message(f"grads{path} does not fit its parameter", got=got, expected=expected))
 
 
 def _check_class(cls: Any) -> None:

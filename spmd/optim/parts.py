@@ -8,6 +8,7 @@ that differs between ranks; state in any form suits any number of ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,8 +20,9 @@ from .. import transforms
 from ..kernels.errors import MeshError, SpecError, message
 from ..mesh.region import current
 from ..mesh.spec import Sharded
+from .flat import divided, joined
 from .leaves import REFUSED, Leaf, State, layout_of, localized
-from .slices import ALONE, Axis, Ranks, Slice, divided, joined
+from .slices import ALONE, Axis, Ranks, Slice
 
 # Elements, all of one kind together: with "auto" no more than these are sliced. What an exchange costs does not shrink
 # with them: all ranks wait for each other once more, on busy cores for as long as a turn of another process takes.
@@ -66,7 +68,37 @@ def _kind(dtype: torch.dtype, axes: frozenset[str], group: int) -> str:
     return name + (f":{group}" if group else "")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
+    """What is stepped how.
+
+    Attributes:
+        slices: leaves laid end to end.
+        whole: leaves that are stepped whole, and which these are.
+        states: as this rank keeps them, of slices by key and of whole leaves by path.
+        are_kept: all leaves lie in slices, and the state was given as theirs, as it is from one step to the next.
+    """
+
+    slices: tuple[Slice, ...]
+    whole: tuple[tuple[int, Leaf], ...]
+    states: Mapping[str, State]
+    are_kept: bool
+
+
+def divide(shard: Axis | None, leaves: Sequence[Leaf], state: Mapping[str, State]) -> Parts:
+    """The parts of a step, where nothing is known of it yet; `shard` as for `_Division`."""
+    found = _Division(shard, leaves, state)
+    states = {part.key: found.state_of(part) for part in found.slices}
+    states.update({leaf.path: found.state_of_leaf(leaf) for _, leaf in found.whole})
+    return Parts(found.slices, found.whole, states, not found.whole and states.keys() == state.keys())
+
+
+def kept(slices: tuple[Slice, ...], state: Mapping[str, State]) -> Parts:
+    """The parts of a step that are those of one before it, but for their state."""
+    return Parts(slices, (), {part.key: _kept_state(part, state[part.key]) for part in slices}, True)
+
+
+class _Division:
     """The leaves of one step, and the state that was given for them.
 
     Args:
@@ -92,47 +124,41 @@ class Parts:
             for index in members:
                 if ranks[index] is not None:
                     together.setdefault((kind, ranks[index], owners.get(index)), []).append(index)
-        kept = {key for (_, _, key), members in together.items() if key and members == self._members(key)}
-        for key in {*owners.values()} - kept:
+        remain = {key for (_, _, key), members in together.items() if key and members == self._members(key)}
+        for key in {*owners.values()} - remain:
             self._dissolve(key)
-        self.slices = [
+        self.slices = tuple(
             self._slice(kind, some, along)
             for (kind, along, key), members in together.items()
-            for some in ([members] if key in kept else self._alike(members))
+            for some in ([members] if key in remain else self._alike(members))
             if along is not None
-        ]
-        self.whole = [leaf for leaf, along in zip(leaves, ranks, strict=True) if along is None]
+        )
+        self.whole = tuple((index, leaves[index]) for index, along in enumerate(ranks) if along is None)
 
     def state_of(self, part: Slice) -> State:
         """The state of a slice, as this rank keeps it."""
         own = self._state.get(part.key)
         if own is not None:
-            return part.localize({name: self._refetched(part, value) for name, value in own.items()})
-        states = [self.state_of_leaf(leaf) for leaf in part.leaves]
+            return _kept_state(part, own)
+        leaves = [self._leaves[index] for index in part.members]
+        states = [self.state_of_leaf(leaf) for leaf in leaves]
         own = dict(states[0])
         for name, value in states[0].items():
-            if _is_like(name, value, part.leaves[0]):
+            if _is_like(name, value, leaves[0]):
                 own[name] = part.cut_out(joined(part.sizes, [state[name] for state in states]))
         return own
-
-    def _refetched(self, part: Slice, value: Any) -> Any:
-        """A value as it is, unless it was cut for another number of ranks."""
-        local = _plain(value)
-        if not isinstance(local, Tensor) or not local.ndim or part.cut:
-            return value
-        if local.shape == (part.length,) and (part.ranks.axis or not _axes_of(value)):
-            return value
-        return self._fetched(part.leaves, value)
 
     def state_of_leaf(self, leaf: Leaf) -> State:
         """The state of a leaf that is kept by itself, laid out as the leaf is here."""
         return localized(self._state.get(leaf.path, {}), leaf.param, layout_of(leaf.param))
 
     def _slice(self, kind: str, members: list[int], along: Ranks) -> Slice:
-        leaves = [self._leaves[index] for index in members]
         some = self._kinds[kind]
         key = kind if members == some else f"{kind}[{','.join(str(some.index(index)) for index in members)}]"
-        return Slice(key, leaves, along, tuple(sorted(layout_of(leaves[0].param).axes)))
+        first = self._leaves[members[0]]
+        shapes = tuple(self._leaves[index].param.shape for index in members)
+        cut = tuple(sorted(layout_of(first.param).axes))
+        return Slice(key, tuple(members), shapes, first.group, along, cut)
 
     def _few(self) -> set[int]:
         """Leaves of which there is so little that all of them are stepped sooner than a slice of them is exchanged."""
@@ -168,17 +194,10 @@ class Parts:
             # Each its own: a donated one would be stepped in place once for every leaf.
             parts: Iterable[Any] = [value.clone() if isinstance(value, Tensor) else value for _ in leaves]
             if isinstance(_plain(value), Tensor) and _plain(value).ndim:
-                parts = divided(leaves, self._fetched(leaves, value))
+                flat = _fetched(layout_of(leaves[0].param).axes, value)
+                parts = divided(tuple(leaf.param.shape for leaf in leaves), flat)
             for leaf, part in zip(leaves, parts, strict=True):
                 self._state.setdefault(leaf.path, {})[name] = part
-
-    def _fetched(self, leaves: Sequence[Leaf], value: Any) -> Tensor:
-        """All slices of a value, end to end."""
-        names = tuple(name for name in _axes_of(value) if name not in layout_of(leaves[0].param).axes)
-        value = _plain(value)
-        if current() is not None and names:
-            value = transforms.all_gather(value, names, tiled=True)
-        return value
 
     def _check_state(self) -> None:
         known = {leaf.path for leaf in self._leaves}
@@ -192,6 +211,30 @@ class Parts:
                     remedy="pass what opt.init or opt.step returned for these parameters",
                 )
             )
+
+
+def _kept_state(part: Slice, own: State) -> State:
+    """State that is kept under a slice's key, as this rank's slice."""
+    return part.localize({name: _refetched(part, value) for name, value in own.items()})
+
+
+def _refetched(part: Slice, value: Any) -> Any:
+    """A value as it is, unless it was cut for another number of ranks."""
+    local = _plain(value)
+    if not isinstance(local, Tensor) or not local.ndim or part.cut:
+        return value
+    if local.shape == (part.length,) and (part.ranks.axis or not _axes_of(value)):
+        return value
+    return _fetched(frozenset(part.cut), value)
+
+
+def _fetched(cut: frozenset[str], value: Any) -> Tensor:
+    """All slices, end to end, of a value of leaves that are cut over these axes."""
+    names = tuple(name for name in _axes_of(value) if name not in cut)
+    value = _plain(value)
+    if current() is not None and names:
+        value = transforms.all_gather(value, names, tiled=True)
+    return value
 
 
 def _ranks(shard: Axis | None, leaf: Leaf) -> Ranks | None:
@@ -209,7 +252,7 @@ def _ranks(shard: Axis | None, leaf: Leaf) -> Ranks | None:
 
 
 def _together(leaf: Leaf) -> Ranks | None:
-    """Every rank steps all of what would be sliced if it were more: laid end to end, but alone."""
+    """Every rank steps all of what would be sliced if it were more, or were there more ranks: end to end, but alone."""
     whole = leaf.param.layout is torch.strided and not layout_of(leaf.param).axes
     return ALONE if whole and _known_axes(leaf) is not None else None
 
@@ -223,9 +266,11 @@ def _known_ranks(leaf: Leaf) -> Ranks | None:
     axes = tuple(name for name, size in layout.axes.items() if name not in own and size > 1)
     if axes:
         return Ranks(axes, layout.part(region.session.rank, axes), layout.parts(axes), True)
-    # The same bits at any number of ranks: on a single one, too, state is that of slices.
     alone = tuple(name for name in layout.axes if name not in own)
-    return Ranks(alone, inside=True) if transforms.current_plan().virtual is not None and alone else None
+    if transforms.current_plan().virtual is None:
+        return _together(leaf) if alone else None
+    # The same bits at any number of ranks: on a single one, too, state is that of slices.
+    return Ranks(alone, inside=True) if alone else None
 
 
 def _known_axes(leaf: Leaf) -> frozenset[str] | None:

@@ -1,32 +1,32 @@
 """Parameters laid end to end, of which every rank steps, and keeps the state of, one slice.
 
 Each leaf begins at a multiple of 64 elements, and so does every slice. Invariants: no cut falls elsewhere, so that the
-tails of vectors, which torch may round otherwise, are those of a step on whole leaves at any number of ranks; and state
-of one number of ranks, fetched and put back, suits another.
+bits are those of a step on all of them (see `flat`) at any number of ranks; and state of one number of ranks, fetched
+and put back, suits another.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import transforms
-from ..kernels import torch_private
 from ..kernels.errors import SpecError, message
 from ..mesh import donation
 from ..mesh.region import current
 from ..mesh.spec import P, Sharded
-from .blocks import Piece
+from .blocks import Piece, room_for
 from .engine import Engine
-from .leaves import Leaf, State, declared
+from .flat import ALIGNED, divided, offsets, runs
+from .leaves import State, declared
 
 Axis = str | tuple[str, ...]
-ALIGNED = 64
 
 
 def slice_length(numel: int, parts: int) -> int:
@@ -48,64 +48,6 @@ def slice_bounds(numel: int, parts: int) -> list[tuple[int, int]]:
     return [(min(part * length, numel), min((part + 1) * length, numel)) for part in range(parts)]
 
 
-@functools.lru_cache(maxsize=256)
-def offsets(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Where leaves of these sizes begin, and where the last one ends with its padding.
-
-    >>> offsets((3, 64, 65))
-    (0, 64, 128, 256)
-    """
-    found = [0]
-    for size in sizes:
-        found.append(found[-1] - -size // ALIGNED * ALIGNED)
-    return tuple(found)
-
-
-def sizes_of(leaves: Sequence[Leaf]) -> tuple[int, ...]:
-    return tuple(leaf.param.numel() for leaf in leaves)
-
-
-def joined(sizes: tuple[int, ...], values: Sequence[Tensor]) -> Tensor:
-    """Tensors of these sizes as one flat one, of memory of its own."""
-    *starts, end = offsets(sizes)
-    first, size = values[0], values[0].element_size()
-    if first.untyped_storage().nbytes() == end * size and all(
-        value.data_ptr() == first.data_ptr() + size * start and value.is_contiguous()
-        for start, value in zip(starts, values, strict=True)
-    ):
-        return first.detach().as_strided((end,), (1,), 0).clone()
-    flat = values[0].new_zeros(end)
-    torch_private.copy_each(list(cut(sizes, flat)), [value.reshape(-1) for value in values])
-    return flat
-
-
-def divided(leaves: Sequence[Leaf], flat: Tensor) -> Iterator[Tensor]:
-    """Views of a flat tensor, like each of the leaves."""
-    for piece, leaf in zip(cut(sizes_of(leaves), flat), leaves, strict=True):
-        yield piece.view(leaf.param.shape)
-
-
-def cut(sizes: tuple[int, ...], flat: Tensor) -> Sequence[Tensor]:
-    """The parts of a flat tensor that are leaves of these sizes, flat as well."""
-    those = _with_gaps(sizes)
-    return flat[: sum(those)].split(those)[::2]
-
-
-@functools.lru_cache(maxsize=256)
-def _with_gaps(numels: tuple[int, ...]) -> list[int]:
-    """Of each leaf, and of what lies behind it.
-
-    >>> _with_gaps((3, 64))
-    [3, 61, 64, 0]
-    """
-    starts = offsets(numels)
-    return [
-        size
-        for start, numel, end in zip(starts, numels, starts[1:], strict=False)
-        for size in (numel, end - start - numel)
-    ]
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ranks:
     """Those that share the work: along which axes, how many, and which this one is; alone outside a region."""
@@ -116,7 +58,7 @@ class Ranks:
     inside: bool = False
 
 
-ALONE = Ranks((), inside=True)  # each steps all, laid end to end for being so little
+ALONE = Ranks((), inside=True)  # each steps all: for being so little, or since there is no other rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,17 +67,21 @@ class Slice:
 
     Attributes:
         key: of its state.
+        members: which of a step's leaves they are, all of one `group`.
+        shapes: of these leaves.
         cut: the axes that the leaves are cut over.
     """
 
     key: str
-    leaves: Sequence[Leaf]
+    members: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
+    group: int
     ranks: Ranks
     cut: tuple[str, ...]
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        return sizes_of(self.leaves)
+        return tuple(map(math.prod, self.shapes))
 
     @functools.cached_property
     def numel(self) -> int:
@@ -154,67 +100,61 @@ class Slice:
         return P(names) if names and self.ranks.inside else None
 
     def step(
-        self, engine: Engine, own: State, hyper: Mapping[str, Any], scale: Tensor | None
+        self,
+        engine: Engine,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        own: State,
+        hyper: Mapping[str, Any],
+        scale: Tensor | None,
     ) -> tuple[list[Tensor], State, dict[str, Any]]:
         """The new parameters, this rank's new state, and the hyper-parameters."""
         if not self.numel:
-            return [leaf.param for leaf in self.leaves], own, dict(hyper)
+            return list(params), own, dict(hyper)
         stepped: list[tuple[State, dict[str, Any]]] = []
-        into = self._given_up()
+        into = self._given_up(params)
         region = current()
         if into is not None and region is not None:
             region.session.overwrite()
+        grads = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
 
         def write(out: Tensor) -> None:
-            stepped.append(engine.update_flat(out, self._pieces(into is not None, out), own, hyper, scale))
+            pieces = self._pieces(out, grads, None if into is not None else params)
+            stepped.append(engine.update_flat(out, pieces, own, hyper, scale))
 
-        if self.ranks == ALONE:
-            flat = joined(self.sizes, [leaf.param for leaf in self.leaves]) if into is None else into
-            grads = [_dense(leaf.grad).reshape(-1) for leaf in self.leaves if leaf.param.numel()]
-            stepped.append(engine.update_together(flat, self._parts, grads, own, hyper, scale))
-        elif self.ranks.size == 1:
-            flat = self.leaves[0].param.new_empty(self.length) if into is None else into
-            write(flat)
+        if self.ranks.size > 1:
+            flat = transforms.gather_written(self.length, params[0].dtype, self.ranks.axis, write, into)
         else:
-            flat = transforms.gather_written(self.length, self.leaves[0].param.dtype, self.ranks.axis, write, into)
+            flat = into if into is not None else room_for(self.length, params[0])
+            write(flat)
         if into is not None:
-            for leaf in self.leaves:
-                donation.take(leaf.param)
-        return [
-            _like(piece, leaf.param) for piece, leaf in zip(divided(self.leaves, flat), self.leaves, strict=True)
-        ], *stepped[0]
+            for param in params:
+                donation.take(param)
+        return list(map(_like, divided(self.shapes, flat), params)), *stepped[0]
 
-    def _parts(self, flat: Tensor) -> list[Tensor]:
-        """What a flat tensor has of each leaf that has elements, flat as well."""
-        parts = cut(self.sizes, flat)
-        return [part for part in parts if part.numel()] if 0 in self.sizes else list(parts)
-
-    def _pieces(self, there: bool, out: Tensor) -> list[Piece]:
-        """What lies in this slice of each leaf."""
+    def _pieces(self, out: Tensor, grads: Sequence[Tensor], params: Sequence[Tensor] | None) -> list[Piece]:
+        """What lies in this slice; without `params` these are there already."""
         start, stop = slice_bounds(self.numel, self.ranks.size)[self.ranks.index]
-        pieces = []
-        for offset, leaf in zip(offsets(self.sizes), self.leaves, strict=False):
-            first, last = max(start - offset, 0), min(stop - offset, leaf.param.numel())
-            if first < last:
-                grad = _dense(leaf.grad)
-                source = None if there else leaf.param.reshape(-1)[first:last]
-                pieces.append(Piece(offset + first - start, source, grad.reshape(-1)[first:last]))
+        columns = [grads] if params is None else [grads, params]
+        pieces = [
+            Piece(run.start - start, None if params is None else run.columns[1], run.columns[0])
+            for run in runs(self.sizes, columns, start, stop)
+        ]
         # A slice of padding alone is stepped as well: its state has to be like that of the others.
         return pieces or [Piece(0, out.new_zeros(ALIGNED), out.new_zeros(ALIGNED))]
 
-    def _given_up(self) -> Tensor | None:
+    def _given_up(self, params: Sequence[Tensor]) -> Tensor | None:
         """The flat parameters that the last step made, if they may be overwritten on all ranks."""
-        if not any(donation.is_donated(leaf.param) for leaf in self.leaves):
+        if not any(map(donation.is_donated, params)):
             return None
         whole = None
-        first = self.leaves[0].param
+        first = params[0]
         size, numel = first.element_size(), self.ranks.size * self.length
-        offered = all(donation.may_take(leaf.param) for leaf in self.leaves)
-        if offered and first.untyped_storage().nbytes() == numel * size:
+        if all(map(donation.may_take, params)) and first.untyped_storage().nbytes() == numel * size:
             places = [first.data_ptr() + size * offset for offset in offsets(self.sizes)]
             if all(
-                leaf.param.is_contiguous() and (leaf.param.data_ptr() == place or not leaf.param.numel())
-                for leaf, place in zip(self.leaves, places, strict=False)
+                param.is_contiguous() and (param.data_ptr() == place or not param.numel())
+                for param, place in zip(params, places, strict=False)
             ):
                 whole = first.detach().as_strided((numel,), (1,), 0)
         return whole if self.ranks.size == 1 or transforms.can_rewrite(whole, self.ranks.axis) else None
@@ -261,11 +201,6 @@ class Slice:
 
     def declare(self, own: State) -> State:
         return own if self.spec is None else declared(own, (self.length,), self.spec)
-
-
-def _dense(grad: Tensor | None) -> Tensor:
-    assert grad is not None
-    return grad.to_dense() if grad.is_sparse else grad
 
 
 def _like(piece: Tensor, param: Tensor) -> Tensor:

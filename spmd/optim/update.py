@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .engine import Engine
 from .leaves import Leaf, State, declared, layout_of
-from .parts import Parts
+from .parts import Parts, divide
 from .slices import Axis
 
 Hyper = Mapping[str, Any]
@@ -27,47 +27,51 @@ def create(shard: Axis | None, engines: Sequence[Engine], leaves: Sequence[Leaf]
                 found[leaf.path] = own
     if shard in (None, "auto"):
         return {leaf.path: _declared(leaf, found[leaf.path]) for leaf in leaves if leaf.path in found}
-    parts = Parts(shard, [leaf._replace(grad=leaf.param) for leaf in leaves], found)
-    state = {part.key: part.declare(parts.state_of(part)) for part in parts.slices}
-    state.update({leaf.path: _declared(leaf, parts.state_of_leaf(leaf)) for leaf in parts.whole})
+    parts = divide(shard, [leaf._replace(grad=leaf.param) for leaf in leaves], found)
+    state = {part.key: part.declare(parts.states[part.key]) for part in parts.slices}
+    state.update({leaf.path: _declared(leaf, parts.states[leaf.path]) for _, leaf in parts.whole})
     return {key: own for key, own in state.items() if own}
 
 
 @torch.no_grad()
 def update(
-    shard: Axis | None,
+    parts: Parts,
     engines: Sequence[Engine],
-    leaves: Sequence[Leaf],
-    state: Mapping[str, State],
+    params: Sequence[Tensor],
+    grads: Sequence[Any],
     hypers: Sequence[Hyper],
     scale: Tensor | None,
 ) -> tuple[list[Tensor], dict[str, State], list[dict[str, Any]]]:
     """The new parameters, state, and hyper-parameters of each group.
 
     Args:
+        params, grads: what `parts` are parts of; a leaf without gradient is stepped whole, and stays.
         engines, hypers: of each group.
         scale: what gradients are multiplied by, if anything.
     """
-    parts = Parts(shard, leaves, state)
-    new_params: dict[str, Tensor] = {}
+    new_params = list(params)
     new_state: dict[str, State] = {}
     new_hypers = [dict(hyper) for hyper in hypers]
     for group, (engine, hyper) in enumerate(zip(engines, hypers, strict=True)):
-        members = [leaf for leaf in parts.whole if leaf.group == group]
-        if members or not leaves:
-            given = [parts.state_of_leaf(leaf) for leaf in members]
-            params, states, new_hypers[group] = engine.update(members, given, hyper, scale)
-            new_params.update({leaf.path: param for leaf, param in zip(members, params, strict=True)})
-            new_state.update(
-                {leaf.path: _declared(leaf, own) for leaf, own in zip(members, states, strict=True) if own}
-            )
+        members = [(index, leaf) for index, leaf in parts.whole if leaf.group == group]
+        if members or not params:
+            leaves = [leaf for _, leaf in members]
+            given = [parts.states[leaf.path] for leaf in leaves]
+            stepped, states, new_hypers[group] = engine.update(leaves, given, hyper, scale)
+            for (index, leaf), param, own in zip(members, stepped, states, strict=True):
+                new_params[index] = param
+                if own:
+                    new_state[leaf.path] = _declared(leaf, own)
     for part in parts.slices:
-        group = part.leaves[0].group
-        params, own, new_hypers[group] = part.step(engines[group], parts.state_of(part), hypers[group], scale)
-        new_params.update({leaf.path: param for leaf, param in zip(part.leaves, params, strict=True)})
+        own, some = parts.states[part.key], part.members
+        stepped, own, new_hypers[part.group] = part.step(
+            engines[part.group], [params[i] for i in some], [grads[i] for i in some], own, hypers[part.group], scale
+        )
+        for index, param in zip(some, stepped, strict=True):
+            new_params[index] = param
         if own:
             new_state[part.key] = part.declare(own)
-    return [new_params[leaf.path] for leaf in leaves], new_state, new_hypers
+    return new_params, new_state, new_hypers
 
 
 def _declared(leaf: Leaf, own: State) -> State:

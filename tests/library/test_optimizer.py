@@ -20,7 +20,7 @@ from torch import nn, optim
 import spmd.optim.optimizer
 from spmd import MeshError, P, Sharded, SpecError, SpmdError, optimizer
 from spmd.mesh import trees
-from spmd.optim import leaves, slices
+from spmd.optim import flat, leaves, slices
 from spmd.optim.optimizer import Optimizer
 
 RECIPES = [
@@ -89,7 +89,7 @@ def same(left, right):
 
 def test_the_examples_in_the_documentation_are_right():
     assert doctest.testmod(spmd.optim.optimizer).failed == 0
-    assert doctest.testmod(slices).failed == 0
+    assert doctest.testmod(slices).failed == doctest.testmod(flat).failed == 0
 
 
 @recipes
@@ -372,7 +372,8 @@ def test_parameters_that_live_on_the_ranks_can_be_initialised_but_not_stepped(mo
         def full(self):
             return torch.ones(3)
 
-    monkeypatch.setattr(spmd.optim.optimizer, "Array", OnTheRanks)
+    for module in (spmd.optim.optimizer, spmd.optim.given):
+        monkeypatch.setattr(module, "Array", OnTheRanks)
     opt = optimizer(optim.Adagrad)
     params = {"w": OnTheRanks()}
     opt_state = opt.init(params)
@@ -597,11 +598,47 @@ def test_sharded_steps_are_the_replicated_ones_bit_for_bit(monkeypatch, cls, hyp
         assert all(isinstance(state["state"]["float32"][name], Sharded) for state in states)
         assert value.spec == P("data")
         held = [state["state"]["float32"][name].local for state in states]
-        numel = slices.offsets(tuple(math.prod(shape) for shape in SHAPES))[-1]
+        numel = flat.offsets(tuple(map(math.prod, SHAPES)))[-1]
         assert {tuple(piece.shape) for piece in held} == {(slices.slice_length(numel, size),)}
         whole = [reference["state"][f"['p{i}']"][name].reshape(-1) for i in range(len(SHAPES))]
         padded = [F.pad(part, (0, -part.numel() % 64)) for part in whole]
         assert torch.equal(torch.cat(held)[:numel], torch.cat(padded))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_where_leaves_lie_changes_no_bits(monkeypatch, size):
+    """Apart, end to end, in another order of elements; small ones are copied where long ones are not."""
+    shapes = {
+        "a": (7,),
+        "long": (300, 101),
+        "whole": (160, 128),
+        "b": (5, 3),
+        "c": (),
+        "vector": (32,),
+        "longer": (200, 211),
+        "d": (64,),
+    }
+    given = [
+        dict(zip(shapes, draw(list(shapes.values()), torch.float32, seed).values(), strict=True)) for seed in (0, 1)
+    ]
+
+    def end_to_end(tree):
+        laid = [F.pad(leaf.reshape(-1), (0, -leaf.numel() % 64)) for leaf in tree.values()]
+        parts = torch.cat(laid).split([len(part) for part in laid])
+        return {
+            name: part[: leaf.numel()].view(leaf.shape) for part, (name, leaf) in zip(parts, tree.items(), strict=True)
+        }
+
+    def turned(tree):
+        return {name: leaf.t().contiguous().t() if leaf.ndim == 2 else leaf for name, leaf in tree.items()}
+
+    plain, opt = optimizer(optim.AdamW, lr=0.1), optimizer(optim.AdamW, shard="data", lr=0.1)
+    expected = plain.step(*given, plain.init(given[0]))[0]
+    for lay, lay_grads in itertools.product([dict, end_to_end, turned], repeat=2):
+        params = lay(given[0])
+        states = on_ranks(monkeypatch, size, lambda rank, params=params: opt.init(params))
+        for new, _ in step_on_ranks(monkeypatch, opt, params, lay_grads(given[1]), states):
+            assert same(new, expected)
 
 
 def test_state_of_one_number_of_ranks_suits_another(monkeypatch):

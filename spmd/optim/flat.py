@@ -1,0 +1,169 @@
+"""Leaves laid end to end: where each of them lies, and what shows many of them as one tensor.
+
+Each leaf begins at a multiple of 64 elements. Invariant: a step goes over leaves as torch would go over each by itself.
+A run ends with a leaf that is no whole number of vectors, whose last elements torch may round otherwise; behind others
+it goes on, over what lies between them and belongs to nobody. So no bits depend on where a leaf lies.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..kernels import torch_private
+
+ALIGNED = 64
+# Elements. Smaller leaves that don't lie end to end are copied so: torch goes over one tensor sooner than over many.
+SMALL = 1 << 14
+VECTORS = 128  # bytes: torch's loops take two vectors at a time, and what remains one by one
+
+
+@functools.lru_cache(maxsize=256)
+def offsets(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Where leaves of these sizes begin, and where the last one ends with its padding.
+
+    >>> offsets((3, 64, 65))
+    (0, 64, 128, 256)
+    """
+    found = [0]
+    for size in sizes:
+        found.append(found[-1] - -size // ALIGNED * ALIGNED)
+    return tuple(found)
+
+
+def joined(sizes: Sequence[int], values: Sequence[Tensor]) -> Tensor:
+    """Tensors of these sizes as one flat one, of memory of its own."""
+    starts = offsets(tuple(sizes))
+    flat = values[0].new_zeros(starts[-1])
+    places = [flat[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    torch_private.copy_each(places, [value.reshape(-1) for value in values])
+    return flat
+
+
+def divided(shapes: tuple[Sequence[int], ...], flat: Tensor) -> list[Tensor]:
+    """Views of a flat tensor, of these shapes."""
+    first = flat.storage_offset()
+    return [flat.as_strided(shape, strides, first + start) for shape, strides, start in _places(shapes)]
+
+
+@functools.lru_cache(maxsize=256)
+def _places(shapes: tuple[Sequence[int], ...]) -> list[tuple[Sequence[int], tuple[int, ...], int]]:
+    """Shape, strides and beginning of each.
+
+    >>> _places(((2, 3), (4,)))
+    [((2, 3), (3, 1), 0), ((4,), (1,), 64)]
+    """
+    found, start = [], 0
+    for shape in shapes:
+        strides, step = [], 1
+        for size in reversed(shape):
+            strides.append(step)
+            step *= size
+        found.append((shape, tuple(reversed(strides)), start))
+        start += -(-step // ALIGNED) * ALIGNED
+    return found
+
+
+class Run(NamedTuple):
+    """Leaves as one flat tensor, in each of the columns that they are in: where it begins, and these tensors."""
+
+    start: int
+    columns: list[Tensor]
+
+
+def runs(sizes: tuple[int, ...], columns: Sequence[Sequence[Tensor]], start: int, stop: int) -> Iterator[Run]:
+    """What shows all leaves between `start` and `stop`, multiples of 64: views where they lie end to end, else copies.
+
+    Args:
+        columns: in each the leaves, all of one dtype: gradients, say, and parameters.
+    """
+    stretches = _stretches(sizes, columns[0][0].element_size())
+    for begin, tensors in _together(sizes, columns, start, stop):
+        first, last = max(start, begin), min(stop, begin + len(tensors[0]))
+        at = bisect.bisect_right(stretches, (first, sys.maxsize)) - 1
+        while at < len(stretches) and stretches[at][0] < last:
+            low, high = max(stretches[at][0], first), min(stretches[at][1], last)
+            if low < high:
+                yield Run(low, [tensor[low - begin : high - begin] for tensor in tensors])
+            at += 1
+
+
+@functools.lru_cache(maxsize=256)
+def _stretches(sizes: tuple[int, ...], width: int) -> list[tuple[int, int]]:
+    """Where stretches of leaves begin and end: behind each that is no whole number of vectors.
+
+    >>> _stretches((32, 64, 65, 3), 4)
+    [(0, 193), (256, 259)]
+    """
+    found, begin = [], 0
+    starts = offsets(sizes)
+    for size, start, behind in zip(sizes, starts, starts[1:], strict=False):
+        if size * width % VECTORS or behind == starts[-1]:
+            found.append((begin, start + size))
+            begin = behind
+    return [(begin, end) for begin, end in found if begin < end]
+
+
+def _together(sizes: tuple[int, ...], columns: Sequence[Sequence[Tensor]], start: int, stop: int) -> Iterator[Run]:
+    """What lies end to end or is laid so, up to the end of its last leaf, with what lies before and behind."""
+    starts = offsets(sizes)
+    for first, last, shared in _grouped(sizes, starts, columns):
+        begin, end, some = starts[first], starts[last] + sizes[last], slice(first, last + 1)
+        if end <= start or stop <= begin:
+            continue
+        if first == last:
+            yield Run(begin, [column[first].reshape(-1) for column in columns])
+            continue
+        shown = [
+            _shown(column[first], end - begin) if lies_so else None
+            for column, lies_so in zip(columns, shared, strict=True)
+        ]
+        if all(flat is not None for flat in shown) or all(size <= SMALL for size in sizes[some]):
+            pairs = zip(shown, columns, strict=True)
+            laid = [joined(sizes[some], column[some]) if flat is None else flat for flat, column in pairs]
+            yield Run(begin, [flat[: end - begin] for flat in laid])  # without the last leaf's padding
+            continue
+        for index in range(first, last + 1):  # side by side by chance, in memory that is not one
+            yield Run(starts[index], [column[index].reshape(-1) for column in columns])
+
+
+def _grouped(
+    sizes: tuple[int, ...], starts: tuple[int, ...], columns: Sequence[Sequence[Tensor]]
+) -> Iterator[tuple[int, int, list[bool]]]:
+    """The first and the last leaf of what is one run, and in which columns they lie end to end."""
+    places = [_origins(starts, column) for column in columns]
+    keys = list(zip(*places, strict=True))
+    groups: list[list[int]] = []
+    lie_so = small = True  # all leaves of the last group
+    for index, size in enumerate(sizes):
+        if not size:
+            continue
+        is_next = bool(groups) and keys[index] == keys[groups[-1][-1]]
+        if groups and ((lie_so and is_next) or (small and size <= SMALL)):
+            groups[-1].append(index)
+            lie_so, small = lie_so and is_next, small and size <= SMALL
+        else:
+            groups.append([index])
+            lie_so, small = True, size <= SMALL
+    for group in groups:
+        yield group[0], group[-1], [len({own[index] for index in group}) == 1 for own in places]
+
+
+def _origins(starts: tuple[int, ...], column: Sequence[Tensor]) -> list[int]:
+    """Where the first leaf lies if all lie end to end, as each of them says; of what can't be told, another number."""
+    width, anywhere = column[0].element_size(), torch_private.is_fake(column[0])
+    return [
+        -1 - index if anywhere or not leaf.is_contiguous() else leaf.data_ptr() - width * start
+        for index, (leaf, start) in enumerate(zip(column, starts, strict=False))
+    ]
+
+
+def _shown(first: Tensor, count: int) -> Tensor | None:
+    """So many elements from the first one of a tensor on, if its memory has them."""
+    there = first.untyped_storage().nbytes() // first.element_size() - first.storage_offset()
+    return first.as_strided((count,), (1,)) if count <= there else None

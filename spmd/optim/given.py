@@ -1,0 +1,205 @@
+"""What a step was given: every parameter with its gradient, checked, and how they are divided.
+
+Both depend on what the leaves are like, and not on what is in them, so that it is found out once for each kind of
+step. Invariant: steps of one kind are checked alike and divided alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from .. import transforms
+from ..kernels.errors import SpecError, message
+from ..mesh import trees
+from ..mesh.array import Array
+from ..mesh.region import current
+from ..mesh.replication.net import all_differ_over, differs_over, mark_all
+from ..mesh.spec import P
+from ..mesh.strides import is_frozen
+from . import groups as grouping
+from .leaves import Leaf, State
+from .parts import Parts, divide, kept
+from .slices import Axis, Slice
+
+KINDS = 16  # of steps of one optimizer that are remembered
+_kind_of_leaf = attrgetter("__class__", "shape", "dtype", "device", "layout", "requires_grad")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Known:
+    """Of one kind of step: which leaves are stepped, the slices that they lie in, and what is known of the new ones.
+
+    Attributes:
+        specs, axes: how the new parameters are cut, and what they differ over; None where that isn't known.
+    """
+
+    places: tuple[int, ...]
+    slices: tuple[Slice, ...]
+    specs: tuple[P | None, ...]
+    axes: tuple[frozenset[str] | None, ...]
+
+
+class Kinds:
+    """What is known of the kinds of steps that there were in this process."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Known] = {}
+
+    def __reduce__(self) -> Any:
+        return Kinds, ()
+
+    def get(self, kind: Any) -> Known | None:
+        return self._known.get(kind)
+
+    def note(self, kind: Any, known: Known) -> None:
+        if len(self._known) >= KINDS:
+            del self._known[next(iter(self._known))]
+        self._known[kind] = known
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """What is stepped.
+
+    Attributes:
+        params, grads: those that are trained.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor | None]
+    parts: Parts
+    known: Known
+
+    def mark(self, new_params: Sequence[Tensor]) -> None:
+        """Carry over how parameters are cut, and along which axes they differ, for `value_and_grad`.
+
+        That is where they or their gradients did. Of a gradient that the step has worked on nothing is known, nor of
+        what it is added to.
+        """
+        known = self.known
+        for new, spec in zip(new_params, known.specs, strict=True):
+            if spec is not None:
+                new._spmd_spec = spec  # type: ignore[attr-defined]
+        mark_all(new_params, known.axes)
+
+
+def settle(
+    kinds: Kinds,
+    shard: Axis | None,
+    groups: tuple[Any, ...],
+    tree: tuple[list[Any], optree.PyTreeSpec],
+    grads: Any,
+    state: Mapping[str, State],
+) -> Given:
+    """Check a step and divide it, or look up how that was done.
+
+    Args:
+        tree: the parameters, flattened.
+
+    Raises:
+        SpecError: they do not fit one another.
+    """
+    leaves, treedef = tree
+    found = _matched(treedef, grads)
+    kind = None if groups else _kind(leaves, treedef, found, state)
+    known = None if kind is None else kinds.get(kind)
+    if known is not None:
+        parts = kept(known.slices, state)
+    else:
+        numbers = grouping.numbers_of(groups, trees.unflatten(treedef, leaves))
+        checked = [
+            _checked(path, leaf, grad, group)
+            for path, leaf, grad, group in zip(paths(treedef), leaves, found, numbers, strict=True)
+        ]
+        given = [leaf for leaf in checked if leaf is not None]
+        parts = divide(shard, given, state)
+        known = Known(
+            tuple(index for index, leaf in enumerate(checked) if leaf is not None),
+            parts.slices,
+            tuple(getattr(leaf.param, "_spmd_spec", None) for leaf in given),
+            tuple(
+                None if leaf.axes is None or leaf.grad_axes is None else leaf.axes | leaf.grad_axes for leaf in given
+            ),
+        )
+        if kind is not None and parts.are_kept:
+            kinds.note(kind, known)
+    return Given([leaves[index] for index in known.places], [found[index] for index in known.places], parts, known)
+
+
+def _kind(leaves: list[Any], treedef: optree.PyTreeSpec, grads: list[Any], state: Mapping[str, State]) -> Any:
+    """What must be the same for a later step to be like this one; None if that can't be told."""
+    region = current()
+    try:
+        kinds = tuple(map(_kind_of_leaf, leaves)), tuple(map(_kind_of_leaf, grads))
+        axes = all_differ_over(leaves), all_differ_over(grads)
+    except AttributeError:  # a leaf that is no tensor
+        return None
+    if region is None or axes[0] is None or axes[1] is None:
+        return None
+    session = region.session
+    specs = tuple([getattr(leaf, "_spmd_spec", None) for leaf in leaves])
+    virtual = transforms.current_plan().virtual is None
+    return treedef, kinds, specs, axes, tuple(state), session.layout, session.rank, session.backend, virtual
+
+
+def _checked(path: str, leaf: Any, grad: Any, group: int) -> Leaf | None:
+    """A leaf to be stepped; None for one that is not trained."""
+    if isinstance(leaf, Array):
+        remedy = "pass it as an argument of an @spmd function, and step there"
+        raise SpecError(message("opt.step works on a rank's tensors", got=f"an Array, params{path}", remedy=remedy))
+    if not is_trainable(leaf):
+        return None
+    _check_grad(path, leaf, grad)
+    return Leaf(path, leaf, grad, group, differs_over(leaf), differs_over(grad))
+
+
+def is_trainable(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not is_frozen(leaf) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+@functools.lru_cache(maxsize=64)
+def paths(treedef: optree.PyTreeSpec) -> list[str]:
+    return [accessor.codify("") for accessor in treedef.accessors()]
+
+
+def _matched(treedef: optree.PyTreeSpec, grads: Any) -> list[Any]:
+    """The gradients, in the order of the parameters."""
+    try:
+        return treedef.flatten_up_to(grads)
+    except (ValueError, TypeError) as error:
+        expected, got = paths(treedef), trees.paths(grads)
+        missing = next((path for path in expected if path not in got), None)
+        extra = next((path for path in got if path not in expected), None)
+        problem = (
+            f"grads{missing} is missing"
+            if missing is not None
+            else f"grads{extra} belongs to no parameter"
+            if extra is not None
+            else str(error)
+        )
+        raise SpecError(
+            message(
+                f"grads has another structure than params: {problem}",
+                got=f"{len(got)} leaves",
+                expected=f"{len(expected)} leaves",
+                remedy="pass what value_and_grad gave for these parameters",
+            )
+        ) from None
+
+
+def _check_grad(path: str, param: Tensor, grad: Any) -> None:
+    if grad is None:
+        return
+    if not isinstance(grad, Tensor):
+        expected = "a tensor like its parameter, or None"
+        raise SpecError(message(f"grads{path} is no tensor", got=type(grad).__name__, expected=expected))
+    if grad.shape != param.shape or grad.dtype != param.dtype or grad.device != param.device:
+        got, expected = (f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (grad, param))
+        raise SpecError(message(f"grads{path} does not fit its parameter", got=got, expected=expected))
