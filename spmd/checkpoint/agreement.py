@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,35 +21,50 @@ from ..mesh.array import Array
 from ..mesh.failure import ranks_text
 from ..mesh.mesh import Mesh
 from ..mesh.put import as_tensor, is_array
+from . import folder as folders
+from .write import attempt, begin
 
 SHOWN = 5  # of what differs
 
 
-def agree(mesh: Mesh, problem: Exception | None, asked: Mapping[str, Any], tree: Any) -> None:
-    """Raise what went wrong on a rank, or what the ranks differ in; called by all ranks of a launched mesh.
+def agree(mesh: Mesh, problem: Exception | None, asked: Mapping[str, Any], tree: Any, path: Path) -> Any:
+    """Begin a checkpoint, or raise what went wrong on a rank, or what the ranks differ in.
+
+    It is called by all ranks of a launched mesh, which meet once.
 
     Args:
         problem: why this rank can't save.
         asked: the arguments of `save` by name.
+        path: where checkpoints are.
+
+    Returns:
+        The folder and the number of it, or why the first rank can't make one.
     """
     mine = {**{name: repr(value) for name, value in asked.items()}, **_leaves(tree)}
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
-    with mesh.run_state.uncounted():
-        everyones = mesh.run(_itself, (problem, digest))
-    for failed, _ in everyones:
-        if failed is not None:
-            raise failed
-    if len({digest for _, digest in everyones}) > 1:
+    outcome = attempt(begin, path, asked["step"]) if mesh.rank == 0 and problem is None else None
+    try:
         with mesh.run_state.uncounted():
-            everyone = mesh.run(_itself, mine)
-        raise SpmdError(
-            message(
-                "the ranks do not agree on what to save",
-                got="; ".join(_differences(everyone)) or "the same leaves in another order",
-                where=mesh.describe(),
-                remedy="have all ranks call save with the same arguments, and leave out what differs between them",
+            everyones = mesh.run(_itself, (problem, digest, outcome))
+        for failed, *_ in everyones:
+            if failed is not None:
+                raise failed
+        if len({digest for _, digest, *_ in everyones}) > 1:
+            with mesh.run_state.uncounted():
+                everyone = mesh.run(_itself, mine)
+            raise SpmdError(
+                message(
+                    "the ranks do not agree on what to save",
+                    got="; ".join(_differences(everyone)) or "the same leaves in another order",
+                    where=mesh.describe(),
+                    remedy="have all ranks call save with the same arguments, and leave out what differs between them",
+                )
             )
-        )
+    except BaseException:
+        if isinstance(outcome, tuple):
+            folders.abandon(outcome[0])
+        raise
+    return everyones[0][2]
 
 
 def _itself(x: Any) -> Any:

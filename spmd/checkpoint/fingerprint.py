@@ -201,7 +201,7 @@ def _compare(restored: list[Restored], now: Mapping[str, Any], of: str) -> None:
 
 def warn_if_other(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
     """Say what differs of what both tell; the steps are compared when they run."""
-    other = _other({name: value for name, value in before.items() if name != "steps"}, now)
+    other = _other(before, now)
     if other:
         listed = "; ".join(f"{name}: {was}, now {is_}" for name, (was, is_) in other.items())
         warn(
@@ -211,4 +211,11 @@ def warn_if_other(before: Mapping[str, Any], now: Mapping[str, Any], where: str)
 
 
 def _other(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {name: (was, now[name]) for name, was in before.items() if name in now and now[name] != was}
+    made_with = [settings for seen in before.get("steps", {}).values() for settings in seen]
+    same_on_all = bool(made_with) and all(settings.get("shards") is not None for settings in made_with)
+    passed_over = ("steps", "backend class") if same_on_all else ("steps",)
+    return {
+        name: (was, now[name])
+        for name, was in before.items()
+        if name in now and name not in passed_over and now[name] != was
+    }

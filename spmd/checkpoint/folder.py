@@ -1,6 +1,6 @@
 """A directory of checkpoints: folders of safetensors files and a manifest, there in full or not at all.
 
-    runs/step-00000120/checkpoint.json            what is where, with a SHA-256 of every file and of itself
+    runs/step-00000120/checkpoint.json            what is where, with a checksum of every file and of itself
     runs/step-00000120/rank-00000.safetensors     what each rank wrote; any reader of safetensors reads it
 
 Files are written beside their place, forced to disk and renamed, the folder last. Invariant: under its own name a
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import hashlib
 import os
 import re
 import secrets
@@ -29,12 +28,15 @@ from .schema import LARGEST, Invalid, require
 _NAME = re.compile(r"step-(\d+)")
 # Being written or removed ("tmp"), or whole and about to be replaced ("aside").
 _TEMPORARY = re.compile(r"\.(?P<of>step-\d+)\.(?P<kind>tmp|aside)-(?P<pid>\d+)-[0-9a-f]+-(?P<host>.*)")
-_PIECE = 1 << 20
+_REMEMBERED = 64  # manifests
 _LARGEST_MANIFEST = 1 << 28  # bytes: a hundred for each leaf, and more leaves than any model has
 _HERE, _RENAME_EXCHANGE = -100, 2  # Linux's AT_FDCWD and RENAME_EXCHANGE
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 # The names, which no two have alike, of folders that this process is writing into.
 _writing: set[str] = set()
+# By what a manifest's file is, when it was written and how long: the files' lengths that it says, since checking one
+# takes longer than a `save` of many small steps may.
+_lengths: dict[tuple[int, int, int, int], list[tuple[str, int]]] = {}
 
 
 def is_name(name: str) -> bool:
@@ -167,12 +169,25 @@ def _written_at(folder: Path) -> float | None:
     """When a checkpoint was written whose files are as long as it says; their checksums are not computed."""
     try:
         with open_plain(MANIFEST, folder) as file:
-            manifest, _ = read_manifest(file)
-            when = os.fstat(file.fileno()).st_mtime
-        sizes = [(os.lstat(folder / about["file"]).st_size, about["bytes"]) for about in manifest["files"]]
+            about = os.fstat(file.fileno())
+            lengths = _lengths.get(_identity(about))
+            if lengths is None:
+                lengths = _remember(about, read_manifest(file)[0])
+        whole = all(os.lstat(folder / name).st_size == length for name, length in lengths)
     except (OSError, Invalid):
         return None
-    return when if all(size == expected for size, expected in sizes) else None
+    return about.st_mtime if whole else None
+
+
+def _identity(about: os.stat_result) -> tuple[int, int, int, int]:
+    return about.st_dev, about.st_ino, about.st_mtime_ns, about.st_size
+
+
+def _remember(about: os.stat_result, manifest: dict[str, Any]) -> list[tuple[str, int]]:
+    while len(_lengths) >= _REMEMBERED:
+        _lengths.pop(next(iter(_lengths)), None)
+    lengths = _lengths[_identity(about)] = [(one["file"], one["bytes"]) for one in manifest["files"]]
+    return lengths
 
 
 def read_manifest(file: Any) -> tuple[dict[str, Any], str]:
@@ -236,8 +251,8 @@ def abandon(folder: Path) -> None:
     _writing.discard(folder.name)
 
 
-def write(file: Path, data: bytes) -> dict[str, Any]:
-    """Write a file in pieces and force it to disk.
+def write(file: Path, data: bytes) -> None:
+    """Write a small file and force it to disk.
 
     Raises:
         OSError: what the file system says, with the file's name.
@@ -246,12 +261,11 @@ def write(file: Path, data: bytes) -> dict[str, Any]:
         with open(file, "xb", buffering=0) as out:
             view = memoryview(data)
             while len(view):
-                view = view[out.write(view[:_PIECE]) :]
+                view = view[out.write(view) :]
             os.fsync(out.fileno())
     except OSError as error:
         error.filename = str(file)  # which system calls on what is open do not know
         raise
-    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def commit(folder: Path, path: Path, step: int, manifest: dict[str, Any], *, replace: bool) -> Path:
@@ -264,6 +278,7 @@ def commit(folder: Path, path: Path, step: int, manifest: dict[str, Any], *, rep
         manifest = {**manifest, "step": step}
         (folder / MANIFEST).unlink(missing_ok=True)
         write(folder / MANIFEST, seal(manifest))
+        _remember(os.stat(folder / MANIFEST), manifest)
         _sync(folder)
         final = path / f"step-{step:08d}"
         if replace:

@@ -4,8 +4,8 @@ A manifest comes from a disk: another program, another version or a clumsy hand 
 passes is as `save` writes it, names files within the folder only, and says nothing that the files do not have.
 
     {"sha256": ..., "manifest": {
-        "format": 2, "step": 120,
-        "files":  [{"file": "rank-00000.safetensors", "bytes": 832, "sha256": ...}, ...],
+        "format": 3, "step": 120,
+        "files":  [{"file": "rank-00000.safetensors", "bytes": 832, "sums": ...}, ...],   "sha256" in format 2
         "tree":   {"dict": ["w"], "of": ["leaf"]},                       the structure, without the leaves
         "leaves": [{"key": "w", "path": "['w']", "tensor": true, "dtype": "float32", "shape": [4, 3],
                     "spec": ["data"], "parts": [[2]]}, ...],             in the order of the structure
@@ -32,7 +32,7 @@ from . import schema
 from .schema import Check, Invalid
 from .tensor_file import CODES, Stored
 
-FORMAT = 2
+FORMAT, READ = 3, (2, 3)  # what is written, and what can be read
 MANIFEST = "checkpoint.json"
 RANK_FILE = re.compile(r"rank-\d{5,9}\.safetensors", re.ASCII)
 DEEPEST = 100  # levels of a tree
@@ -40,8 +40,8 @@ DEEPEST = 100  # levels of a tree
 
 def seal(manifest: Mapping[str, Any]) -> bytes:
     """A manifest with its checksum."""
-    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
-    return json.dumps({"sha256": digest, "manifest": manifest}).encode()
+    text = json.dumps(manifest).encode()
+    return b'{"sha256": "%s", "manifest": %s}' % (hashlib.sha256(text).hexdigest().encode(), text)
 
 
 def unsealed(data: bytes) -> tuple[dict[str, Any], str]:
@@ -72,7 +72,8 @@ def check(manifest: Any) -> None:
         Invalid: it differs.
     """
     schema.require(isinstance(manifest, dict), "manifest", manifest, "an object")
-    schema.require(manifest.get("format") == FORMAT, "it has another format", manifest.get("format"), str(FORMAT))
+    number = manifest.get("format")
+    schema.require(type(number) is int and number in READ, "it has another format", number, str(FORMAT))
     required = {"format": schema.whole, "step": schema.whole, "files": schema.list_of(_file), "pieces": _pieces}
     required |= {"tree": schema.anything, "leaves": schema.list_of(_leaf), "fingerprint": _fingerprint}
     schema.fields("", manifest, required, {"position": _position})
@@ -203,7 +204,8 @@ def _file(field: str, value: Any) -> None:
         fits = isinstance(value, str) and RANK_FILE.fullmatch(value) is not None
         schema.require(fits, field, value, "a file's name within the folder, rank-00000.safetensors")
 
-    schema.fields(field, value, {"file": name, "bytes": schema.whole, "sha256": schema.sha256})
+    checksum = "sha256" if isinstance(value, dict) and "sha256" in value else "sums"
+    schema.fields(field, value, {"file": name, "bytes": schema.whole, checksum: schema.sha256})
 
 
 def _piece(field: str, value: Any) -> None:

@@ -67,7 +67,10 @@ def restore(path: str | os.PathLike, *, like: Any = None, mesh: Mesh | None = No
     with opened:
         for problem in problems:
             warn(f"{problem}; going on from {opened.folder}")
-        return _read(opened, like, mesh, placed)
+        found = _read(opened, like, mesh, placed)
+    if placed is not None:
+        placed.run_state.saved = str(opened.folder)
+    return found
 
 
 def _open(path: Path, mesh: Mesh | None) -> tuple[Opened, list[str]]:

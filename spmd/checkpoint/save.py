@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..data.loader import Loader
-from ..kernels.errors import MeshError, SpecError, message
+from ..kernels.errors import MeshError, SpecError, SpmdError, message
 from ..mesh import trees
 from ..mesh.array import Array
 from ..mesh.mesh import Mesh, nearest
@@ -67,15 +67,21 @@ def save(
     leaves, _ = trees.flatten(tree, is_leaf=is_array)
     mesh = _mesh_of(leaves)
     writes = mesh is not None and (not mesh.is_driver or any(isinstance(leaf, Array) for leaf in leaves))
-    problem = _problem(path, step, keep)
+    problem, started = _problem(path, step, keep), None
+    if problem is None:
+        step = None if step is None else int(step)
+        try:
+            structure, entries, tensors = described.describe(tree)
+        except SpmdError as error:
+            problem = error
     if mesh is not None and not mesh.is_driver:
-        agree(mesh, problem, {"step": step, "keep": keep, "background": background}, tree)
+        asked = {"step": step, "keep": keep, "background": background}
+        started = agree(mesh, problem, asked, tree, path)
     elif problem is not None:
         raise problem
-    step = None if step is None else int(step)
-    structure, entries, tensors = described.describe(tree)
     manifest = {"tree": structure, "leaves": entries, **of_run(mesh)}
-    writing = Writing(path, step, keep, mesh if writes else None, manifest, tensors, background=background)
+    on = mesh if writes else None
+    writing = Writing(path, step, keep, on, manifest, tensors, background=background, started=started)
     future = Saved()
     try:
         writing.start()

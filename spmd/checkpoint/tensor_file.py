@@ -12,12 +12,13 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 
 from . import schema
+from .direct import DirectFile
 from .schema import Invalid
 
 # What a file calls a dtype. Complex numbers are written as pairs.
@@ -63,9 +64,26 @@ class Stored:
         return _DTYPES[self.code]
 
 
-def to_bytes(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """A file of these tensors."""
-    return save(dict(tensors))
+def write(file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Write a file of these tensors, and force it to disk; what a manifest says of it.
+
+    Raises:
+        OSError: what the file system says, with the file's name.
+    """
+    header, end = {}, 0
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that each lies where it may
+    for name, tensor in ordered:
+        code = CODES[str(tensor.dtype).removeprefix("torch.")]
+        offsets = [end, end := end + tensor.numel() * tensor.element_size()]
+        header[name] = {"dtype": code, "shape": [*tensor.shape], "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH)
+    with DirectFile(file) as out:
+        out.write(torch.frombuffer(bytearray(len(text).to_bytes(_LENGTH, "little") + text), dtype=torch.uint8))
+        for _, tensor in ordered:
+            if tensor.numel():
+                out.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        return out.finish()
 
 
 def header_length(first: bytes, size: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -36,6 +37,12 @@ TRIES = 3  # of beginning to write, on ranks that are lost meanwhile
 STORE_SECONDS = 0.05  # between two questions to the process that has the store, of every rank
 
 
+def begin(path: Path, step: int | None) -> tuple[Path, int]:
+    """A new folder to write a checkpoint into, and the number that it gets."""
+    step = folders.next_step(path) if step is None else step
+    return folders.begin(path, step), step
+
+
 class Writing:
     """A checkpoint on its way to disk."""
 
@@ -49,11 +56,14 @@ class Writing:
         tensors: dict[str, Any],
         *,
         background: bool,
+        started: Any = None,
     ):
+        """`started` is what came of `begin`, if launched ranks have done it: the same on all."""
         self._path, self._step, self._keep, self._mesh = path, step, keep, mesh
         self._launched = mesh is not None and not mesh.is_driver
         self._first = mesh is None or mesh.is_driver or mesh.rank == 0
         self._background, self._manifest, self._tensors = background, manifest, tensors
+        self._started = started
         self._ranks = 1 if mesh is None else mesh.size
         if background:
             # Arrays never change; what the caller has of plain tensors may.
@@ -62,9 +72,7 @@ class Writing:
     def start(self) -> None:
         """Have every rank begin to write, or do it, if nothing else goes on meanwhile."""
         for left in reversed(range(TRIES)):
-            started = _attempt(self._begin) if self._first else None
-            if self._launched:
-                started = self._on_ranks(lambda started=started: started)[0]  # the first's, or others would wait for it
+            started = self._started if self._started is not None else attempt(begin, self._path, self._step)
             self._folder, self._number = _result(started)
             self._pids = self._processes()
             if self._mesh is None:
@@ -85,18 +93,17 @@ class Writing:
         """Whether values outlive the ranks that were about to write them, and the program is not to notice."""
         return self._mesh is not None and self._mesh.is_driver and self._mesh.driver.reruns
 
-    def _begin(self) -> tuple[Path, int]:
-        step = folders.next_step(self._path) if self._step is None else self._step
-        return folders.begin(self._path, step), step
-
     def finish(self) -> Path:
         """Wait for all ranks' files, and commit; on launched ranks all hear of how it went."""
-        outcome = _attempt(self._commit) if self._first else None
+        outcome = attempt(self._commit) if self._first else None
         if self._launched and not self._background:
             outcome = self._on_ranks(lambda: outcome)[0]
         elif self._launched:
             outcome = self._shared(outcome)
-        return _result(outcome)
+        folder = _result(outcome)
+        if self._mesh is not None:
+            self._mesh.run_state.saved = str(folder)
+        return folder
 
     def _on_ranks(self, call: Callable[..., Any], *args: Any) -> list[Any]:
         assert self._mesh is not None
@@ -116,7 +123,7 @@ class Writing:
             about = {key: more for part in reversed(parts) for key, more in part["about"].items()}  # the first one's
             manifest = {
                 "format": FORMAT,
-                "files": [{key: part[key] for key in ("file", "bytes", "sha256")} for part in parts],
+                "files": [{key: part[key] for key in ("file", "bytes", "sums")} for part in parts],
                 "pieces": written,
                 **self._manifest,
                 "leaves": [{**entry, **about.get(entry["key"], {})} for entry in self._manifest["leaves"]],
@@ -223,10 +230,10 @@ def _copied(value: Any) -> Any:
     return copy.requires_grad_() if value.requires_grad and value.is_leaf else copy
 
 
-def _attempt(call: Callable[[], Any]) -> Any:
+def attempt(call: Callable[..., Any], *args: Any) -> Any:
     """What a call returns, or the exception that it raises."""
     try:
-        return call()
+        return call(*args)
     except Exception as error:
         return error
 
@@ -239,16 +246,27 @@ def _result(outcome: Any) -> Any:
 
 def _write_part(folder: Path, tensors: dict[str, Any], wait: bool) -> tuple[str, int]:
     """On a rank: write what it holds, in a thread of its own if nobody waits. Returns the process, (namespace, pid)."""
-    session = require("save").session
-    rank, size = session.rank, session.layout.size
-    # Taken before this returns, and thereby disowned: a step that the Arrays are donated to will not overwrite them.
-    held = {key: value.local for key, value in tensors.items() if isinstance(value, Array)}
+    if not folder.is_dir():
+        session = require("save").session
+        problem = f"the directory of the checkpoint is not there on rank {session.rank}, host {socket.gethostname()}"
+        remedy = "save to a path that all hosts see, such as one of a shared file system"
+        raise SpmdError(message(problem, got=str(folder.parent), remedy=remedy))
+    mine = _mine(require("save").session, folder, tensors)
     if wait:
-        _write_here(rank, size, folder, tensors, held)
+        _write_here(*mine)
     else:
-        arguments = (rank, size, folder, tensors, held)
-        threading.Thread(target=_write_quietly, args=arguments, name="spmd-checkpoint").start()
+        threading.Thread(target=_write_quietly, args=mine, name="spmd-checkpoint").start()
     return folders.this_process()
+
+
+def _mine(session: Any, folder: Path, tensors: dict[str, Any]) -> tuple[Any, ...]:
+    """What `_write_here` is called with on a rank.
+
+    The shards are taken before this returns, and thereby disowned: a step that the Arrays are donated to will not
+    overwrite them.
+    """
+    held = {key: value.local for key, value in tensors.items() if isinstance(value, Array)}
+    return session.rank, session.layout.size, folder, tensors, held
 
 
 def _write_quietly(rank: int, size: int, folder: Path, tensors: dict[str, Any], held: dict[str, Tensor]) -> None:
@@ -289,10 +307,10 @@ def _write_here(rank: int, size: int, folder: Path, tensors: dict[str, Any], hel
             about[key] = more
         written.append([key, place, key])
         value = value.detach().resolve_conj().resolve_neg()
-        mine[key] = (torch.view_as_real(value) if value.is_complex() else value).contiguous().clone()
+        mine[key] = torch.view_as_real(value) if value.is_complex() else value
     name = f"rank-{rank:05d}.safetensors"
-    sums = folders.write(folder / name, tensor_file.to_bytes(mine))
-    _report(folder, rank, {"file": name, **sums, "pieces": written, "about": about})
+    checked = tensor_file.write(folder / name, mine)
+    _report(folder, rank, {"file": name, **checked, "pieces": written, "about": about})
 
 
 def _report(folder: Path, rank: int, report: dict[str, Any]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +239,75 @@ def test_frozen_parameters_stay_frozen_on_a_mesh(shared_mesh: Any, tmp_path: Pat
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     save(tmp_path, {"w": 1})
-    manifest.edit(tmp_path, lambda said: said.update(format=3))
+    manifest.edit(tmp_path, lambda said: said.update(format=4))
     with pytest.raises(Exception, match="has another format"):
         restore(tmp_path)
+
+
+def test_the_format_before_is_read(tmp_path: Path) -> None:
+    """Its files have a SHA-256 each."""
+    folder = save(tmp_path, {"w": torch.arange(5000.0), "odd": torch.ones(3, dtype=torch.bool)}).result()
+
+    def to_format_2(said: dict) -> None:
+        said.update(format=2)
+        for about in said["files"]:
+            del about["sums"]
+            about["sha256"] = hashlib.sha256((folder / about["file"]).read_bytes()).hexdigest()
+
+    manifest.edit(tmp_path, to_format_2)
+    back = restore(tmp_path)
+    assert torch.equal(back["w"], torch.arange(5000.0)) and back["odd"].all()
+    data = bytearray((folder / "rank-00000.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "rank-00000.safetensors").write_bytes(data)
+    with pytest.raises(Exception, match="its checksum differs"):
+        restore(folder)
+
+
+@pytest.mark.parametrize("refused", ["nowhere", "when it is opened", "when it is written"])
+def test_any_lengths_where_a_file_system_takes_no_direct_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """Above and below what is written at once, and not whole blocks."""
+    opens, write, refusals = os.open, os.write, []
+
+    def opened(file: Any, flags: int, *args: Any, **more: Any) -> int:
+        if flags & os.O_DIRECT and refused == "when it is opened":
+            refusals.append(file)
+            raise OSError(errno.EINVAL, "no direct writes")
+        return opens(file, flags, *args, **more)
+
+    def written(number: int, data: Any) -> int:
+        if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_DIRECT and refused == "when it is written":
+            refusals.append(number)
+            raise OSError(errno.EINVAL, "no direct writes")
+        return write(number, data)
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "write", written)
+    tree = {str(n): torch.randint(0, 255, (n,), dtype=torch.uint8) for n in (0, 1, 4095, 4096, 5 << 20, (8 << 20) - 7)}
+    folder = save(tmp_path, tree).result()
+    for found in (restore(tmp_path), load_file(folder / "rank-00000.safetensors")):
+        assert {*found} == {*tree} and all(torch.equal(found[name], tree[name]) for name in tree)
+    assert bool(refusals) == (refused != "nowhere")
+
+
+@pytest.mark.parametrize("damage", ["a bit", "exchanged blocks", "exchanged words", "a lost block", "a tail"])
+def test_damage_is_told(tmp_path: Path, damage: str) -> None:
+    torch.manual_seed(0)
+    folder = save(tmp_path, {"w": torch.randint(0, 255, (100_000,), dtype=torch.uint8)}).result()
+    file = folder / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    if damage == "a bit":
+        data[50_000] ^= 4
+    elif damage == "exchanged blocks":
+        data[8192:12288], data[20480:24576] = data[20480:24576], data[8192:12288]
+    elif damage == "exchanged words":  # within a block
+        data[8192:8200], data[8200:8208] = data[8200:8208], data[8192:8200]
+    elif damage == "a lost block":
+        data[40960:45056] = bytes(4096)
+    else:
+        data[-100:] = bytes(100)
+    file.write_bytes(data)
+    with pytest.raises(Exception, match="its checksum differs"):
+        restore(folder)

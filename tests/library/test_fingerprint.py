@@ -70,6 +70,16 @@ def test_another_fingerprint_is_told(make_mesh: Any, tmp_path: Path) -> None:
         restore(tmp_path)
 
 
+def test_with_shards_the_backend_is_not_seen_in_the_bits(make_mesh: Any, tmp_path: Path) -> None:
+    mesh = make_mesh({"data": 1})
+    x = spmd(data_parallel(step, shards=4), mesh=mesh)(torch.ones(2), torch.ones(4))
+    save(tmp_path, {"x": x})
+    rewritten(tmp_path, **{"backend class": "hierarchical"})
+    assert told(lambda: restore(tmp_path, mesh=mesh)) == []
+    rewritten(tmp_path, steps={"step": [{"shards": 4}], "other": [{"shards": None}]})
+    assert told(lambda: restore(tmp_path, mesh=mesh)) == ["backend class: hierarchical, now in order"]
+
+
 def test_plain_values_are_compared_where_a_mesh_goes_on_with_them(make_mesh: Any, tmp_path: Path) -> None:
     def run(mesh: Any, x: Any, shards: int) -> Any:
         return spmd(data_parallel(step, shards=shards), mesh=mesh)(x, torch.ones(4))

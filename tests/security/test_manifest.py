@@ -187,6 +187,7 @@ def resealed(folder: Path, name: str, data: bytes) -> None:
     manifest = manifests.read(folder.parent)
     for about in manifest["files"]:
         if about["file"] == name:
+            about.pop("sums", None)  # as in format 2
             about.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     manifests.seal(folder, manifest)
 

@@ -1,0 +1,106 @@
+"""A new file that is written in large pieces, past the page cache where its file system can, while a program goes on.
+
+What is written is needed by nobody soon, and copying it into the page cache takes the processor longer than all else
+that a checkpoint does. Invariant: once `finish` has come back the bytes are on the disk, and their checksum is that of
+what was given.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .sums import Sums
+
+PIECE = 4 << 20  # bytes a write
+_BLOCK = 4096  # what a write past the page cache begins and ends at, on any disk
+_spare: list[mmap.mmap] = []  # pieces that no file uses now: making one anew takes as long as filling it
+
+
+class DirectFile:
+    """A file that is being written.
+
+    Raises:
+        OSError: what the file system says, with the file's name; so do the methods.
+    """
+
+    def __init__(self, file: Path):
+        self._file, self._sums = file, Sums()
+        self._length = self._filled = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            self._number = os.open(file, flags | os.O_DIRECT, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._number = os.open(file, flags & ~os.O_EXCL, 0o666)  # which is there now
+        try:
+            self._memory = _spare.pop()
+        except IndexError:
+            self._memory = mmap.mmap(-1, PIECE)
+        self._bytes = memoryview(self._memory)
+        self._piece = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def write(self, data: torch.Tensor) -> None:
+        """Go on with these bytes."""
+        while data.numel():
+            count = min(data.numel(), PIECE - self._filled)
+            self._piece[self._filled : self._filled + count].copy_(data[:count])
+            self._filled, self._length, data = self._filled + count, self._length + count, data[count:]
+            if self._filled == PIECE:
+                self._flush()
+
+    def finish(self) -> dict[str, Any]:
+        """Force it to disk; what a manifest says of it."""
+        self._flush()
+        try:
+            os.ftruncate(self._number, self._length)
+            os.fsync(self._number)
+        except OSError as error:
+            raise self._named(error)  # noqa: B904
+        return {"bytes": self._length, "sums": self._sums.hexdigest()}
+
+    def close(self) -> None:
+        os.close(self._number)
+        del self._piece
+        self._bytes.release()
+        if not _spare:
+            _spare.append(self._memory)
+
+    def __enter__(self) -> DirectFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _flush(self) -> None:
+        self._sums.update(self._bytes[: self._filled])
+        end = -(-self._filled // _BLOCK) * _BLOCK  # `finish` cuts off what is too much
+        at, self._filled = 0, 0
+        try:
+            while at < end:
+                at += self._written(self._bytes[at:end])
+        except OSError as error:
+            raise self._named(error)  # noqa: B904
+
+    def _written(self, data: memoryview) -> int:
+        try:
+            return os.write(self._number, data)
+        except OSError as error:
+            flags = fcntl.fcntl(self._number, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                raise
+            fcntl.fcntl(
+                self._number, fcntl.F_SETFL, flags & ~os.O_DIRECT
+            )  # this file system can't, or not at this place
+            return os.write(self._number, data)
+
+    def _named(self, error: OSError) -> OSError:
+        error.filename = str(self._file)  # which system calls on what is open do not know
+        return error
