@@ -50,6 +50,7 @@ def test_in_the_background(mesh: Mesh, tmp_path: Path, ranks: list[int]) -> None
 def test_a_rank_that_is_stopped(make_mesh: Callable[..., Mesh], tmp_path: Path, on_loss: str) -> None:
     """Nobody waits for it but who waits for the checkpoint."""
     mesh = make_mesh({"data": 2}, grace=0.5, on_loss=on_loss)
+    mesh.run(never_finish_writing, ranks=[1])
     future = save(tmp_path, tree(mesh), background=True)
     os.kill(mesh.driver.pids[1], signal.SIGSTOP)
     if on_loss == "rerun":
@@ -79,6 +80,7 @@ def test_before_the_mesh_gets_another_size(mesh: Mesh, tmp_path: Path) -> None:
 
 def test_where_the_program_wants_to_know(make_mesh: Callable[..., Mesh], tmp_path: Path) -> None:
     mesh = make_mesh({"data": 2}, on_loss="raise")
+    mesh.run(never_finish_writing, ranks=[1])
     future = save(tmp_path, tree(mesh), background=True)
     os.kill(mesh.driver.pids[1], signal.SIGKILL)
     with pytest.raises(SpmdError, match="a rank was lost before"):
