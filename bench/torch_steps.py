@@ -1,9 +1,10 @@
 """torch's own programs on its backend "gloo" and on "spmd", in turns of one run: DDP steps, FSDP2 steps, collectives.
 
-    python bench/torch_steps.py [--only steps | bytes] [--busy 0 2] [--ranks 2] [--rounds 15]
+    python bench/torch_steps.py [--only steps | bytes] [--busy 0 2] [--ranks 2] [--rounds 15] [--bound]
 
 Prints of each case the median and the quartiles of both, and of the rounds' ratios, Gloo's time by ours: below 1 ours
-is the slower. `--busy` is how many processes compute beside the ranks, each amount in turn.
+is the slower. `--busy` is how many processes compute beside the ranks, each amount in turn. With `--bound` a
+second line has in our place torch's backend "fake", which does nothing: what no backend can be faster than.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from busy import busy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import spmd
 from spmd.cli.bench.contenders import SECONDS, Step, made, plain_step
 from spmd.cli.bench.groups import Group, in_turn
+from spmd.mesh.rank.memory import keep_freed_memory
 
 KIB, MIB = 1 << 10, 1 << 20
 MODELS = ("mlp_1k", "mlp_4k", "encoder")
@@ -115,6 +118,16 @@ class OnSpmd(Side):
     backend = "spmd"
 
 
+class OnNothing(Side):
+    """The same where collectives do nothing, in a process that keeps its memory as ours does."""
+
+    def __init__(self, rank: int, size: int, meeting: str):
+        torch.set_num_threads(1)
+        keep_freed_memory()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        self.rank, self.size, self.finish = rank, size, lambda: None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SUITES, action="append", default=None)
@@ -122,13 +135,15 @@ def main() -> None:
     parser.add_argument("--busy", type=int, nargs="*", default=[0, 2])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--bound", action="store_true", help="also over a backend that does nothing")
     options = parser.parse_args()
     about = f"spmd {spmd.__version__}, torch {torch.__version__}, Python threads of torch: 1"
     print(f"{os.cpu_count()} cores, {options.ranks} ranks, {about}, {options.rounds} rounds")
     print(f"{'us a step: median (quartiles)':<34}{'gloo':<34}{'spmd':<34} gloo / spmd")
     groups = {
         name: Group(f"torch_steps:{side}", options.ranks, path=Path(__file__).parent)
-        for name, side in (("gloo", "Side"), ("spmd", "OnSpmd"))
+        for name, side in (("gloo", "Side"), ("spmd", "OnSpmd"), ("nothing", "OnNothing"))
+        if options.bound or side != "OnNothing"
     }
     try:
         for count in options.busy:
@@ -142,6 +157,8 @@ def main() -> None:
                             samples = in_turn(turns, work, case, rounds=options.rounds, seconds=seconds)
                             label = f"{work} {str(case).removeprefix('models:')}"
                             print(line(label, samples["gloo"], samples["spmd"]), flush=True)
+                            if options.bound:
+                                print(line("    by nothing", samples["gloo"], samples["nothing"]), flush=True)
     finally:
         for group in groups.values():
             group.close()

@@ -538,6 +538,21 @@ def groups_in_any_order(rank: int, size: int) -> None:
 
 
 @program
+def groups_of_a_bound_device(rank: int, size: int) -> None:
+    """As `init_process_group(device_id=)` binds one: groups are made anew, since only C++ backends can be split."""
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    x = torch.tensor([rank])
+    dist.all_reduce(x, group=dist.new_group())
+    assert x.item() == sum(range(size))
+    try:
+        dist.split_group(split_ranks=[list(range(size))])
+    except RuntimeError as error:
+        assert "does not support splitting" in str(error)
+    else:
+        raise AssertionError("a group was split")
+
+
+@program
 def coalesced(rank: int, size: int) -> None:
     tensors = [torch.full((3,), rank + 1.0), torch.full((2, 2), 2.0 * rank)]
     with dist._coalescing_manager(async_ops=True) as manager:

@@ -10,6 +10,8 @@ import tarfile
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from ..kernels.errors import MeshError, message
 from .rows import Columns, Row
 
@@ -96,7 +98,8 @@ class _Rows:
         else:
             file = parquet.ParquetFile(path)
             self._groups = file.num_row_groups
-            self._get = lambda group: file.read_row_group(group, columns=None if columns is None else list(columns))
+            chosen, threads = None if columns is None else list(columns), torch.get_num_threads() > 1
+            self._get = lambda group: file.read_row_group(group, columns=chosen, use_threads=threads)
         self._group, self._row = at
         self._columns: Columns | None = None
 

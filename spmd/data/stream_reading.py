@@ -1,8 +1,9 @@
 """Reading a rank's part of a minibatch from its virtual streams.
 
-Each virtual stream gives its part of every batch, collated by itself; a rank lays those of its streams one behind the
-other. Invariant: a stream's part of step s, its length and the position after it are the same whoever reads it. A
-request comes with a position from which it can be answered, so that whoever takes another's place can do so.
+Each virtual stream gives its part of every batch, collated by itself where that is not torch's way; a rank lays those
+of its streams one behind the other. Invariant: a stream's part of step s, its length and the position after it are the
+same whoever reads it. A request comes with a position from which it can be answered, so that whoever takes another's
+place can do so.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from ..mesh.spec import split_sizes, strided_sizes
 from .cursors import Place, State, taken
 from .random_numbers import one_thread, own_random_numbers, seed
 from .reading import ReadAhead, described, joined, without_samples
-from .rows import collated, seen
+from .rows import Row, collated, seen
 from .streams import Stream
 
-Parts = dict[int, tuple[int, State, Any]]
-"""By virtual stream: how many samples it has given, where it is behind them, and the batch that they make."""
+Counts = dict[int, tuple[int, State]]
+"""By virtual stream: how many samples it has given, and where it is behind them."""
 Base = tuple[int, Sequence[State] | None]
 """A step, and where each virtual stream is before it; None is the beginning of the epoch."""
 _RUNS_KEPT = 2  # iterations under way that a reader remembers
@@ -70,26 +71,24 @@ class StreamReader:
 
     def __call__(
         self, session: RankSession, axis: str, run: int, epoch: int, step: int, base: Base
-    ) -> tuple[Any, list[Any], list[OutputMeta], dict[int, tuple[int, State]]]:
+    ) -> tuple[Any, list[Any], list[OutputMeta], Counts]:
         parts, mine = session.layout.axes[axis], session.layout.coords(session.rank)[axis]
         owned = split_sizes(self.count, parts)
         first = sum(owned[:mine])
         streams = tuple(range(first, first + owned[mine]))
         if self._ahead[0]:
-            found = self._asked_before(run, epoch, step, streams, base)
+            counts, batches = self._asked_before(run, epoch, step, streams, base)
         else:
-            found = self.read(run, epoch, step, streams, base)
-        batches = [batch for _, (count, _, batch) in sorted(found.items()) if count]
+            counts, batches = self.read(run, epoch, step, streams, base)
         if batches:
             batch = batches[0] if len(batches) == 1 else joined(batches)
             self._empty = trees.map(without_samples, batch)
         else:
             batch = self._without_samples(epoch)
-        counts = {stream: (count, state) for stream, (count, state, _) in found.items()}
         return *described(batch, session, axis, 0, self.collate is None), counts
 
-    def read(self, run: int, epoch: int, step: int, streams: tuple[int, ...], base: Base) -> Parts:
-        """The parts of some streams of a step's batch, from where they are or else from `base` on."""
+    def read(self, run: int, epoch: int, step: int, streams: tuple[int, ...], base: Base) -> tuple[Counts, list[Any]]:
+        """What some streams give to a step's batch, from where they are or else from `base` on: batches, in order."""
         known = self._runs.get(run)
         with own_random_numbers(), one_thread(True):
             if known is None or known.step != step or not {*streams} <= {*known.open}:
@@ -106,15 +105,20 @@ class StreamReader:
                 pass
         return opened
 
-    def _next(self, known: _Run, epoch: int, step: int, streams: tuple[int, ...]) -> Parts:
+    def _next(self, known: _Run, epoch: int, step: int, streams: tuple[int, ...]) -> tuple[Counts, list[Any]]:
         known.step = -1  # if this fails, its streams are somewhere in between
-        found: Parts = {}
-        for v in streams:
-            samples = list(taken(known.open[v], self.sizes[v]))
-            seed("batch", self.seed, epoch, step, v)
-            found[v] = len(samples), known.open[v].state(), self._collate(samples) if samples else None
+        given = {v: list(taken(known.open[v], self.sizes[v])) for v in streams}
+        counts = {v: (len(samples), known.open[v].state()) for v, samples in given.items()}
+        batches, rows = [], [sample for samples in given.values() for sample in samples]
+        if rows and self.collate is None and all(type(sample) is Row for sample in rows):
+            batches = [collated(rows)]  # of all streams at once, column by column
+        else:
+            for v, samples in given.items():
+                if samples:
+                    seed("batch", self.seed, epoch, step, v)
+                    batches.append(self._collate(samples))
         known.step = step + 1
-        return found
+        return counts, batches
 
     def _collate(self, samples: list[Any]) -> Any:
         return collated(samples) if self.collate is None else self.collate([seen(sample) for sample in samples])
@@ -122,21 +126,26 @@ class StreamReader:
     def _place(self, epoch: int, stream: int) -> Place:
         return Place(self.seed, epoch, stream, self.count, self.shuffle)
 
-    def _asked_before(self, run: int, epoch: int, step: int, streams: tuple[int, ...], base: Base) -> Parts:
+    def _asked_before(
+        self, run: int, epoch: int, step: int, streams: tuple[int, ...], base: Base
+    ) -> tuple[Counts, list[Any]]:
         workers = min(self._ahead[0], max(1, len(streams)))
         if self._queue is None:
             pool = Pool(copy.copy(self).read, workers, "reads for the Loader")
             self._queue = ReadAhead(pool, *self._ahead[1:])
-        shares = [streams[place::workers] for place in range(workers)]
+        ends = list(itertools.accumulate(split_sizes(len(streams), workers)))
+        shares = [streams[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
         def following(_: tuple) -> Iterator[tuple]:
             for later in itertools.count(step):
                 yield (run, epoch, later), [(run, epoch, later, share, base) for share in shares]
 
-        found: Parts = {}
-        for part in self._queue.next((run, epoch, step), following):
-            found |= part
-        return found
+        counts: Counts = {}
+        batches: list[Any] = []
+        for mine, made in self._queue.next((run, epoch, step), following):
+            counts |= mine
+            batches += made
+        return counts, batches
 
     def _without_samples(self, epoch: int) -> Any:
         """What a batch is like, for a rank that gets no samples: as the last one, or made of any stream's first."""

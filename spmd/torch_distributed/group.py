@@ -59,6 +59,7 @@ class ProcessGroup(_Base):
         return self._name
 
     _device_types = property(lambda self: list(map(torch.device, DEVICES)))
+    supports_splitting = False  # asked for when groups are made on a bound device; `new_group` then does as on others
 
     def _get_backend(self, device: Any) -> Any:
         return self  # torch asks of what kind it is
@@ -82,11 +83,9 @@ class ProcessGroup(_Base):
             self._broken = MeshError(message("the mesh was closed", remedy="make process groups of another"))
         if self._broken is not None:
             kind = type(self._broken) if isinstance(self._broken, CollectiveMismatch | PeerLost) else MeshError
-            problem, remedy = (
-                "this process group has failed: its ranks are out of step",
-                "destroy it and make a new one",
-            )
-            raise kind(message(problem, got=str(self._broken), where=f"rank {self._rank}", remedy=remedy)) from None
+            problem = "this process group has failed: its ranks are out of step"
+            where, remedy = f"rank {self._rank}", "destroy it and make a new one"
+            raise kind(message(problem, got=str(self._broken), where=where, remedy=remedy)) from None
 
     def _failed(self, error: BaseException) -> BaseException:
         """What to raise for what an operation has raised; bad arguments leave the group as it is."""

@@ -13,19 +13,50 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..kernels.errors import MeshError, SpmdError
 from ..kernels.torch_private import ITEM, TorchDispatchMode
 from ..mesh import trees
 from ..mesh.region import Region
-from ..mesh.spec import REPLICATED, P, Sharded
+from ..mesh.spec import REPLICATED, Layout, P, Sharded
 from .device_mesh import of_mesh
 from .dtensor import as_dtensor
+from .torch_private import laid_out, with_layout
+
+_KINDS = 4096  # of shards whose layouts are kept
 
 
 class NeedsWhole(Exception):
     """There is no rule, or none that is right, for what was asked of shards."""
+
+
+class _Layouts:
+    """How shards of each kind are laid out on the device mesh that was asked for last."""
+
+    def __init__(self) -> None:
+        self._device_mesh: DeviceMesh | None = None
+        self._known: dict[tuple[P, torch.Size, torch.dtype], Any] = {}
+
+    def dtensor(self, shard: torch.Tensor, layout: Layout, device_mesh: DeviceMesh) -> DTensor:
+        """A rank's shard of a value that is evenly cut."""
+        if device_mesh is not self._device_mesh or len(self._known) >= _KINDS:
+            self._device_mesh, self._known = device_mesh, {}
+        spec: P = getattr(shard, "_spmd_spec", REPLICATED)
+        local, kind = shard.detach(), (spec, shard.shape, shard.dtype)
+        known = self._known.get(kind)
+        if known is not None:
+            return with_layout(local, known)
+        shape = list(shard.shape)
+        for dim in range(len(spec.entries)):
+            shape[dim] *= layout.parts(spec.dim_axes(dim))
+        made = as_dtensor(local, spec, tuple(shape), layout, device_mesh)
+        self._known[kind] = laid_out(made)
+        return made
+
+
+_layouts = _Layouts()
 
 
 class _OnShards(TorchDispatchMode):
@@ -48,18 +79,12 @@ def on_shards(region: Region, func: Callable, args: tuple, kwargs: dict[str, Any
     """
     layout = region.session.layout
 
-    def entered(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        spec: P = getattr(leaf, "_spmd_spec", REPLICATED)
-        shape = list(leaf.shape)
-        for dim in range(len(spec.entries)):
-            shape[dim] *= layout.parts(spec.dim_axes(dim))
-        return as_dtensor(leaf.detach(), spec, tuple(shape), layout, device_mesh)
-
     try:
         device_mesh = of_mesh(region.mesh)
-        args, kwargs = trees.map(entered, (args, kwargs))
+        args, kwargs = trees.map(
+            lambda leaf: _layouts.dtensor(leaf, layout, device_mesh) if isinstance(leaf, torch.Tensor) else leaf,
+            (args, kwargs),
+        )
         with _unlogged() if first else contextlib.nullcontext(), torch.no_grad():
             with _OnShards():
                 result = func(*args, **kwargs)
@@ -92,7 +117,7 @@ def _left(region: Region, leaf: Any) -> Any:
         local = leaf.to_local()
         session.comm(summed).all_reduce(local)  # along all of them at once
     else:
-        local = leaf.redistribute(placements=wanted).to_local()
+        local = (leaf if wanted == placements else leaf.redistribute(placements=wanted)).to_local()
     spec = P(*axes)
     return Sharded(local, spec) if spec.entries else local
 

@@ -44,3 +44,17 @@ def run_as_written(functions: Iterable[Any]) -> None:
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     for function in functions:
         frames.set_code_exec_strategy(function.__code__, skip)
+
+
+def laid_out(dtensor: Any) -> tuple[type, Any]:
+    """How a `DTensor` is laid out, for `with_layout`."""
+    return type(dtensor), dtensor._spec
+
+
+def with_layout(local: Tensor, layout: tuple[type, Any]) -> Any:
+    """A `DTensor` without a history that is laid out as another one, from this rank's shard.
+
+    Public way: `DTensor.from_local`, whose step on the tape and checks cost more than a small operation.
+    """
+    made, spec = layout
+    return made(local, spec, requires_grad=False)

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from ..kernels.communicator import Communicator
 from ..kernels.errors import Aborted, PeerLost
 from ..kernels.network.authentication import AuthenticatedStore, code
-from ..kernels.network.hosts import HostWatch, StandingHostArena, innermost, limit_silence
-from ..kernels.network.interface import is_loopback
+from ..kernels.network.hosts import HostWatch, StandingHostArena, leads_nowhere_else, limit_silence
 from ..kernels.registry import make_communicator
 from ..kernels.shm.arena import Arena
 from ..kernels.shm.standing import StandingArena
@@ -56,7 +55,7 @@ class World:
         time = store.add(f"spmd/joins/{rank}", 1)
         store = dist.PrefixStore(f"spmd/{time}", store)
         launch = Launch(rank, size, rank, None, None, "init_process_group")
-        one_host, where = is_loopback(getattr(innermost(store), "host", "")), "the store of init_process_group"
+        where, one_host = "the store of init_process_group", leads_nowhere_else(store)
         key = RollCall(store, launch, where, secret_of_user(), one_host=one_host).key(timeout)
         met = AuthenticatedStore(store, code(key, b"process group"), datetime.timedelta(seconds=timeout))
         joined = joining.join(
