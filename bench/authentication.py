@@ -2,16 +2,18 @@
 
     python bench/authentication.py > bench/results/authentication.txt
 
-Two meshes in one job: one with all codes, those of messages between hosts too (though its connections are on loopback,
-the fastest and so the hardest case), and one whose messages have none. One operation of each in turn, thousands of
-times, so that what else the machine does meets both alike; the figures are medians, the ratio is that of the two, and
-its spread that of nine parts of the run. Last, what the codes of one short message take alone.
+One mesh whose messages have codes, as between hosts (though its connections are on loopback, the fastest and so the
+hardest case). Each operation is made with codes and without in turn, thousands of times, over the same connections and
+threads: between two meshes, or two runs, which threads share a core makes more of a difference than codes do. The
+figures are medians, the ratio is that of the two, and its spread that of nine parts of the run. Last, a short message's
+way through this library alone, in one thread that waits for nobody.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
@@ -19,25 +21,42 @@ import tempfile
 import time
 import timeit
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from spmd import Mesh, P, psum, spmd
-from spmd.kernels.network import authentication, mailbox
+from spmd.kernels.network import communicator, mailbox
+from spmd.kernels.network.authentication import MessageCodes
+from spmd.kernels.network.frames import Frames
+from spmd.kernels.network.messages import Incoming, Outgoing
 
 PARTS = 9
 
 
-def without_codes(make: Callable[[], Mesh]) -> Mesh:
-    """A mesh whose codes are constants, and whose messages have none."""
-    real = mailbox.Mailbox._codes_between
-    mailbox.Mailbox._codes_between = lambda *_: None  # type: ignore[method-assign]
-    try:
-        mesh = make()
-        ping(mesh, 12)()
-        return mesh
-    finally:
-        mailbox.Mailbox._codes_between = real  # type: ignore[method-assign]
+class Codes:
+    """The codes of a mesh's messages and results, taken away and put back, at this rank."""
+
+    def __init__(self, mesh: Mesh):
+        comm: Any = mesh.comm()
+        self._mailbox = comm._mailbox
+        found = [key.data for key in self._mailbox._selector.get_map().values() if isinstance(key.data, Incoming)]
+        (self._frames,) = [incoming._frames for incoming in found if incoming._frames is not None]
+        self._peer = 1 - comm.rank
+        self._known: Any = (
+            self._mailbox._codes[self._peer],
+            self._frames._codes,
+            communicator.seal,
+            communicator.unseal,
+        )
+        assert None not in self._known
+
+    def set(self, on: bool) -> None:
+        outgoing, incoming, seal, unseal = self._known
+        self._mailbox._codes[self._peer] = outgoing if on else None
+        self._frames._codes = incoming if on else None
+        communicator.seal = seal if on else lambda key, name, value: value
+        communicator.unseal = unseal if on else lambda key, name, data: data
 
 
 def ping(mesh: Mesh, nbytes: int) -> Callable[[], float]:
@@ -77,7 +96,7 @@ def timed(work: Callable[[], object]) -> float:
 
 CASES: dict[str, tuple[int, Callable[[Mesh], Callable[[], float]]]] = {
     "a call (psum of a number)": (1000, call),
-    "message, 12 B": (4000, lambda mesh: ping(mesh, 12)),
+    "message, 12 B": (6000, lambda mesh: ping(mesh, 12)),
     "message, 64 KiB": (2000, lambda mesh: ping(mesh, 1 << 16)),
     "message, 4 MiB": (100, lambda mesh: ping(mesh, 1 << 22)),
     "all-reduce, 4 B": (2000, lambda mesh: reduce(mesh, 1)),
@@ -87,37 +106,60 @@ CASES: dict[str, tuple[int, Callable[[Mesh], Callable[[], float]]]] = {
 
 def rank() -> None:
     mailbox.is_loopback = lambda host: False  # type: ignore[assignment]
-    coded = Mesh(backend="gloo")
-    ping(coded, 12)()
-    plain = without_codes(lambda: Mesh(backend="gloo"))
-    if coded.rank == 0:
+    mesh = Mesh(backend="gloo")
+    ping(mesh, 12)()
+    codes = Codes(mesh)
+    if mesh.rank == 0:
         print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
               "2 ranks over Gloo on loopback")  # fmt: skip
         print(f"{'':28}{'with codes':>14}{'without':>14}{'ratio':>8}  spread")
+
+    def both(once: Callable[[], float], first: bool) -> list[float]:
+        taken = {}
+        for on in (first, not first):
+            codes.set(on)
+            taken[on] = once()
+        return [taken[True], taken[False]]
+
     for name, (rounds, make) in CASES.items():
-        both = [make(mesh) for mesh in (coded, plain)]
-        for once in both * 20:
-            once()
+        once = make(mesh)
+        for turn in range(20):
+            both(once, bool(turn % 2))
         # Who goes first takes turns too: what follows another operation finds its threads awake.
-        taken = [[once() for once in both] if turn % 2 else [once() for once in both[::-1]][::-1]
-                 for turn in range(rounds)]  # fmt: skip
+        taken = [both(once, bool(turn % 2)) for turn in range(rounds)]
         with_codes, without = (statistics.median(column) for column in zip(*taken, strict=True))
         parts = [
             statistics.median(one for one, _ in part) / statistics.median(other for _, other in part)
             for part in (taken[start::PARTS] for start in range(PARTS))
         ]
-        if coded.rank == 0:
+        if mesh.rank == 0:
             print(f"{name:28}{1e6 * with_codes:11.1f} us{1e6 * without:11.1f} us{with_codes / without:8.3f}  "
                   f"{min(parts):.3f} to {max(parts):.3f}", flush=True)  # fmt: skip
-    if coded.rank == 0:
-        codes = [authentication.MessageCodes(b"a key") for _ in range(2)]
-        head, body = bytes(16), bytes(12)
-        alone = timeit.repeat(
-            lambda: authentication.same(codes[0].of_next(head, body), codes[1].of_next(head, body)),
-            number=1000,
-            repeat=99,
-        )
-        print(f"the codes of a message of 12 B, at both ends: {1e3 * min(alone):.2f} us")
+    if mesh.rank == 0:
+        with_codes, without = both_ends(codes=True), both_ends(codes=False)
+        taken = [(min(timeit.repeat(with_codes, number=200, repeat=3)),
+                  min(timeit.repeat(without, number=200, repeat=3))) for _ in range(99)]  # fmt: skip
+        one, other = (1e6 * statistics.median(column) / 200 for column in zip(*taken, strict=True))
+        print(f"12 B through a pair of sockets, both ends in one thread: {one:.2f} us with codes, {other:.2f} without: "
+              f"codes take {one - other:.2f} us")  # fmt: skip
+
+
+def both_ends(*, codes: bool) -> Callable[[], None]:
+    """What a message takes of this library's code, sent and received, in one thread that waits for nobody."""
+    here, there = socket.socketpair()
+    sending, receiving = (MessageCodes(b"a key") if codes else None for _ in range(2))
+    found: list[int] = []
+    frames = Frames(there, receiving, lambda number, body: found.append(number))
+    data = torch.zeros(12, dtype=torch.uint8)
+
+    def once() -> None:
+        message = Outgoing(1, data, sending)
+        assert message.piece is not None
+        here.send(message.piece)
+        frames.read()
+        found.clear()
+
+    return once
 
 
 def main() -> None:

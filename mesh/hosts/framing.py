@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,26 +18,33 @@ _LENGTHS = struct.Struct("<QQ")  # of the head, of the pickle; the rest is the t
 def framed(packet: wire.Packet) -> list[Any]:
     """A packet's bytes, in pieces."""
     tensors: Any = packet.inline
-    if packet.fd is not None:
+    if packet.fd not in (None, wire.LOST):
         size = os.fstat(packet.fd).st_size
         tensors = mmap.mmap(packet.fd, size, access=mmap.ACCESS_READ)
     return [_LENGTHS.pack(len(packet.head), len(packet.data)), packet.head, packet.data, tensors]
 
 
-def unframed(content: bytes) -> wire.Packet:
-    """The packet; many bytes of tensors lie in a file again, which all ranks of this host map."""
+def unframed(content: bytes | memoryview, most: int = wire.INLINE_BYTES) -> wire.Packet:
+    """The packet; more bytes of tensors than `most` lie in a file, which ranks of this host map, if it can be had."""
     head, data = _LENGTHS.unpack_from(content)
     view = memoryview(content)[_LENGTHS.size :]
     tensors = view[head + data :]
     packet = wire.Packet(bytes(view[head : head + data]), head=bytes(view[:head]))
-    if len(tensors) <= wire.INLINE_BYTES:
+    if len(tensors) > most:
+        with contextlib.suppress(OSError):
+            packet.fd = os.memfd_create("spmd-values", os.MFD_CLOEXEC)
+    if packet.fd is None:
         packet.inline = bytes(tensors)
         return packet
-    packet.fd = os.memfd_create("spmd-values", os.MFD_CLOEXEC)
     written = 0
     while written < len(tensors):
         written += os.write(packet.fd, tensors[written:])
     return packet
+
+
+def inlined(packet: wire.Packet) -> wire.Packet:
+    """The same packet without a file, for who can open none."""
+    return unframed(b"".join(framed(packet)), most=sys.maxsize)
 
 
 def local_frame(content: bytes) -> Sequence[memoryview]:

@@ -16,19 +16,15 @@ import torch.distributed as dist
 
 from ...kernels.network.authentication import AuthenticatedStore, code
 from ...kernels.network.hosts import LEADER_SECONDS, OTHERS_SECONDS, HostArena, HostWatch, StoreWatch, limit_silence
-from ...kernels.network.interface import towards
 from .. import protocol
 
 
 def join(request: protocol.RankRequest, arena_fd: int) -> tuple[HostWatch, Callable[[], Any]]:
     """What a rank watches, and what gives the store."""
     members = next(host for host in request.hosts if request.rank in host)
-    host = urllib.parse.urlparse(request.store).hostname or ""
     store = functools.cache(functools.partial(_store, request))
-    # The first of the driver's own hosts is where the store is: it is reached at the same address.
-    own = "127.0.0.1" if host == "127.0.0.1" else towards(host) or host
     seconds = LEADER_SECONDS if request.rank == members[0] else OTHERS_SECONDS
-    beyond = StoreWatch(store(), request.rank, address=own, seconds=seconds)
+    beyond = StoreWatch(store(), request.rank, address=request.address, seconds=seconds)
     return HostWatch(HostArena(arena_fd, members, request.rank, beyond), request.hosts), store
 
 
@@ -46,9 +42,13 @@ def elsewhere(request: protocol.RankRequest) -> Callable[[int], tuple[str, int] 
     """What says where a rank of another host hears calls of remote objects; None for one of this host."""
     own = next((host for host in request.hosts if request.rank in host), None)
 
-    @functools.cache
-    def places() -> list[tuple[str, int]]:
-        # By a connection of its own: over the other one somebody may be waiting for others.
-        return [(address, port) for address, port in json.loads(_store(request).get(CALLS))]
+    # By a connection of its own: over the other one somebody may be waiting for others.
+    store = functools.cache(functools.partial(_store, request))
 
-    return lambda rank: None if own is None or rank in own else places()[rank]
+    def place(rank: int) -> tuple[str, int] | None:
+        if own is None or rank in own:
+            return None
+        address, port = json.loads(store().get(CALLS))[rank]  # each time: a host that was lost comes again at others
+        return address, port
+
+    return place

@@ -1,7 +1,7 @@
 """The connection between a driver and a per-host process: who is at the other end is proved, and every message is.
 
 Either side proves with the mesh's secret, and a number used once, that it has it; then every message has a code of its
-own (see `coded`). Invariant: `send` never waits for the other end, so that a driver that sends is not held up by a host
+own. Invariant: `send` never waits for the other end, so that a driver that sends is not held up by a host
 that does not read.
 """
 
@@ -9,27 +9,47 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import secrets
 import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ...kernels.network.authentication import CODE_BYTES, code, same
-from ..protocol import Message
-from .coded import Coding, NotOfThisMesh, keep_alive
+from ...kernels.network.authentication import CODE_BYTES, MessageCodes, code, same
+from ...kernels.network.codec import Message
+from ...kernels.network.frames import Changed, Frames, framed
+from ...kernels.processes import Owned
+from .coded import NotOfThisMesh, keep_alive
 from .protocol import decode, encode
 
 _PLACE = struct.Struct("<Q")
-_CHUNK = 1 << 18
 GREETING_SECONDS = 10.0
+_PAUSE_SECONDS = 0.1  # in which nobody is let in, when this process can open no more files
+
+
+def mesh_key(secret: bytes, number: bytes) -> bytes:
+    """The key of a mesh, which its processes know each other by, from a number that is used once."""
+    return code(secret, b"mesh", number)
 
 
 def listener(address: str) -> socket.socket:
     """A socket that listens at an address of this host, at any port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=1024)
+
+
+def accepted(listening: socket.socket) -> socket.socket | None:
+    """Wait for the next that connects, while no file can be opened, too; None once nobody is listened to any more."""
+    while True:
+        try:
+            return listening.accept()[0]
+        except OSError as error:
+            if listening.fileno() < 0 or error.errno in (errno.EINVAL, errno.EBADF):
+                return None
+            time.sleep(_PAUSE_SECONDS)
 
 
 def greet_driver(connection: socket.socket, secret: bytes, place: int) -> Link:
@@ -69,7 +89,7 @@ def _exactly(connection: socket.socket, count: int, end: float) -> bytes:
     return data
 
 
-class Link:
+class Link(Owned):
     """A connection after its greeting.
 
     Args:
@@ -78,13 +98,15 @@ class Link:
     """
 
     def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes):
+        super().__init__()
         self.connection = connection
         connection.settimeout(None)
         keep_alive(connection)
-        self._coding = Coding(sending, receiving)
+        self._codes = MessageCodes(sending)
+        self._received: list[tuple[Any, bytes]] = []
+        self._frames = Frames(connection, MessageCodes(receiving), self._take)
         self._backlog: collections.deque[memoryview] = collections.deque()
         self._changed = threading.Condition()
-        self._chunk = bytearray(_CHUNK)
         self.ended = False
         self._writer: threading.Thread | None = None
 
@@ -92,14 +114,32 @@ class Link:
 
     def send(self, message: Message, *content: Any) -> None:
         """Send a message, and its content in pieces of bytes; what the connection does not take at once goes later."""
-        said = encode(message)
+        if self.foreign:  # each message has its place among the parent's
+            return
         with self._changed:
             if self.ended:
                 return
-            self._backlog.extend(self._coding.framed(said, [memoryview(piece).cast("B") for piece in content]))
+            self._backlog.extend(self._framed(message, content))
             if self._writer is None and not self._push():
                 self._writer = threading.Thread(target=self._write, name="spmd-link", daemon=True)
                 self._writer.start()
+
+    def ask(self, message: Message, *content: Any) -> tuple[Any, bytes]:
+        """Send a message, wait for what is answered, and give it and its content; for who alone uses this end.
+
+        Raises:
+            OSError: the connection has ended. NotOfThisMesh: what has come is not what the other end has sent.
+        """
+        for piece in self._framed(message, content):
+            self.connection.sendall(piece)
+        while not (found := self.receive()):
+            if found is None:
+                raise ConnectionResetError("the other end has gone")
+        return found[0]
+
+    def _framed(self, message: Message, content: Sequence[Any]) -> Iterator[memoryview]:
+        said = encode(message)
+        return framed(len(said), [memoryview(piece).cast("B") for piece in (said, *content)], self._codes)
 
     def _push(self) -> bool:
         """Write what the connection takes now; whether that is all."""
@@ -146,17 +186,26 @@ class Link:
             NotOfThisMesh: what has come is not what the other end has sent.
         """
         try:
-            count = self.connection.recv_into(self._chunk)
+            if not self._frames.read():
+                return None
         except InterruptedError:
-            return []
+            pass
         except OSError:
             return None
-        if not count:
-            return None
-        return [(decode(said), content) for said, content in self._coding.take(memoryview(self._chunk)[:count])]
+        except Changed:
+            raise NotOfThisMesh("a message that the other end has not sent") from None
+        received, self._received = self._received, []
+        return received
+
+    def _take(self, said: int, body: memoryview) -> None:
+        """Take a message, whose own bytes are the first of these, and its content."""
+        self._received.append((decode(bytes(body[:said])), bytes(body[said:])))
 
     def close(self) -> None:
         """End the connection; a thread that reads finds its end."""
+        if self.foreign:
+            self.connection.close()
+            return
         with self._changed:
             self.ended = True
             self._backlog.clear()

@@ -17,13 +17,15 @@ from typing import Any
 from ...kernels.errors import MeshError, message
 from ...kernels.network.interface import address_of, chosen, towards
 from .coded import NotOfThisMesh
-from .link import Link, greet_host, listener
+from .launchers import dialled_address
+from .link import GREETING_SECONDS, Link, accepted, greet_host, listener
 from .places import Places
 from .protocol import Hello
 from .versions import versions
 
 START_SECONDS = 120.0  # for all hosts to come: importing torch from a slow disk takes its time
 _STRANGERS = 32  # connections at once that have not proved anything
+DIAL_SECONDS = 30.0  # for a host to listen that is dialled
 _LOOK_SECONDS = 0.1
 
 
@@ -39,7 +41,7 @@ class Meeting:
     def __init__(self, places: Places, secret: bytes, seconds: float = START_SECONDS):
         self._places, self._secret, self._seconds = places, secret, seconds
         self.address = _address(places)
-        self._listener = listener(self.address)
+        self._listener: socket.socket | None = None
         self._came = threading.Condition()
         self._links: dict[int, Link] = {}
         self._strangers: collections.deque[socket.socket] = collections.deque()
@@ -48,7 +50,8 @@ class Meeting:
 
     def begin(self) -> None:
         """Have the processes started, and listen for them."""
-        threading.Thread(target=self._accept, name="spmd-meeting", daemon=True).start()
+        self._listener = listener(self.address)
+        threading.Thread(target=self._accept, args=(self._listener,), name="spmd-meeting", daemon=True).start()
         for place, name in enumerate(self._places.names):
             told = {"address": self.address, "port": self._listener.getsockname()[1], "place": place}
             stdin = json.dumps(told | {"secret": self._secret.hex()}).encode() + b"\n"
@@ -72,10 +75,10 @@ class Meeting:
         with self._came:
             while len(self._links) < len(names):
                 missing = [place for place in range(len(names)) if place not in self._links]
-                ended = [place for place in missing if self._has_ended(place)]
+                ended = {place: why for place in missing if (why := self._why_ended(place)) is not None}
                 if ended or time.monotonic() > end:
-                    why = "what was started there has ended" if ended else f"nothing from there in {self._seconds:g} s"
-                    raise _did_not_come([names[place] for place in ended or missing], why, self.address)
+                    why = next(iter(ended.values()), f"nothing from there in {self._seconds:g} s")
+                    raise self._did_not_come([names[place] for place in ended or missing], why)
                 self._came.wait(_LOOK_SECONDS)
         for place, name in enumerate(names):
             self._compare(name, self._links[place])
@@ -84,9 +87,16 @@ class Meeting:
         self._handles.clear()
         return found
 
-    def _has_ended(self, place: int) -> bool:
+    def _why_ended(self, place: int) -> str | None:
         handle = self._handles[place]
-        return isinstance(handle, subprocess.Popen) and handle.poll() is not None
+        ended = isinstance(handle, subprocess.Popen) and handle.poll() is not None
+        return "what was started there has ended" if ended else None
+
+    def _did_not_come(self, names: list[str], why: str) -> MeshError:
+        remedy = (
+            f"its error output says why; spmd and torch must be there, at this Python's path, and reach {self.address}"
+        )
+        return MeshError(message(f"{', '.join(names)} did not come", got=why, where="Mesh(hosts=)", remedy=remedy))
 
     def _compare(self, name: str, link: Link) -> None:
         found: Any = []
@@ -106,12 +116,8 @@ class Meeting:
                     )
                 )
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
+    def _accept(self, listening: socket.socket) -> None:
+        while (connection := accepted(listening)) is not None:
             with self._came:
                 if self._closed:
                     connection.close()
@@ -131,6 +137,9 @@ class Meeting:
         finally:
             with self._came, contextlib.suppress(ValueError):
                 self._strangers.remove(connection)
+        self._keep(place, link)
+
+    def _keep(self, place: int, link: Link) -> None:
         with self._came:
             if self._closed or place in self._links or place >= len(self._places.names):
                 link.close()
@@ -141,9 +150,10 @@ class Meeting:
     def close(self) -> None:
         """Let nobody in any more."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
-        self._listener.close()
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+            self._listener.close()
 
     def stop(self) -> None:
         """End the links that there are, and see to it that what was started has ended."""
@@ -155,9 +165,53 @@ class Meeting:
         self._handles.clear()
 
 
+class Dialling(Meeting):
+    """Hosts that wait for the driver, which dials them."""
+
+    def begin(self) -> None:
+        self._failed: dict[int, str] = {}
+        for place, name in enumerate(self._places.names):
+            self._handles.append(self._places.launcher.start(name, (), b""))
+            threading.Thread(target=self._dial, args=(place, name), name="spmd-dialling", daemon=True).start()
+
+    def _dial(self, place: int, name: str) -> None:
+        end, address = time.monotonic() + min(self._seconds, DIAL_SECONDS), dialled_address(name.removeprefix("tcp://"))
+        assert address is not None
+        while not self._closed:
+            try:
+                connection = socket.create_connection(address, timeout=GREETING_SECONDS)
+            except OSError as error:
+                if time.monotonic() > end:
+                    self._fail(place, str(error))
+                    return
+                time.sleep(_LOOK_SECONDS)
+                continue
+            try:
+                _, link = greet_host(connection, self._secret)
+            except (OSError, NotOfThisMesh) as error:
+                connection.close()
+                self._fail(place, f"{error}: it may have another secret")
+                return
+            self._keep(place, link)
+            return
+
+    def _fail(self, place: int, why: str) -> None:
+        with self._came:
+            self._failed[place] = why
+            self._came.notify_all()
+
+    def _why_ended(self, place: int) -> str | None:
+        return self._failed.get(place)
+
+    def _did_not_come(self, names: list[str], why: str) -> MeshError:
+        remedy = "start `spmd host --listen ADDRESS:PORT` there, with the SPMD_SECRET of this program"
+        problem = f"{', '.join(names)} can't be dialled"
+        return MeshError(message(problem, got=why, where="Mesh(hosts=)", remedy=remedy))
+
+
 def _address(places: Places) -> str:
     """Where the hosts reach this process: as the user says, or as it reaches them."""
-    if places.local:
+    if places.local or places.dialled:
         return "127.0.0.1"
     if (given := chosen()) is not None:
         return address_of(given)
@@ -172,8 +226,3 @@ def _address(places: Places) -> str:
             )
         )
     return found
-
-
-def _did_not_come(names: list[str], why: str, address: str) -> MeshError:
-    remedy = f"its error output says why; spmd and torch must be there, at this Python's path, and reach {address}"
-    return MeshError(message(f"{', '.join(names)} did not come", got=why, where="Mesh(hosts=)", remedy=remedy))

@@ -1,4 +1,4 @@
-"""Values of ranks whose host was lost, with all that lay in its memory: from ranks of other hosts that have the same.
+"""Values of ranks whose host was lost, with all that lay in its memory: from other hosts that have the same, or a copy.
 
 They go from rank to rank, in a region of their own, before the calls that need them run again. Invariant: what nobody
 else has stays noted as missing, so that whoever asks for it is told.
@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from .. import protocol, wire
 from ..array import Array
 from ..driver.pending import Pending, Task
+from ..driver.ranks import Ranks
+from ..driver.replicas import remedy
 from ..driver.values import CallValues, Values
+from ..run_state import RunState
 from ..spec import Layout
+
+Copies = Mapping[tuple[int, int, int], tuple[str, int]]
 
 
 class Session(Protocol):
@@ -24,10 +29,15 @@ class Session(Protocol):
     layout: Layout
     lock: threading.RLock
     numbers: Iterator[int]
+    options: dict[str, Any]
     pending: Pending
+    ranks: Ranks
     regions: int
+    run_state: RunState
     values: Values
 
+    @property
+    def mesh(self) -> Any: ...
     def tell(
         self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None
     ) -> None: ...
@@ -39,25 +49,49 @@ class Moves:
 
     Attributes:
         sends: who sends to whom, and what, as (call, index).
+        fetches: who fetches from which host's copies, whose, and what.
         filled: the values that nobody lacks after that, with who lacks them now.
-        lost: those that nobody has.
+        lost, gone: those that nobody has, and which of them, as (call, index).
         task: once it was sent.
+        remedy: what to do without those.
     """
 
     sends: dict[tuple[int, int], list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
+    fetches: dict[tuple[int, str, int, int], list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
     filled: list[tuple[CallValues, int, set[int]]] = dataclasses.field(default_factory=list)
     lost: list[CallValues] = dataclasses.field(default_factory=list)
+    gone: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     task: Task | None = None
+    remedy: str = ""
 
     def needed_by(self, task: Task) -> bool:
         """Whether a call can't run again for want of what is lost."""
-        held = (*task.again.arguments, task.again.holds)
-        sources = {id(one._source if isinstance(one, Array) else one) for one in held}
-        return any(id(values) in sources or values.named for values in self.lost)
+        lost = {id(values) for values in self.lost}
+        held = task.again.holds
+        return (
+            self._argument(task) is not None
+            or id(held._source if isinstance(held, Array) else held) in lost
+            or any(values.named for values in self.lost)
+        )
+
+    def _argument(self, task: Task) -> int | None:
+        """Which of a call's arguments is lost."""
+        lost = {values.number for values in self.lost}
+        for place, one in enumerate(task.again.arguments):
+            source: Any = one._source if isinstance(one, Array) else None
+            if source is not None and source.number in lost and (source.number, one._index) in self.gone:
+                return place
+        return None
+
+    def lack(self, task: Task) -> str:
+        """What a call that can't run again lacks, in words, and what to do."""
+        place = self._argument(task)
+        what = f"{task.again.name} needs a value that" if place is None else f"{task.again.holds.path_of(place)}, which"
+        return f"{what} nobody else had, is lost: {self.remedy}"
 
     def send(self, session: Session) -> None:
         """Have the ranks do it, as the next region of all."""
-        if not self.sends:
+        if not self.sends and not self.fetches:
             return
         session.regions += 1
         ranks = tuple(range(session.layout.size))
@@ -65,21 +99,28 @@ class Moves:
         task.reported = True
         session.pending.tasks[task.number] = task
         moves = tuple((source, target, tuple(names)) for (source, target), names in self.sends.items())
-        session.tell(protocol.MoveValues(task.number, task.region, (), (), moves=moves))
+        copies = tuple((*which, tuple(names)) for which, names in self.fetches.items())
+        session.tell(protocol.MoveValues(task.number, task.region, (), (), moves=moves, copies=copies))
         for values, index, _ in self.filled:
             values.missing.pop(index, None)
 
-    def take_back(self) -> None:
-        """Another rank has died meanwhile: what was to be filled may be missing still."""
-        if self.task is not None and not self.task.fine:
-            for values, index, ranks in self.filled:
-                values.missing.setdefault(index, set()).update(ranks)
+    def take_back(self) -> bool:
+        """Another rank has died meanwhile: whether what was to be filled may be missing still."""
+        if self.task is None or self.task.fine:
+            return False
+        for values, index, ranks in self.filled:
+            values.missing.setdefault(index, set()).update(ranks)
+        self.task = None
+        return True
 
 
-def moves_of(session: Session) -> Moves:
-    """What has to go where, for all to have what they had; of calls that are over."""
-    found = Moves()
+def moves_of(session: Session, again: Iterable[Task]) -> Moves:
+    """What has to go where, for all to have what they had; of calls that are over, and do not run again."""
+    found, copies = Moves(remedy=remedy(session)), session.ranks.copies()
+    made = {id(task.again.values) for task in again}
     for values in session.values.of_calls(read=False):
+        if id(values) in made:
+            continue
         task = values.task
         if task is not None and (not task.settled.is_set() or task.failure is not None):
             continue  # it runs again, or has failed
@@ -90,14 +131,29 @@ def moves_of(session: Session) -> Moves:
             if any(freed[at + 1] <= index < freed[at + 2] for at in range(0, len(freed), 3)):
                 continue
             donors = {rank: _donor(session.layout, values.meta(index).spec, ranks, rank) for rank in sorted(ranks)}
-            if None in donors.values():
-                found.lost.append(values)
+            kept = {
+                rank: _copy(session.layout, values.meta(index).spec, copies, rank, (values.number, index))
+                for rank, donor in donors.items()
+                if donor is None
+            }
+            if None in kept.values():
+                found.lost += [] if values in found.lost else [values]
+                found.gone.add((values.number, index))
                 continue
             for rank, donor in donors.items():
-                found.sends.setdefault((donor, rank), []).append((values.number, index))
+                if donor is None:
+                    found.fetches.setdefault((rank, *kept[rank]), []).append((values.number, index))
+                else:
+                    found.sends.setdefault((donor, rank), []).append((values.number, index))
             found.filled.append((values, index, set(ranks)))
     return found
 
 
 def _donor(layout: Layout, spec: Any, missing: Collection[int], rank: int) -> Any:
     return next((other for other in layout.replicas(spec, rank) if other not in missing), None)
+
+
+def _copy(layout: Layout, spec: Any, copies: Copies, rank: int, name: tuple[int, int]) -> Any:
+    """Where there is a copy of a rank's shard: address, port, and the rank whose it was."""
+    found = ((other, copies.get((other, *name))) for other in layout.replicas(spec, rank))
+    return next(((*where, other) for other, where in found if where is not None), None)

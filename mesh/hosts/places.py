@@ -12,9 +12,13 @@ from typing import Any
 from ...kernels.errors import MeshError, message
 from ..rank.memory import tunables
 from .engines import RayLauncher, SlurmLauncher
-from .launchers import Launcher, LocalLauncher, SshLauncher
+from .launchers import DialledHosts, Launcher, LocalLauncher, SshLauncher, dialled_address
 
-FORMS = '"local:2x4", a list such as ["a:8", "b:8"], "slurm", "ray", or an object with hosts, start and stop'
+FORMS = (
+    '"local:2x4", a list such as ["a:8", "b:8"] or ["tcp://10.0.0.5:7000:8"], "slurm", "ray", '
+    "or an object with hosts, start and stop"
+)
+_DIALLED = "tcp://"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +36,11 @@ class Places:
     counts: tuple[int, ...]
     launcher: Launcher
     local: bool
+
+    @property
+    def dialled(self) -> bool:
+        """They wait for the driver, and may not reach it."""
+        return isinstance(self.launcher, DialledHosts)
 
     @property
     def size(self) -> int:
@@ -83,7 +92,10 @@ def places_of(hosts: Any) -> Places:
         hosts = LocalLauncher([f"local{place}:{each}" for place in range(int(number))])
         return _checked(hosts, True)
     if isinstance(hosts, list | tuple):
-        return _checked(SshLauncher(hosts), False)
+        dialled = [isinstance(host, str) and host.startswith(_DIALLED) for host in hosts]
+        if any(dialled) and not all(dialled):
+            raise _not_understood(hosts)
+        return _checked(DialledHosts(hosts) if any(dialled) else SshLauncher(hosts), False)
     if all(hasattr(hosts, name) for name in ("hosts", "start", "stop")):
         return _checked(hosts, False)
     raise _not_understood(hosts)
@@ -97,7 +109,8 @@ def _checked(launcher: Launcher, local: bool) -> Places:
     names, counts = [], []
     for host in launcher.hosts:
         name, _, count = host.rpartition(":") if isinstance(host, str) else ("", "", "")
-        if not name or name.startswith("-") or not _is_count(count):
+        wrong = name.startswith(_DIALLED) and dialled_address(name.removeprefix(_DIALLED)) is None
+        if not name or name.startswith("-") or wrong or not _is_count(count):
             raise _not_understood(launcher.hosts)
         names.append(name)
         counts.append(int(count))

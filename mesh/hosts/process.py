@@ -1,8 +1,9 @@
 """The process on each host of a driver's mesh (`spmd host`): it forks that host's ranks and hands on what is for them.
 
-It dials the driver, which has started it and has given it the mesh's secret on its standard input. Ranks are forked
-from a zygote of its own, share an arena of their own, and die with it; it ends with the connection to the driver,
-whatever that ended by. Invariant: it never waits for a rank, and for the driver only while a rank is forked.
+It dials the driver, which has started it and has given it the mesh's secret on its standard input, or is dialled (see
+`spmd.cli.host`). Ranks are forked from a zygote of its own, share an arena of their own, and die with it; it ends with
+the connection to the driver, whatever that ended by. Invariant: it never waits for a rank, and for the driver only
+while a rank is forked.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ...kernels.errors import MeshError
+from ...kernels.limits import named_limits
 from ...kernels.processes import open_more_files
 from ...kernels.shm import arena as arena_module
 from ...kernels.shm.arena import Arena
@@ -27,10 +30,13 @@ from .. import wire
 from ..display import stacks, status
 from ..driver import spawn
 from ..driver.ranks import Rank
+from ..failure import capture
 from . import protocol
 from .coded import NotOfThisMesh
-from .framing import framed, unframed
-from .link import GREETING_SECONDS, Link, greet_driver, listener
+from .framing import framed, inlined, unframed
+from .holder import Holder
+from .link import GREETING_SECONDS, Link, greet_driver, listener, mesh_key
+from .tunnel import Tunnel
 from .versions import versions
 from .zygote import ForkedZygote
 
@@ -43,21 +49,26 @@ class Host:
     Args:
         link: to the driver.
         begin: what the driver has said first.
+        secret: of the link.
     """
 
-    def __init__(self, link: Link, begin: protocol.Begin):
+    def __init__(self, link: Link, begin: protocol.Begin, secret: bytes):
         self._link, self._members, self._title = link, begin.ranks, begin.title
-        self._request = _fitted(ranks_protocol.decode(begin.request), begin)
+        address = link.connection.getsockname()[0]
+        request = _fitted(ranks_protocol.decode(begin.request), begin, address)
+        self._tunnel = None if request.store else Tunnel(link)
+        store = request.store or f"tcp://127.0.0.1:{self._tunnel.port if self._tunnel else 0}"
+        self._request = dataclasses.replace(request, store=store, key=mesh_key(secret, request.key))
         self._selector = selectors.DefaultSelector()
         self._selector.register(link.connection, _READ, ("link", None))
         self._arena_fd = arena_module.create(len(begin.ranks))
         self._arena = Arena(self._arena_fd, len(begin.ranks), len(begin.ranks))
         self._ranks: dict[int, Rank] = {}
         # Where other hosts call objects of a rank: as long as there is this process, whichever is the rank's now.
-        address = link.connection.getsockname()[0]
         self._heard = {number: listener(address) for number in begin.ranks}
         for one in self._heard.values():
             one.setblocking(False)
+        self._holder = Holder(address, self._request.key) if self._request.copies else None
         self._given: dict[int, Result] = {}  # what the driver has put on all ranks, by the call
         self._clear(self._request.generation)
 
@@ -69,7 +80,8 @@ class Host:
         """Fork ranks, and say so."""
         try:
             for number in ranks:
-                rank = self._ranks[number] = Rank(number, self._request, self._arena_fd, [self._heard[number]])
+                with named_limits():
+                    rank = self._ranks[number] = Rank(number, self._request, self._arena_fd, [self._heard[number]])
                 self._selector.register(rank.connection, _READ, ("rank", rank))
                 self._selector.register(rank.pidfd, _READ, ("death", rank))
                 for stream, fd in rank.pipes.items():
@@ -79,7 +91,8 @@ class Host:
             return
         pids = {number: self._ranks[number].pid for number in ranks}
         ports = {number: self._heard[number].getsockname()[1] for number in ranks}
-        self._link.send(protocol.Started(tuple((number, pids[number], ports[number]) for number in ranks)))
+        started = tuple((number, pids[number], ports[number]) for number in ranks)
+        self._link.send(protocol.Started(started, 0 if self._holder is None else self._holder.port))
 
     def serve(self) -> None:
         """Until the connection to the driver ends."""
@@ -112,7 +125,7 @@ class Host:
             parts = wire.frame(packet)
             for number in message.ranks:
                 rank = self._ranks[number]
-                if rank.alive and not rank.send(packet, parts):
+                if rank.alive and not self._send(rank, packet, parts):
                     self._watch(rank, _READ | selectors.EVENT_WRITE)
             packet.close()
         elif isinstance(message, protocol.Signal):
@@ -128,10 +141,23 @@ class Host:
             self.start(dead)
         elif isinstance(message, protocol.Ask):
             self._link.send(self._told(message))
+        elif isinstance(message, protocol.Carried):
+            if self._tunnel is not None:
+                self._tunnel.carry(message, content)
+        elif isinstance(message, protocol.ListCopies):
+            self._link.send(protocol.CopiesHeld(() if self._holder is None else self._holder.names()))
         elif isinstance(message, protocol.DropGiven):
             for call in message.calls:
                 if (result := self._given.pop(call, None)) is not None:
                     self._arena.given.drop(result)
+
+    def _send(self, rank: Rank, packet: wire.Packet, parts: list[memoryview]) -> bool:
+        """Send a packet; whether it is wholly on its way."""
+        try:
+            return rank.send(packet, parts)
+        except MeshError:  # it has to wait, for which its file would have to be opened once more
+            packet = inlined(packet)
+            return rank.send(packet, wire.frame(packet))
 
     def _laid_out(self, packet: wire.Packet) -> wire.Packet:
         """Have the values that a packet brings for this host's ranks lie once in what they share, and outlive them."""
@@ -156,17 +182,25 @@ class Host:
     # -- from ranks ----------------------------------------------------------------------------------------------------
 
     def _take(self, rank: Rank) -> None:
-        packets = rank.receiver.receive(block=False)
+        packets = rank.answers()
         if packets is None:
             self._forget(rank.connection)
-            if not rank.ended(0.2):
-                rank.signal(signal.SIGKILL)  # it can't be reached any more
             return
         if packets and rank.has_printed():
             self._read(rank)  # what it printed before it answered comes first
         for packet in packets:
-            self._link.send(protocol.FromRank(rank.rank), *framed(packet))
-            packet.close()
+            self._hand_on(rank, packet)
+
+    def _hand_on(self, rank: Rank, packet: wire.Packet) -> None:
+        """Tell the driver what a rank has said; or that what it has made can't be, when no more file can be opened."""
+        if packet.fd == wire.LOST and isinstance(said := ranks_protocol.decode(packet.head), ranks_protocol.Answer):
+            try:
+                wire.loads(packet)
+            except MeshError as error:
+                packet = wire.dumps(capture(error))
+            packet.head = ranks_protocol.encode(ranks_protocol.Failed(said.task))
+        self._link.send(protocol.FromRank(rank.rank), *framed(packet))
+        packet.close()
 
     def _read(self, rank: Rank, only: str | None = None) -> None:
         for stream, fd in list(rank.pipes.items()):
@@ -178,10 +212,8 @@ class Host:
 
     def _bury(self, rank: Rank) -> None:
         self._forget(rank.pidfd)
-        while packets := rank.receiver.receive(block=False):  # what it said before it died counts
-            for packet in packets:
-                self._link.send(protocol.FromRank(rank.rank), *framed(packet))
-                packet.close()
+        for packet in rank.last_answers():
+            self._hand_on(rank, packet)
         self._read(rank)
         for source in (rank.connection, *rank.pipes.values()):
             self._forget(source)
@@ -199,14 +231,18 @@ class Host:
 
     def close(self) -> None:
         """End the ranks."""
+        if self._holder is not None:
+            self._holder.close()
+        if self._tunnel is not None:
+            self._tunnel.close()
         for rank in self._ranks.values():
             rank.signal(signal.SIGKILL)
 
 
-def _fitted(request: Any, begin: protocol.Begin) -> Any:
+def _fitted(request: Any, begin: protocol.Begin, address: str) -> Any:
     """What this host's ranks need to know, where the driver's machine is another than this."""
     threads = request.threads or max(1, len(os.sched_getaffinity(0)) // len(begin.ranks))
-    request = dataclasses.replace(request, threads=threads)
+    request = dataclasses.replace(request, threads=threads, address=address)
     if begin.same_machine:
         return request
     folder = request.cwd if os.path.isdir(request.cwd) else os.path.expanduser("~")
@@ -217,20 +253,34 @@ def _fitted(request: Any, begin: protocol.Begin) -> Any:
 def main() -> None:
     """What `spmd host` does: its standard input says where the driver is, and the secret."""
     told = json.loads(sys.stdin.readline())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to hand on
-    open_more_files()
-    spawn.use(ForkedZygote())
+    secret = bytes.fromhex(told["secret"])
     try:
         connection = socket.create_connection((told["address"], told["port"]), timeout=GREETING_SECONDS)
-        link = greet_driver(connection, bytes.fromhex(told["secret"]), told["place"])
-        link.send(protocol.Hello(versions()))
-        while not (messages := link.receive()):
-            if messages is None:
-                return  # the driver has said why
+        hold(greet_driver(connection, secret, told["place"]), secret)
     except (OSError, NotOfThisMesh) as error:
         sys.exit(f"spmd host: {told['address']} port {told['port']}: {error}")
+
+
+def hold(link: Link, secret: bytes) -> None:
+    """Hold the ranks of this host, in a process that has done nothing yet, until the link to the driver ends.
+
+    Raises:
+        NotOfThisMesh: what has come first is not what the driver has sent.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to hand on
+    open_more_files()
+    spawn.use(ForkedZygote(link.connection))
+    link.send(protocol.Hello(versions()))
+    while not (messages := link.receive()):
+        if messages is None:
+            return  # the driver has said why
     (begin, _), *rest = messages
-    host = Host(link, begin)
+    try:
+        with named_limits():
+            host = Host(link, begin, secret)
+    except MeshError as error:
+        link.send(protocol.Refused(str(error)))
+        return
     try:
         host.start(begin.ranks)
         for message, content in rest:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..protocol import Codec, Message
+from ...kernels.network.codec import Codec, Message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class Begin(Message):
 
     Attributes:
         ranks: of this host.
-        request: what they need to know, a `mesh.protocol.RankRequest` as bytes.
+        request: what they need to know, a `mesh.protocol.RankRequest` as bytes; without a store this link carries what
+            is for it; and instead of the mesh's key, which does not travel, there is what it is made from.
         title: what the mesh is called.
         same_machine: they begin with the driver's environment, not with the host's.
     """
@@ -37,9 +38,14 @@ class Begin(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Started(Message):
-    """From a host: these ranks were forked, as these processes, and hear calls of remote objects at these ports."""
+    """From a host: these ranks were forked, as these processes, and hear calls of remote objects at these ports.
+
+    Attributes:
+        copies: the port at which it takes copies of other hosts' values, 0 if it takes none.
+    """
 
     ranks: tuple[tuple[int, int, int], ...]
+    copies: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,6 +124,18 @@ class DropGiven(Message):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Carried(Message):
+    """Either way: the content is what one of a host's connections to the store has sent; without content it has ended.
+
+    Attributes:
+        opens: it begins, and has sent nothing yet.
+    """
+
+    connection: int
+    opens: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Told(Message):
     """From a host: the answer to an `Ask`: the fields of each `RankStatus`, or the stacks, or whether it is so."""
 
@@ -125,7 +143,56 @@ class Told(Message):
     text: str
 
 
+# -- from a rank to a host that keeps copies of its values, each answered ----------------------------------------------
+@dataclasses.dataclass(frozen=True, slots=True)
+class ListCopies(Message):
+    """Say what copies there are of this rank's values; from the driver: of all ranks of other hosts."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopiesHeld(Message):
+    """These, as (rank, call, index)."""
+
+    names: tuple[tuple[int, int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeepCopies(Message):
+    """Keep values of a call, which the content has one after another, as (index, bytes)."""
+
+    call: int
+    values: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DropCopies(Message):
+    """Values are needed no more, as (call, first, behind the last), one after another; see `mesh.protocol.Spans`."""
+
+    values: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Done(Message):
+    """It is done."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SendCopies(Message):
+    """Send copies of a rank's values, as (call, index)."""
+
+    rank: int
+    names: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopiesSent(Message):
+    """The content has them, one after another, of so many bytes each."""
+
+    sizes: tuple[int, ...]
+
+
 _codec = Codec(
     *(Hello, Begin, Started, Refused, ToRanks, FromRank, Printed, Died, Signal, Abort, BeginAnew, Ask, Told, DropGiven),
+    *(Carried, ListCopies, CopiesHeld, KeepCopies, DropCopies, Done, SendCopies, CopiesSent),
 )
 encode, decode = _codec.encode, _codec.decode

@@ -23,6 +23,7 @@ from . import protocol
 from .coded import NotOfThisMesh
 from .framing import framed, local_frame
 from .link import Link
+from .tunnel import Tunnel
 
 _ANSWER_SECONDS = 60.0  # for a host to fork ranks, or to say what they do
 
@@ -90,11 +91,14 @@ class RankHost:
         name: its name.
         link: greeted, and its versions compared.
         handle: the launcher's.
+        store: where the link's end here finds the store, if the host can't.
     """
 
-    def __init__(self, name: str, link: Link, handle: Any):
+    def __init__(self, name: str, link: Link, handle: Any, store: tuple[str, int] | None):
         self.name, self.link, self.handle = name, link, handle
+        self._tunnel = None if store is None else Tunnel(link, store)
         self.lost = ""  # why, once it can't be reached any more
+        self.copies: tuple[str, int] = ("", 0)  # where it takes copies of other hosts' values
         self.hears: dict[int, tuple[str, int]] = {}  # where its ranks are called by others
         self._ranks: dict[int, RemoteRank] = {}
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -120,6 +124,7 @@ class RankHost:
             raise MeshError(message(f"host {self.name} can't start ranks", got=answer.why))
         started = [RemoteRank(rank, pid, self) for rank, pid, _ in answer.ranks]
         address = self.link.connection.getpeername()[0]
+        self.copies = address, answer.copies
         self.hears.update({rank: (address, port) for rank, _, port in answer.ranks})
         for rank in started:
             self._ranks[rank.rank] = rank
@@ -154,6 +159,10 @@ class RankHost:
         try:
             while (messages := self.link.receive()) is not None:
                 for said, content in messages:
+                    if isinstance(said, protocol.Carried):
+                        if self._tunnel is not None:
+                            self._tunnel.carry(said, content)
+                        continue
                     if isinstance(said, protocol.FromRank | protocol.Printed | protocol.Died):
                         self._said.put((said, content))
                         continue
@@ -166,6 +175,8 @@ class RankHost:
             why = f"{type(error).__name__}: {error}"
         self.lost = self.lost or why
         self.link.close()
+        if self._tunnel is not None:
+            self._tunnel.close()
         self._answers.put(None)
         self._said.put(None)
 

@@ -5,8 +5,10 @@ Invariant: a message for several ranks of a host goes there once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import queue
 import secrets
@@ -14,7 +16,7 @@ import select
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -28,11 +30,14 @@ from ..driver.ranks import Rank, Ranks, request_of
 from ..spec import Layout
 from . import protocol
 from .joining import CALLS
-from .meeting import START_SECONDS, Meeting
+from .launchers import DialledHosts
+from .link import mesh_key
+from .meeting import START_SECONDS, Dialling, Meeting
 from .places import Places
 from .rank_host import RankHost, RemoteRank
 
 AGAIN_SECONDS = 30.0  # for a host that was lost to come again
+_TRIES = 5  # to have all hosts there, where another is lost while one comes again
 
 
 class HostRanks(Ranks):
@@ -46,15 +51,18 @@ class HostRanks(Ranks):
         self.generation, self.places, self._started = 1, places, started
         self.arena = None  # nothing is shared with the ranks
         self._title = f"Mesh({layout.axes}, backend={options['backend']!r}) on {len(places.names)} hosts"
-        self.request = request_of(layout, options, "", places.ranks())
+        self._secret = places.launcher.secret if isinstance(places.launcher, DialledHosts) else secrets.token_bytes(32)
+        request = request_of(layout, options, "", places.ranks())
+        self._number = request.key  # of which each host makes the key
+        self.request = dataclasses.replace(request, key=mesh_key(self._secret, self._number))
         self.all: list[Rank] = []
         self._hosts: list[RankHost] = []
         self._host_of: dict[int, RankHost] = {}
         self._dropped: deque[int] = deque()  # calls whose values lay in memory of their hosts
         self._deaths = select.poll()
-        self._secret = secrets.token_bytes(32)
         self.bare: frozenset[int] = frozenset()
         self._store: dist.Store | None = None
+        self._store_at = ("", 0)
 
     def start(self, size: int) -> None:
         self._hosts = self._come(self.places, START_SECONDS)
@@ -66,12 +74,13 @@ class HostRanks(Ranks):
 
     def _come(self, places: Places, seconds: float) -> list[RankHost]:
         """Have hosts started, and wait for them."""
-        meeting = Meeting(places, self._secret, seconds)
+        meeting = (Dialling if places.dialled else Meeting)(places, self._secret, seconds)
         try:
             meeting.begin()
             if self._store is None:
                 self._keep_store(meeting)
-            return [RankHost(*found) for found in meeting.hosts()]
+            store = self._store_at if places.dialled else None
+            return [RankHost(*found, store) for found in meeting.hosts()]
         finally:
             meeting.close()
             meeting.stop()
@@ -80,7 +89,8 @@ class HostRanks(Ranks):
         """Begin to have a host fork its ranks; what gives them."""
         host, ranks = self._hosts[place], self.places.ranks()[place]
         self._host_of.update(dict.fromkeys(ranks, host))
-        request = ranks_protocol.encode(dataclasses.replace(self.request, generation=self.generation))
+        told = dataclasses.replace(self.request, generation=self.generation, key=self._number)
+        request = ranks_protocol.encode(dataclasses.replace(told, store="") if self.places.dialled else told)
         return _in_thread(host.begin, protocol.Begin(ranks, request, self._title, self.places.local))
 
     def _tell_where(self) -> None:
@@ -97,6 +107,7 @@ class HostRanks(Ranks):
         """Keep what the ranks meet in; all that is in it is authenticated with the mesh's key."""
         address, listener = meeting.address, meeting.for_store()
         port = listener.getsockname()[1]
+        self._store_at = address, port
         self._store = dist.TCPStore(
             address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
@@ -124,7 +135,21 @@ class HostRanks(Ranks):
         return getattr(self.all[rank], "region", -1)
 
     def overwritten(self, region: int) -> bool:
-        return any(host.ask(protocol.Ask("overwritten", region)).text for host in self._hosts if not host.lost)
+        found = False
+        for place, host in enumerate(self._hosts):
+            with self._unless_lost(place):
+                found = found or bool(host.ask(protocol.Ask("overwritten", region)).text)
+        return found
+
+    def copies_at(self) -> tuple[tuple[str, int], ...]:
+        return tuple(host.copies for host in self._hosts)
+
+    def copies(self) -> dict[tuple[int, int, int], tuple[str, int]]:
+        found = {}
+        for place, host in enumerate(self._hosts if self.request.copies else ()):
+            with self._unless_lost(place):
+                found.update(dict.fromkeys(host.ask(protocol.ListCopies()).names, host.copies))
+        return found
 
     def drop_given(self, number: int) -> None:
         self._dropped.append(number)  # told with what is sent next: here the garbage collector may be at work
@@ -133,6 +158,10 @@ class HostRanks(Ranks):
     def remark(self) -> str | None:
         lost = ", ".join(host.name for host in self._hosts if host.lost)
         return f"if host {lost} comes again the mesh goes on, without the values that it alone had" if lost else None
+
+    @property
+    def dying(self) -> bool:
+        return any(rank.alive and self._host_of[rank.rank].lost for rank in self.all)
 
     def all_run(self) -> bool:
         return not self._deaths.poll(0)
@@ -152,20 +181,46 @@ class HostRanks(Ranks):
         for rank in dead:
             self._deaths.unregister(rank.pidfd)
             rank.close()
-        lost = [place for place, host in enumerate(self._hosts) if host.lost]
-        self.bare = frozenset(rank for place in lost for rank in self.places.ranks()[place])
-        if lost:
-            self._start_again(lost)
-        results = [
-            self._begun(place) if place in lost else _in_thread(host.begin_anew, self.generation)
-            for place, host in enumerate(self._hosts)
-        ]
-        for rank in [rank for result in results for rank in result()]:
+        bare: set[int] = set()
+        begun: dict[int, list[RemoteRank]] = {}  # by host
+        for _ in range(_TRIES):  # another may be lost meanwhile
+            lost = [place for place, host in enumerate(self._hosts) if host.lost]
+            if lost:
+                bare.update(rank for place in lost for rank in self.places.ranks()[place])
+                for rank in itertools.chain.from_iterable(begun.pop(place, ()) for place in lost):
+                    rank.close()
+                self._start_again(lost)
+            results = {
+                place: self._begun(place) if place in lost else _in_thread(host.begin_anew, self.generation)
+                for place, host in enumerate(self._hosts)
+                if place not in begun
+            }
+            for place, result in results.items():
+                with self._unless_lost(place):
+                    begun[place] = result()
+            if len(begun) == len(self._hosts):
+                break
+        else:
+            raise next(host for host in self._hosts if host.lost).lost_error()
+        self.bare = frozenset(bare)
+        started = [*itertools.chain.from_iterable(begun.values())]
+        for rank in started:
+            if (old := self.all[rank.rank]) not in dead:  # its host knew of its end before it was heard here
+                self._deaths.unregister(old.pidfd)
             self.all[rank.rank] = rank
             self._watch(rank)
-        if lost:
+        if bare:
             self._tell_where()
-        return [rank.rank for rank in dead]
+        return [rank.rank for rank in started]
+
+    @contextlib.contextmanager
+    def _unless_lost(self, place: int) -> Iterator[None]:
+        """Pass over the error of a host that is lost with this."""
+        try:
+            yield
+        except MeshError:
+            if not self._hosts[place].lost:
+                raise
 
     def _start_again(self, places: list[int]) -> None:
         """Have other processes hold the ranks of hosts whose own are lost."""

@@ -16,7 +16,15 @@ from ..rank.zygote import main
 
 
 class ForkedZygote(Zygote):
-    """See `Zygote`; make it first of all."""
+    """See `Zygote`; make it first of all.
+
+    Args:
+        connection: that is open in this process, and would outlive it in the zygote.
+    """
+
+    def __init__(self, connection: socket.socket):
+        self._open = connection
+        super().__init__()
 
     def _started(self, theirs: socket.socket) -> _Child:
         pid = os.fork()
@@ -24,6 +32,7 @@ class ForkedZygote(Zygote):
             try:
                 os.setsid()
                 self._control.close()
+                self._open.close()
                 main(theirs.detach(), self.driver_pid)
             finally:
                 os._exit(1)

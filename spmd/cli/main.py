@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("doctor", help="say what is found here, what a Mesh would do, and whether the transports work")
     commands.add_parser("verify", add_help=False, help="compare the bits of a script at several numbers of ranks")
     commands.add_parser("top", add_help=False, help="show what the ranks of your meshes on this host do now")
-    commands.add_parser("host", help="hold the ranks of this host for a driver that has started it: Mesh(hosts=...)")
+    host = commands.add_parser("host", help="hold the ranks of this host for a driver: Mesh(hosts=...), docs/hosts.md")
+    host.add_argument("--listen", metavar="ADDRESS:PORT", help="wait there for drivers, and do not dial one")
     command = parser.parse_args(own[:1]).command  # anything but a command ends here
     if command == "run":
         return run(own[1:])
@@ -63,10 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return top(own[1:])
     if command == "host":
-        from ..mesh.hosts.process import main as host
+        from ..mesh.hosts.process import main as dial
+        from .host import listen
 
-        parser.parse_args(own)
-        host()
+        where = parser.parse_args(own).listen
+        if where is None:
+            dial()
+        else:
+            listen(where)
         return 0
     parser.parse_args(own)  # it takes no arguments
     from .doctor import doctor

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from patience import HANGS, end_within, running, until
+from patience import HANGS, end_within, quick, running, until
 from torch import nn
 
 from spmd import (
@@ -363,6 +364,7 @@ def test_a_host_is_lost_and_comes_again(mesh: Mesh, tmp_path: Path) -> None:
     whole, cut = put(torch.ones(3), mesh=mesh), put(torch.arange(4.0), P("data"), mesh=mesh)
     there, here = mesh.remote(Where, rank=3), mesh.remote(Where, rank=0)
     assert there.pid().get() == pids[3]
+    assert mesh.run(lambda: mesh.remote(Where, rank=3 - mesh.rank).pid().get()) == pids[::-1]
 
     def wait() -> None:
         if mesh.rank == 0:
@@ -500,9 +502,9 @@ def test_ctrl_c_and_a_driver_that_goes_away(tmp_path: Path) -> None:
 
 
 IN_NAMESPACES = """
-import json, subprocess, sys
+import json, os, subprocess, sys, time
 sys.path.append(sys.argv[1])
-from test_hosts import Mesh, trained
+from test_hosts import Mesh, MeshError, PeerLost, host_process, trained
 
 class Namespaces:
     hosts = [f"{name}:2" for name in sys.argv[2:]]
@@ -514,24 +516,72 @@ class Namespaces:
     def stop(self, process):
         process.wait(60)
 
-with Mesh({"data": 4}, hosts=Namespaces(), threads=1, timeout=60) as mesh:
-    print(json.dumps([trained(mesh, 4), trained(mesh, None)]))
+mesh = Mesh({"data": 4}, hosts=Namespaces(), threads=1, timeout=60)
 """
 
 
-@pytest.mark.skipif(REASON is not None, reason=str(REASON))
-def test_network_namespaces(tmp_path: Path, shared_mesh: Callable[..., Mesh]) -> None:
-    """The driver in one of them; nothing leads from one to the other but a wire."""
+@contextlib.contextmanager
+def in_namespaces(program: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen, list[namespaces.Node]]]:
+    """A driver in one of two of them, with two ranks there and two in the other."""
     with namespaces.nodes(2) as places:
-        command = [sys.executable, "-c", IN_NAMESPACES, str(Path(__file__).parent), *(place.name for place in places)]
+        names = [place.name for place in places]
+        command = [sys.executable, "-c", IN_NAMESPACES + program, str(Path(__file__).parent), *names]
         # No name service answers there, and torch's store asks one.
         environ = {**os.environ, "SPMD_INTERFACE": places[0].address, "RES_OPTIONS": "timeout:1 attempts:1"}
         environ["PYTHONPATH"] = str(Path(__file__).parents[1])
         driver = places[0].start(
             command, env=environ, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
+        try:
+            yield driver, places
+        finally:
+            driver.kill()
+            driver.communicate()
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_network_namespaces(tmp_path: Path, shared_mesh: Callable[..., Mesh]) -> None:
+    """Nothing leads from one to the other but a wire."""
+    program = "with mesh:\n    print(json.dumps([trained(mesh, 4), trained(mesh, None)]))"
+    with in_namespaces(program, tmp_path) as (driver, _):
         out, error = driver.communicate(timeout=HANGS)
     assert driver.returncode == 0, error
     (losses, digest), (plain, _) = json.loads(out)
     assert (losses, digest) == trained(shared_mesh({"data": 2}), 4)
     assert plain == pytest.approx(losses, abs=1e-5)
+
+
+CUT = """
+def wait():
+    if mesh.rank != 0:
+        time.sleep(300)
+    mesh.comm().barrier()
+
+print(json.dumps([*mesh.run(os.getpid), *mesh.run(host_process)]), flush=True)
+try:
+    mesh.run(wait)
+except PeerLost as error:
+    print(json.dumps([time.time(), str(error)]), flush=True)
+try:
+    mesh.run(os.getpid)
+except MeshError as error:
+    print(json.dumps(str(error)), flush=True)
+"""
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_a_cut_link(tmp_path: Path) -> None:
+    """The host is named within seconds; neither it nor the one that is left has a process of ours in the end."""
+    with in_namespaces(CUT, tmp_path) as (driver, places):
+        assert driver.stdout is not None
+        pids = json.loads(driver.stdout.readline())
+        time.sleep(2.0)
+        places[1].cut()
+        cut = time.time()
+        came, error = json.loads(driver.stdout.readline())
+        assert f"was lost with host {places[1].name}" in error
+        assert quick(came - cut, 15.0), came - cut
+        assert end_within(20.0, pids[2:4] + pids[6:8])  # the driver is out of their reach
+        assert f"host {places[1].name} is lost" in json.loads(driver.stdout.readline())
+        assert driver.wait(HANGS) == 0
+        assert end_within(10.0, pids)

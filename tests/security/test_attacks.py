@@ -8,11 +8,9 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +21,9 @@ import torch.distributed as dist
 from attacks import JOB, free_port, job, listening, scanned
 from fork_server import Forked, ForkServer, fork_server
 from patience import HANGS
-from scripts import launched, script
+from scripts import launched, script, two_ranks
 
-from spmd import Mesh, PeerLost
+from spmd import PeerLost
 
 IDLE = 500
 AS_NOBODY = ["setpriv", "--reuid=65534", "--clear-groups"]
@@ -233,31 +231,32 @@ def test_another_user_dials_a_rank(make_mesh: Any) -> None:
     assert subprocess.run(dial, capture_output=True, text=True, timeout=HANGS).stdout == "1\n"
 
 
-def test_strangers_that_drip_do_not_keep_hosts_out() -> None:
-    """They connect before the hosts do, and send a byte now and then."""
-    before, held, over = listening([os.getpid()]), [], threading.Event()
+FOREIGN = """
+import os, sys
+import torch
+from spmd import Mesh
+from spmd.kernels.network.authentication import AuthenticatedStore
+from spmd.kernels.shm import arena
+victim, real = os.open(sys.argv[1], os.O_RDWR), AuthenticatedStore.set
+os.ftruncate(victim, arena._file_bytes(2))
+def names_it(self, key, value):
+    real(self, key, f"{os.getpid()} {victim}" if key.endswith("arena/0") else value)
+if os.environ["SPMD_RANK"] == "0":
+    AuthenticatedStore.set = names_it
+mesh = Mesh(timeout=60)
+print(mesh.backend, mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(1000)).sum())))
+"""
 
-    def drip() -> None:
-        while not over.is_set():
-            for address in listening([os.getpid()]) - before if len(held) < 300 else ():
-                with contextlib.suppress(OSError):
-                    held.extend(socket.create_connection(address, timeout=5) for _ in range(300))
-            for connection in held:
-                with contextlib.suppress(OSError):
-                    connection.sendall(b"x")
-            over.wait(0.5 if held else 0.01)
 
-    thread = threading.Thread(target=drip)
-    thread.start()
-    try:
-        with Mesh({"data": 2}, hosts="local:2x1") as mesh:
-            assert len(held) >= 300
-            assert mesh.run(lambda: int(mesh.comm().rank)) == [0, 1]
-    finally:
-        over.set()
-        thread.join()
-        for connection in held:
-            connection.close()
+def test_a_file_that_is_named_as_the_ranks_memory(tmp_path: Path) -> None:
+    """By who may say so: it is not written to, and the ranks do without shared memory."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    outs = two_ranks(tmp_path, FOREIGN, str(victim))
+    assert [out for out, _ in outs] == ["gloo [2000.0, 2000.0]\n"] * 2, outs
+    with victim.open() as file:
+        assert file.read(8) == "mine" + 4 * chr(0)
+    assert victim.stat().st_blocks <= 8
 
 
 def test_spmd_run_listens_nowhere(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripts import two_ranks
+from scripts import run, script, two_ranks
 
 from spmd import Mesh, MeshError, P, SpmdError, put
 
@@ -30,6 +30,14 @@ def in_child(do: Callable[[], Any]) -> int:
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def undisturbed(mesh: Mesh, body: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ranks give for something in which children come to their end, and abort nothing of their parents'."""
+    try:
+        return mesh.run(body, *args)
+    except KeyboardInterrupt:  # what ranks raise that were aborted, and none of which has failed
+        pytest.fail("a child has aborted a region of its parent")
 
 
 def test_results_that_a_child_drops(shared_mesh: Any) -> None:
@@ -82,9 +90,91 @@ def test_child_of_a_rank_is_no_rank(shared_mesh: Any) -> None:
             return "child"
         return f"parent of {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}"
 
-    assert mesh.run(comes_back, False) == ["parent of 0"] * 2
-    assert mesh.run(comes_back, True) == ["parent of 1"] * 2
-    assert mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(())))) == [2.0, 2.0]
+    assert undisturbed(mesh, comes_back, False) == ["parent of 0"] * 2
+    assert undisturbed(mesh, comes_back, True) == ["parent of 1"] * 2
+    assert undisturbed(mesh, lambda: float(mesh.comm().all_reduced(torch.ones(())))) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_region_that_a_child_leaves(shared_mesh: Any, fails: bool) -> None:
+    """The other rank, which waits in it, neither takes the rank for gone nor gives up."""
+    mesh = shared_mesh({"data": 2})
+
+    def body() -> float:
+        comm = mesh.comm()
+        if comm.rank == 0:
+            pid = os.fork()
+            if pid == 0:
+                if fails:
+                    raise ValueError("of a child")
+                return 0.0
+            os.waitpid(pid, 0)
+            time.sleep(0.5)
+        return float(comm.all_reduced(torch.ones(())))
+
+    assert undisturbed(mesh, body) == [2.0, 2.0]
+
+
+AT_A_BREAKPOINT = """
+import os
+from spmd import Mesh
+
+def body():
+    pid = os.fork()
+    if pid == 0:
+        breakpoint()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+with Mesh({"data": 2}) as mesh:
+    print(mesh.run(body, ranks=[0]), mesh.run(lambda: mesh.rank))
+"""
+
+
+def test_breakpoint_of_a_child(tmp_path: Path) -> None:
+    """What comes from the driver is for the rank to read: its child finds no terminal."""
+    code, out, err = run(script(tmp_path, AT_A_BREAKPOINT))
+    assert (code, out) == (0, "[1] [0, 1]\n") and "came to the end of its input" in err, out + err
+
+
+COMES_BACK = """
+import os, time
+import torch
+from spmd import Mesh
+mesh = Mesh(backend=os.environ["BACKEND"], timeout=60)
+
+def forks():
+    pid = os.fork()
+    if pid == 0:
+        raise ValueError("of a child")
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+try:
+    print(mesh.run(forks))
+except ValueError:
+    os._exit(3)
+
+def fails():
+    comm = mesh.comm()
+    if comm.rank == 0:
+        raise ArithmeticError("of a rank")
+    time.sleep(0.5)
+    comm.all_reduced(torch.ones(()))
+
+try:
+    mesh.run(fails)
+except ArithmeticError:
+    print(mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(())))))
+"""
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_region_that_a_child_of_a_launched_rank_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """It does not meet the other ranks in its parent's place: the next failure is all ranks' as ever."""
+    monkeypatch.setenv("BACKEND", backend)
+    outs = two_ranks(tmp_path, COMES_BACK)
+    assert [out for out, _ in outs] == ["[3, 3]\n[2.0, 2.0]\n"] * 2, outs
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
@@ -154,18 +244,22 @@ def test_remote_calls_of_a_child(make_mesh: Any) -> None:
     assert in_child(lambda: ref.get()) == 0  # what is known already
 
 
-def test_child_of_the_driver() -> None:
-    """It neither stops nor kills the ranks, nor waits for answers that go to its parent."""
-    with Mesh({"data": 2}) as mesh:
+@pytest.mark.parametrize("hosts", [None, "local:2x1"])
+def test_child_of_the_driver(hosts: str | None) -> None:
+    """It neither stops nor kills the ranks, nor waits for its parent's answers, nor says a word in its place."""
+    with Mesh({"data": 2}, hosts=hosts) as mesh:
         value = put(torch.arange(4.0), P("data"), mesh=mesh)
         value.full()
         pids = mesh.run(os.getpid)
 
         def child() -> None:
-            for use in (mesh.restart, value.full, lambda: mesh.run(os.getpid), value.shards):
+            of_hosts = [] if hosts is None else [mesh.status, mesh.stacks]  # here they look, and ask nobody
+            for use in (mesh.restart, value.full, lambda: mesh.run(os.getpid), value.shards, *of_hosts):
                 with pytest.raises(MeshError, match="belongs to the process that this one was forked from"):
                     use()
             mesh.close()
+            for link in (one.link for one in getattr(mesh.driver.ranks, "_hosts", ())):
+                link.close()
 
         assert in_child(child) == 0
         assert mesh.run(os.getpid) == pids

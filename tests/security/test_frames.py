@@ -18,6 +18,7 @@ from patience import until
 from spmd import PeerLost
 from spmd.kernels.network import mailbox, messages
 from spmd.kernels.network.authentication import CODE_BYTES, AuthenticatedStore
+from spmd.kernels.network.frames import Changed
 from spmd.kernels.network.hosts import StoreWatch
 from spmd.kernels.network.mailbox import Mailbox
 
@@ -66,7 +67,7 @@ def frames_sent(to: Mailbox, secret: bytes, *, as_group: str = "group") -> list[
     rest = data[HELLO_BYTES:]
     coded = CODE_BYTES if len(rest) > sum(HEAD.size + len(body) for body in BODIES) else 0
     for body in BODIES:
-        for length in (HEAD.size + coded, len(body) + (coded if len(body) > 1024 else 0)):
+        for length in (HEAD.size + (coded if len(body) > 1024 else 0), len(body) + coded):
             pieces.append(rest[:length])
             rest = rest[length:]
     assert not rest
@@ -118,7 +119,7 @@ def read_back(to: Mailbox, stream: bytes) -> list[tuple[int, int, bytes]]:
         ours.sendall(stream)
         ours.shutdown(socket.SHUT_WR)
         incoming = messages.Incoming(theirs, inbox, to._admit, to._codes_of)
-        with contextlib.suppress(messages.Changed):
+        with contextlib.suppress(Changed):
             while incoming.read():
                 pass
     return [(source, tag, body.numpy().tobytes()) for source, tag, body in inbox]
@@ -131,7 +132,7 @@ def test_mutations_of_messages_between_hosts(monkeypatch: pytest.MonkeyPatch) ->
     with opened(store_of(secret), 1) as to:
         honest, strange = frames_sent(to, secret), frames_sent(to, b"the secret of another job")
         other = frames_sent(to, secret, as_group="another group")
-        assert len(honest[1]) == HEAD.size + CODE_BYTES
+        assert len(honest[1]) == HEAD.size and len(honest[2]) == CODE_BYTES
         assert read_back(to, b"".join(honest)) == SENT
         longest = 0
         for number in range(MUTATIONS):
@@ -149,7 +150,7 @@ def test_mutations_of_hellos() -> None:
     secret, draw = b"the secret of the job", random.Random(1)
     with opened(store_of(secret), 1) as to:
         honest, strange = frames_sent(to, secret), frames_sent(to, b"the secret of another job")
-        assert len(honest[1]) == HEAD.size
+        assert len(honest[1]) == HEAD.size and honest[2] == b""
         assert read_back(to, b"".join(honest)) == SENT
         for number in range(MUTATIONS):
             hello = mutated(honest[:1], strange[:1], draw)
@@ -198,6 +199,25 @@ def test_a_change_on_the_way_is_told(monkeypatch: pytest.MonkeyPatch, place: int
         with pytest.raises(PeerLost, match=r"got a message from rank 0 that is not what it has sent.*security\.md"):
             to.check()
         assert [(source, tag, body.numpy().tobytes()) for source, tag, body in to.inbox] == SENT[: (place - 1) // 2]
+
+
+def test_a_thread_that_has_died_is_told_at_once(make_mesh: Any) -> None:
+    """Whatever the cause: who waits for a message does not wait until the time is out."""
+    mesh = make_mesh({"data": 2}, backend="gloo", timeout=40)
+
+    def dies(*_: Any) -> None:
+        raise ArithmeticError("of any cause")
+
+    def body() -> None:
+        comm, data = mesh.comm(), torch.zeros(3)
+        if comm.rank == 1:
+            Mailbox._read = dies  # type: ignore[method-assign]
+            comm.recv(data, 0)
+        else:
+            comm.send(data, 1)
+
+    with pytest.raises(PeerLost, match=r"can neither send nor receive.*got ArithmeticError: of any cause"):
+        mesh.run(body)
 
 
 def test_strangers_make_room_for_the_next() -> None:

@@ -15,12 +15,11 @@ def server() -> Iterator[ForkServer]:
         yield made
 
 
-def test_a_rank_that_can_open_no_more_files(server: ForkServer) -> None:
-    """Large arguments and results come by descriptor: who can take none says so, and goes on once it can."""
-    code = """
+# Fills a process's table of descriptors, frees it, and tells whether an error names the limit.
+FILLED = """
 import os, resource, sys
 import torch
-from spmd import Mesh, SpmdError
+from spmd import Mesh, P, SpmdError, psum, spmd
 LARGE = torch.ones(1 << 20)
 def fill():
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))
@@ -38,6 +37,14 @@ def told(do):
         return do()
     except SpmdError as error:
         return "RLIMIT_NOFILE" in str(error)
+"""
+
+
+def test_a_rank_that_can_open_no_more_files(server: ForkServer) -> None:
+    """Large arguments and results come by descriptor: who can take none says so, and goes on once it can."""
+    code = (
+        FILLED
+        + """
 class Counter:
     def add(self, x):
         return float(x.sum())
@@ -59,10 +66,34 @@ with Mesh({"data": 2}) as mesh:
     free()
     print([float(one.sum()) for one in mesh.run(lambda: torch.ones(1 << 20))])
 """
+    )
     out, err = server.start(code, environ=os.environ).communicate()
     sums = ["1048576.0"] * 2
     right = f"[{', '.join(sums)}]"
     assert out == f"True\nTrue\nTrue\n[0, 1]\n{right} 1048576.0 1048576.0\nTrue\nTrue\n[0, 1]\n{right}\n", out + err
+
+
+def test_a_function_that_a_rank_could_not_take(server: ForkServer) -> None:
+    """What it captures comes by descriptor: it is sent again when it is called again, though nothing of it changed."""
+    code = (
+        FILLED
+        + """
+with Mesh({"data": 2}) as mesh:
+    def total():
+        return float(LARGE.sum())
+    step = spmd(lambda x: psum(x.sum() * LARGE.sum(), "data"), mesh=mesh, in_specs=P("data"))
+    x = torch.ones(2)
+    mesh.run(fill, ranks=[1])
+    for _ in range(2):
+        print(told(lambda: mesh.run(total)), told(lambda: float(step(x))))
+    mesh.run(free, ranks=[1])
+    for _ in range(2):
+        print(mesh.run(total), float(step(x)))
+"""
+    )
+    out, err = server.start(code, environ=os.environ).communicate()
+    right = "[1048576.0, 1048576.0] 2097152.0\n"
+    assert out == "True True\n" * 2 + right * 2, out + err
 
 
 @pytest.mark.parametrize(("name", "bytes_"), [("RLIMIT_AS", 4 << 30), ("RLIMIT_DATA", 64 << 20)])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -89,11 +89,13 @@ time.sleep(1000)
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         pids = [int(pid) for pid in driver.stdout.readline().split()]
-        assert len(pids) == 2
-        for pid in pids:
-            assert not [link for link in descriptors(pid) if "memfd:spmd" in link]
-        driver.send_signal(signal.SIGKILL)
-        driver.wait()
+        try:
+            assert len(pids) == 2
+            for pid in pids:
+                assert not [link for link in descriptors(pid) if "memfd:spmd" in link]
+        finally:
+            driver.kill()
+            driver.wait()
     end = time.monotonic() + HANGS
     while any(runs(pid) for pid in pids):
         assert time.monotonic() < end, "programs that ranks have started outlive their driver"
@@ -101,7 +103,11 @@ time.sleep(1000)
 
 
 def descriptors(pid: int) -> list[str]:
-    return [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    found = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # it is about to run another program, and closes them
+            found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return found
 
 
 def runs(pid: int) -> bool:

@@ -112,6 +112,22 @@ def test_no_stranger_makes_hosts_that_share_a_secret_run_without(server: ForkSer
     assert not any("has no secret" in err for _, err in outs)
 
 
+NO_LINKS = """
+import os
+def link(*_):
+    raise PermissionError(1, "this file system has no links")
+os.link = link
+"""
+
+
+def test_a_home_in_which_no_secret_can_be_kept(server: ForkServer, home: Path) -> None:
+    """The ranks of one host do without, and leave no file behind at each start."""
+    ranks = [server.start(NO_LINKS + MEETS, "60", environ=environ_of(home, rank)) for rank in range(2)]
+    outs = [process.communicate() for process in ranks]
+    assert [out for out, _ in outs] == ["[0, 1]\n"] * 2, outs
+    assert list((home / ".spmd").iterdir()) == []
+
+
 def test_a_secret_that_is_no_text(server: ForkServer, home: Path) -> None:
     ranks = [start(server, home, rank, SPMD_SECRET="\udcff\udc80" * 10) for rank in range(2)]
     outs = [process.communicate() for process in ranks]

@@ -1,0 +1,267 @@
+"""A rank's values as copies on other hosts: sent beside the program, by a thread, when a call has made them.
+
+What no other host has goes to the next hosts, in a ring, until as many others have it as `Mesh(copies=)` says; of
+several ranks of a host that hold the same shard the first sends it. Invariant: the driver is told that a call is about
+to be copied before it hears of the call's end, and that it was once every one of those hosts has all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .. import protocol, wire
+from ..protocol import ALL, Spans
+from ..rank.lasting_values import Leaf, leaf_of
+from ..spec import Layout, P
+from . import protocol as hosts_protocol
+from .coded import NotOfThisMesh
+from .holder import secret_of
+from .link import GREETING_SECONDS, Link, greet_driver
+
+Kept = Iterable[tuple[int, Sequence[torch.Tensor | None], Sequence[P]]]
+"""Values of calls, by the call's number, with their specs."""
+_Item = tuple[int, torch.Tensor, P, tuple[int, ...]]  # index, value, spec, the places of the hosts that it goes to
+_CALLS = 2  # that may be on their way; then the next waits
+_AGAIN_SECONDS = 1.0  # until a host that could not be reached is tried again
+_LENGTH = struct.Struct("<Q")  # of what is told of a value, which its bytes follow
+
+
+def places_of(replicas: Sequence[int], rank: int, hosts: Sequence[Sequence[int]], copies: int) -> tuple[int, ...]:
+    """To which hosts a rank sends its shard.
+
+    >>> places_of([0], 0, [(0, 1), (2, 3), (4, 5)], 1), places_of([0, 1], 1, [(0, 1), (2, 3), (4, 5)], 1)
+    ((1,), ())
+    >>> places_of([0, 2], 0, [(0, 1), (2, 3), (4, 5)], 1), places_of([0, 2], 0, [(0, 1), (2, 3), (4, 5)], 2)
+    ((), (2,))
+
+    Args:
+        replicas: all ranks that hold it.
+        hosts: the ranks of each.
+    """
+    have = {place for place, ranks in enumerate(hosts) if any(one in ranks for one in replicas)}
+    if rank != min(replicas):
+        return ()
+    own = next(place for place, ranks in enumerate(hosts) if rank in ranks)
+    ring = [(own + step) % len(hosts) for step in range(1, len(hosts))]
+    return tuple(place for place in ring if place not in have)[: max(0, copies + 1 - len(have))]
+
+
+class Copier:
+    """What one rank does about copies.
+
+    Args:
+        layout: the axes.
+        request: what this rank was told as it began.
+        report: tells the driver, from any thread.
+        watch: raises what has ended the region while this rank waits.
+    """
+
+    def __init__(
+        self, layout: Layout, request: protocol.RankRequest, report: Callable[[protocol.Message], None], watch: Any
+    ):
+        rank, hosts, copies = request.rank, request.hosts, request.copies
+        self._rank, self._secret, self._report, self._watch = rank, secret_of(request.key), report, watch
+
+        @functools.cache
+        def places(spec: P) -> tuple[int, ...]:
+            return places_of(layout.replicas(spec, rank), rank, hosts, copies)
+
+        self._places = places
+        own = next(place for place, ranks in enumerate(hosts) if rank in ranks)
+        self._neighbours = [(own + step) % len(hosts) for step in range(1, copies + 1)]
+        self._said, self._reached = protocol.CopyTo(0, (), ()), 0  # the last, and the number of the last that was done
+        self._kept: Callable[[], Kept] = tuple
+        self._links: dict[int, Link] = {}  # the thread's
+        self._sent: set[int] = set()  # calls of which there may be copies
+        self._changed = threading.Condition()
+        self._under_way: set[int] = set()  # calls that the driver was told of, and that are not copied
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._broken, self._try_at = True, float("inf")
+        self._thread: threading.Thread | None = None
+
+    # -- the rank's thread ---------------------------------------------------------------------------------------------
+
+    def copy_to(self, said: protocol.CopyTo, kept: Callable[[], Kept]) -> None:
+        """Have copies at these hosts, of all values that there are and of those to come."""
+        self._said, self._kept = said, kept
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="spmd-copier", daemon=True)
+            self._thread.start()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        calls = [(call, self._items(tensors, specs)) for call, tensors, specs in self._kept()]
+        calls = [(call, items) for call, items in calls if items]
+        self._sent = {call for call, _ in calls}
+        with self._changed:
+            self._broken, self._try_at, before = False, float("inf"), tuple(self._under_way)
+        self._queue.put(functools.partial(self._send_all, calls, before, self._said))
+
+    def keep(self, call: int, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> None:
+        """Begin to copy what a call has made; waits while there is too much on its way."""
+        items = self._items(tensors, specs)
+        if not items:
+            return
+        with self._changed:
+            while len(self._under_way) >= _CALLS and not self._broken:
+                if not self._changed.wait(0.05):
+                    self._watch.check()
+                    self._watch.check_peers()
+            self._under_way.add(call)
+        self._sent.add(call)
+        self._report(protocol.Copying(self._said.number, (call,), done=False))
+        if not self._broken:
+            self._queue.put(functools.partial(self._send_call, call, items))
+        elif time.monotonic() > self._try_at:
+            self._begin_anew()
+
+    def _items(self, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> list[_Item]:
+        return [
+            (index, tensor, spec, places)
+            for index, (tensor, spec) in enumerate(zip(tensors, specs, strict=True))
+            if tensor is not None and (places := self._places(spec))
+        ]
+
+    def free(self, spans: Spans) -> None:
+        """These values are needed no more."""
+        found: list[int] = []
+        for at in range(0, len(spans), 3):
+            if spans[at] in self._sent:
+                found += spans[at : at + 3]
+                if spans[at + 2] == ALL:
+                    self._sent.discard(spans[at])
+        if found:
+            self._queue.put(functools.partial(self._drop, tuple(found)))
+
+    def fetch(self, copies: Iterable[tuple[int, str, int, int, tuple[tuple[int, int], ...]]]) -> Iterable[Any]:
+        """This rank's part of a `MoveValues`: of each value its name, itself and its spec."""
+        for rank, address, port, owner, names in copies:
+            if rank != self._rank:
+                continue
+            link = self._greeted((address, port))
+            try:
+                said, content = link.ask(hosts_protocol.SendCopies(owner, names))
+            finally:
+                link.close()
+            view, start = memoryview(content), 0
+            for name, nbytes in zip(names, said.sizes, strict=True):
+                yield name, *_unpacked(view[start : start + nbytes])
+                start += nbytes
+
+    # -- a thread of its own -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            do = self._queue.get()
+            try:
+                do()
+            except (OSError, NotOfThisMesh):  # whether that host is lost is the driver's to find out
+                self._close()
+                with self._changed:
+                    self._broken, self._try_at = True, time.monotonic() + _AGAIN_SECONDS
+                    self._changed.notify_all()
+            del do
+
+    def _close(self) -> None:
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+
+    def _greeted(self, address: tuple[str, int]) -> Link:
+        connection = socket.create_connection(address, timeout=GREETING_SECONDS)
+        try:
+            return greet_driver(connection, self._secret, self._rank)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _send_all(
+        self,
+        calls: list[tuple[int, list[_Item]]],
+        before: tuple[int, ...],
+        said: protocol.CopyTo,
+    ) -> None:
+        """Have each host have what it should, and nothing that is needed no more.
+
+        Args:
+            before: calls that were on their way: they are among these, or needed no more.
+        """
+        self._close()
+        for place in self._neighbours:
+            link = self._links[place] = self._greeted(said.hosts[place])
+            held, _ = link.ask(hosts_protocol.ListCopies())
+            there = {(call, index) for _, call, index in held.names}
+            gone = sorted({call for call, _ in there}.difference(said.needed, (call for call, _ in calls)))
+            spans = tuple(word for call in gone for word in (call, 0, ALL))
+            if spans:
+                link.ask(hosts_protocol.DropCopies(spans))
+            for call, items in calls:
+                self._send(place, call, [item for item in items if place in item[3] and (call, item[0]) not in there])
+        self._reached = said.number
+        self._done((*before, *(call for call, _ in calls)))
+
+    def _send_call(self, call: int, items: list[_Item]) -> None:
+        if self._links:  # else what is to be sent is sent with all else
+            for place in {place for item in items for place in item[3]}:
+                self._send(place, call, [item for item in items if place in item[3]])
+            self._done((call,))
+
+    def _send(self, place: int, call: int, items: list[_Item]) -> None:
+        if items:
+            pieces = [_packed(tensor, spec) for _, tensor, spec, _ in items]
+            sizes = [sum(map(len, each)) for each in pieces]
+            told = tuple((item[0], nbytes) for item, nbytes in zip(items, sizes, strict=True))
+            self._links[place].ask(hosts_protocol.KeepCopies(call, told), *(piece for each in pieces for piece in each))
+
+    def _drop(self, spans: Spans) -> None:
+        for link in self._links.values():
+            link.ask(hosts_protocol.DropCopies(spans))
+        gone = tuple(spans[at] for at in range(0, len(spans), 3) if spans[at + 2] == ALL)
+        with self._changed:
+            never = tuple(call for call in gone if call in self._under_way)
+        if never:
+            self._done(never)
+
+    def _done(self, calls: tuple[int, ...]) -> None:
+        with self._changed:
+            self._under_way.difference_update(calls)
+            self._changed.notify_all()
+        self._report(protocol.Copying(self._reached, calls, done=True))
+
+
+def _packed(tensor: torch.Tensor, spec: P) -> list[Any]:
+    """A value as pieces of bytes."""
+    leaf = leaf_of(tensor)
+    # Kernels may give other bits where a tensor begins elsewhere in a line of the cache.
+    told = pickle.dumps((leaf, spec, tensor.data_ptr() % 64 if leaf.nbytes else 0))
+    head = _LENGTH.pack(len(told)) + told
+    if leaf.pickled:
+        return [head, wire.to_bytes(tensor)]
+    if not leaf.nbytes:
+        return [head]
+    flat = torch.empty(0, dtype=torch.uint8)
+    flat.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.itemsize, (leaf.nbytes,), (1,))
+    return [head, flat.numpy().data]
+
+
+def _unpacked(data: memoryview) -> tuple[torch.Tensor, P]:
+    (length,) = _LENGTH.unpack_from(data)
+    leaf: Leaf
+    leaf, spec, at = pickle.loads(data[_LENGTH.size : _LENGTH.size + length])
+    rest = data[_LENGTH.size + length :]
+    if leaf.pickled:
+        return wire.from_bytes(bytes(rest)), spec
+    at -= at % leaf.dtype.itemsize
+    room = torch.empty(at + leaf.nbytes, dtype=torch.uint8)
+    room.numpy()[at:] = rest
+    return leaf.made(room, at), spec

@@ -1,0 +1,116 @@
+"""Copies of values of other hosts' ranks, which a host's process keeps in its memory in case that host is lost.
+
+A rank sends them over a connection of its own, and says when they are needed no more; a process in the place of a dead
+one asks for them. Invariants: the values of a call are there whole or not at all; and of a rank only the process is
+heard that came last, so that one that was taken for dead changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from typing import Any
+
+from ...kernels.network.authentication import code
+from ..protocol import ALL
+from . import protocol
+from .coded import NotOfThisMesh
+from .link import Link, accepted, greet_host, listener
+
+_STRANGERS = 32  # connections at once that have not proved anything
+
+
+def secret_of(key: bytes) -> bytes:
+    """What ranks prove that they have, from the mesh's key."""
+    return code(key, b"copies")
+
+
+class Holder:
+    """The copies on one host.
+
+    Args:
+        address: of this host, at which ranks of others reach it.
+        key: of the mesh.
+    """
+
+    def __init__(self, address: str, key: bytes):
+        self._secret, self._listener = secret_of(key), listener(address)
+        self.port: int = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self._links: dict[int, Link] = {}  # by rank
+        self._calls: dict[tuple[int, int], dict[int, Any]] = {}  # (rank, call) -> index -> bytes
+        self._strangers = threading.Semaphore(_STRANGERS)
+        threading.Thread(target=self._accept, name="spmd-copies", daemon=True).start()
+
+    def names(self) -> tuple[tuple[int, int, int], ...]:
+        """What there is, as (rank, call, index)."""
+        with self._lock:
+            return tuple((*which, index) for which, values in self._calls.items() for index in values)
+
+    def _accept(self) -> None:
+        while (connection := accepted(self._listener)) is not None:
+            if not self._strangers.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="spmd-copies", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """A thread's main function: one rank's process."""
+        try:
+            rank, link = greet_host(connection, self._secret)
+        except (OSError, NotOfThisMesh):
+            connection.close()
+            return
+        finally:
+            self._strangers.release()
+        with self._lock:
+            before = self._links.get(rank)
+            self._links[rank] = link
+        if before is not None:
+            before.close()
+        with contextlib.suppress(NotOfThisMesh):
+            while (messages := link.receive()) is not None:
+                for said, content in messages:
+                    with self._lock:
+                        if self._links.get(rank) is not link:
+                            return
+                        answer, pieces = self._answer(rank, said, content)
+                    link.send(answer, *pieces)
+        link.close()
+
+    def _answer(self, rank: int, said: Any, content: bytes) -> tuple[Any, list[Any]]:
+        if isinstance(said, protocol.ListCopies):
+            found = ((*which, index) for which, values in self._calls.items() if which[0] == rank for index in values)
+            return protocol.CopiesHeld(tuple(found)), []
+        if isinstance(said, protocol.SendCopies):
+            kept = [self._calls.get((said.rank, call), {}).get(index, b"") for call, index in said.names]
+            return protocol.CopiesSent(tuple(map(len, kept))), kept
+        if isinstance(said, protocol.KeepCopies):
+            view, start = memoryview(content), 0
+            for index, nbytes in said.values:
+                self._calls.setdefault((rank, said.call), {})[index] = view[start : start + nbytes]
+                start += nbytes
+        else:
+            for at in range(0, len(said.values), 3):
+                self._drop((rank, said.values[at]), *said.values[at + 1 : at + 3])
+        return protocol.Done(), []
+
+    def _drop(self, which: tuple[int, int], start: int, stop: int) -> None:
+        """Forget values of a call; what is left of what came together gets memory of its own."""
+        values = self._calls.get(which, {})
+        left = {index: bytes(kept) for index, kept in values.items() if stop != ALL and not start <= index < stop}
+        self._calls[which] = left
+        if not left:
+            del self._calls[which]
+
+    def close(self) -> None:
+        """Keep nothing any more."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        self._listener.close()
+        with self._lock:
+            links, self._links = list(self._links.values()), {}
+            self._calls.clear()
+        for link in links:
+            link.close()

@@ -1,0 +1,147 @@
+"""The store where the driver can't be dialled: ranks connect to a port of their own host, and the link carries that.
+
+Each end has one. Invariant: neither the link nor a connection is ever waited for: one thread serves all connections of
+an end, and keeps what one of them does not take yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import selectors
+import socket
+import threading
+from collections import deque
+from typing import Any
+
+from .link import Link, listener
+from .protocol import Carried
+
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+_BYTES = 1 << 16  # that are read at once
+
+
+class Tunnel:
+    """One end.
+
+    Args:
+        link: carries what comes.
+        store: where the store listens, at the driver's end; None at the host's, where ranks connect to `port`.
+    """
+
+    def __init__(self, link: Link, store: tuple[str, int] | None = None):
+        self._link, self._store = link, store
+        self._numbers = itertools.count(1)
+        self._connections: dict[int, socket.socket] = {}
+        self._waiting: dict[int, bytearray] = {}  # what a connection has not taken yet
+        self._carried: deque[tuple[Carried, bytes]] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._ringing = socket.socketpair()
+        for end in (self._bell, self._ringing):
+            end.setblocking(False)
+        self._selector.register(self._ringing, _READ, None)
+        self._closed = False
+        self._listener: socket.socket | None = None
+        self.port = 0
+        if store is None:
+            self._listener = listener("127.0.0.1")
+            self._listener.setblocking(False)
+            self._selector.register(self._listener, _READ, 0)
+            self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._serve, name="spmd-tunnel", daemon=True).start()
+
+    def carry(self, said: Carried, content: bytes) -> None:
+        """Take what the other end has sent."""
+        self._carried.append((said, content))
+        self._ring()
+
+    def close(self) -> None:
+        self._closed = True
+        self._ring()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):  # it rings already, or the thread has ended
+            self._bell.send(b"!")
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while not self._closed:
+            for key, events in self._selector.select():
+                if key.data is None:
+                    self._take()
+                elif key.data == 0:
+                    self._accept()
+                elif key.data in self._connections:
+                    if events & _WRITE:
+                        self._write(key.data)
+                    if events & _READ:
+                        self._read(key.data)
+        for one in (*self._connections.values(), self._bell, self._ringing, self._selector, self._listener):
+            if one is not None:
+                one.close()
+
+    def _take(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._ringing.recv(_BYTES)
+        while self._carried:
+            said, content = self._carried.popleft()
+            if said.opens and self._store is not None:
+                self._open(said.connection)
+            elif content:
+                self._write(said.connection, content)
+            else:
+                self._drop(said.connection)
+
+    def _open(self, number: int) -> None:
+        try:
+            connection = socket.create_connection(self._store or ("", 0))
+        except OSError:
+            self._link.send(Carried(number, opens=False))
+            return
+        self._keep(number, connection)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            number = next(self._numbers)
+            self._link.send(Carried(number, opens=True))
+            self._keep(number, connection)
+
+    def _keep(self, number: int, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connections[number], self._waiting[number] = connection, bytearray()
+        self._selector.register(connection, _READ, number)
+
+    def _read(self, number: int) -> None:
+        data: Any = b""
+        try:
+            data = self._connections[number].recv(_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        if data:
+            self._link.send(Carried(number, opens=False), data)
+        else:
+            self._link.send(Carried(number, opens=False))
+            self._drop(number)
+
+    def _write(self, number: int, content: bytes = b"") -> None:
+        connection = self._connections.get(number)
+        if connection is None:
+            return  # its end is on the way to the other side
+        waiting = self._waiting[number]
+        waiting += content
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # an end is noticed where it is read
+            del waiting[: connection.send(waiting)]
+        self._selector.modify(connection, _READ | _WRITE if waiting else _READ, number)
+
+    def _drop(self, number: int) -> None:
+        """End a connection, of which the other side needs no more: who asks the store reads each answer."""
+        if (connection := self._connections.pop(number, None)) is not None:
+            del self._waiting[number]
+            self._selector.unregister(connection)
+            connection.close()

@@ -1,0 +1,125 @@
+"""Calls whose results are not yet copied to other hosts: what it takes to run them again, if their host is lost now.
+
+Invariant: a call's inputs are held here from its end on until every copy of its results is there, so that what a lost
+host had is either copied or can be computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+from .. import protocol, wire
+from ..array import Array
+from ..driver.pending import Pending, Task
+from ..driver.ranks import Rank, Ranks
+from ..driver.values import CallValues, Values
+
+_MOST = 32  # calls that are held, however long their copies take
+
+
+class Session(Protocol):
+    """The driver's session, as far as it is seen from here."""
+
+    lock: threading.RLock
+    numbers: Iterator[int]
+    pending: Pending
+    options: dict[str, Any]
+    ranks: Ranks
+    values: Values
+
+    def tell(
+        self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None
+    ) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Held:
+    """What is left of a task that is over: see `Task`."""
+
+    again: Any
+    told: dict[int, bytes]
+    ranks: tuple[int, ...]
+    region: bool
+
+
+class Uncopied:
+    """What a driver knows of the copies of its ranks' values; the session's lock guards it."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._waits: dict[int, dict[int, int]] = {}  # call -> rank that copies its results -> number of its `CopyTo`
+        self._held: dict[int, _Held] = {}  # by call
+
+    def copy_to_hosts(self, session: Session) -> None:
+        """Tell all ranks where there are hosts now, if values have copies."""
+        self._number += 1
+        if session.options["copies"]:
+            needed, _ = session.values.needed()
+            session.tell(protocol.CopyTo(self._number, session.ranks.copies_at(), needed))
+
+    def hear(self, session: Session, rank: Rank, said: protocol.Copying) -> None:
+        """Note what a rank says of its copies."""
+        with session.lock:
+            if session.ranks.has(rank):
+                self._note(rank.rank, said)
+
+    def _note(self, rank: int, said: protocol.Copying) -> None:
+        if not said.done:
+            for call in said.calls:
+                self._waits.setdefault(call, {})[rank] = said.number
+            return
+        before = [call for call, ranks in self._waits.items() if ranks.get(rank, said.number) < said.number]
+        for call in (*said.calls, *before):
+            ranks = self._waits.get(call, {})
+            ranks.pop(rank, None)
+            if not ranks:
+                self._forget(call)
+
+    def _forget(self, call: int) -> None:
+        self._waits.pop(call, None)
+        if (held := self._held.pop(call, None)) is not None:
+            held.again.close()
+
+    def hold(self, task: Task) -> None:
+        """A task went well: keep what it takes to run it again, if its results are still being copied."""
+        again = task.again
+        if again is None or again.values is None or again.values.number not in self._waits:
+            return
+        self._held[again.values.number] = _Held(again, task.told, task.ranks, task.region > 0)
+        task.again = None
+        if len(self._held) > _MOST:
+            self._held.pop(next(iter(self._held))).again.close()
+
+    def tasks_for(self, lost: list[CallValues], session: Session) -> list[Task]:
+        """Tasks that make lost values again, in order, which are lost no more."""
+        found: list[Task] = []
+        left = {id(values) for values in lost if values.number not in self._held}
+        named = any(values.named for values in lost if id(values) in left)
+        calls = [values for values in lost if id(values) not in left]
+        for values in sorted(calls, key=lambda values: (self._held[values.number].region, values.number)):
+            held = self._held[values.number]
+            if named or left & _sources(held.again):
+                left.add(id(values))
+                named = named or bool(values.named)
+                continue
+            del self._held[values.number]
+            self._waits.pop(values.number, None)
+            task = Task(next(session.numbers), held.ranks, int(held.region), None, held.told)
+            task.reported, task.again = True, held.again
+            session.pending.tasks[task.number] = task
+            values.missing.clear()
+            found.append(task)
+        lost[:] = [values for values in lost if id(values) in left]
+        return found
+
+    def close(self) -> None:
+        for call in [*self._held]:
+            self._forget(call)
+
+
+def _sources(again: Any) -> set[int]:
+    """The values that a call needs, by their identity."""
+    return {id(one._source if isinstance(one, Array) else one) for one in (*again.arguments, again.holds)}

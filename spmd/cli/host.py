@@ -1,0 +1,83 @@
+"""A host that the driver dials (`spmd host --listen`), because a firewall lets nobody out, or nobody in to the driver.
+
+It waits for drivers that have the job's secret, and each has a process of its own here, forked before anything was
+done, which is what `mesh.hosts.process` describes. Invariant: of connections that have proved nothing there are few,
+and none is older than a greeting takes.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+from collections import deque
+
+from ..kernels.errors import MeshError
+from ..kernels.processes import end_with_parent
+from ..mesh.hosts.coded import NotOfThisMesh
+from ..mesh.hosts.launchers import dialled_address, secret_of_hosts
+from ..mesh.hosts.link import accepted, greet_driver
+from ..mesh.hosts.process import hold
+
+_STRANGERS = 32  # connections at once that have not proved anything
+
+
+def listen(where: str) -> None:
+    """Hold ranks for whoever has the job's secret, until this process is ended."""
+    if (address := dialled_address(where)) is None:
+        sys.exit(f"spmd host: --listen {where}: expected an address of this host and a port, such as 10.0.0.5:7000")
+    try:
+        secret = secret_of_hosts()
+        server = socket.create_server(
+            address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET, backlog=_STRANGERS
+        )
+    except (MeshError, OSError) as error:
+        sys.exit(f"spmd host: {where}: {error}")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they end
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    print(f"spmd host: listening at {server.getsockname()[0]} port {server.getsockname()[1]}", flush=True)
+    strangers: deque[tuple[int, int]] = deque()  # pid, and a pipe that ends when it is none any more
+    while (connection := accepted(server)) is not None:
+        strangers = deque(one for one in strangers if not _ended(one[1]))
+        if len(strangers) >= _STRANGERS:  # the oldest makes room
+            pid, standing = strangers.popleft()
+            os.kill(pid, signal.SIGKILL)
+            os.close(standing)
+        standing, end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _answer(connection, secret, end, [server.detach(), standing, *(fd for _, fd in strangers)])
+        os.close(end)
+        connection.close()
+        strangers.append((pid, standing))
+
+
+def _ended(pipe: int) -> bool:
+    waiting = select.poll()
+    waiting.register(pipe, select.POLLIN)
+    if not waiting.poll(0):
+        return False
+    os.close(pipe)
+    return True
+
+
+def _answer(connection: socket.socket, secret: bytes, standing: int, others: list[int]) -> None:
+    """In a process of its own, which ends here: who has connected proves to be a driver, and is served."""
+    status = 1
+    try:
+        end_with_parent()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for fd in others:
+            os.close(fd)
+        link = greet_driver(connection, secret, 0)
+        os.close(standing)
+        hold(link, secret)
+        status = 0
+    except (OSError, NotOfThisMesh) as error:
+        print(f"spmd host: {error}", file=sys.stderr, flush=True)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)
