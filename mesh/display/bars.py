@@ -6,7 +6,7 @@ are alike become one, drawn by `tqdm.auto`: a widget in a notebook, a line on a 
 Invariant: a bar of a rank is part of exactly one bar that is shown; one that rank 0 has no part in says whose it is. A
 bar that begins long after its like has ended on the others is one of its own.
 
-Only the receiving thread calls in here.
+One thread at a time calls in here.
 """
 
 from __future__ import annotations

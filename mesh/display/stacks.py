@@ -102,6 +102,7 @@ def of_mesh(mesh: Any) -> str:
     if board is not None:
         return "\n\n".join(f"rank {rank}: {stacks_of(board, place)}" for place, rank in enumerate(members))
     if mesh.is_driver:
+        mesh.driver.check_owner()
         text: str = mesh.driver.ranks.stacks()
         return text
     with tempfile.TemporaryFile() as file:

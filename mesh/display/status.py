@@ -85,6 +85,7 @@ def of_mesh(mesh: Any) -> Status:
     if board is not None:
         return of_board(board, members)
     if mesh.is_driver:
+        mesh.driver.check_owner()
         rows: Status = mesh.driver.ranks.status()
         return rows
     pid = os.getpid()

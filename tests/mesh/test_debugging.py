@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from patience import HANGS, until
+from patience import HANGS, slowness, until
 from scripts import HERE, run, script
 
 STEP = """
@@ -24,7 +24,7 @@ import torch
 import spmd
 
 if __name__ == "__main__":
-    mesh = spmd.Mesh({"data": 2}, timeout=1.0)
+    mesh = spmd.Mesh({"data": 2}, timeout=float(os.environ.get("TIMEOUT", "300")))
 
     @spmd.spmd(mesh=mesh)
     def step(x):
@@ -93,11 +93,12 @@ def at_terminal(*arguments: str, **environ: str) -> Iterator[Terminal]:
 
 
 def test_breaking_printing_stepping_and_going_on(tmp_path: Path) -> None:
-    with at_terminal(script(tmp_path, STEP)) as terminal:
+    timeout = min(slowness(), 10.0)
+    with at_terminal(script(tmp_path, STEP), TIMEOUT=str(timeout)) as terminal:
         terminal.expect(r"total = spmd.psum.*\n\(Pdb rank 0\) ")
         terminal.type("p doubled")
         terminal.expect(r"tensor\(6\.\)\n\(Pdb rank 0\) ")
-        time.sleep(1.5)  # longer than the mesh's timeout: rank 1 waits in the psum
+        time.sleep(1.5 * timeout)  # rank 1 waits in the psum
         terminal.type("doubled = doubled + 1")
         terminal.expect(r"\(Pdb rank 0\) ")
         terminal.type("n")
@@ -173,11 +174,12 @@ def test_without_a_terminal_it_ends_with_a_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chosen", ["", "1"])
 def test_under_a_launcher_the_chosen_rank_stops(tmp_path: Path, chosen: str) -> None:
     forked, rank = str(Path(HERE) / "forked.py"), int(chosen or 0)
-    with at_terminal(forked, "2", script(tmp_path, STEP), SPMD_DEBUG_RANK=chosen) as terminal:
+    timeout = min(2 * slowness(), 20.0)  # in which the ranks meet
+    with at_terminal(forked, "2", script(tmp_path, STEP), SPMD_DEBUG_RANK=chosen, TIMEOUT=str(timeout)) as terminal:
         terminal.expect(rf"\(Pdb rank {rank}\) ")
         terminal.type("p spmd.axis_index('data')")
         terminal.expect(rf"\n{rank}\n\(Pdb rank {rank}\) ")
-        time.sleep(1.5)
+        time.sleep(1.5 * timeout)
         terminal.type("c")
         terminal.expect(r"result 13\.0\n")
         terminal.expect(r"result 13\.0\n")

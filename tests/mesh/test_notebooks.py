@@ -42,6 +42,28 @@ def pids(book: Kernel) -> list[int]:
     return [int(pid) for pid in re.findall(r"\d+", text)]
 
 
+# -- what is seen of the ranks -----------------------------------------------------------------------------------------
+
+
+def test_the_table_of_the_ranks_is_live(book: Kernel) -> None:
+    """The one that was shown last, wherever that was, and until the mesh is closed."""
+    book.ok("import threading\ndef wait():\n    until = time.monotonic() + 4\n    while time.monotonic() < until: pass")
+    book.ok("mesh.run(lambda: None)")
+    cell = book.ok("mesh.status()")
+    assert "idle" in cell.result and "<table>" in cell.data[-1]["text/html"]
+    book.ok("mesh.status()[0].rank")  # is not shown
+    working = book.ok("mesh.run(wait)")
+    assert any("in call" in update["data"]["text/plain"] for update in working.updates), working.updates
+    (first,) = {update["transient"]["display_id"] for update in working.updates}
+    book.ok("mesh.status()")
+    again = book.ok("mesh.run(wait)")
+    assert again.updates[-1]["transient"]["display_id"] != first
+    living = "print([one.name for one in threading.enumerate()].count('spmd-status'))"
+    assert book.ok(f"time.sleep(2)\n{living}").text() == "1\n"
+    assert book.ok(f"mesh.restart(); mesh.close(); time.sleep(3)\n{living}").text() == "0\n"
+    book.ok("mesh.restart()")
+
+
 # -- functions and values ----------------------------------------------------------------------------------------------
 
 
@@ -271,7 +293,14 @@ def test_a_module_that_was_edited_is_loaded_again(tmp_path: Path) -> None:
 # -- notebooks/ --------------------------------------------------------------------------------------------------------
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-NAMES = ["1_first_steps", "2_character_transformer", "3_collectives", "4_tensor_and_pipeline", "5_a_longer_run"]
+NAMES = [
+    "1_first_steps",
+    "2_character_transformer",
+    "3_collectives",
+    "4_tensor_and_pipeline",
+    "5_a_longer_run",
+    "6_several_hosts",
+]
 
 
 def outputs(path: Path) -> list[list[dict[str, Any]]]:
