@@ -6,6 +6,7 @@ the ranks that differ. The same in the driver and on launched ranks.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import pickle
@@ -56,14 +57,9 @@ class Result:
 Outputs = tuple[Any, list[OutputMeta]]  # the results' treedef, and one for each leaf
 
 
-def encode(treedef: Any, metas: list[OutputMeta], *rest: Any) -> bytes:
+def encode(treedef: Any, metas: list[OutputMeta]) -> bytes:
     """What a rank tells of its results; mostly equal bytes on all ranks, so that they are decoded once."""
-    return cloudpickle.dumps((trees.pack(treedef), metas, *rest))
-
-
-def rest_of(data: bytes) -> Any:
-    """What a rank has told besides."""
-    return pickle.loads(data)[2]
+    return cloudpickle.dumps((trees.pack(treedef), metas))
 
 
 def decode_all(encoded: Sequence[bytes]) -> dict[int, Outputs]:
@@ -71,9 +67,20 @@ def decode_all(encoded: Sequence[bytes]) -> dict[int, Outputs]:
     decoded: dict[bytes, Outputs] = {}
     for data in encoded:
         if data not in decoded:
-            packed, metas, *_ = pickle.loads(data)
+            packed, metas = pickle.loads(data)
             decoded[data] = packed.unpack(), metas
     return {rank: decoded[data] for rank, data in enumerate(encoded)}
+
+
+def encode_batch(description: bytes, more: Any) -> bytes:
+    """What a rank tells of its part of a batch: what `encode` gave of it, and more that is this batch's own."""
+    return pickle.dumps((description, more))
+
+
+def decode_batch(encoded: Sequence[bytes]) -> tuple[tuple[bytes, ...], list[Any]]:
+    """What the ranks tell of a batch: each one's description, and each one's more."""
+    pairs = [pickle.loads(data) for data in encoded]
+    return tuple(description for description, _ in pairs), [more for _, more in pairs]
 
 
 SHARDS_OF_ONE = "return shards of one global value, or declare another spec"
@@ -143,6 +150,22 @@ def assemble(
             shape = ragged_shape(shape, shapes, leaf.spec)
         results.append(Result(meta(shape, leaf.dtype, leaf.spec), shapes=shapes))
     return treedef, results
+
+
+@functools.lru_cache(maxsize=64)
+def _of_batch(
+    layout: Layout, descriptions: tuple[bytes, ...], name: str, where: str, ragged: bool, remedy: str
+) -> tuple[Any, list[Result]]:
+    return assemble(layout, decode_all(descriptions), name=name, where=where, ragged=ragged, remedy=remedy)
+
+
+def of_batch(
+    layout: Layout, descriptions: tuple[bytes, ...], *, name: str, where: str, ragged: bool = False, remedy: str
+) -> tuple[Any, list[Result]]:
+    """`assemble` for a batch, of which most are described like others: then it was worked out before."""
+    treedef, results = _of_batch(layout, descriptions, name, where, ragged, remedy)
+    own = [Result(None, copy.deepcopy(result.value)) if result.meta is None else result for result in results]
+    return treedef, own
 
 
 def _what(treedef: Any, index: int, name: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -51,20 +52,25 @@ _USUAL = Ambient(grad=True, autocast=(), anomaly=None, dtype=torch.float32)
 
 def ambient() -> Ambient | None:
     """The settings here and now; None for the usual ones."""
-    autocast = tuple(
-        Autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
-        for device in _DEVICES
-        if torch.is_autocast_enabled(device)
-    )
+    autocast = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+    grad, dtype, counting = torch.is_grad_enabled(), torch.get_default_dtype(), bool(asked())
     anomaly = torch.is_anomaly_check_nan_enabled() if torch.is_anomaly_enabled() else None
-    found = Ambient(torch.is_grad_enabled(), autocast, anomaly, torch.get_default_dtype(), bool(asked()))
-    return None if found == _USUAL else found
+    if grad and not autocast and anomaly is None and dtype is _USUAL.dtype and not counting:
+        return None
+    cached = torch.is_autocast_cache_enabled()
+    entered = tuple(Autocast(device, torch.get_autocast_dtype(device), cached) for device in autocast)
+    return Ambient(grad, entered, anomaly, dtype, counting)
+
+
+def under(settings: Ambient | None) -> contextlib.AbstractContextManager[Any]:
+    """Run a block under a caller's settings."""
+    if settings is None and torch.get_default_dtype() is _USUAL.dtype:
+        return torch.enable_grad()
+    return _under(settings or _USUAL)
 
 
 @contextlib.contextmanager
-def under(settings: Ambient | None) -> Iterator[None]:
-    """Run a block under a caller's settings."""
-    settings = settings or _USUAL
+def _under(settings: Ambient) -> Iterator[None]:
     before = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(settings.grad))

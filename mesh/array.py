@@ -12,7 +12,7 @@ import functools
 import importlib
 import numbers
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -35,6 +35,14 @@ def refuse_ragged(shape: Sequence[int]) -> None:
                 remedy="have collate_fn pad to one length, or use .shards()",
             )
         )
+
+
+WAY = "differentiate in an @spmd function: value_and_grad(loss_fn)(params, batch)"
+
+
+def refuse_gradients(problem: str) -> NoReturn:
+    """Refuse what would need the history of a value, which no Array has."""
+    raise SpecError(message(f"{problem}, whose gradients are not recorded", remedy=WAY))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -71,10 +79,12 @@ class Source(Protocol):
     Attributes:
         hints: shape, dtype and spec of each without waiting: what the same call made before, if this is not over yet.
         deal: how a `Loader` dealt them.
+        donated: of those whose memory a function was given its name, by index.
     """
 
     hints: Sequence[Meta]
     deal: Deal | None
+    donated: dict[int, str]
 
     def meta(self, index: int) -> Meta: ...
     def shards(self, index: int) -> list[torch.Tensor]: ...
@@ -98,11 +108,10 @@ class Array:
     raises what went wrong in it.
     """
 
-    __slots__ = ("__weakref__", "_donated", "_index", "_source", "mesh")
+    __slots__ = ("__weakref__", "_index", "_source", "mesh")
 
     def __init__(self, mesh: Any, source: Source, index: int):
         self.mesh, self._source, self._index = mesh, source, index
-        self._donated: str | None = None  # the function that it was donated to
 
     def __del__(self) -> None:
         self._source.release(self._index)
@@ -117,9 +126,10 @@ class Array:
                 )
             )
 
-    def donate(self, name: str) -> None:
-        """Note that a function has been given its memory."""
-        self._donated = name
+    @property
+    def _donated(self) -> str | None:
+        """The function that it was donated to."""
+        return self._source.donated.get(self._index)
 
     def hint(self) -> Meta:
         """Shape, dtype and spec without waiting: as the same call gave them before, if this one is not over yet."""
@@ -185,8 +195,7 @@ class Array:
             MeshError: in the driver, which is no rank.
             SpecError: it is cut in a way that torch has no placements for.
         """
-        # By name: torch's process groups stand above this file.
-        return importlib.import_module("spmd.torch_distributed.dtensor").to_dtensor(self)
+        return importlib.import_module("spmd.torch_distributed.dtensor").to_dtensor(self)  # by name: it stands above
 
     def item(self) -> float | int | bool | complex:
         """The only element, as a Python number."""
@@ -206,7 +215,7 @@ class Array:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError("len() of a 0-d Array: its number is .item()")
+            raise TypeError("len() of a 0-d Array: its number is .item(), and torch.stack joins several")
         return self.shape[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -235,14 +244,24 @@ class Array:
     @classmethod
     @shows_only_users
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        # By name: what calls the ranks stands above this file.
-        operators = importlib.import_module(f"{__package__}.driver.operators")
+        operators = importlib.import_module(f"{__package__}.driver.operators")  # by name: it stands above this file
         return operators.operate(func, args, kwargs or {})
+
+    @property
+    def requires_grad(self) -> bool:
+        """False: gradients are taken in @spmd functions."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        if wanted:
+            refuse_gradients("requires_grad was asked of an Array")
 
     def __getattr__(self, name: str) -> Any:
         method = None if name.startswith("_") else getattr(torch.Tensor, name, None)
         if method is None or not callable(method):
-            raise AttributeError(f"an Array has no attribute {name!r}; .full() is the whole value as a tensor")
+            way = WAY if name in ("grad", "grad_fn") else ".full() is the whole value as a tensor"
+            raise AttributeError(f"an Array has no attribute {name!r}; {way}")
         return functools.partial(_operated, method, self)
 
     def __getitem__(self, index: Any) -> Any:
@@ -253,11 +272,10 @@ class Array:
 
     __hash__ = object.__hash__
 
-    def __copy__(self) -> Array:
+    def __copy__(self, memo: Any = None) -> Array:
         return self  # its value never changes
 
-    def __deepcopy__(self, memo: Any) -> Array:
-        return self
+    __deepcopy__ = __copy__
 
     def __reduce__(self) -> Any:
         raise MeshError(message("an Array cannot be pickled: its data is on a mesh", remedy="pickle array.full()"))

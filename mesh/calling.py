@@ -7,7 +7,7 @@ looked up afterwards. Invariant: equal signatures mean equal structure, shapes, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from .mesh import Mesh
 from .program import Program
 from .put import as_tensor, place
 from .remote.reference import Ref
-from .request import Request
+from .request import Request, Span, donate, spans_of
 
 
 class HasRefs(Exception):
@@ -42,6 +42,7 @@ def call(
     *,
     check: str,
     holder: Any,
+    donates: bool = False,
 ) -> Any:
     """Run a program on all ranks: its results, as a tree with Arrays for tensors.
 
@@ -51,27 +52,35 @@ def call(
         request: checks the arguments; called for the first of each signature, and where something is wrong with them.
         check: when replicas of results are compared: "first", "always" or "never".
         holder: lives as long as the program is worth keeping on the ranks.
+        donates: some arguments are given up.
     """
-    leaves, treedef = trees.flatten(tree)
     settings = ambient()
     note_mesh(mesh)
     session: Any = mesh.driver if mesh.is_driver else mesh.session
     if mesh.is_driver and session.resizing is not None:
         session.resizing.switch_if_ready()
-    signature, deal = _signature(leaves, treedef, settings)
-    calls = session.calls.setdefault(holder, {})
-    known: DriverCall | LaunchedCall | None = calls.get(signature)
-    if known is not None and not known.accepts(mesh, leaves):
+    calls = session.calls.get(holder)
+    if calls is None:
+        calls = session.calls[holder] = Calls()
+    leaves, treedef = calls.flatten(tree)
+    spans = spans_of(leaves, calls.lengths)
+    calls.lengths = [span.stop - span.start for span in spans]
+    signature, deal = _signature(leaves, spans, treedef, settings)
+    known: DriverCall | LaunchedCall | None = calls.known.get(signature)
+    if known is not None and not known.accepts(mesh, leaves, spans):
         known = None
     if known is None:
         wanted = request()
         plan, moves = wanted.plan(settings), _moves(leaves, wanted)
         leaves = wanted.leaves
+        spans = spans_of(leaves)
     else:
         plan, moves = known.plan, known.moves
-        for index, spec in moves:
-            leaves[index] = place(mesh, leaves[index], spec)
-    donated = [leaves[index] for index, leaf in enumerate(plan.leaves) if leaf.donated] if plan.donating else []
+        if moves:
+            for index, spec in moves:
+                leaves[index] = place(mesh, leaves[index], spec)
+            spans = spans_of(leaves)
+    given_up = [leaf.donated for leaf in plan.leaves] if donates else ()
     try:
         if mesh.is_driver:
             session.raise_failure()  # of what was called before, which it is then told of
@@ -83,34 +92,64 @@ def call(
                 made: Any = DriverCall if mesh.is_driver else LaunchedCall
                 known = made(mesh, session, program, shipped, treedef, plan, moves)
             assert known is not None
-            results = known(leaves, key, this, check=check)
+            results = known(leaves, spans, key, this, check=check)
         except BaseException:
             mesh.run_state.fail_call(this)
             raise
     finally:  # a call that fails may have begun to overwrite them
-        for array in donated:
-            array.donate(program.name)
-    if calls.get(signature) is not known:
-        if len(calls) >= SIGNATURES:
-            del calls[next(iter(calls))]
-        calls[signature] = known
+        if donates:
+            donate(spans, given_up, program.name)
+    calls.add(signature, known)
     return results
 
 
-def _signature(leaves: list[Any], treedef: Any, settings: Ambient | None) -> tuple[tuple, Deal | None]:
+class Calls:
+    """The calls of one function on one mesh, by signature: what the first of each settles.
+
+    Attributes:
+        lengths: of the spans of the last one's arguments.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[tuple, DriverCall | LaunchedCall] = {}
+        self.lengths: list[int] = []
+        self._structure: trees.Structure | None = None  # of arguments that came twice in a row
+        self._treedef: Any = None  # of the last ones that were not of it
+
+    def flatten(self, tree: Any) -> tuple[list[Any], Any]:
+        """The leaves and the structure of arguments."""
+        leaves = None if self._structure is None else self._structure.leaves(tree)
+        if leaves is not None and self._structure is not None:
+            return leaves, self._structure.treedef
+        leaves, treedef = trees.flatten(tree)
+        if treedef == self._treedef:
+            self._structure = trees.Structure.of(tree)
+        self._treedef = treedef
+        return leaves, treedef
+
+    def add(self, signature: tuple, call: DriverCall | LaunchedCall) -> None:
+        if self.known.get(signature) is not call:
+            if len(self.known) >= SIGNATURES:
+                del self.known[next(iter(self.known))]
+            self.known[signature] = call
+
+
+def _signature(
+    leaves: list[Any], spans: Sequence[Span], treedef: Any, settings: Ambient | None
+) -> tuple[tuple, Deal | None]:
     """What must be the same for a later call to be like this one, and how a `Loader` dealt the batch in it.
 
     NumPy arrays become tensors.
     """
     deal: Deal | None = None
     parts: list[Any] = [treedef, settings]
-    for index, leaf in enumerate(leaves):
-        kind = type(leaf)
-        if kind is Array:
-            source = leaf._source
+    for source, index, start, stop in spans:
+        if source is not None:
             deal = source.deal or deal
-            parts.append(source.hints[leaf._index])
+            parts += source.hints[start:stop]
             continue
+        leaf = leaves[index]
+        kind = type(leaf)
         if isinstance(leaf, np.ndarray):
             leaf = leaves[index] = as_tensor(leaf)
         if isinstance(leaf, torch.Tensor):

@@ -57,6 +57,11 @@ def register(cls: type, flatten: Callable, unflatten: Callable, *, namespace: st
     _adopted[cls] = flatten, unflatten
 
 
+def is_leaf_type(cls: type) -> bool:
+    """Whether objects of a class are known to be leaves, all of them."""
+    return cls in _leaf_types
+
+
 def is_adopted(cls: type) -> bool:
     return cls in _adopted
 

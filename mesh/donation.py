@@ -89,14 +89,17 @@ def settle(values: Sequence[Any], local: Sequence[Any], results: Sequence[Any], 
         results: the results, as they will be kept.
         donating: whether the call took donations, so that its results are worth owning.
     """
+    # By the attribute itself: most values have none, and this is asked of all of them in every call.
+    owners = [value for value in values if getattr(value, "_spmd_owner", False)]
+    if not owners and not donating:
+        return
     kept = [
         value
         for value, seen in zip(values, local, strict=True)
         if isinstance(value, torch.Tensor) and type(seen) is not DonatedTensor
     ]
-    owners = [value for value in kept if is_owner(value)]
-    if not owners and not donating:
-        return
+    alive = set(map(id, kept))
+    owners = [value for value in owners if id(value) in alive]
     tensors = [result for result in results if isinstance(result, torch.Tensor)]
     storages = [_storage(result) for result in tensors]
     shared = set(storages)

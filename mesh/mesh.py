@@ -19,7 +19,7 @@ from ..kernels.callsite import shows_only_users
 from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, message
 from . import running
-from .display import drawing, stacks, status
+from .display import drawing, live, stacks, status
 from .driver import resizing
 from .driver.open_sessions import close_quietly
 from .driver.session import DriverSession
@@ -60,10 +60,10 @@ class Mesh:
         grace: seconds for which a driver's rank that is waited for may do nothing at all (neither get on nor use the
             processor): then it is killed, its stack shown, and it counts as dead. `math.inf`: for ever.
         hosts: where a driver's ranks run: ["a:2", "b:2"] by ssh, "slurm", "ray", "local:2x2": docs/hosts.md; None: here
+        copies: how many other hosts have each value, too, so that it outlives as many of them: docs/survival.md
 
     Attributes:
-        axes, size, backend, device: as made, or chosen.
-        rank: this process's rank, None in the driver.
+        axes, size, backend, device, rank: as made, or chosen; in the driver rank is None.
 
     Raises:
         MeshError: the ranks cannot be had, or do not fit the axes.
@@ -88,13 +88,14 @@ class Mesh:
         on_loss: str = "rerun",
         grace: float = 30.0,
         hosts: Any = None,
+        copies: int = 0,
     ):
         if current() is not None:
             raise MeshError(message("a Mesh cannot be made inside a region", remedy="make it outside and use it here"))
         check_arguments(backend, device, threads, timeout, on_loss, grace)
         launch = launch_of_process() if _here is None else None
         seats = functools.partial(devices.seats, device, backend)
-        places = hosts_of(hosts, launch, backend, device)
+        places = hosts_of(hosts, copies, launch, backend, device)
         layout = layout_of({"data": -1} if axes is None else axes, launch, seats, places)
         if _here is not None:
             check_same(layout, _here.layout, _here.describe())
@@ -112,12 +113,12 @@ class Mesh:
             self.device = self._rank_session.device.type
             self._rank_session.mesh_text = self.describe()
         else:
-            self.hosts, self.threads = places, threads_of(threads, layout.size, places)
+            self.hosts, self.copies, self.threads = places, copies, threads_of(threads, layout.size, places)
             self.device, self.backend = devices.chosen(device, backend, layout.size, several=places is not None)
             self._start()
 
     def _start(self) -> None:
-        names = ("backend", "device", "threads", "seed", "timeout", "on_loss", "grace", "hosts")
+        names = ("backend", "device", "threads", "seed", "timeout", "on_loss", "grace", "hosts", "copies")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         self._driver = DriverSession(self, self._layout, pinned=self.pinned_threads, **options)
         self._finalizer = weakref.finalize(self, close_quietly, self._driver)
@@ -295,15 +296,14 @@ class Mesh:
         return stacks.of_mesh(self)
 
     def status(self) -> status.Status:
-        """What every rank does just now (on a launched one: each of its host): a table, also in a notebook.
+        """What every rank does just now (on a launched one: each of its host): a table, live in a notebook.
 
         Returns:
             For each rank a row with `rank`, `host`, `pid`, `memory` in bytes, `calls` done, and what it is `doing`.
         """
-        return status.of_mesh(self)
+        return live.of_mesh(self)
 
-    reload = running.reload
-    resize, retire = resizing.resize, resizing.retire
+    reload, resize, retire = running.reload, resizing.resize, resizing.retire
 
     def set_layout(self, layout: Layout, threads: int) -> None:
         """Stand for ranks of another layout, with so many threads each, from now on."""

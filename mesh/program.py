@@ -12,25 +12,24 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..kernels.errors import SpecError, message
 from ..kernels.torch_private import version, versions
 from . import donation, trees
-from .agreement import OutputMeta, path_in, same
+from .agreement import path_in
 from .ambient import Ambient, under
 from .array import Array
 from .batch import BatchSplit
-from .frozen import frozen_as, is_frozen
 from .rank.captured import Captured
 from .rank.session import RankSession
 from .region import Region, generators, inside, reseed, restore_generators
 from .replication.following import follow
-from .replication.net import Net, Varying, mark, marked
-from .replication.numbers import plain_number
-from .replication.values import Check, prints_of_all, prints_of_scalars, scalars_among
-from .spec import REPLICATED, P, is_sharded, is_spec
+from .replication.net import Net, Varying, marked
+from .replication.values import Check
+from .results import Outcome, Results
+from .spec import REPLICATED, P
+from .strides import frozen_as, is_frozen
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,22 +94,7 @@ class PlannedCall:
     plan: InputPlan
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a call gave on this rank.
-
-    Attributes:
-        treedef, leaves: the results, as they are kept.
-        metas: of each leaf.
-        unchanged: structure, kinds and values that are no tensors are those of the call before.
-        prints: what is to be compared of the tensors (see `replication.values`).
-    """
-
-    treedef: Any
-    leaves: list[Any]
-    metas: list[OutputMeta]
-    unchanged: bool
-    prints: bytes
+_Input = tuple[P, frozenset[str], bool, bool]  # of a tensor: its spec, that one's axes, is it to be cut, is it donated
 
 
 class CompiledCall:
@@ -124,16 +108,14 @@ class CompiledCall:
         self._session, self._mesh, self._program, self._treedef, self._plan = session, mesh, program, treedef, plan
         self._donating = plan.donating
         self._array_specs: list[P] | None = None  # of the arguments on the mesh, as they were last
-        self._inputs: list[tuple[P, bool, bool] | None] = []  # of each tensor: its spec, is it to be cut, is it donated
-        self._raw: Any = None  # the last results' structure, with its Sharded nodes
-        self._outputs: tuple[Any, list[P]] = (None, [])  # that without them, and the spec of each leaf
-        self._before: tuple[Any, list[OutputMeta]] | None = None  # of the last call
+        self._inputs: list[_Input | None] = []
+        self._results = Results(session, program.name, program.out_specs)
+        self._looked_at: set[Any] = set()
         self._captured: Captured  # what the body refers to, as it was before the first call
-        self._scalars: list[int] = []  # which of them are numbers that all ranks should have the same
 
     def forget(self) -> None:
         """Tell everything of the next results."""
-        self._before = None
+        self._results.forget()
 
     def together(self, tensors: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """The leaves, from those on the mesh and the others, each in order."""
@@ -155,14 +137,17 @@ class CompiledCall:
         if specs != self._array_specs:
             self._inputs, self._array_specs = self._inputs_of(specs), specs
         local = self._enter(values)
-        net = _net_over(session, self._treedef, local) if check is Check.TYPES else None
         tensors = [x for x in local if isinstance(x, torch.Tensor)]
         entered = versions(tensors)
+        for tensor, count in zip(tensors, entered, strict=True):
+            tensor._spmd_version = count  # type: ignore[attr-defined]  # as `mark` does, which looks at each by itself
+        net = _net_over(session, self._treedef, local) if check is Check.TYPES else None
         args, kwargs = trees.unflatten(self._treedef, local)
-        first = self._raw is None
+        first = not self._results.known
         if first:
             self._captured = Captured([self._program.body, *values], (type(self._mesh), Array))
-        region = Region(session, key, self._mesh, self._plan.batch, captured=self._captured.trainable, pure=True)
+        region = Region(session, key, self._mesh, self._plan.batch, pure=True, looked_at=self._looked_at)
+        region.captured = self._captured.trainable
         state = generators() if session.launched else None
         reseed(region, session.rank)
         try:
@@ -176,18 +161,19 @@ class CompiledCall:
             self._check_unwritten(local, tensors, entered)
         if first:
             self._captured.check(self._program.name, session.where())
-        outcome = self._leave(result, net, check)
+        outcome = self._results.kept(result, net, check)
         donation.settle(values, local, outcome.leaves, donating=self._donating)
         return outcome
 
-    def _inputs_of(self, specs: list[P]) -> list[tuple[P, bool, bool] | None]:
-        found: list[tuple[P, bool, bool] | None] = []
+    def _inputs_of(self, specs: list[P]) -> list[_Input | None]:
+        found: list[_Input | None] = []
         own = iter(specs)
         for leaf in self._plan.leaves:
             if leaf.kind == "value":
                 found.append(None)
             elif leaf.kind == "tensor":
-                found.append((leaf.spec or REPLICATED, True, False))
+                spec = leaf.spec or REPLICATED
+                found.append((spec, spec.axes, True, False))
             else:
                 its_spec = next(own)
                 cut = leaf.spec is not None and leaf.spec != its_spec
@@ -200,43 +186,46 @@ class CompiledCall:
                             remedy="declare the same specs at every call",
                         )
                     )
-                found.append((its_spec if leaf.spec is None else leaf.spec, cut, leaf.donated))
+                spec = its_spec if leaf.spec is None else leaf.spec
+                found.append((spec, spec.axes, cut, leaf.donated))
         return found
 
     def _enter(self, values: list[Any]) -> list[Any]:
-        """This rank's part of every leaf; a tensor that comes twice stays one tensor."""
+        """This rank's part of every leaf, with what is known of it noted on it; a tensor that comes twice stays one."""
+        plain = torch.Tensor
         ids = [id(value) for value, leaf in zip(values, self._inputs, strict=True) if leaf is not None]
-        if len(set(ids)) == len(ids):
-            return [
-                value if leaf is None else self._local(value, *leaf, alone=True)
-                for value, leaf in zip(values, self._inputs, strict=True)
-            ]
-        local: list[Any] = []
-        times = collections.Counter(ids)
+        times = None if len(set(ids)) == len(ids) else collections.Counter(ids)
         found: dict[Any, torch.Tensor] = {}
+        local: list[Any] = []
         for value, leaf in zip(values, self._inputs, strict=True):
             if leaf is not None:
-                which = (id(value), leaf)
-                if which not in found:
-                    found[which] = self._local(value, *leaf, alone=times[id(value)] == 1)
-                value = found[which]
+                spec, axes, cut, donated = leaf
+                whose = value
+                if times is not None and (id(whose), leaf) in found:
+                    local.append(found[id(whose), leaf])
+                    continue
+                if cut:
+                    value = self._cut(value, spec)
+                elif type(value) is plain or not is_frozen(value):
+                    value = value.detach()
+                value._spmd_spec, value._spmd_axes = spec, axes
+                if donated and value is not whose:
+                    alone = times is None or times[id(whose)] == 1
+                    owned = alone and donation.is_owner(whose) and not self._session.copied
+                    donation.mark_donated(value, owned=owned)
+                if times is not None:
+                    found[id(whose), leaf] = value
             local.append(value)
         return local
 
-    def _local(self, value: torch.Tensor, spec: P, whole: bool, donated: bool, *, alone: bool) -> torch.Tensor:
-        """This rank's part of a leaf, with what is known of it noted on it."""
+    def _cut(self, value: torch.Tensor, spec: P) -> torch.Tensor:
+        """This rank's part of a tensor that came whole."""
         session = self._session
-        if whole and spec.entries:
-            value = session.placed(session.layout.take(value, spec, session.rank))
-        elif whole and value.device != session.device:
-            value = frozen_as(value, session.placed(value.detach()))
-        elif not is_frozen(value):
-            whose = value
-            value = value.detach()
-            if donated:
-                donation.mark_donated(value, owned=alone and donation.is_owner(whose))
-        value._spmd_spec = spec  # type: ignore[attr-defined]
-        return mark(value, spec.axes)
+        if spec.entries:
+            return session.placed(session.layout.take(value, spec, session.rank))
+        if value.device != session.device:
+            return frozen_as(value, session.placed(value.detach()))
+        return value if is_frozen(value) else value.detach()
 
     def _check_unwritten(self, local: list[Any], tensors: list[torch.Tensor], entered: list[int]) -> None:
         """Refuse a body that has written to its arguments, but for donated ones."""
@@ -251,81 +240,6 @@ class CompiledCall:
                         remedy="a step must be pure: write x = x + y instead of x += y, or clone the input first",
                     )
                 )
-
-    def _leave(self, result: Any, net: Net | None, check: Check) -> Outcome:
-        """Results as they are kept, and what the other side must know of them."""
-        session, before = self._session, self._before
-        leaves, raw = trees.flatten(result)
-        if self._raw is None or raw != self._raw:
-            self._outputs, self._raw = self._outputs_of(result, raw, leaves), raw
-        treedef, specs = self._outputs
-        if any(type(leaf) is Array for leaf in leaves):
-            specs = [leaf.spec if type(leaf) is Array else spec for leaf, spec in zip(leaves, specs, strict=True)]
-            leaves = [leaf.local if type(leaf) is Array else leaf for leaf in leaves]
-        unchanged = net is None and before is not None and before[0] == treedef
-        known: Sequence[Any] = before[1] if unchanged and before is not None else [None] * len(leaves)
-        metas: list[OutputMeta] = []
-        for index, (leaf, spec, last) in enumerate(zip(leaves, specs, known, strict=True)):
-            if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
-                leaf = torch.from_numpy(leaf)
-            if not isinstance(leaf, torch.Tensor):
-                leaves[index] = leaf = plain_number(leaf)
-                about = OutputMeta(None, value=leaf)
-                if last is not None and last.spec is None and same(about, last):
-                    about = last
-            else:
-                varying = None if net is None else net.uncovered(leaf, spec.axes)
-                leaves[index] = leaf = leaf if is_frozen(leaf) else leaf.detach()
-                if last is not None and last.dtype is leaf.dtype and last.shape == leaf.shape and last.spec == spec:
-                    metas.append(last)
-                    continue
-                if spec.entries:
-                    self._check_result(treedef, index, leaf, spec)
-                about = OutputMeta(spec, tuple(leaf.shape), leaf.dtype, varying=varying)
-            unchanged = unchanged and about is last
-            metas.append(about)
-        session.lay_out(leaves)
-        if not unchanged:
-            self._before, self._scalars = (treedef, metas), scalars_among(metas)
-        if check >= Check.VALUES:
-            prints = prints_of_all(leaves, metas, len(session.layout.names))
-        else:
-            prints = prints_of_scalars(leaves, self._scalars) if check else b""
-        return Outcome(treedef, leaves, metas, unchanged, prints)
-
-    def _outputs_of(self, result: Any, raw: Any, leaves: list[Any]) -> tuple[Any, list[P]]:
-        """The results' structure without the nodes that say how leaves are cut, and the spec of each leaf."""
-        # Of the leaves themselves: classes may check what they are made of.
-        nodes, outer = trees.flatten(trees.unflatten(raw, leaves), is_leaf=is_sharded)
-        declared: list[P | None] = []
-        for node in nodes:
-            declared.extend([node.spec] * len(trees.leaves(node.local)) if is_sharded(node) else [None])
-        local = [node.local if is_sharded(node) else node for node in nodes]
-        treedef = trees.flatten(trees.unflatten(outer, local))[1]
-        try:
-            specs = trees.broadcast_to(self._program.out_specs, treedef, is_leaf=is_spec)
-        except ValueError:
-            raise SpecError(
-                message(
-                    f"out_specs of {self._program.name} do not fit what it returned",
-                    got=f"{self._program.out_specs!r} for {trees.shown(result)}",
-                    expected="a prefix of the result's tree",
-                    remedy="give one P for all results, or one per result",
-                )
-            ) from None
-        return treedef, [own or spec or REPLICATED for own, spec in zip(declared, specs, strict=True)]
-
-    def _check_result(self, treedef: Any, index: int, leaf: torch.Tensor, spec: P) -> None:
-        self._session.layout.check(spec, where=f"out_specs of {self._program.name}")
-        if len(spec.entries) > leaf.dim():
-            raise SpecError(
-                message(
-                    f"result {path_in(treedef, index)} of {self._program.name} has fewer dimensions than its spec",
-                    got=f"shape {tuple(leaf.shape)} with {spec}",
-                    where=self._session.where(),
-                    remedy="reshape it, or give it a shorter spec",
-                )
-            )
 
 
 def _net_over(session: RankSession, treedef: Any, local: list[Any]) -> Net:

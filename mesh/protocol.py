@@ -9,10 +9,9 @@ answer every `Task` once.
 from __future__ import annotations
 
 import dataclasses
-import operator
-import pickle
 from typing import Any
 
+from ..kernels.network.codec import Codec, Message
 from .display.bars import BarState
 from .spec import P
 
@@ -21,15 +20,10 @@ Spans = tuple[int, ...]
 ALL = -1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Message:
-    """What crosses from one process to another."""
-
-
 # -- from the driver, without an answer --------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ship(Message):
-    """Keep the content, an object, under a key."""
+    """Keep the content, an object, under a key; from a rank, without content: it could not read that."""
 
     key: str
 
@@ -62,6 +56,21 @@ class Renew(Message):
 
     generation: int
     kept: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyTo(Message):
+    """Have copies of the values that are cut at these addresses and ports, one for each host, and nowhere else.
+
+    Attributes:
+        number: counts these messages.
+        needed: the calls whose values may be needed; copies of others are dropped, and of these none is for want of
+            what is copied, since a rank may be about to fetch it.
+    """
+
+    number: int
+    hosts: tuple[tuple[str, int], ...]
+    needed: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,9 +174,14 @@ class StoreValue(Task):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MoveValues(Task):
-    """Send values to ranks that lack them: of each move who sends, to whom, and what, as (call, index)."""
+    """Send values to ranks that lack them: of each move who sends, to whom, and what, as (call, index).
+
+    Attributes:
+        copies: what is fetched from copies: by whom, at which address and port, whose these are, and what.
+    """
 
     moves: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]
+    copies: tuple[tuple[int, str, int, int, tuple[tuple[int, int], ...]], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -236,6 +250,19 @@ class Metadata(Message):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Copying(Message):
+    """Results of these calls are about to be copied to other hosts, told before the calls' answers, or were (`done`).
+
+    Attributes:
+        number: of the last `CopyTo`; done is all that was about to be copied before that one, too.
+    """
+
+    number: int
+    calls: tuple[int, ...]
+    done: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Answer(Message):
     """A task is done; the content is what came of it."""
 
@@ -266,6 +293,7 @@ class RankRequest(Message):
         backend, factory: the transport, and what makes it where this program has added it, pickled.
         device, threads, pinned, seed, timeout: as in `Mesh`; `pinned` are the threads under `shards=`.
         store: where ranks meet that need a store, a path or tcp://host:port; hosts: the ranks of each, if on several.
+        address: where ranks of other hosts reach this one; copies: how many other hosts have each value.
         generation: the mesh's; key: of its own, with which its processes know each other.
         cwd, path, argv, environ: the driver's; levels: of its loggers, by name.
     """
@@ -281,6 +309,8 @@ class RankRequest(Message):
     timeout: float
     store: str
     hosts: tuple[tuple[int, ...], ...]
+    address: str
+    copies: int
     generation: int
     key: bytes
     cwd: str
@@ -312,38 +342,9 @@ class Exited(Message):
     status: int
 
 
-class Codec:
-    """Messages of some classes as bytes: a pickle of the class's number and the fields.
-
-    >>> codec = Codec(Forked, Exited)
-    >>> codec.decode(codec.encode(Exited(3, -9)))
-    Exited(pid=3, status=-9)
-    """
-
-    def __init__(self, *classes: type[Message]):
-        self._classes: tuple[Any, ...] = classes
-        # By class: its number, and what takes a message apart.
-        self._codes = {cls: (code, _fields_of(cls)) for code, cls in enumerate(classes)}
-
-    def encode(self, message: Message) -> bytes:
-        code, fields = self._codes[type(message)]
-        return pickle.dumps((code, *fields(message)), pickle.HIGHEST_PROTOCOL)
-
-    def decode(self, data: bytes) -> Any:
-        code, *fields = pickle.loads(data)
-        return self._classes[code](*fields)
-
-
-def _fields_of(cls: type) -> Any:
-    names = [field.name for field in dataclasses.fields(cls)]
-    if len(names) > 1:
-        return operator.attrgetter(*names)
-    return (lambda message: (getattr(message, names[0]),)) if names else (lambda message: ())
-
-
 _codec = Codec(
-    *(Ship, Free, SetPath, SetSources, Renew, Exit, DebuggerLine, RankRequest, ReaderRequest, Forked, Exited),
+    *(Ship, Free, SetPath, SetSources, Renew, CopyTo, Exit, DebuggerLine, RankRequest, ReaderRequest, Forked, Exited),
     *(CallProgram, CallFunction, PassThrough, PutValues, FillValues, FetchValue, StoreValue, MoveValues, ReloadModules),
-    *(Ready, Progress, DebuggerPrompt, Logged, Warned, Unchanged, Metadata, Answer, Failed, Skipped),
+    *(Ready, Progress, DebuggerPrompt, Logged, Warned, Unchanged, Metadata, Copying, Answer, Failed, Skipped),
 )
 encode, decode = _codec.encode, _codec.decode

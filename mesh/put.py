@@ -198,9 +198,9 @@ def fill(
     task.reported = True  # what fails is told who comes to this batch, and nobody if the loop was left before
 
     def there() -> Any:
-        encoded = driver.wait(task).values()
-        treedef, results = agreement.assemble(
-            layout, agreement.decode_all(encoded), name=name, where=mesh.describe(), ragged=ragged, remedy=remedy
+        descriptions, _ = agreement.decode_batch(driver.wait(task).values())
+        treedef, results = agreement.of_batch(
+            layout, descriptions, name=name, where=mesh.describe(), ragged=ragged, remedy=remedy
         )
         arrays = iter(values.arrays(None, [result.meta for result in results if result.meta is not None], deal=deal))
         made = [result.value if result.meta is None else next(arrays) for result in results]

@@ -30,6 +30,8 @@ class Region:
         random: what the generators were last seeded with.
         alike: the axes along which all ranks were seeded the same.
         pure: what runs may change nothing: it is an @spmd function.
+        looked_at: what was looked at in calls of this signature, and need not be again (`transforms._first_call`).
+        looks: how many functions there were so far that may be looked at.
         captured: ids of the tensors that the function refers to besides its arguments and that require gradients.
     """
 
@@ -42,6 +44,8 @@ class Region:
     alike: frozenset[str] = frozenset()
     captured: frozenset[int] = frozenset()
     pure: bool = False
+    looked_at: set[Any] = dataclasses.field(default_factory=set)
+    looks: int = 0
 
 
 _regions = threading.local()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -199,3 +199,79 @@ class Request:
             self.batch,
             settings,
         )
+
+
+# -- the arguments of a repeated call --------------------------------------------------------------------------------
+
+
+class Span(NamedTuple):
+    """Some leaves of a call's arguments, one behind the other: Arrays that follow each other in one source, or another.
+
+    Attributes:
+        source: of the Arrays; None for what is none, leaf by leaf.
+        at: where the first of them is among the leaves.
+        start, stop: their places in the source.
+    """
+
+    source: Any
+    at: int
+    start: int
+    stop: int
+
+
+def spans_of(leaves: Sequence[Any], before: Sequence[int] = ()) -> list[Span]:
+    """All leaves in spans.
+
+    Args:
+        before: how long those of a call like it are: Arrays that lie so are compared all at once.
+    """
+    found: list[Span] = []
+    ids = list(map(id, leaves)) if before else []
+    at, count, expected = 0, len(leaves), iter(before)
+    while at < count:
+        many = next(expected, 1)
+        leaf = leaves[at]
+        if type(leaf) is not Array:
+            found.append(Span(None, at, 0, 1))
+            at += 1
+            continue
+        source: Any = leaf._source
+        start = leaf._index
+        stop = start + 1
+        if many > 1:
+            here = ids[at : at + many]
+            # While all Arrays of a source live, an id stands for one of them.
+            if len(here) == many and here == source.ids[start : start + many]:
+                stop = start + many
+        after = at + stop - start
+        while after < count and type(leaves[after]) is Array:
+            one = leaves[after]
+            if one._source is not source or one._index != stop:
+                break
+            stop, after = stop + 1, after + 1
+        found.append(Span(source, at, start, stop))
+        at = after
+    return found
+
+
+def passable(mesh: Any, leaves: Sequence[Any], spans: Sequence[Span]) -> bool:
+    """Whether the Arrays among some arguments are of a mesh, and none was donated."""
+    return all(
+        leaves[span.at].mesh is mesh
+        and not (span.source.donated and span.source.donated.keys() & set(range(span.start, span.stop)))
+        for span in spans
+        if span.source is not None
+    )
+
+
+def donate(spans: Sequence[Span], given_up: Sequence[bool], name: str) -> None:
+    """Note that a function has been given the memory of some arguments.
+
+    Args:
+        given_up: of each leaf, whether it is one of them.
+    """
+    for source, at, start, stop in spans:
+        if source is not None:
+            source.donated.update(
+                {index: name for index, given in zip(range(start, stop), given_up[at:], strict=False) if given}
+            )

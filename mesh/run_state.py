@@ -41,6 +41,7 @@ class RunState:
         functions: name of an @spmd function that was called -> whether it is a data_parallel step.
         settings: name of a data_parallel step -> what it was made with that is seen in the bits, each once.
         resumed: what was restored, that the run goes on from.
+        saved: the folder of the newest checkpoint that was written or read, as text.
         failed: when somebody last saw a call fail (`time.monotonic`); None once the run has gone on, or was resumed.
     """
 
@@ -48,6 +49,7 @@ class RunState:
         self.functions: dict[str, bool] = {}
         self.settings: dict[str, list[dict[str, Any]]] = {}
         self.resumed: Any = None
+        self.saved: str | None = None
         self.failed: float | None = None
         self._calls = self._runs = self._operations = 0
         self._aside = False

@@ -17,7 +17,7 @@ import torch
 
 from ..kernels.errors import SpecError, message
 from . import strides
-from .frozen import frozen_as
+from .strides import frozen_as
 from .trees import NAMESPACE
 
 

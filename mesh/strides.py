@@ -1,4 +1,4 @@
-"""The order in which a tensor's elements lie in memory, kept wherever a copy of it is made.
+"""What a copy of a tensor keeps besides its values: the order in which they lie in memory, and that it is frozen.
 
 Kernels choose how they add by it: a convolution with weights in channels last may give other bits than with the same
 weights in the usual order. Torch's own `clone` forgets it for a part of a tensor, and so does concatenation.
@@ -9,6 +9,7 @@ size 1 and of empty tensors, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -88,3 +89,16 @@ def copied(tensor: torch.Tensor, strides: Sizes | None = None) -> torch.Tensor:
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a dense tensor in the order in which they lie in memory, without a copy."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+# -- frozen parameters (`nn.Parameter` with `requires_grad=False`) stay what they are wherever a value goes ---------
+
+
+def is_frozen(value: Any) -> bool:
+    # Most are plain tensors, and asking whether one is a Parameter takes torch a while.
+    return type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter) and not value.requires_grad
+
+
+def frozen_as(like: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy or a part of `like`, as a frozen parameter if that is one."""
+    return torch.nn.Parameter(tensor, requires_grad=False) if is_frozen(like) else tensor

@@ -18,12 +18,16 @@ from patience import HANGS
 
 @dataclasses.dataclass
 class Cell:
-    """What came of a cell: the texts of its streams, when each piece came, results and widgets, its error's text."""
+    """What came of a cell: the texts of its streams, when each piece came, results and widgets, its error's text.
+
+    `updates` are those of anything shown, here or before, that came while it ran.
+    """
 
     status: str = ""
     seconds: float = 0.0
     pieces: list[tuple[float, str, str]] = dataclasses.field(default_factory=list)  # (second, stream, text)
     data: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    updates: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     comms: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     error: str = ""
 
@@ -66,6 +70,8 @@ class Kernel:
                 stop = math.inf
                 continue
             kind, content = message["msg_type"], message["content"]
+            if kind == "update_display_data":  # of whichever cell
+                cell.updates.append(content)
             if message["parent_header"].get("msg_id") != request:
                 continue
             if kind == "status" and content["execution_state"] == "idle":

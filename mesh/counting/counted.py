@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch import Tensor
+
 from ...kernels.torch_private import in_backward
 from .counts import Collective, Counts
 
@@ -95,6 +97,10 @@ def _all(tensors: Any) -> int:
 _OPERATIONS: dict[str, tuple[str, Callable[..., int]]] = {
     "all_reduce": ("all_reduce", lambda tensor, *_, **__: tensor.nbytes),
     "all_reduced": ("all_reduce", lambda tensor, *_, **__: tensor.nbytes),
+    "sum_of_products": (
+        "all_reduce",
+        lambda rows, columns, dtype, given, **_: given.nbytes if isinstance(given, Tensor) else _all(given),
+    ),
     "can_rewrite": ("all_reduce", lambda result: 16),
     "reduce": ("reduce", lambda tensor, *_, **__: tensor.nbytes),
     "broadcast": ("broadcast", lambda tensor, *_, **__: tensor.nbytes),

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 from ...kernels.errors import SpecError, message
 from .. import agreement, protocol, trees
-from ..array import Array, Meta
+from ..array import Meta
 from ..program import InputPlan, PlannedCall, Program, describe_path
 from ..replication.values import Check, check_of
+from ..request import Span, passable
 from ..run_state import Call
 from .functions import Shipped
 from .pending import Outcome, Task
@@ -58,21 +59,25 @@ class DriverCall:
         self._encoded: list[bytes] = []  # what the ranks told of the results, and what that comes to
         self._found: tuple[Any, list[agreement.Result]] | None = None
         self._count = 0
+        # A resize changes no types, as long as none of the axes that have a size now had none.
+        self._axes = frozenset(name for name, size in mesh.layout.sizes if size > 1)
+        self._followed = self._axes <= driver.shipped.followed.get(self._planned.key, frozenset())
         # What a call gave that was waited for, if it was Arrays only: later ones are not waited for.
-        self._expected: tuple[Any, Sequence[Meta]] | None = None
+        self._expected: tuple[Any, tuple[Meta, ...]] | None = None
+        self._told: tuple[Any, tuple[Meta, ...], bool] | None = None  # what `_found` comes to, see `_metas_of`
 
-    def accepts(self, mesh: Any, leaves: list[Any]) -> bool:
-        """Whether all Arrays among the leaves can be passed, and the mesh is of the size that it is made for."""
-        same = self._layout is mesh.layout
-        return same and all(leaf._donated is None and leaf.mesh is mesh for leaf in leaves if type(leaf) is Array)
+    def accepts(self, mesh: Any, leaves: list[Any], spans: Sequence[Span]) -> bool:
+        """Whether all Arrays among the arguments can be passed, and the mesh is of the size that it is made for."""
+        return self._layout is mesh.layout and passable(mesh, leaves, spans)
 
-    def __call__(self, leaves: list[Any], key: tuple, this: Call, *, check: str) -> Any:
+    def __call__(self, leaves: list[Any], spans: Sequence[Span], key: tuple, this: Call, *, check: str) -> Any:
         driver = self._driver
         self._count += 1
-        looked = check_of(check, self._count, self._layout.size, first=self._found is None)
+        first = self._found is None and not self._followed
+        looked = check_of(check, self._count, self._layout.size, first=first)
         asked = max(looked, Check.SCALARS)  # numbers come along, whether or not they are compared
         waits = self._expected is None or check == "always"
-        names, values = self._named(leaves)
+        names, values = self._named(leaves, spans)
         plain = not values or _PLAIN.issuperset(map(type, values))
         results = driver.new_values()
         task = driver.submit(
@@ -89,7 +94,7 @@ class DriverCall:
             region=True,
             told=self._planned.told,
             compare=None if waits or not looked else functools.partial(self._compare, looked),
-            needs=functools.partial(_lacking, leaves),
+            needs=functools.partial(self._lacking, spans),
             name=self._name,
             holds=self,
             arguments=tuple(leaves),
@@ -104,35 +109,57 @@ class DriverCall:
             driver.in_flight(task)
             return trees.unflatten(treedef, arrays)
         treedef, found = self._finish(task, looked)
-        metas = [result.meta for result in found if result.meta is not None]
-        self._expected = (treedef, metas) if len(metas) == len(found) else None
+        if looked is Check.TYPES:
+            driver.shipped.followed[self._planned.key] = self._axes
+        _, metas, arrays_only = self._metas_of(found)
+        self._expected = (treedef, metas) if arrays_only else None
         results.take_numbers(task)
         rest = iter(results.arrays(None, metas))
         return trees.unflatten(treedef, [result.value if result.meta is None else next(rest) for result in found])
 
-    def _named(self, leaves: list[Any]) -> tuple[protocol.Spans, list[Any]]:
+    def _metas_of(self, found: list[agreement.Result]) -> tuple[Any, tuple[Meta, ...], bool]:
+        """Results, what is to be known of those among them that are Arrays, and whether all are."""
+        if self._told is None or self._told[0] is not found:
+            metas = tuple(result.meta for result in found if result.meta is not None)
+            self._told = found, metas, len(metas) == len(found)
+        return self._told
+
+    def donated(self) -> list[str]:
+        """The arguments that it may overwrite, for messages."""
+        paths = [accessor.codify("") for accessor in self._treedef.accessors()]
+        names = [
+            path[: path.index("]", 3) + 1] for path, leaf in zip(paths, self.plan.leaves, strict=True) if leaf.donated
+        ]
+        return [describe_path(name) for name in dict.fromkeys(names)]
+
+    def _named(self, leaves: list[Any], spans: Sequence[Span]) -> tuple[protocol.Spans, list[Any]]:
         """The leaves on the mesh by name, and the other leaves."""
-        spans: list[int] = []
+        names: list[int] = []
         others: list[Any] = []
-        last, expected = None, -1
-        for leaf in leaves:
-            if type(leaf) is not Array:
-                others.append(leaf)
+        for span in spans:
+            if span.source is None:
+                others.append(leaves[span.at])
                 continue
-            source: Any = leaf._source
-            index = leaf._index
-            if source is not last:
-                source.check(self._driver)
-            if source is last and index == expected:
-                spans[-1] = expected = index + 1
-            else:
-                last, expected = source, index + 1
-                spans += (source.number, index, expected)
-        return tuple(spans), others
+            span.source.check(self._driver)
+            names += (span.source.number, span.start, span.stop)
+        return tuple(names), others
 
     def _parts(self, leaves: list[Any]) -> list[tuple[str, Any]]:
-        paths = [accessor.codify("") for accessor in self._treedef.accessors()]
-        return [(f"{describe_path(path)} of {self._name}", leaf) for path, leaf in zip(paths, leaves, strict=True)]
+        return [(self.path_of(index), leaf) for index, leaf in enumerate(leaves)]
+
+    def path_of(self, index: int) -> str:
+        """What a leaf of the arguments is called."""
+        return f"{describe_path(self._treedef.accessors()[index].codify(''))} of {self._name}"
+
+    def _lacking(self, spans: Sequence[Span]) -> list[tuple[CallValues, int, str]]:
+        """Those of the arguments that some rank lacks."""
+        return [
+            (span.source, index, self.path_of(span.at + index - span.start))
+            for span in spans
+            if span.source is not None and span.source.missing
+            for index in range(span.start, span.stop)
+            if index in span.source.missing
+        ]
 
     def _finish(self, task: Task, looked: Check) -> tuple[Any, list[agreement.Result]]:
         """What the results of a call are, once it is over."""
@@ -168,8 +195,8 @@ class DriverCall:
     def _as_expected(self, task: Task, treedef: Any, looked: Check) -> Sequence[Meta]:
         """Shapes, dtypes and specs of the results of a call for which Arrays were made already."""
         found, results = self._finish(task, looked)
-        metas = [result.meta for result in results if result.meta is not None]
-        if found != treedef or len(metas) < len(results):
+        _, metas, arrays_only = self._metas_of(results)
+        if found != treedef or not arrays_only:
             self._driver.run_state.note_failure(task)
             raise SpecError(
                 message(
@@ -181,9 +208,3 @@ class DriverCall:
                 )
             )
         return metas
-
-
-def _lacking(leaves: list[Any]) -> list[tuple[CallValues, int]]:
-    """Those of the leaves that some rank lacks."""
-    arrays: list[Any] = [leaf for leaf in leaves if type(leaf) is Array]
-    return [(array._source, array._index) for array in arrays if array._index in array._source.missing]

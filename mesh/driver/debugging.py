@@ -24,10 +24,11 @@ class Debugging:
 
     Args:
         answer: sends a rank its line.
+        settled: waits so many seconds for a task to be settled; whether it is.
     """
 
-    def __init__(self, answer: Callable[[int, protocol.DebuggerLine], None]):
-        self._answer = answer
+    def __init__(self, answer: Callable[[int, protocol.DebuggerLine], None], settled: Callable[[Task, float], bool]):
+        self._answer, self._settled = answer, settled
         self._changed = threading.Condition()
         self._asked: dict[int, protocol.DebuggerPrompt] = {}  # by rank
         self._talking: int | None = None
@@ -52,12 +53,12 @@ class Debugging:
 
     def wait(self, task: Task, timeout: float | None = None) -> None:
         """Wait until a task is settled, and read lines for ranks that ask meanwhile."""
-        if task.settled.wait(LOOK_SECONDS):
+        if self._settled(task, LOOK_SECONDS):
             return
         end = None if timeout is None else time.monotonic() + timeout
         self._waiting += 1
         try:
-            while not task.settled.wait(LOOK_SECONDS):
+            while not self._settled(task, LOOK_SECONDS):
                 if self._asked and self._reading.acquire(blocking=False):
                     try:
                         self._talk(task)

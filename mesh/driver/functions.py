@@ -66,6 +66,9 @@ class ShippedObjects:
     Args:
         session: sends it.
         whole: types that travel as names.
+
+    Attributes:
+        followed: by the key of a call's signature the axes over which the types in it were followed.
     """
 
     def __init__(self, session: Teller, whole: tuple[type, ...]):
@@ -75,10 +78,12 @@ class ShippedObjects:
         self._told: dict[str, dict[int, bytes]] = {}
         self._unused: deque[str] = deque()
         self._naming_values: set[str] = set()
+        self._unread: set[str] = set()  # by some rank, most often for want of files or of a module: sent again
         self._treedefs: dict[Any, Shipped] = {}
         self._functions: weakref.WeakKeyDictionary[Any, tuple[list[Any], Shipped]] = weakref.WeakKeyDictionary()
         self._path = list(sys.path)
         self._sources: dict[str, list[str]] = {}
+        self.followed: dict[str, frozenset[str]] = {}
         self.modules = LoadedModules()
         self.modules.notice()
 
@@ -97,9 +102,10 @@ class ShippedObjects:
             )
         key = wire.content_hash(packet)
         with self._session.lock:
-            if key in self._packets:
+            if self._is_read(key):
                 packet.close()
             else:
+                self._drop(key)
                 self._session.ready()
                 if packet.nbytes > LARGE and (what := snapshot.largest_part(function)):
                     warn(f"{what} is sent to every rank: put() it once and pass it, or read it on the ranks")
@@ -114,7 +120,14 @@ class ShippedObjects:
 
     def has(self, shipped: Shipped) -> bool:
         """Whether the ranks still have it."""
-        return shipped.key in self._packets
+        return self._is_read(shipped.key)
+
+    def note_unread(self, key: str) -> None:
+        """Have an object sent anew when it is needed next: a rank could not read it."""
+        self._unread.add(key)
+
+    def _is_read(self, key: str) -> bool:
+        return key in self._packets and key not in self._unread
 
     def ship_function(self, function: Any) -> Shipped:
         """Ship a function, pickling it again only if what it refers to has changed."""
@@ -155,7 +168,7 @@ class ShippedObjects:
 
     def ship_treedef(self, treedef: Any) -> Shipped:
         shipped = self._treedefs.get(treedef)
-        if shipped is None:
+        if shipped is None or not self.has(shipped):
             shipped = self._treedefs[treedef] = self.ship(trees.pack(treedef))
         return shipped
 
@@ -187,6 +200,7 @@ class ShippedObjects:
 
     def _drop(self, key: str) -> None:
         self._naming_values.discard(key)
+        self._unread.discard(key)
         packet = self._packets.pop(key, None)
         if packet is not None:
             packet.close()

@@ -47,7 +47,7 @@ class Newcomers:
 
     Attributes:
         ranks: they, once `prepare` has come back.
-        known: the keys of what they were sent.
+        known: the keys of what they were sent, and have read.
     """
 
     def __init__(self, session: Session, layout: Layout, threads: int):
@@ -138,7 +138,11 @@ class Newcomers:
             said = protocol.decode(packet.head)
             rank.ready = rank.ready or isinstance(said, protocol.Ready)
             done = done or isinstance(said, protocol.Answer | protocol.Failed)
+            if isinstance(said, protocol.Ship):  # it could not read that: it is sent again at the switch
+                self.known.discard(said.key)
             packet.close()
+        assert self.ranks.arena is not None
+        self.ranks.arena.answers.heard[rank.rank] += len(packets)
         return done
 
     def printed(self) -> list[tuple[Rank, str, bytes]]:

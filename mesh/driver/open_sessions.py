@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 import traceback
-from typing import Protocol
+from typing import Any, Protocol
 
+from ..display import trace
 from ..failure import ranks_text
 from .debugging import Debugging
 from .pending import Pending
@@ -20,7 +21,11 @@ SAY_SECONDS = 3.0  # until closing says what it waits for
 
 class Session(Protocol):
     timeout: float
+    pending: Pending
+    ranks: Any
 
+    @property
+    def mesh(self) -> Any: ...
     def close(self, why: str) -> None: ...
     def describe(self) -> str: ...
 
@@ -34,6 +39,14 @@ def add(session: Session) -> None:
         atexit.unregister(close_all)
         atexit.register(close_all)
     _open.add(session)
+    follow(session)
+
+
+def follow(session: Session) -> None:
+    """Have what its ranks do noted, and which calls it makes of them, if that is wanted; again for other ranks."""
+    if (writer := trace.writer()) is not None:
+        hosts = session.mesh.hosts.by_rank() if session.mesh.hosts is not None else ()
+        session.pending.traced = writer.follow(session.ranks.request.key, hosts)
 
 
 def discard(session: Session) -> None:

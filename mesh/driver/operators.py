@@ -14,18 +14,20 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...kernels.errors import MeshError, SpecError, message
+from ...kernels.torch_private import in_torch_func
 from .. import trees
-from ..array import Array, refuse_ragged
+from ..array import WAY, Array, Meta, refuse_gradients, refuse_ragged
 from ..calling import call
 from ..program import Program
 from ..put import as_tensor, fetch, is_array
 from ..rank.session import RankSession
 from ..region import current, require, reseed
 from ..request import Request
-from ..spec import RAGGED, P, ragged_shape
+from ..spec import RAGGED, Layout, P, ragged_shape
 
 # Functions of torch, as functions, methods or operators, that give each element from the elements at its place.
 # fmt: off
@@ -48,7 +50,9 @@ _ELEMENTWISE = frozenset((
 # fmt: on
 # Python's names of operators that are torch's functions by another.
 _NAMES = {"__invert__": "bitwise_not", "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor"}
-_OF_GRADIENTS = frozenset(("backward", "grad", "requires_grad_", "register_hook", "retain_grad"))
+_OF_GRADIENTS = frozenset(
+    ("backward", "grad", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+)
 _KINDS = 4096  # of operations and specs whose programs are kept
 
 
@@ -56,18 +60,22 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a function of torch that was given an Array.
 
     Raises:
-        SpecError: the Arrays are on different meshes, or one is asked to change.
+        SpecError: the Arrays are on different meshes, or one is asked to change or for gradients.
         MeshError: called within a region.
     """
-    if _name_of(func) in _OF_GRADIENTS:
+    name = _name_of(func)
+    if name in _OF_GRADIENTS:
+        refuse_gradients(f"{name} was asked of an Array")
+    if in_torch_func():
         raise SpecError(
             message(
-                f"{_name_of(func)} was asked of an Array, whose gradients are not recorded",
-                remedy="differentiate in an @spmd function: value_and_grad(loss_fn)(params, batch)",
+                f"a transform of torch.func (grad, vmap, ...) came to {name} of an Array, which it can't follow",
+                remedy=f"use it in an @spmd function, on tensors; gradients: {WAY}",
             )
         )
-    arrays = [leaf for leaf in trees.leaves((args, kwargs), is_leaf=is_array) if is_array(leaf)]
-    mesh, name = arrays[0].mesh, _name_of(func)
+    leaves, treedef = trees.flatten((args, kwargs))
+    arrays = [leaf for leaf in leaves if type(leaf) is Array]
+    mesh = arrays[0].mesh
     if current() is not None:
         raise MeshError(
             message(f"torch's {name} was given an Array in a region", remedy="use its .local, this rank's shard, there")
@@ -84,8 +92,10 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
                 message(f"torch's {name} would change an Array, whose value never changes", remedy="write x = x + y")
             )
         return func(*fetch(args), **fetch(kwargs))
-    args, kwargs = trees.map(as_tensor, (args, kwargs), is_leaf=is_array)
-    way, specs, out = _way(mesh, name, args, kwargs)
+    if any(isinstance(leaf, np.ndarray) for leaf in leaves):
+        leaves = list(map(as_tensor, leaves))
+        args, kwargs = trees.unflatten(treedef, leaves)
+    way, specs, out = _way(mesh.layout, name, treedef, tuple(map(_kind_of, leaves)))
     program, operation = _program(func, name, way, out)
     with mesh.run_state.aside():
         return call(
@@ -105,28 +115,34 @@ class _Way(enum.Enum):
     OWN, RULES, WHOLE = "own", "rules", "whole"
 
 
-def _way(mesh: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[_Way, Any, P]:
+def _kind_of(leaf: Any) -> Meta | tuple[int, ...] | None:
+    """What of an argument settles how a function is called: an Array's shape and spec, a tensor's shape."""
+    if type(leaf) is Array:
+        return leaf.hint()
+    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
+
+
+@functools.lru_cache(maxsize=_KINDS)
+def _way(layout: Layout, name: str, treedef: Any, kinds: tuple[Any, ...]) -> tuple[_Way, Any, P]:
     """How a function is called on the ranks, how its arguments are cut first, and how its result is cut."""
-    leaves, treedef = trees.flatten((args, kwargs), is_leaf=is_array)
-    found = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor | Array)]
-    shapes = {index: tuple(_shape(leaves[index])) for index in found}
-    cut = {index: leaves[index].hint().spec for index in found if is_array(leaves[index])}
-    cut = {index: spec for index, spec in cut.items() if spec.entries}
+    metas = {index: kind for index, kind in enumerate(kinds) if isinstance(kind, Meta)}
+    shapes = {index: getattr(kind, "shape", kind) for index, kind in enumerate(kinds) if kind is not None}
+    cut = {index: meta.spec for index, meta in metas.items() if meta.spec.entries}
     if not cut:
         return _Way.OWN, None, P()
-    specs = _alike(mesh, leaves, shapes, cut) if name in _ELEMENTWISE else None
+    specs = _alike(layout, len(kinds), shapes, cut) if name in _ELEMENTWISE else None
     if specs is not None:
         return _Way.OWN, trees.unflatten(treedef, specs), next(iter(cut.values()))
-    even = all(_is_even(mesh, shapes[index], spec) for index, spec in cut.items())
+    even = all(_is_even(layout, shapes[index], spec) for index, spec in cut.items())
     return _Way.RULES if even else _Way.WHOLE, None, P()
 
 
-def _alike(mesh: Any, leaves: list[Any], shapes: dict[int, tuple], cut: dict[int, P]) -> list[P | None] | None:
+def _alike(layout: Layout, leaves: int, shapes: dict[int, tuple], cut: dict[int, P]) -> list[P | None] | None:
     """How to cut arguments such that each rank computes its own elements; None if what is cut differs."""
     (spec, whole), *others = {(spec, shapes[index]) for index, spec in cut.items()}
     if others or RAGGED in whole or torch.broadcast_shapes(*shapes.values()) != whole:
         return None
-    specs: list[P | None] = [None] * len(leaves)
+    specs: list[P | None] = [None] * leaves
     for index in set(shapes) - set(cut):
         missing = len(whole) - len(shapes[index])
         own = [
@@ -135,26 +151,22 @@ def _alike(mesh: Any, leaves: list[Any], shapes: dict[int, tuple], cut: dict[int
         ]
         if any(own):  # each rank takes the elements that go with its shard
             specs[index] = theirs = P(*own)
-            parts = [mesh.layout.parts(theirs.dim_axes(dim)) for dim in range(len(own))]
+            parts = [layout.parts(theirs.dim_axes(dim)) for dim in range(len(own))]
             if any(size % count for size, count in zip(shapes[index], parts, strict=True)):
                 return None  # uneven shards, which are not cut so
     return specs
 
 
-def _is_even(mesh: Any, shape: tuple[int, ...], spec: P) -> bool:
+def _is_even(layout: Layout, shape: tuple[int, ...], spec: P) -> bool:
     """Whether DTensor knows such cuts."""
     if RAGGED in shape:
         return False
-    names = mesh.layout.names
+    names = layout.names
     axes = [spec.dim_axes(dim) for dim in range(len(spec.entries))]
     return all(
-        shape[dim] % mesh.layout.parts(own) == 0 and list(own) == sorted(own, key=names.index)
+        shape[dim] % layout.parts(own) == 0 and list(own) == sorted(own, key=names.index)
         for dim, own in enumerate(axes)
     )
-
-
-def _shape(leaf: Any) -> tuple[int, ...]:
-    return leaf.hint().shape if isinstance(leaf, Array) else leaf.shape
 
 
 @functools.lru_cache(maxsize=_KINDS)

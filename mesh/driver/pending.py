@@ -138,6 +138,7 @@ class Pending:
     def __init__(self, run_state: RunState) -> None:
         self._run_state = run_state
         self.tasks: dict[int, Task] = {}
+        self.traced: Callable[[Task], None] | None = None  # told of each whose outcome is known
         self._unseen: deque[Task] = deque()
 
     def busy(self) -> dict[int, int]:
@@ -175,6 +176,8 @@ class Pending:
             self.tasks.pop(task.number, None)
         task.generation = generation
         task.settle(failure)
+        if self.traced is not None:
+            self.traced(task)
         if failure is not None and not seen:
             self._unseen.append(task)
 

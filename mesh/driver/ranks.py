@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import cloudpickle
@@ -23,6 +23,7 @@ from ...kernels.shm import arena as arena_module
 from ...kernels.shm.arena import Arena
 from ...kernels.shm.board import ended
 from .. import protocol, wire
+from ..display import trace
 from ..rank.logs import levels
 from ..remote.addresses import listen
 from ..spec import Layout
@@ -102,6 +103,18 @@ class Rank(Owned):
         os.close(self.pipes.pop(stream))
         return None
 
+    def answers(self) -> list[wire.Packet] | None:
+        """What has come from it since; None if nothing will any more, and then its end is at hand."""
+        packets = self.receiver.receive(block=False)
+        if packets is None and not self.ended(0.2):
+            self.signal(signal.SIGKILL)  # it can't be reached any more
+        return packets
+
+    def last_answers(self) -> Iterator[wire.Packet]:
+        """What it said before it died counts."""
+        while packets := self.receiver.receive(block=False):
+            yield from packets
+
     def signal(self, number: int) -> None:
         if self.alive and not self.foreign:
             with contextlib.suppress(ProcessLookupError):
@@ -168,6 +181,8 @@ class Ranks:
             self.all.append(self._start(rank))
 
     def _start(self, number: int) -> Rank:
+        assert self.arena is not None
+        self.arena.answers.heard[number] = 0
         rank = Rank(number, dataclasses.replace(self.request, generation=self.generation), self._arena_fd)
         self._deaths.register(rank.pidfd, select.POLLIN)
         self._started(rank)
@@ -190,6 +205,14 @@ class Ranks:
         """Whether donated memory may be other than it was before a region."""
         return self.arena is not None and self.arena.overwritten(region)
 
+    def copies_at(self) -> tuple[tuple[str, int], ...]:
+        """Where each host takes copies of other hosts' values: address and port."""
+        return ()
+
+    def copies(self) -> dict[tuple[int, int, int], tuple[str, int]]:
+        """Of what there are copies, as (rank, call, index), and where; of ranks that died, too."""
+        return {}
+
     def drop_given(self, number: int) -> None:
         """Values that lay in memory of their hosts are needed no more; called by the garbage collector, too."""
 
@@ -197,6 +220,11 @@ class Ranks:
     def remark(self) -> str | None:
         """What is to be said of ranks that died, besides."""
         return None
+
+    @property
+    def dying(self) -> bool:
+        """Whether ranks were lost with their host of which nobody has heard yet that they died."""
+        return False
 
     def has(self, rank: Rank) -> bool:
         """Whether a process is one of these, and not one whose place another has taken."""
@@ -257,6 +285,7 @@ def request_of(
     layout: Layout, options: dict[str, Any], store: str, hosts: tuple[tuple[int, ...], ...] = ()
 ) -> protocol.RankRequest:
     """What every rank of a mesh that begins here needs to know; see `protocol.RankRequest`."""
+    trace.writer()  # with its logger's level ranks know that there is one
     return protocol.RankRequest(
         **options,
         rank=-1,
@@ -266,6 +295,7 @@ def request_of(
         factory=pickled_factory(options["backend"]),
         store=store,
         hosts=hosts,
+        address="",
         cwd=os.getcwd(),
         path=tuple(sys.path),
         argv=tuple(sys.argv),

@@ -1,6 +1,6 @@
 """The thread that listens to a mesh's ranks: their answers, what they print, and their deaths.
 
-It reads and reports, and decides nothing: that is its listener's business (`Recovery`).
+It reads and reports, and decides nothing: that is its listener's business (`Recovery`, `Answers`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import signal
 import sys
 import threading
 import traceback
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from .. import wire
-from ..display.bars import Bars
+from ..display.bars import Bars, BarState
 from ..display.output import Collator, coordinates_label
 from ..spec import Layout
 from .pending import Task
@@ -25,6 +24,13 @@ from .ranks import Rank, Ranks
 from .stuck import Stuck
 
 TICK_SECONDS = 0.1  # between two calls of `carry_on` while a recovery is under way
+
+
+class Answers(Protocol):
+    """What is told of messages."""
+
+    def take(self, rank: Rank, packet: wire.Packet) -> None: ...
+    def collect(self) -> None: ...
 
 
 class Listener(Protocol):
@@ -36,7 +42,8 @@ class Listener(Protocol):
     def stuck(self) -> Stuck: ...
     @property
     def closed(self) -> str | None: ...
-    def answered(self, rank: Rank, packet: wire.Packet) -> None: ...
+    @property
+    def answers(self) -> Answers: ...
     def died(self, rank: Rank) -> None: ...
     def flush(self, rank: Rank) -> bool: ...
     def carry_on(self) -> None: ...
@@ -54,9 +61,10 @@ class Receiving(threading.Thread):
     def __init__(self, listener: Listener, layout: Layout):
         super().__init__(name="spmd-receiver", daemon=True)
         self._listener = listener
+        self._showing = threading.RLock()  # who settles a task shows what is printed, whichever thread that is
         label = coordinates_label(layout)
         self._collator = Collator(self._print, layout.size, label=label)
-        self.bars = Bars(label=label)
+        self._bars = Bars(label=label)
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -101,29 +109,49 @@ class Receiving(threading.Thread):
         """Listen to other ranks than so far, of another layout."""
         for rank in gone:
             self.remove(rank)
-        self._collator.flush()
         label = coordinates_label(layout)
-        self._collator = Collator(self._print, layout.size, label=label)
-        self.bars = Bars(label=label)
+        with self._showing:
+            self._collator.flush()
+            self._collator = Collator(self._print, layout.size, label=label)
+            self._bars = Bars(label=label)
         ranks.listened_to(self.add)
 
+    # -- what ranks show: for any thread -----------------------------------------------------------------------------
+
     def read_output(self, rank: Rank) -> None:
-        for stream, fd in list(rank.pipes.items()):
-            while data := rank.read(stream):
-                self._collator.feed(rank.rank, stream, data)
-            if data is None:
-                self._forget(fd)
+        with self._showing:
+            for stream, fd in list(rank.pipes.items()):
+                while data := rank.read(stream):
+                    self._collator.feed(rank.rank, stream, data)
+                if data is None:
+                    self._forget(fd)
+
+    def show_printed(self, ranks: Iterable[Rank]) -> None:
+        """Read what these have printed so far, if they have."""
+        with self._showing:
+            for rank in ranks:
+                if rank.has_printed():
+                    self.read_output(rank)
 
     def show_output(self) -> None:
         """Show all that ranks have printed, and was held to see who else prints it."""
-        self._collator.flush()
+        with self._showing:
+            self._collator.flush()
+
+    def report_bar(self, rank: int, task: Task, state: BarState) -> None:
+        """Show what a rank says of a progress bar."""
+        with self._showing:
+            self._bars.report(rank, task, state)
 
     def end_of_task(self, task: Task) -> None:
         """Show what a task has shown to the end; lines of the next region are matched with each other only."""
-        with contextlib.suppress(Exception):  # of a front end that draws bars: no reason to stop listening
-            self.bars.end(task)
-        if task.region:
-            self._collator.begin()
+        with self._showing:
+            with contextlib.suppress(Exception):  # of a front end that draws bars: no reason to stop listening
+                self._bars.end(task)
+            if task.region:
+                self._collator.begin()
+
+    # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self, ranks: list[Rank]) -> None:
         if self is not threading.current_thread() and self.is_alive():
@@ -132,7 +160,7 @@ class Receiving(threading.Thread):
         for rank in ranks:
             with contextlib.suppress(OSError, ValueError):
                 self.read_output(rank)
-        self._collator.flush()
+        self.show_output()
         self._selector.close()
         for fd in (self._wake_read, self._wake_write):
             os.close(fd)
@@ -149,7 +177,7 @@ class Receiving(threading.Thread):
                 self._listener.broke(error)
 
     def _turn(self) -> None:
-        dues = [due for due in (self._collator.tick(), self._tick_bars()) if due is not None]
+        dues = [due for due in self._tick() if due is not None]
         due = min(dues, default=self._listener.stuck.pause)
         due = min(due, TICK_SECONDS if self._listener.under_way else self._listener.stuck.pause)
         for key, events in self._selector.select(due):
@@ -173,6 +201,7 @@ class Receiving(threading.Thread):
                 self.read_output(rank)
         while self._soon:
             self._soon.popleft()()
+        self._listener.answers.collect()
         self._listener.stuck.look()
         if self._listener.under_way:
             self._listener.carry_on()
@@ -186,33 +215,33 @@ class Receiving(threading.Thread):
             self._selector.unregister(source)
 
     def _take_answers(self, rank: Rank) -> None:
-        packets = rank.receiver.receive(block=False)
+        packets = rank.answers()
         if packets is None:
             self._forget(rank.connection)
-            if not rank.ended(0.2):
-                rank.signal(signal.SIGKILL)  # it can't be reached any more
             self._bury(rank)
             return
-        if packets and rank.has_printed():
-            self.read_output(rank)  # what it printed before it answered comes first
+        if packets:
+            self.show_printed([rank])  # what it printed before it answered comes first
         for packet in packets:
-            self._listener.answered(rank, packet)
+            self._listener.answers.take(rank, packet)
 
     def _bury(self, rank: Rank) -> None:
         if not rank.alive:
             return
-        while packets := rank.receiver.receive(block=False):  # what it said before it died counts
-            for packet in packets:
-                self._listener.answered(rank, packet)
+        for packet in rank.last_answers():
+            self._listener.answers.take(rank, packet)
         self._listener.died(rank)
 
-    def _tick_bars(self) -> float | None:
-        with contextlib.suppress(Exception):
-            return self.bars.tick()
-        return None
+    def _tick(self) -> list[float | None]:
+        """Show what is due: in how many seconds more is."""
+        with self._showing:
+            found = [self._collator.tick()]
+            with contextlib.suppress(Exception):
+                found.append(self._bars.tick())
+        return found
 
     def _print(self, stream: str, text: str) -> None:
         target = sys.stdout if stream == "stdout" else sys.stderr
-        with contextlib.suppress(Exception), self.bars.aside(target):  # a closed stream must not stop the thread
+        with contextlib.suppress(Exception), self._bars.aside(target):  # a closed stream must not stop the thread
             target.write(text)
             target.flush()

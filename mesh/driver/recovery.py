@@ -7,22 +7,22 @@ failed region is known. Whoever waits is told earlier: as soon as the others had
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...kernels.errors import MeshError
 from .. import protocol, wire
-from ..failure import Failure, capture, combine, ranks_text
+from ..failure import combine, ranks_text
 from ..hosts.moving import Moves, moves_of
+from ..hosts.uncopied import Uncopied
 from ..run_state import RunState
 from ..spec import Layout
-from . import records
+from .answers import Answers
 from .debugging import Debugging
 from .functions import ShippedObjects
 from .pending import Outcome, Pending, Task
@@ -32,7 +32,6 @@ from .rerun import freed_meanwhile, send_again, send_read, tell, to_rerun
 from .stuck import Stuck
 from .values import Values
 
-_KINDS = {protocol.Failed: "failed", protocol.Skipped: "skipped"}
 INTERRUPT_SECONDS = 0.3  # for calls under way to end by themselves after Ctrl-C
 WAIT_SECONDS = 1.0  # for ranks to stop after Ctrl-C, before it is said which do not
 GRACE_SECONDS = 0.75  # for ranks to give up by themselves once one has failed
@@ -56,10 +55,14 @@ class Session(Protocol):
     reruns: bool
     run_state: RunState
     shipped: ShippedObjects
+    uncopied: Uncopied
+    options: dict[str, Any]
     values: Values
 
     @property
     def lasting(self) -> bool: ...
+    @property
+    def mesh(self) -> Any: ...
     def describe(self) -> str: ...
     def shut(self, why: str) -> None: ...
     def tell(
@@ -71,20 +74,22 @@ class Recovery:
     """The receiving thread's half of a session.
 
     Attributes:
+        answers: takes what the ranks answer.
         under_way: a failed region has not yet been left by all ranks.
         interrupted: the user's Ctrl-C is the reason.
+        failed_starts: ranks in a row that died before they were ready.
     """
 
     def __init__(self, session: Session, grace: float):
         self._session = session
         self.under_way = self.interrupted = False
-        self._warnings = records.Warnings()
+        self.answers = Answers(session, self)
         self._since = 0.0
         self._first_failed = 0  # the number of the first task that failed; those before it may end
         self._lost: dict[int, str] = {}  # ranks that died, and how
         self.stuck = Stuck(session, grace)
         self._moves: Moves | None = None
-        self._failed_starts = 0  # ranks in a row that died before they were ready
+        self.failed_starts = 0
 
     @property
     def closed(self) -> str | None:
@@ -94,72 +99,19 @@ class Recovery:
         with self._session.lock:
             return rank.flush()
 
-    def answered(self, rank: Rank, packet: wire.Packet) -> None:
-        session, answer = self._session, protocol.decode(packet.head)
-        if isinstance(answer, protocol.Progress):
-            self._bar(rank, answer)
-            return
-        if isinstance(answer, protocol.Logged):
-            records.log(rank.rank, answer)
-            return
-        if isinstance(answer, protocol.Warned):
-            self._warnings.warn(answer)
-            return
-        if isinstance(answer, protocol.DebuggerPrompt):
-            session.receiving.show_output()  # what it printed before comes first
-            session.debugging.ask(rank.rank, answer)
-            return
-        kind, value = _KINDS.get(type(answer), "ok"), None
-        try:
-            if packet.data:
-                value = wire.loads(packet, session.values.object_of)
-        except BaseException as error:
-            kind, value = "failed", capture(error)
-        finally:
-            packet.close()
-        with session.lock:
-            if not session.ranks.has(rank):
-                return
-            if isinstance(answer, protocol.Ready):
-                rank.ready, self._failed_starts = True, 0
-                return
-            task = session.pending.tasks.get(answer.task)
-            if task is None:
-                return
-            if isinstance(answer, protocol.Metadata | protocol.Unchanged):
-                task.prints[rank.rank] = answer.prints
-            if isinstance(answer, protocol.Metadata):
-                value = answer.data
-                if answer.lasting:
-                    task.told[rank.rank] = value
-            elif isinstance(answer, protocol.Unchanged):
-                value = task.told[rank.rank]
-            task.answers[rank.rank] = (kind, value)
-            own_fault = not task.region and isinstance(value, Failure) and value.kind == "error"
-            if kind != "ok" and not own_fault:
-                self.begin(first_failed=task.number)
-            if self.under_way:
-                self.carry_on()
-            elif task.complete:
-                failures, where = task.failures(), session.describe()
-                self._settle(task, (lambda: combine(failures, {}, where)) if failures else None)
-
-    def _bar(self, rank: Rank, progress: protocol.Progress) -> None:
-        with self._session.lock:
-            task = self._session.pending.tasks.get(progress.task)
-        if task is not None and not task.settled.is_set():
-            with contextlib.suppress(Exception):  # as in `Receiving.end_of_task`
-                self._session.receiving.bars.report(rank.rank, task, progress.bar)
-
     def died(self, rank: Rank) -> None:
         how = self.stuck.killed.pop(rank.pid, None) or rank.end_text()
         with self._session.lock:
+            self.answers.collect()  # what it answered before it died counts
             rank.alive = False
             self._session.receiving.remove(rank)
-            if self._session.closing or not self._session.ranks.has(rank):
+            if self._session.closing:
+                return
+            if not self._session.ranks.has(rank):  # its host put another in its place before this was heard
+                rank.close()
                 return
             self._lost[rank.rank] = how
-            self._failed_starts += not rank.ready
+            self.failed_starts += not rank.ready
             self._session.pending.lose(rank.rank)
             self.begin(f"rank {rank.rank} {how}")
             self.carry_on()
@@ -182,6 +134,7 @@ class Recovery:
         with session.lock:
             if not self.under_way or session.closed is not None:
                 return
+            self.answers.collect()
             busy = session.pending.busy()
             if busy and time.monotonic() - self._since < GRACE_SECONDS:
                 return
@@ -197,12 +150,12 @@ class Recovery:
                 if task.settled.is_set() or task in again:
                     continue
                 if task.fine:
-                    self._settle(task)
+                    self.answers.settle(task)
                 elif task.complete or not (busy and (self.interrupted or task.number < self._first_failed)):
-                    self._settle(task, failure)
+                    self.answers.settle(task, failure)
             if busy:
                 self.signal_busy()
-            else:
+            elif not session.ranks.dying:
                 self._begin_anew(again)
 
     def _to_rerun(self) -> tuple[list[Task], str | None]:
@@ -210,7 +163,7 @@ class Recovery:
         session = self._session
         if not self._lost or self.interrupted or not session.reruns:
             return [], None
-        return to_rerun(session.pending.tasks.values(), session.ranks.overwritten)
+        return to_rerun(session.pending.tasks.values(), session.ranks.overwritten, session.run_state.saved)
 
     def interrupt(self) -> None:
         """Ctrl-C: let what is about to end do so, stop the rest, and wait for that; a second Ctrl-C kills the ranks.
@@ -220,24 +173,22 @@ class Recovery:
         session = self._session
         session.run_state.note_failure()
         try:
+            if self.answers.all_settled(INTERRUPT_SECONDS) or session.closed:
+                return
             with session.lock:
-                if session.changed.wait_for(lambda: not session.pending.tasks or session.closed, INTERRUPT_SECONDS):
-                    return
                 self.interrupted = not self.under_way  # else something has failed, and is to be told
                 self.begin("interrupted by the user")
                 said = False
                 while self.under_way and session.closed is None:
                     self.signal_busy()
-                    if not session.changed.wait_for(self._over, WAIT_SECONDS) and not said:
+                    over = session.changed.wait_for(lambda: not self.under_way or session.closed, WAIT_SECONDS)
+                    if not over and not said:
                         said = True
                         print(self._waits(), file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             count = len(session.values)
             session.shut(f"killed by a second Ctrl-C; {count} values that were on it are lost")
             raise KeyboardInterrupt(f"mesh killed: {count} values that were on its ranks are lost") from None
-
-    def _over(self) -> bool:
-        return not self.under_way or self._session.closed is not None
 
     def _waits(self) -> str:
         busy = sorted(self._session.pending.busy())
@@ -258,21 +209,11 @@ class Recovery:
         where, interrupted, why = self._session.describe(), self.interrupted, self._session.ranks.remark or why
         return lambda: combine(failures, lost, where, interrupted=interrupted, remedy=why)
 
-    def _settle(self, task: Task, failure: Outcome = None) -> None:
-        session = self._session
-        session.receiving.end_of_task(task)
-        together = self.under_way  # with all else that fails now
-        if failure is None and task.compare is not None and len(set(task.prints.values())) > 1:
-            failure, together = task.compare(task), True
-        generation = session.ranks.generation if together else None
-        session.pending.settle(task, failure, generation=generation, seen=self.interrupted)
-        session.changed.notify_all()
-
     def _begin_anew(self, again: Sequence[Task]) -> None:
         session = self._session
-        if self._failed_starts > 2 * session.layout.size:
+        if self.failed_starts > 2 * session.layout.size:
             ends = "; ".join(f"rank {rank} {how}" for rank, how in sorted(self._lost.items()))
-            count = f"{self._failed_starts} times in a row, the last: {ends}"
+            count = f"{self.failed_starts} times in a row, the last: {ends}"
             session.shut(f"its ranks die before they are ready, {count}; their error output says why")
             return
         session.pending.tasks = {task.number: task for task in again}
@@ -287,8 +228,7 @@ class Recovery:
             session.shut(f"ranks that died could not be replaced: {error}")
             return
         generation, bare = session.ranks.generation, session.ranks.bare if session.lasting else {*replaced}
-        if self._moves is not None:
-            self._moves.take_back()
+        undone = self._moves is not None and self._moves.take_back()
         kept, freed = session.values.needed()
         for rank in range(session.layout.size):
             if rank not in replaced:
@@ -299,9 +239,10 @@ class Recovery:
             for message, packet in session.shipped.for_newcomer():
                 session.tell(message, packet, [rank])
             session.values.lost_on(rank, lasting=rank not in bare)
-        if bare:
+        if bare or undone:
             again = self._with_values(again)
         if replaced:
+            session.uncopied.copy_to_hosts(session)
             self._run_again(again, replaced)
         self._lost.clear()
         self.under_way = self.interrupted = False
@@ -310,12 +251,12 @@ class Recovery:
     def _with_values(self, again: Sequence[Task]) -> Sequence[Task]:
         """Have the values that the calls need where they were lost with a host: the calls that can run again."""
         session = self._session
-        moves = self._moves = moves_of(session)
+        moves = self._moves = moves_of(session, again)
+        again = [*session.uncopied.tasks_for(moves.lost, session), *again]
         ready = list(itertools.takewhile(lambda task: not moves.needed_by(task), again))
         for task in again[len(ready) :]:
-            what = f"{task.again.name} needs a value that nobody else had: restore it from a checkpoint"
             session.pending.tasks.pop(task.number, None)
-            self._settle(task, self._failure(what))
+            self.answers.settle(task, self._failure(moves.lack(task)))
         if ready:
             moves.send(session)
         if moves.lost or not ready:
@@ -333,8 +274,8 @@ class Recovery:
                 session.tell(message, packet, [rank])
         for task in again:
             send_again(session, task, replaced)
-        freed = freed_meanwhile(again)
-        if freed:
+        if freed := freed_meanwhile(again):
             session.tell(protocol.Free(freed, ()))
         seconds = time.monotonic() - self._since
-        tell(self._lost, again, seconds, session.describe(), lasting=session.lasting and not session.ranks.bare)
+        kept = session.lasting and (not session.ranks.bare or self._moves is None or not self._moves.lost)
+        tell(self._lost, again, seconds, session.describe(), lasting=kept)

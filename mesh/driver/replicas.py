@@ -11,6 +11,7 @@ from ...kernels.errors import PeerLost, message
 from .. import protocol, wire
 from ..array import Meta
 from ..protocol import Spans
+from ..run_state import RunState
 from ..spec import Layout
 from .pending import Task
 
@@ -21,6 +22,8 @@ class Session(Protocol):
     layout: Layout
     lock: threading.RLock
     node: Any
+    options: dict[str, Any]
+    run_state: RunState
 
     @property
     def mesh(self) -> Any: ...
@@ -33,15 +36,17 @@ class Session(Protocol):
         content: Callable[[], wire.Packet] | None = None,
         *,
         ranks: Sequence[int] | None = None,
-        needs: Callable[[], Iterable[tuple[Any, int]]] = tuple,
+        needs: Callable[[], Iterable[Sequence[Any]]] = tuple,
         name: str | None = None,
         holds: Any = None,
         values: Any = None,
     ) -> Task: ...
 
 
-def copy_from_replicas(session: Session, call: int, about: Meta, index: int, missing: Collection[int]) -> None:
-    """Give a value of a call to the ranks that lack it."""
+def copy_from_replicas(
+    session: Session, call: int, about: Meta, index: int, missing: Collection[int], name: str
+) -> None:
+    """Give a value of a call, called so, to the ranks that lack it."""
     fetch = functools.partial(protocol.FetchValue, call=call, index=index)
     store = functools.partial(protocol.StoreValue, call=call, index=index, spec=about.spec)
     for rank in sorted(missing):
@@ -49,12 +54,36 @@ def copy_from_replicas(session: Session, call: int, about: Meta, index: int, mis
         if not donors:
             raise PeerLost(
                 message(
-                    f"a value on this mesh was lost with rank {rank}, which alone held a shard of it",
+                    f"{name} was lost with rank {rank}{_host_of(session, rank)}, which alone held a shard of it",
                     got=f"{about.spec}, shape {tuple(about.shape)}",
                     where=session.describe(),
-                    remedy="restore it from a checkpoint, or compute it again",
+                    remedy=f"{remedy(session)}, or compute it again",
                 ),
                 rank,
             )
         shard = session.wait(session.submit(fetch, ranks=donors[:1])).values()[0]
         session.wait(session.submit(store, functools.partial(session.dumps, shard), ranks=[rank]))
+
+
+def _host_of(session: Session, rank: int) -> str:
+    hosts = None if session.mesh is None else session.mesh.hosts
+    return "" if hosts is None else f" on host {hosts.by_rank()[rank]}"
+
+
+class Saving(Protocol):
+    """A session, as far as it is asked what a program can go on from."""
+
+    options: dict[str, Any]
+    run_state: RunState
+
+    @property
+    def mesh(self) -> Any: ...
+
+
+def remedy(session: Saving) -> str:
+    """How to go on without a value that nobody has."""
+    several = session.mesh is not None and session.mesh.hosts is not None
+    saved = session.run_state.saved
+    go_on = "restore from a checkpoint (none was saved)" if saved is None else f"restore({saved!r})"
+    keeps = "; Mesh(copies=1) would have kept it" if several and not session.options["copies"] else ""
+    return f"{go_on}{keeps}"

@@ -23,6 +23,12 @@ LOSSES = 3  # of ranks, in a row, in one call: then it is the call's fault
 logger = logging.getLogger("spmd")
 
 
+class Compiled(Protocol):
+    """What was compiled for calls of one kind, as far as it is seen from here."""
+
+    def donated(self) -> Sequence[str]: ...
+
+
 @dataclasses.dataclass(slots=True)
 class Again:
     """What it takes to send a task again.
@@ -30,7 +36,7 @@ class Again:
     Attributes:
         name: of the call, for messages.
         make, packet: the message and its content.
-        holds: what must live until the task is over, besides its arguments.
+        holds: what was compiled for the call, which must live until the task is over.
         arguments: its inputs.
         values: its outputs.
         losses: how often it has lost ranks.
@@ -39,7 +45,7 @@ class Again:
     name: str
     make: Callable[[int, int, Spans, tuple[str, ...]], protocol.Task]
     packet: wire.Packet
-    holds: Any
+    holds: Compiled | None
     arguments: Sequence[Any]
     values: CallValues | None
     losses: int = 0
@@ -48,13 +54,16 @@ class Again:
         self.packet.close()
 
 
-def to_rerun(tasks: Iterable[Task], overwritten: Callable[[int], bool]) -> tuple[list[Task], str | None]:
+def to_rerun(
+    tasks: Iterable[Task], overwritten: Callable[[int], bool], checkpoint: str | None
+) -> tuple[list[Task], str | None]:
     """The tasks that are to be run again, in order, and why those behind them are not, if there are any.
 
     First come those that need no other rank: what others need may be what they read.
 
     Args:
         overwritten: whether donated memory may be other than it was before a region.
+        checkpoint: the last one of the run, if there is one.
     """
     found: list[Task] = []
     for task in sorted(tasks, key=_order):
@@ -67,10 +76,7 @@ def to_rerun(tasks: Iterable[Task], overwritten: Callable[[int], bool]) -> tuple
         if task.again is None:
             continue
         if task.region and overwritten(task.region):
-            return found, (
-                f"{task.again.name} had begun to overwrite what was donated to it, which is lost: restore it from a "
-                "checkpoint, or leave donate= out"
-            )
+            return found, _lost(task.again, checkpoint)
         if task.again.losses >= LOSSES:
             return found, (
                 f"{task.again.name} has lost ranks {LOSSES} times in a row, and is not run again: see what ends "
@@ -78,6 +84,16 @@ def to_rerun(tasks: Iterable[Task], overwritten: Callable[[int], bool]) -> tuple
             )
         found.append(task)
     return found, None
+
+
+def _lost(again: Again, checkpoint: str | None) -> str:
+    """What is said of a call that can't run again, since ranks have overwritten what it read."""
+    donated = again.holds.donated() if again.holds is not None else ()
+    what = f"{', '.join(donated)} of it, donated and lost" if donated else "what a later call was donated, and it reads"
+    newest = (
+        f"the newest checkpoint, {checkpoint}," if checkpoint is not None else "a checkpoint (this run has none yet)"
+    )
+    return f"{again.name} can't run again: ranks had begun to overwrite {what}; restore {newest} or leave donate= out"
 
 
 def _order(task: Task) -> tuple[bool, bool, int]:
@@ -149,7 +165,10 @@ def tell(lost: dict[int, str], tasks: Sequence[Task], seconds: float, where: str
     alike: dict[str, list[int]] = {}
     for rank, how in sorted(lost.items()):
         alike.setdefault(how, []).append(rank)
-    ends = "; ".join(f"{ranks_text(ranks)} {how}" for how, ranks in alike.items())
+    ends = "; ".join(
+        f"{ranks_text(ranks)} {how if len(ranks) == 1 else how.replace('was ', 'were ', 1)}"
+        for how, ranks in alike.items()
+    )
     calls = [task.again.name for task in tasks if task.region and task.again is not None]
     what = f"; {', '.join(calls)} {'runs' if len(calls) == 1 else 'run'} again" if calls else ""
     values = ", with its values," if lasting else ""

@@ -22,12 +22,12 @@ import torch
 from ...kernels.errors import MeshError, PeerLost, message
 from .. import protocol
 from ..array import Meta
-from ..frozen import frozen_as
 from ..rank.interrupts import uninterrupted
 from ..rank.lasting_values import values_of
 from ..region import current
 from ..spec import RAGGED, REPLICATED, Layout, P
-from . import giving
+from ..strides import frozen_as
+from . import giving, open_sessions
 from .newcomers import Newcomers
 from .pending import Task
 from .rerun import Again, send_read
@@ -208,6 +208,7 @@ class Resizing:
                 reruns, driver.reruns = driver.reruns, True
                 driver.tell(protocol.Exit())  # of all values there is a copy, or memory that is not theirs
                 driver.hand_over(ranks, self._layout)
+                open_sessions.follow(driver)
                 self._mesh.set_layout(self._layout, self._threads)
                 for said, packet in driver.shipped.for_newcomer(self._newcomers.known):
                     driver.tell(said, packet)

@@ -22,6 +22,7 @@ from .. import protocol, wire
 from ..array import Array
 from ..display.notebook import shorten
 from ..hosts.ranks import ranks_of
+from ..hosts.uncopied import Uncopied
 from ..rank.interrupts import uninterrupted
 from ..remote.making import driver_node
 from ..run_state import RunState
@@ -45,7 +46,7 @@ class DriverSession(Owned):
     Args:
         mesh: whose ranks they are; only its finalizer keeps a session alive longer than its mesh.
         layout: the axes.
-        backend, device, threads, seed, timeout, on_loss, grace, hosts: as given to `Mesh`.
+        backend, device, threads, seed, timeout, on_loss, grace, hosts, copies: as given to `Mesh`.
         pinned: torch threads of a rank while it computes under `shards=`.
 
     Attributes:
@@ -69,6 +70,7 @@ class DriverSession(Owned):
         on_loss: str,
         grace: float,
         hosts: Any,
+        copies: int,
     ):
         super().__init__()
         open_more_files()
@@ -81,19 +83,17 @@ class DriverSession(Owned):
         self.whole = (type(mesh), Array)  # types that travel as names
         self.shipped = ShippedObjects(self, self.whole)
         # Of each @spmd function its calls by signature: what is settled at the first call, and then looked up.
-        self.calls: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self.calls: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.closed: str | None = None
         self.closing = False
         self.numbers: Iterator[int] = itertools.count(1)
-        self.regions = 0
-        self.run_state = RunState()
-        self.pending = Pending(self.run_state)
-        self._flight = Flight()
-        self.debugging = Debugging(lambda rank, line: self.tell(line, ranks=[rank]))
+        self.regions, self.run_state, self.uncopied = 0, RunState(), Uncopied()
+        self.pending, self._flight = Pending(self.run_state), Flight()
         self._recovery = Recovery(self, grace)
+        self.debugging = Debugging(lambda rank, line: self.tell(line, ranks=[rank]), self._recovery.answers.wait)
         self.receiving = Receiving(self._recovery, layout)
         options = {"backend": backend, "device": device, "threads": threads, "pinned": pinned, "seed": seed}
-        self.options: dict[str, Any] = options | {"timeout": timeout}
+        self.options: dict[str, Any] = options | {"timeout": timeout, "copies": 0 if hosts is None else copies}
         self.resizing: Any = None  # ranks of another size that get ready; see `resizing`
         self.leaving: threading.Thread | None = None  # sees to the end of those that a resize has told to leave
         self.switching = 0  # the thread that exchanges the ranks; others wait meanwhile
@@ -105,6 +105,7 @@ class DriverSession(Owned):
             self.shut("it could not be made")
             raise
         self.receiving.start()
+        self.uncopied.copy_to_hosts(self)
         open_sessions.add(self)
 
     @property
@@ -162,7 +163,7 @@ class DriverSession(Owned):
         future: Future | None = None,
         told: dict[int, bytes] | None = None,
         compare: Callable[[Task], Outcome] | None = None,
-        needs: Callable[[], Iterable[tuple[Any, int]]] = tuple,
+        needs: Callable[[], Iterable[Sequence[Any]]] = tuple,
         name: str | None = None,
         holds: Any = None,
         arguments: Sequence[Any] = (),
@@ -178,7 +179,7 @@ class DriverSession(Owned):
             future: takes the first rank's result, or the failure.
             told, compare: see `Task`.
             needs: of the values whose names are in the message those that a rank may lack, as (those of a call,
-                index); asked once all ranks are there, since one that was replaced has none.
+                index, and what to call it); asked once all ranks are there, since one that was replaced has none.
             name: of what may be run again when a rank dies, for messages; None: it may not.
             holds, arguments, values: see `rerun.Again`.
             layout: of the mesh that it is made for; that it has now by default.
@@ -189,8 +190,8 @@ class DriverSession(Owned):
         while True:
             self.ready()
             generation = self.ranks.generation
-            for needed, index in needs():
-                needed.restore(index)
+            for needed, *which in needs():
+                needed.restore(*which)
             packet = wire.Packet(b"") if content is None else content()
             again = None if name is None or not self.reruns else Again(name, make, packet, holds, arguments, values)
             task: Task | None = None
@@ -228,9 +229,8 @@ class DriverSession(Owned):
         """Send a message to ranks (all by default)."""
         packet = wire.Packet(b"") if packet is None else packet
         packet.head = protocol.encode(message)
-        parts = wire.frame(packet)
         with self.lock, uninterrupted():
-            for rank in self.ranks.send(packet, parts, ranks):
+            for rank in self.ranks.send(packet, wire.frame(packet), ranks):
                 self.receiving.when_writable(rank)
 
     def ready(self) -> None:
@@ -289,6 +289,7 @@ class DriverSession(Owned):
 
     def raise_failure(self) -> None:
         """Raise an error that nobody has seen."""
+        self._recovery.answers.collect()
         with self.lock:
             self.pending.raise_unseen()
 
@@ -341,6 +342,7 @@ class DriverSession(Owned):
         self.receiving.close(self.ranks.all)
         self.ranks.close()
         self.shipped.close()
+        self.uncopied.close()
         with self.lock:
             for task in list(self.pending.tasks.values()):
                 if not task.settled.is_set():

@@ -9,11 +9,13 @@ Invariant: a snapshot keeps nothing alive, but for small built-in values and con
 
 from __future__ import annotations
 
+import array
 import functools
 import linecache
+import operator
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ import torch
 
 from ...kernels import torch_private
 from .. import wire
-from ..rank.references import SCALARS, functions_of, inside_of, used_by
+from ..rank.references import CONTAINERS, SCALARS, functions_of, inside_of, used_by
 
 _LOOKED_AT = 4096  # values in all
 _DEEPEST = 16  # levels into what can't be pickled
@@ -44,7 +46,7 @@ def snapshot(function: Any, whole: tuple[type, ...] = ()) -> list[Any]:
             found.append(obj)
             continue
         inside = None if isinstance(obj, whole) or len(found) > _LOOKED_AT else inside_of(obj, depth)
-        if isinstance(obj, list | tuple | dict | set) and inside is not None:
+        if inside is not None and isinstance(obj, CONTAINERS):
             # Its entries are compared, so it does not matter which object holds them.
             found.append(f"{type(obj).__qualname__} of {len(obj)}")
         else:
@@ -55,7 +57,7 @@ def snapshot(function: Any, whole: tuple[type, ...] = ()) -> list[Any]:
         kept.append(obj)
         todo.extend(inside or ())
         if isinstance(obj, torch.Tensor):
-            found.extend(_changes_of(obj))
+            found.append(_changes_of([obj]))
         elif isinstance(obj, torch.nn.Module):
             found.extend(_state_of(obj))
         elif isinstance(obj, np.ndarray) and obj.nbytes <= _ARRAY_BYTES and not obj.dtype.hasobject:
@@ -64,10 +66,14 @@ def snapshot(function: Any, whole: tuple[type, ...] = ()) -> list[Any]:
 
 
 def unchanged(old: list[Any], new: list[Any]) -> bool:
-    return len(old) == len(new) and all(
-        a is b or (type(a) is type(b) and isinstance(a, SCALARS) and (a == b or (a != a and b != b)))
-        for a, b in zip(old, new, strict=True)
-    )
+    if len(old) != len(new):
+        return False
+    others = [index for index, same in enumerate(map(operator.is_, old, new)) if not same]
+    return all(_alike(old[index], new[index]) for index in others)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and isinstance(a, SCALARS) and (a == b or (a != a and b != b))
 
 
 def _identity(obj: Any) -> Any:
@@ -78,24 +84,32 @@ def _identity(obj: Any) -> Any:
         return obj
 
 
-def _changes_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _changes_of(tensors: Sequence[torch.Tensor]) -> bytes:
     """What a change by torch makes different: its count misses `tensor.data = other` and `module.double()`."""
-    return torch_private.version(tensor), tensor.data_ptr() if tensor.layout is torch.strided else 0, tensor.dtype
+    numbers = torch_private.versions(tensors)
+    try:
+        numbers += map(torch.Tensor.data_ptr, tensors)
+    except RuntimeError:  # of one without memory of its own
+        numbers += [tensor.data_ptr() if tensor.layout is torch.strided else 0 for tensor in tensors]
+    numbers += [id(tensor.dtype) for tensor in tensors]
+    return array.array("Q", numbers).tobytes()
 
 
 def _state_of(module: torch.nn.Module) -> list[Any]:
     """Everything of a module and its children that is likely to change: tensors, versions, the training flags."""
-    found: list[Any] = []
-    todo, seen = [module], set()
-    while todo:
-        one = todo.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        found.extend((weakref.ref(one), one.training))
-        for tensor in (*torch_private.parameters(one).values(), *torch_private.buffers(one).values()):
-            found.extend((None,) if tensor is None else (weakref.ref(tensor), *_changes_of(tensor)))
-        todo.extend(one.children())
+    modules, seen = [module], {id(module)}
+    tensors: list[Any] = []
+    for one in modules:
+        for child in one.children():
+            if id(child) not in seen:
+                seen.add(id(child))
+                modules.append(child)
+        tensors += torch_private.parameters(one).values()
+        tensors += torch_private.buffers(one).values()
+    there = [tensor for tensor in tensors if tensor is not None]
+    found: list[Any] = [None if tensor is None else weakref.ref(tensor) for tensor in tensors]
+    found += map(weakref.ref, modules)
+    found += [bytes(one.training for one in modules), _changes_of(there)]
     return found
 
 

@@ -47,24 +47,9 @@ class CallValues:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_find",
-        "_live",
-        "_metas",
-        "_prints",
-        "_values",
-        "deal",
-        "freed",
-        "given",
-        "hints",
-        "missing",
-        "named",
-        "number",
-        "read",
-        "session",
-        "task",
-        "tells_numbers",
-        "unread_on",
+        *("__weakref__", "_find", "_gone", "_ids", "_live", "_metas", "_noted", "_prints", "_values", "deal"),
+        *("donated", "freed", "given", "hints", "missing", "named", "number", "read", "session", "task"),
+        *("tells_numbers", "unread_on"),
     )
 
     def __init__(self, values: Values, session: Session, number: int):
@@ -83,6 +68,10 @@ class CallValues:
         self.tells_numbers = False
         self._prints = b""
         self._live: int | None = None  # the Arrays that there are, once they were made
+        self._ids: list[int] = []  # of those that were made
+        self._gone: deque[int] = deque()  # indexes of those that are gone, and that the ranks have not been told of
+        self._noted = False  # that there are such
+        self.donated: dict[int, str] = {}
 
     def __del__(self) -> None:
         if self._live is None:
@@ -106,15 +95,23 @@ class CallValues:
         mesh, count = self.session.mesh, len(hints)
         self._live = count
         with self.session.lock:  # a rank may be replaced meanwhile
-            self.missing = {index: set(self.unread_on) for index in range(count) if self.unread_on}
-        return [Array(mesh, self, index) for index in range(count)]
+            if self.unread_on:
+                self.missing = {index: set(self.unread_on) for index in range(count)}
+        arrays = [Array(mesh, self, index) for index in range(count)]
+        self._ids = list(map(id, arrays))
+        return arrays
 
-    def restore(self, index: int) -> None:
-        """Have a value on all ranks, also on those that were replaced: read again, or from who has the same."""
+    @property
+    def ids(self) -> list[int]:
+        """Of the Arrays of them, while all of these live; else none."""
+        return [] if self._gone or self._live != len(self._ids) else self._ids
+
+    def restore(self, index: int, name: str = "a value on this mesh") -> None:
+        """Have a value, called so, on all ranks, also on replaced ones: read again, or from who has the same."""
         self.check(self.session)
         if self.missing.get(index):
             if self.read is None:
-                copy_from_replicas(self.session, self.number, self.meta(index), index, self.missing[index])
+                copy_from_replicas(self.session, self.number, self.meta(index), index, self.missing[index], name)
                 self.missing.pop(index, None)
             else:
                 self._read_again(self.read)
@@ -143,11 +140,16 @@ class CallValues:
         return (self.number, 0, ALL) if self._live is not None and self._live <= 0 else tuple(self.freed)
 
     def release(self, index: int) -> None:
-        self._values.garbage.append((self, index))
+        self._gone.append(index)
+        if not self._noted:  # in this order: who empties `_gone` takes the note away first
+            self._noted = True
+            self._values.garbage.append(self)
 
-    def gone(self, indexes: list[int]) -> Spans:
-        """The names of the values of which there is no Array any more."""
+    def gone(self) -> Spans:
+        """The names of the values of which there is no Array any more, and that the ranks have not been told of."""
         assert self._live is not None
+        self._noted = False
+        indexes = [self._gone.popleft() for _ in range(len(self._gone))]
         self._live -= len(indexes)
         if self._live <= 0:
             return (self.number, 0, ALL)
@@ -230,7 +232,7 @@ class CallValues:
     def full(self, index: int) -> torch.Tensor:
         layout, about = self.session.layout, self.meta(index)
         refuse_ragged(about.shape)
-        number = scalar_in(self._prints, self.settle(), index) if self._prints else None
+        number = scalar_in(self._prints, tuple(self.settle()), index) if self._prints else None
         if number is not None:
             return number
         owners = layout.owners(about.spec)
@@ -244,13 +246,13 @@ class Values:
     """The register of one mesh's values.
 
     Attributes:
-        garbage: Arrays that are gone, as (the values of their call, index).
+        garbage: values of calls of which there are Arrays that are gone.
     """
 
     def __init__(self, session: Session):
         self._session = session
         self._calls: weakref.WeakValueDictionary[int, CallValues] = weakref.WeakValueDictionary()
-        self.garbage: deque[tuple[CallValues, int]] = deque()
+        self.garbage: deque[CallValues] = deque()
         self._dropped: deque[int] = deque()
 
     def of_call(self, number: int) -> CallValues:
@@ -270,12 +272,8 @@ class Values:
         if not self.garbage and not self._dropped:
             return ()
         spans: list[int] = []
-        gone: dict[CallValues, list[int]] = {}
         while self.garbage:
-            values, index = self.garbage.popleft()
-            gone.setdefault(values, []).append(index)
-        for values, indexes in gone.items():
-            spans += values.gone(indexes)
+            spans += self.garbage.popleft().gone()
         while self._dropped:
             spans += (self._dropped.popleft(), 0, ALL)
         return tuple(spans)

@@ -48,8 +48,17 @@ def check_arguments(backend: str, device: str, threads: int | None, timeout: flo
         raise MeshError(message("Mesh got a bad grace", got=grace, expected="seconds, more than 0, or math.inf"))
 
 
-def hosts_of(hosts: Any, launch: Launch | None, backend: str, device: str) -> Places | None:
-    """What `Mesh(hosts=)` means; refuses what can't be had over several hosts."""
+def hosts_of(hosts: Any, copies: Any, launch: Launch | None, backend: str, device: str) -> Places | None:
+    """What `Mesh(hosts=)` means; refuses what can't be had over several hosts, and copies that can't be had."""
+    if not isinstance(copies, int) or isinstance(copies, bool) or copies < 0:
+        raise MeshError(message("Mesh got a bad copies", got=repr(copies), expected="a whole number, at least 0"))
+    if copies and launch is not None:
+        problem = "Mesh got copies, and this process is a rank that a launcher started: its values end with it"
+        remedy = "leave copies out, and save from time to time; or start the program without a launcher, with hosts="
+        raise MeshError(message(problem, got=f"copies={copies}, {launch.source}", remedy=remedy))
+    if copies and device == "cuda":
+        remedy = "leave copies out, and save from time to time"
+        raise MeshError(message("values on GPUs have no copies", got=f"copies={copies}", remedy=remedy))
     if hosts is None:
         return None
     if launch is not None:
@@ -63,7 +72,11 @@ def hosts_of(hosts: Any, launch: Launch | None, backend: str, device: str) -> Pl
         )
     if arena.supported():
         raise MeshError(message("Mesh(hosts=) can't be used here", got=arena.supported(), remedy="use a launcher"))
-    return places_of(hosts)
+    places = places_of(hosts)
+    if copies >= len(places.names) > 1:
+        expected = f"less than the hosts, which are {len(places.names)}"
+        raise MeshError(message("Mesh got too many copies", got=copies, expected=expected))
+    return places
 
 
 def threads_of(threads: int | None, size: int, places: Places | None) -> int:

@@ -6,6 +6,7 @@ Each rank runs its own part, and the ranks tell each other of their results only
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..program import CompiledCall, InputPlan, Outcome, Program
 from ..rank.local_values import LocalValues
 from ..rank.session import RankSession
 from ..replication.values import check_of
+from ..request import Span, passable
 from ..run_state import Call
 from . import inputs, launched
 
@@ -47,11 +49,11 @@ class LaunchedCall:
         self._inputs = inputs.ReplicatedInputs(treedef, plan, program.name)
         self._metas: list[Meta] = []  # of those results that are tensors
 
-    def accepts(self, mesh: Any, leaves: list[Any]) -> bool:
-        """Whether all Arrays among the leaves can be passed."""
-        return all(leaf._donated is None and leaf.mesh is mesh for leaf in leaves if type(leaf) is Array)
+    def accepts(self, mesh: Any, leaves: list[Any], spans: Sequence[Span]) -> bool:
+        """Whether all Arrays among the arguments can be passed."""
+        return passable(mesh, leaves, spans)
 
-    def __call__(self, leaves: list[Any], key: tuple, this: Call, *, check: str) -> Any:
+    def __call__(self, leaves: list[Any], spans: Sequence[Span], key: tuple, this: Call, *, check: str) -> Any:
         values: list[Any] = []
         specs = []
         theirs = set()

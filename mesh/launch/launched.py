@@ -109,6 +109,8 @@ def call(session: RankSession, body: Callable[[], Any]) -> Any:
         with session.region(session.regions):
             return body()
     except BaseException as error:
+        if session.foreign:  # a child that comes back from here: the rank itself meets the others
+            raise
         failed = _recover(session, error)
     session.run_state.note_failure()
     raise failed

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ...kernels.errors import MeshError, message
 from ...kernels.network.authentication import AuthenticatedStore, code
-from ...kernels.network.hosts import innermost, limit_silence
+from ...kernels.network.hosts import innermost, leads_nowhere_else, limit_silence
 from ...kernels.network.interface import address_of, chosen, is_loopback, towards
 from .environments import Launch, detect
 from .own_files import open_own, own_folders
@@ -89,7 +89,7 @@ def meet(launch: Launch, timeout: float, part: str) -> AuthenticatedStore:
         restarts = "TORCHELASTIC_RUN_ID" in os.environ
         store = dist.PrefixStore("spmd/restarts" if restarts else "spmd/0", store)
         where = "the given store" if _given_store is not None else method
-        one_host = _on_one_host(launch) or is_loopback(_host_of(store) or "")
+        one_host = _on_one_host(launch) or leads_nowhere_else(store)
         key = RollCall(store, launch, where, secret, one_host=one_host, restarts=restarts).key(timeout)
         if restarts:  # what ranks that are gone have left is not seen, either
             store = dist.PrefixStore(code(key, b"store").hex()[:16], store)
@@ -110,12 +110,8 @@ def address_beside(store: Any) -> str | None:
     given = chosen_address()
     if given is not None:
         return given
-    host = _host_of(store)
+    host = getattr(innermost(store), "host", None)  # a file is nowhere
     return None if host is None else towards(host)
-
-
-def _host_of(store: Any) -> str | None:
-    return getattr(innermost(store), "host", None)  # a file is nowhere
 
 
 def chosen_address() -> str | None:

@@ -88,11 +88,13 @@ def _made_once(path: Path) -> bytes:
     if not path.exists():
         own = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
         fd = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(fd, "w") as file:
-            file.write(secrets.token_hex(32))
-        with contextlib.suppress(FileExistsError):
-            os.link(own, path)  # whole, or not there
-        own.unlink()
+        try:
+            with open(fd, "w") as file:
+                file.write(secrets.token_hex(32))
+            with contextlib.suppress(FileExistsError):
+                os.link(own, path)  # whole, or not there
+        finally:
+            own.unlink()
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         found = os.fstat(fd)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,11 +18,11 @@ import torch
 from ...kernels.copying import copy
 from ...kernels.shm.arena import Arena
 from ...kernels.shm.blocks import Place
-from ...kernels.shm.ledger import Record, padded
+from ...kernels.shm.ledger import Record
 from ...kernels.shm.succession import kept_by, place_of, take_over
 from .. import strides, wire
-from ..frozen import frozen_as, is_frozen
 from ..spec import P
+from ..strides import frozen_as, is_frozen
 
 Values = dict[int, tuple[list[torch.Tensor | None], list[P]]]
 """By the number of a call its results, and their specs."""
@@ -31,7 +32,7 @@ _GONE, _INLINE, _STORED, _PICKLED = range(4)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Leaf:
+class Leaf:
     """How to make a tensor again: from bytes in the entry, from a place, or of its pickle."""
 
     kind: int
@@ -41,10 +42,60 @@ class _Leaf:
     frozen: bool
     nbytes: int  # that it spans
 
+    @property
+    def pickled(self) -> bool:
+        return self.kind == _PICKLED
+
     def made(self, base: torch.Tensor, at: int) -> torch.Tensor:
         """The tensor, which begins `at` so many bytes into these."""
         found = base[at : at + self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
         return torch.nn.Parameter(found, requires_grad=False) if self.frozen else found
+
+
+class KnownLayout:
+    """How values lie in memory that are all plain tensors, so that of later ones it need only be seen that they fit.
+
+    Attributes:
+        specs: of each.
+        large: which are more than the ledger takes.
+    """
+
+    __slots__ = ("__weakref__", "_complex", "_dtypes", "_shapes", "_strides", "large", "specs")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], specs: Sequence[P]):
+        self.specs = tuple(specs)
+        self._shapes, self._strides, self._dtypes = _kinds(tensors)
+        self._complex = tuple(index for index, tensor in enumerate(tensors) if tensor.is_complex())
+        self.large = tuple(index for index, tensor in enumerate(tensors) if _extent(tensor) > SMALL_BYTES)
+
+    @staticmethod
+    def of(tensors: Sequence[Any], specs: Sequence[P]) -> KnownLayout | None:
+        """That of some tensors; None if they are of more than one kind."""
+        plain = all(
+            type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+            for tensor in tensors
+        )
+        return KnownLayout(tensors, specs) if plain else None
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether plain tensors lie so, and their memory holds what they are: not its conjugate, nor its negative."""
+        try:
+            alike = (self._shapes, self._strides, self._dtypes) == _kinds(tensors)
+        except RuntimeError:  # of one without strides
+            return False
+        return (
+            alike
+            and not any(map(torch.Tensor.is_neg, tensors))
+            and not any(tensors[index].is_conj() for index in self._complex)
+        )
+
+
+def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
+    return (
+        [tensor.shape for tensor in tensors],
+        [tensor.stride() for tensor in tensors],
+        [tensor.dtype for tensor in tensors],
+    )
 
 
 class LastingValues:
@@ -52,20 +103,29 @@ class LastingValues:
 
     def __init__(self, arena: Arena):
         self._arena, self._lasting, self._ledger = arena, arena.lasting, arena.ledger
-        self._layouts: dict[Any, tuple[int, tuple[_Leaf, ...]]] = {}
-        self._kept: dict[int, tuple[int, tuple[_Leaf, ...]]] = {}  # call -> its entry in the ledger, how it is told
+        self._layouts: dict[Any, tuple[int, tuple[Leaf, ...]]] = {}
+        self._kept: dict[int, tuple[int, tuple[Leaf, ...]]] = {}  # call -> its entry in the ledger, how it is told
+        self._known: weakref.WeakKeyDictionary[KnownLayout, tuple[int, tuple[Leaf, ...], list[int]]]
+        self._known = weakref.WeakKeyDictionary()  # as `_layouts`, and the bytes of each, of those that are all small
 
-    def lay_out(self, leaves: list[Any]) -> None:
-        """Put results, in place in the list, in memory that lasts, but for those small enough to lie in the ledger."""
+    def lay_out(self, leaves: list[Any], known: KnownLayout | None = None) -> None:
+        """Put results, in place in the list, in memory that lasts, but for those small enough to lie in the ledger.
+
+        Args:
+            known: how they lie, where that is known.
+        """
         found: dict[int, list[int]] = {}  # by storage those that are to be copied
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and self._is_to_be_copied(leaf):
+        for index in range(len(leaves)) if known is None else known.large:
+            leaf = leaves[index]
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if leaf.is_conj() or leaf.is_neg():  # what its memory holds is not what it is
+                leaf = leaves[index] = frozen_as(leaf, leaf.detach().resolve_conj().resolve_neg())
+            if self._is_to_be_copied(leaf):
                 found.setdefault(leaf.untyped_storage().data_ptr(), []).append(index)
         for address, indexes in found.items():
             storage = leaves[indexes[0]].untyped_storage()
-            if 2 * sum(leaves[index].nbytes for index in indexes) >= storage.nbytes() and not any(
-                leaves[index].is_conj() or leaves[index].is_neg() for index in indexes
-            ):
+            if 2 * sum(leaves[index].nbytes for index in indexes) >= storage.nbytes():
                 # Parameters side by side stay so, and what two results show of one memory they go on to share.
                 self._move(leaves, address, storage)
                 continue
@@ -77,7 +137,7 @@ class LastingValues:
             return False
         if (leaf.nbytes if leaf.is_contiguous() else _extent(leaf)) <= SMALL_BYTES:
             return False
-        return leaf.is_conj() or leaf.is_neg() or place_of(self._arena, leaf.untyped_storage()) is None
+        return place_of(self._arena, leaf.untyped_storage()) is None
 
     def _move(self, leaves: list[Any], address: int, storage: torch.UntypedStorage) -> None:
         """Have all results that show a storage show a copy of it."""
@@ -91,7 +151,7 @@ class LastingValues:
                 leaves[index] = frozen_as(leaf, moved)
 
     def _copied(self, leaf: torch.Tensor) -> torch.Tensor:
-        source = leaf.detach().resolve_conj().resolve_neg()
+        source = leaf.detach()
         order = strides.dense(source.shape, source.stride())
         block = self._lasting.empty(source.nbytes).view(source.dtype).as_strided(source.shape, order)
         if order == source.stride():
@@ -100,17 +160,46 @@ class LastingValues:
             block.copy_(source)
         return frozen_as(leaf, block)
 
-    def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory for a result like a tensor: where it lasts, if it is large."""
-        if tensor.nbytes <= SMALL_BYTES or not (tensor.is_cpu and tensor.is_contiguous()):
-            return torch.empty_like(tensor)
-        return self._lasting.empty(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+    def room_for(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory for so many elements of a tensor's kind: where it lasts, if they are many."""
+        nbytes = numel * like.element_size()
+        if nbytes <= SMALL_BYTES or not like.is_cpu:
+            return like.new_empty(numel)
+        return self._lasting.empty(nbytes).view(like.dtype)
 
-    def keep(self, call: int, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> None:
-        """Note what a call has left here, in the place of what was noted of it before."""
+    def keep(self, call: int, tensors: Sequence[Any], specs: Sequence[P], known: KnownLayout | None = None) -> None:
+        """Note what a call has left here, in the place of what was noted of it before.
+
+        Args:
+            known: how the tensors lie, where that is known.
+        """
+        before = self._kept.get(call)
+        if known is not None and not known.large:
+            self._kept[call] = self._written(call, tensors, known)
+        else:
+            self._kept[call] = self._written_singly(call, tensors, specs)
+        if before is not None:
+            self._ledger.remove(before[0])
+
+    def _written(self, call: int, tensors: Sequence[Any], known: KnownLayout) -> tuple[int, tuple[Leaf, ...]]:
+        """The entry of small values that lie as others did, and how it is told."""
+        found = self._known.get(known)
+        if found is None:
+            layout, leaves = self._layout(tensors, known.specs)
+            found = self._known[known] = layout, leaves, [leaf.nbytes for leaf in leaves]
+        layout, leaves, sizes = found
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        words = (layout, *[address & 63 for address in addresses])
+        return self._ledger.write(call, (), words, b"", addresses, sizes), leaves
+
+    def _written_singly(
+        self, call: int, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]
+    ) -> tuple[int, tuple[Leaf, ...]]:
+        """The entry of any values, and how it is told."""
         places: dict[Place, int] = {}
         words: list[int] = []
-        pieces: list[tuple[int, int]] = []
+        addresses: list[int] = []
+        sizes: list[int] = []
         data = b""
         layout, leaves = self._layout(tensors, specs)
         for tensor, leaf in zip(tensors, leaves, strict=True):
@@ -119,7 +208,8 @@ class LastingValues:
             elif leaf.kind == _INLINE:
                 address = tensor.data_ptr()
                 words.append(address & 63)
-                pieces.append((address, leaf.nbytes))
+                addresses.append(address)
+                sizes.append(leaf.nbytes)
             elif leaf.kind == _PICKLED:
                 pickled = wire.to_bytes(tensor)
                 words.append(len(pickled))
@@ -131,10 +221,7 @@ class LastingValues:
                 assert place is not None, "a large value that is kept has been placed"
                 which = places.setdefault(place, len(places))
                 words.append(which << _AT | tensor.data_ptr() - storage.data_ptr())
-        before = self._kept.get(call)
-        self._kept[call] = self._ledger.write(call, tuple(places), (layout, *words), data, pieces), leaves
-        if before is not None:
-            self._ledger.remove(before[0])
+        return self._ledger.write(call, tuple(places), (layout, *words), data, addresses, sizes), leaves
 
     def shrink(self, call: int, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> None:
         """Note that some of a call's values are gone; to be told before their memory is free.
@@ -156,12 +243,12 @@ class LastingValues:
         if call in self._kept:
             self._ledger.remove(self._kept.pop(call)[0])
 
-    def _layout(self, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> tuple[int, tuple[_Leaf, ...]]:
+    def _layout(self, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> tuple[int, tuple[Leaf, ...]]:
         """What values of these kinds have in common, and the number under which the ledger has it."""
         key = (*map(_kind, tensors), *specs)
         found = self._layouts.get(key)
         if found is None:
-            leaves = tuple(map(_leaf, tensors))
+            leaves = tuple(map(leaf_of, tensors))
             number = -1 - len(self._layouts)
             self._ledger.write(number, data=pickle.dumps((leaves, tuple(specs))))
             found = self._layouts[key] = number, leaves
@@ -199,15 +286,15 @@ def _kind(tensor: torch.Tensor | None) -> Any:
     return tensor.shape, tensor.stride(), tensor.dtype, is_frozen(tensor)
 
 
-def _leaf(tensor: torch.Tensor | None) -> _Leaf:
+def leaf_of(tensor: torch.Tensor | None) -> Leaf:
     if tensor is None:
-        return _Leaf(_GONE, (), (), torch.float32, False, 0)
+        return Leaf(_GONE, (), (), torch.float32, False, 0)
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        return _Leaf(_PICKLED, (), (), tensor.dtype, is_frozen(tensor), 0)
+        return Leaf(_PICKLED, (), (), tensor.dtype, is_frozen(tensor), 0)
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     nbytes = _extent(tensor)
     kind = _INLINE if nbytes <= SMALL_BYTES else _STORED
-    return _Leaf(kind, shape, stride, tensor.dtype, is_frozen(tensor), nbytes)
+    return Leaf(kind, shape, stride, tensor.dtype, is_frozen(tensor), nbytes)
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -218,7 +305,7 @@ def _extent(tensor: torch.Tensor) -> int:
     return (sum((size - 1) * step for size, step in steps) + 1) * tensor.itemsize
 
 
-def _tensors(record: Record, leaves: Sequence[_Leaf], bases: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+def _tensors(record: Record, leaves: Sequence[Leaf], bases: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     found: list[torch.Tensor | None] = []
     at = pickled = 0
     for leaf, word in zip(leaves, record.words[1:], strict=True):
@@ -234,6 +321,6 @@ def _tensors(record: Record, leaves: Sequence[_Leaf], bases: Sequence[torch.Tens
             room = torch.empty(word + leaf.nbytes, dtype=torch.uint8)
             if leaf.nbytes:
                 room[word:] = torch.frombuffer(bytearray(record.pieces[at : at + leaf.nbytes]), dtype=torch.uint8)
-            at += padded(leaf.nbytes)
+            at += leaf.nbytes
             found.append(leaf.made(room, word))
     return found

@@ -9,10 +9,10 @@ import torch
 
 from .. import donation, strides
 from ..array import Array, Deal, Meta, refuse_ragged
-from ..frozen import frozen_as
 from ..launch import launched
 from ..region import current
 from ..spec import RAGGED, ragged_shape
+from ..strides import frozen_as
 
 
 class LocalValues:
@@ -24,7 +24,7 @@ class LocalValues:
         name: of the only one, under which a driver knows it: (number of its call, index).
     """
 
-    __slots__ = ("_metas", "_session", "_shapes", "_tensors", "deal", "hints", "name")
+    __slots__ = ("_metas", "_session", "_shapes", "_tensors", "deal", "donated", "hints", "name")
 
     def __init__(
         self,
@@ -40,9 +40,14 @@ class LocalValues:
         self._session, self._shapes, self._metas = session, shapes, metas
         self._tensors: list[Any] = list(tensors)
         self.hints, self.deal, self.name = metas if hints is None else hints, deal, name
+        self.donated: dict[int, str] = {}
 
     def arrays(self, mesh: Any) -> list[Array]:
         return [Array(mesh, self, index) for index in range(len(self._tensors))]
+
+    @property
+    def ids(self) -> list[int]:
+        return []
 
     def release(self, index: int) -> None:
         self._tensors[index] = None

@@ -16,13 +16,15 @@ import torch
 
 # -1 from a C library that doesn't tell.
 _current_core: Callable[[], int] = getattr(ctypes.CDLL(None), "sched_getcpu", lambda: -1)
+_CORES = os.cpu_count() or 1
 
 
 def spread(index: int, ranks: int) -> None:
     """Move this process to a core of its own, the `index`-th of `ranks` on this host, if it isn't on one."""
-    if ranks < 2:
+    threads = torch.get_num_threads()
+    if ranks < 2 or ranks * threads > _CORES:  # known without a look at those that are allowed
         return
-    allowed, threads = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
+    allowed = sorted(os.sched_getaffinity(0))
     if ranks * threads > len(allowed):
         return
     own = allowed[index * threads : (index + 1) * threads]

@@ -30,6 +30,8 @@ class PlannedSession(RankSession):
 class PlannedCommunicator:
     """A group of ranks that there are not; see `kernels.communicator.Communicator`."""
 
+    backend = "planned"
+
     def __init__(self, ranks: tuple[int, ...], rank: int):
         self.ranks, self.rank, self.size = ranks, ranks.index(rank), len(ranks)
 

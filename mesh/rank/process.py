@@ -22,7 +22,9 @@ from ...kernels.registry import register_backend
 from ...kernels.shm.arena import Arena
 from .. import protocol
 from ..display.stacks import offer
+from ..display.trace import LOGGER
 from ..hosts import joining as hosts
+from ..hosts.copier import Copier
 from ..mesh import Mesh
 from ..remote.serving import serve_when_called
 from ..spec import Layout
@@ -33,7 +35,7 @@ from .logs import relay
 from .rank_bars import report_bars
 from .session import RankSession
 from .state import RankState
-from .worker import Worker
+from .worker import TracedWorker, Worker
 
 
 def main(request: protocol.RankRequest, fds: list[int]) -> None:
@@ -86,7 +88,11 @@ def main(request: protocol.RankRequest, fds: list[int]) -> None:
         state.values.take_over()
     heard = [socket.socket(fileno=fd) for fd in listening]
     session.node = serve_when_called(state, request.key, heard, hosts.elsewhere(request))
-    worker = Worker(state, connection)
+    traced = LOGGER in dict(request.levels)
+    worker = TracedWorker(state, connection, request.key) if traced else Worker(state, connection)
+    if request.copies:
+        session.copied = True
+        state.values.copier = Copier(layout, request, worker.report, watch)
     report_bars(worker.current_task, worker.report_bar)
     debug_through(session, worker.ask)
     relay(request.levels, worker.report)

@@ -17,6 +17,10 @@ from ...kernels import torch_compiled
 from ..trees import travels_by_name
 
 SCALARS = (int, float, complex, str, bytes, bool, type(None))
+# Tuples, made once: every step is looked at so, and unions would be made each time.
+CONTAINERS = (list, tuple, set, dict)
+_OF_TORCH = (torch.Tensor, torch.nn.Module)
+_AS_A_WHOLE = (types.ModuleType, types.CodeType)
 DEPTH = 4
 LOOKED_INTO = 256  # entries of a container, attributes of an object
 
@@ -36,15 +40,15 @@ def inside_of(obj: Any, depth: int) -> list[tuple[Any, int]] | None:
         return [(obj.__func__, 0), (obj.__self__, 0)]
     by_value = type(obj).__module__ == "__main__"  # a class that travels with its instances
     inside: list[Any]
-    if isinstance(obj, torch.Tensor | torch.nn.Module):
+    if isinstance(obj, _OF_TORCH):
         inside = []
     elif isinstance(obj, type):
         inside = list(vars(obj).values()) if obj.__module__ == "__main__" else []
-    elif isinstance(obj, types.ModuleType | types.CodeType) or depth >= DEPTH:
+    elif isinstance(obj, _AS_A_WHOLE) or depth >= DEPTH:
         return None
     elif isinstance(obj, dict):
         inside = [item for pair in obj.items() for item in pair]
-    elif isinstance(obj, list | tuple | set):
+    elif isinstance(obj, CONTAINERS):
         inside = list(obj)
     else:
         inside = list(getattr(obj, "__dict__", {}).values())

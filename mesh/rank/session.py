@@ -26,7 +26,7 @@ from ...kernels.torch_private import outside_torch_func
 from ..counting.counted import CountedCommunicator, counting
 from ..run_state import RunState
 from ..spec import Layout
-from .lasting_values import LastingValues
+from .lasting_values import KnownLayout, LastingValues
 from .memory import keep_freed_memory, release_freed_memory
 from .placement import spread
 
@@ -65,10 +65,11 @@ class RankSession(Owned):
         self.closed = False
         self.run_state = RunState()
         # On a launched rank, of each @spmd function its calls by signature; see `calling`.
-        self.calls: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self.calls: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.mesh_text = "a mesh"  # for messages
         # Of a driver's rank that computes on the CPU: where values lie that outlive it.
         self.lasting: LastingValues | None = None
+        self.copied = False  # values have copies on other hosts, so that donated ones are not overwritten
         self.node: Any = None  # on a driver's rank: its part in calls of remote objects
         self.apart = threading.local()  # set on threads of remote objects, which run beside regions
         self._alone = False
@@ -182,20 +183,21 @@ class RankSession(Owned):
         """What this rank's host shares, where results may lie that other ranks read."""
         return self.watch.arena if isinstance(self.watch, HostWatch) else self.arena
 
-    def is_leased(self, tensor: torch.Tensor) -> bool:
-        return self.leases is not None and self.leases.is_leased(tensor)
+    def lay_out(self, leaves: list[Any], known: KnownLayout | None = None) -> None:
+        """Put results, in place in the list, where they may stay when the region is over.
 
-    def lay_out(self, leaves: list[Any]) -> None:
-        """Put results, in place in the list, where they may stay when the region is over."""
-        if self.leases is not None:
-            copied_out(leaves, self.is_leased)
+        Args:
+            known: how they lie, where that is known.
+        """
+        if self.leases is not None and (leased := self.leases.leased(leaves)):
+            copied_out(leaves, leased)
         if self.lasting is not None:
-            self.lasting.lay_out(leaves)
+            self.lasting.lay_out(leaves, known)
 
-    def room_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory for a result like a tensor, where it lasts if that is known to be worth it."""
+    def room_for(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory for so many elements of a result of a tensor's kind, where it lasts if that is worth it."""
         lasting = self.lasting
-        return torch.empty_like(tensor) if lasting is None else lasting.room_like(tensor)
+        return like.new_empty(numel) if lasting is None else lasting.room_for(numel, like)
 
     def overwrite(self) -> None:
         """Note that this rank begins to overwrite what was donated: the call can't be run again."""

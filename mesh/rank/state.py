@@ -9,6 +9,7 @@ from typing import Any
 
 from ...kernels.errors import MeshError, message
 from .. import wire
+from ..agreement import OutputMeta, encode
 from ..array import Array, meta
 from ..program import CompiledCall, PlannedCall, Program
 from ..remote.handle import Remote, named
@@ -40,9 +41,10 @@ class RankState:
         self.modules = LoadedModules()
         self._shipped: dict[str, Any] = {}
         self._calls: dict[str, CompiledCall] = {}
+        self._described: dict[str, tuple[Any, list[OutputMeta], bytes]] = {}
 
-    def keep(self, key: str, packet: wire.Packet) -> None:
-        """Take a shipped object, under its key."""
+    def keep(self, key: str, packet: wire.Packet) -> bool:
+        """Take a shipped object, under its key; whether it could be read."""
         if key in self._shipped:
             self._calls.clear()  # what is shipped again is another object
         try:
@@ -51,6 +53,8 @@ class RankState:
             self._shipped[key] = found.unpack() if isinstance(found, Packed) else found
         except BaseException as error:
             self._shipped[key] = _Unreadable(error)
+            return False
+        return True
 
     def set_path(self, path: Sequence[str]) -> None:
         """Look for modules where the driver does."""
@@ -72,6 +76,13 @@ class RankState:
             call = self._calls[key] = CompiledCall(self.session, self.mesh, program, tree, planned.plan)
         return call
 
+    def description(self, reader: str, treedef: Any, metas: list[OutputMeta]) -> bytes:
+        """What there is to tell of a batch that a reader has read: mostly the same as of the one before."""
+        known = self._described.get(reader)
+        if known is None or known[0] != treedef or any(about.spec is None for about in metas) or known[1] != metas:
+            known = self._described[reader] = treedef, metas, encode(treedef, metas)
+        return known[2]
+
     def free(self, values: tuple[int, ...], keys: tuple[str, ...]) -> None:
         """Forget values and shipped objects that nothing in the driver refers to any more."""
         if values:
@@ -79,6 +90,7 @@ class RankState:
         for key in keys:
             self._shipped.pop(key, None)
             self._calls.pop(key, None)
+            self._described.pop(key, None)
 
     def forget_told(self) -> None:
         """Have every call tell everything of its next results: the driver may not have heard of the last."""

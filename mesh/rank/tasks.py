@@ -25,7 +25,10 @@ def call_program(state: RankState, task: protocol.CallProgram, packet: wire.Pack
     tensors, specs = state.values.gather(task.arrays)
     others = state.read(packet) if task.values is None else task.values
     outcome = call(call.together(tensors, others), specs, task.key, check=Check(task.check))
-    _keep(state, task.out, outcome.leaves, outcome.metas)
+    if outcome.known is None:
+        _keep(state, task.out, outcome.leaves, outcome.metas)
+    else:
+        state.values.keep(task.out, outcome.leaves, list(outcome.known.specs), known=outcome.known)
     if outcome.unchanged:
         return protocol.Unchanged(task.number, outcome.prints), None
     data = agreement.encode(outcome.treedef, outcome.metas)
@@ -68,9 +71,10 @@ def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) 
 
 
 def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet) -> Answer:
-    treedef, leaves, metas, *rest = state.shipped(task.reader)(state.session, *task.arguments)
+    treedef, leaves, metas, *more = state.shipped(task.reader)(state.session, *task.arguments)
     _keep(state, task.out, leaves, metas, lasts=False)  # it can be read again
-    return protocol.Metadata(task.number, agreement.encode(treedef, metas, *rest), lasting=False), None
+    data = agreement.encode_batch(state.description(task.reader, treedef, metas), more)
+    return protocol.Metadata(task.number, data, lasting=False), None
 
 
 def fetch_value(state: RankState, task: protocol.FetchValue, packet: wire.Packet) -> Answer:
@@ -86,7 +90,9 @@ def store_value(state: RankState, task: protocol.StoreValue, packet: wire.Packet
 
 
 def move_values(state: RankState, task: protocol.MoveValues, packet: wire.Packet) -> Answer:
-    comm, rank = state.session.comm(), state.session.rank
+    comm, rank, copier = state.session.comm(), state.session.rank, state.values.copier
+    for (call, index), tensor, spec in () if copier is None else copier.fetch(task.copies):
+        state.values.store(call, index, tensor, spec)
     for source, target, names in task.moves:
         if rank == source:
             spans = tuple(word for call, index in names for word in (call, index, index + 1))

@@ -8,18 +8,19 @@ from typing import Any
 import torch
 
 from ...kernels.errors import MeshError, message
+from ..hosts.copier import Copier
 from ..protocol import ALL, Spans
 from ..spec import REPLICATED, P
-from .lasting_values import LastingValues
+from .lasting_values import KnownLayout, LastingValues
 
 
 class _Kept:
     """What is left of a call's results: None where a value was freed, or never came here."""
 
-    __slots__ = ("live", "specs", "tensors")
+    __slots__ = ("lasts", "live", "specs", "tensors")
 
-    def __init__(self, tensors: list[Any], specs: list[P]):
-        self.tensors, self.specs = tensors, specs
+    def __init__(self, tensors: list[Any], specs: list[P], lasts: bool = True):
+        self.tensors, self.specs, self.lasts = tensors, specs, lasts
         self.live = sum(tensor is not None for tensor in tensors)
 
 
@@ -29,27 +30,46 @@ class Values:
     Args:
         where: says which rank this is, for messages.
         lasting: notes what is kept here for a process that takes this one's place.
+
+    Attributes:
+        copier: copies what is kept here to other hosts, if they are to have it.
     """
 
     def __init__(self, where: str, lasting: LastingValues | None = None):
         self._where, self._lasting = where, lasting
         self._calls: dict[int, _Kept] = {}
+        self.copier: Copier | None = None
 
     def take_over(self) -> None:
         """Have what the process before this one kept."""
         if self._lasting is not None:
             self._calls = {call: _Kept(*kept) for call, kept in self._lasting.take_over().items()}
 
-    def keep(self, call: int, tensors: list[torch.Tensor], specs: list[P], *, lasts: bool = True) -> None:
+    def keep(
+        self,
+        call: int,
+        tensors: list[torch.Tensor],
+        specs: list[P],
+        *,
+        lasts: bool = True,
+        known: KnownLayout | None = None,
+    ) -> None:
         """Keep what a call has made.
 
         Args:
             lasts: it is needed after this process; else it can be had again.
+            known: how the tensors lie, where that is known.
         """
         if tensors:
             if lasts and self._lasting is not None:
-                self._lasting.keep(call, tensors, specs)
-            self._calls[call] = _Kept(tensors, specs)
+                self._lasting.keep(call, tensors, specs, known)
+            self._calls[call] = _Kept(tensors, specs, lasts)
+            if lasts and self.copier is not None:
+                self.copier.keep(call, tensors, specs)
+
+    def kept(self) -> list[tuple[int, list[Any], list[P]]]:
+        """What is here that can't be had again, by the number of its call."""
+        return [(call, list(kept.tensors), kept.specs) for call, kept in self._calls.items() if kept.lasts]
 
     def store(self, call: int, index: int, tensor: torch.Tensor, spec: P) -> None:
         """Keep one value of a call whose others are elsewhere."""
@@ -98,6 +118,8 @@ class Values:
         )
 
     def free(self, spans: Spans) -> None:
+        if self.copier is not None:
+            self.copier.free(spans)
         shrunk = set[int]()
         dropped: list[Any] = []  # until the ledger knows
         for at in range(0, len(spans), 3):
@@ -105,20 +127,18 @@ class Values:
             kept = self._calls.get(call)
             if kept is None:
                 continue
-            if stop == ALL:
+            found = kept.tensors if stop == ALL else kept.tensors[start:stop]
+            kept.live -= sum(tensor is not None for tensor in found)
+            if stop == ALL or not kept.live:
                 self._forget(call)
+                shrunk.discard(call)
                 continue
-            for index in range(start, min(stop, len(kept.tensors))):
-                kept.live -= kept.tensors[index] is not None
-                dropped.append(kept.tensors[index])
-                kept.tensors[index] = None
+            dropped += found
+            kept.tensors[start:stop] = [None] * len(found)
             shrunk.add(call)
         for call in shrunk:
-            kept = self._calls.get(call)
-            if kept is not None and not kept.live:
-                self._forget(call)
-            elif kept is not None and self._lasting is not None:
-                self._lasting.shrink(call, kept.tensors, kept.specs)
+            if self._lasting is not None:
+                self._lasting.shrink(call, self._calls[call].tensors, self._calls[call].specs)
 
     def _forget(self, call: int) -> None:
         if self._lasting is not None:

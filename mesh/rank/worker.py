@@ -20,10 +20,12 @@ from collections import deque
 from types import FrameType
 from typing import Any
 
+from ...kernels import debug
 from ...kernels.errors import Aborted
 from ...kernels.processes import Owned
 from .. import protocol, wire
 from ..display.bars import BarState
+from ..display.trace import Recorder
 from ..failure import capture
 from .interrupts import uninterrupted
 from .state import RankState
@@ -45,6 +47,7 @@ class Worker(Owned):
         self._failed = self._running = False
         self._interrupted_at = 0.0
         self._task = 0
+        self._sent = 0  # messages
         self._sending = threading.Lock()
 
     def serve(self) -> None:
@@ -66,7 +69,8 @@ class Worker(Owned):
             state.free(said.freed, said.forgotten)
             self._run(said, packet)
         elif isinstance(said, protocol.Ship):
-            state.keep(said.key, packet)
+            if not state.keep(said.key, packet):
+                self._send(said)
         elif isinstance(said, protocol.Free):
             state.free(said.values, said.keys)
         elif isinstance(said, protocol.Renew):
@@ -75,6 +79,9 @@ class Worker(Owned):
             state.session.renew(said.generation)
             if said.kept is not None:
                 state.values.keep_only(said.kept)
+        elif isinstance(said, protocol.CopyTo):
+            assert state.values.copier is not None
+            state.values.copier.copy_to(said, state.values.kept)
         elif isinstance(said, protocol.SetSources):
             remember_sources(said.lines)
         elif isinstance(said, protocol.SetPath):
@@ -83,9 +90,26 @@ class Worker(Owned):
         return not isinstance(said, protocol.Exit)
 
     def _run(self, task: protocol.Task, packet: wire.Packet) -> None:
+        answer = self._answer(task, packet)
+        if isinstance(answer, protocol.Unchanged):
+            if self._put(answer):
+                return
+            answer = self._packed(answer, None)
+        if (arena := self._state.session.arena) is not None:
+            arena.answers.note(task.number)
+        self._send_packet(answer)
+
+    def _put(self, answer: protocol.Unchanged) -> bool:
+        """Answer in shared memory; whether that can be."""
+        arena = self._state.session.arena
+        if arena is None or self.foreign or arena.aborted():  # who has called a region off listens to its sockets
+            return False
+        return arena.answers.put(answer.task, self._sent, answer.prints)
+
+    def _answer(self, task: protocol.Task, packet: wire.Packet) -> wire.Packet | protocol.Unchanged:
+        """Do a task; what is to be sent of how it went."""
         if self._failed:
-            self._send(protocol.Skipped(task.number))
-            return
+            return self._packed(protocol.Skipped(task.number), None)
         state, self._task = self._state, task.number
         try:
             with state.session.region(task.region) if task.region else state.session.alone():
@@ -95,7 +119,7 @@ class Worker(Owned):
                 finally:
                     self._running = False
             self._end_if_forked(0)
-            answer = self._packed(message, content)
+            answer = message if isinstance(message, protocol.Unchanged) else self._packed(message, content)
         except BaseException as error:
             self._running = False
             if self.foreign:
@@ -107,7 +131,7 @@ class Worker(Owned):
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        self._send_packet(answer)
+        return answer
 
     def _end_if_forked(self, status: int) -> None:
         """End a child that the task has forked, and that has come to the task's end: the rank itself answers."""
@@ -129,6 +153,7 @@ class Worker(Owned):
         if self.foreign:
             return
         with contextlib.suppress(ConnectionError), self._sending:  # the driver is gone, and this process soon will be
+            self._sent += 1
             wire.send(self._connection, packet)
         packet.close()
 
@@ -146,6 +171,8 @@ class Worker(Owned):
 
     def ask(self, text: str) -> str:
         """A line from the driver's terminal, for a debugger that has written `text`; empty at the end of its input."""
+        if self.foreign:  # what the driver says is for the rank to read
+            return ""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self._questions += 1
@@ -186,6 +213,37 @@ class Worker(Owned):
     def _interrupt_again(self, task: int) -> None:
         if self._running and self._task == task:
             os.kill(os.getpid(), signal.SIGINT)
+
+
+class TracedWorker(Worker):
+    """A `Worker` that tells of every task when it is over, before its answer.
+
+    Args:
+        key: of the mesh.
+    """
+
+    def __init__(self, state: RankState, connection: socket.socket, key: bytes):
+        super().__init__(state, connection)
+        self._recorder = Recorder(key, lambda fields: self.report(protocol.Logged(fields)))
+        debug.note_with(self._recorder.collective)
+
+    def _answer(self, task: protocol.Task, packet: wire.Packet) -> wire.Packet | protocol.Unchanged:
+        began = time.time()
+        answer = super()._answer(task, packet)
+        if not self.foreign:
+            self._recorder.task(task.number, task.region, self._name(task), began)
+        return answer
+
+    def _name(self, task: protocol.Task) -> str:
+        """What a task is called: as the program calls its function."""
+        try:
+            if isinstance(task, protocol.CallProgram):
+                return str(self._state.shipped(self._state.shipped(task.call).program).name)
+            if isinstance(task, protocol.CallFunction):
+                return str(getattr(self._state.shipped(task.function), "__qualname__", "mesh.run"))
+        except Exception:  # it can't be read here, which its answer says
+            pass
+        return type(task).__name__
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -53,15 +53,13 @@ def fill_streams(
     task.reported = True  # what fails is told who comes to this batch, and nobody if the loop was left before
 
     def there() -> tuple[Any, Found]:
-        encoded = driver.wait(task).values()
+        descriptions, parts = agreement.decode_batch(driver.wait(task).values())
         found: Found = {}
-        for part in map(agreement.rest_of, encoded):
+        for (part,) in parts:
             found |= part
         if not any(count for count, _ in found.values()):
             return None, found
-        treedef, results = agreement.assemble(
-            layout, agreement.decode_all(encoded), name=name, where=mesh.describe(), remedy=remedy
-        )
+        treedef, results = agreement.of_batch(layout, descriptions, name=name, where=mesh.describe(), remedy=remedy)
         deal = _deal(layout, found, position, shards)
         arrays = iter(values.arrays(None, [result.meta for result in results if result.meta is not None], deal=deal))
         made = [result.value if result.meta is None else next(arrays) for result in results]

@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 from ...kernels.limits import named_limits
 from ...kernels.network.authentication import CODE_BYTES, code, same
+from ...kernels.network.codec import Message
 from .. import wire
-from ..hosts.coded import CodedReceiver, CodedSender, Coding, keep_alive
-from ..protocol import Message
+from ..hosts.coded import CodedReceiver, CodedSender, keep_alive
 from ..rank.interrupts import uninterrupted
 from .addresses import same_user
 from .protocol import NodeId, encode
@@ -150,8 +150,8 @@ class Connection:
         """On a network, every message has a code: of these two numbers, and of the direction."""
         numbers = (self._number, self._theirs) if self.outgoing is not None else (self._theirs, self._number)
         to_called, to_caller = (code(self._exchange.key, name, *numbers) for name in (b"to called", b"to caller"))
-        coding = Coding(to_called, to_caller) if self.outgoing is not None else Coding(to_caller, to_called)
-        self._sender, self.receiver = CodedSender(self.socket, coding), CodedReceiver(self.socket, coding)
+        theirs, mine = (to_caller, to_called) if self.outgoing is not None else (to_called, to_caller)
+        self._sender, self.receiver = CodedSender(self.socket, mine), CodedReceiver(self.socket, theirs)
 
     def close(self) -> None:
         with self._lock:

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...kernels.errors import MeshError, message
+from ...kernels.network.codec import Message
 from .. import wire
-from ..protocol import Message
 from .connections import Connection
 from .handle import methods_of
 from .protocol import LOAD, RESTORABLE, Invoke, Name

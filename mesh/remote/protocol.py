@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..protocol import Codec, Message
+from ...kernels.network.codec import Codec, Message
 
 NodeId = tuple[int, int]
 """A process of a mesh: its rank (`DRIVER` for the driver), and a random number that no other process has."""

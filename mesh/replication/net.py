@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...kernels.callsite import user_line
-from ...kernels.torch_private import base, keep_storage_apart, storage, version
+from ...kernels.torch_private import base, keep_storage_apart, storage, version, versions
 
 # -- marks -------------------------------------------------------------------------------------------------------------
 
@@ -44,6 +44,26 @@ def differs_over(tensor: Any) -> frozenset[str] | None:
     """The axes of a tensor's own mark; None if it has none, or was changed in place since."""
     axes = getattr(tensor, "_spmd_axes", None)
     return axes if axes is None or getattr(tensor, "_spmd_version", None) in (None, version(tensor)) else None
+
+
+def mark_all(tensors: Sequence[Any], axes: Sequence[frozenset[str] | None]) -> None:
+    """`mark` each with its axes, but for those of which nothing is known."""
+    if active() is not None:
+        for tensor, own in zip(tensors, axes, strict=True):
+            if own is not None:
+                mark(tensor, own)
+        return
+    for tensor, own, now in zip(tensors, axes, versions(tensors), strict=True):
+        if own is not None:
+            tensor._spmd_axes, tensor._spmd_version = own, now
+
+
+def all_differ_over(tensors: Sequence[Any]) -> tuple[frozenset[str] | None, ...] | None:
+    """`differs_over` of each; None if any was changed in place since it was marked, or has no mark."""
+    noted = [getattr(tensor, "_spmd_version", None) for tensor in tensors]
+    if noted != versions(tensors):
+        return None
+    return tuple([getattr(tensor, "_spmd_axes", None) for tensor in tensors])
 
 
 # -- the net -----------------------------------------------------------------------------------------------------------

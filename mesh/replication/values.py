@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import functools
 import hashlib
 import struct
 from collections.abc import Sequence
@@ -120,17 +121,27 @@ def split(prints: bytes, leaves: Sequence[Leaf], check: Check, axes: int) -> lis
     return found
 
 
-def scalar_in(prints: bytes, leaves: Sequence[Leaf], index: int) -> Tensor | None:
+def scalar_in(prints: bytes, leaves: tuple[Leaf, ...], index: int) -> Tensor | None:
     """A leaf out of the numbers that a call in which only these are looked at told; None if it is not among them."""
-    leaf = leaves[index]
-    if not _is_scalar(leaf) or leaf.dtype is None:
+    places = _places(leaves)
+    if index not in places or places[-1] != len(prints):  # those on GPUs are not told
         return None
-    sizes = [one.dtype.itemsize if _is_scalar(one) and one.dtype is not None else 0 for one in leaves]
-    if sum(sizes) != len(prints):  # those on GPUs are not told
-        return None
-    start = sum(sizes[:index])
-    number = torch.frombuffer(bytearray(prints[start : start + sizes[index]]), dtype=leaf.dtype)
+    leaf, start = leaves[index], places[index]
+    assert leaf.dtype is not None
+    number = torch.frombuffer(bytearray(prints[start : start + leaf.dtype.itemsize]), dtype=leaf.dtype)
     return number.view(leaf.shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _places(leaves: tuple[Leaf, ...]) -> dict[int, int]:
+    """Where each of the numbers among these leaves begins in what is told of them; under -1 how long that is."""
+    found, at = {}, 0
+    for index in scalars_among(leaves):
+        dtype = leaves[index].dtype
+        if dtype is not None:
+            found[index] = at
+            at += dtype.itemsize
+    return {**found, -1: at}
 
 
 def same_bytes(a: bytes | None, b: bytes | None, shape: Sequence[int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import signal
 import threading
@@ -113,3 +114,91 @@ def test_a_function_that_is_made_again_and_again(spied):
         step = spmd(same, mesh=mesh)
         assert [float(step(x).full()) for _ in range(3)] == [2.0] * 3
         del step, same
+
+
+def test_trees_that_change_after_they_came_alike(shared_mesh):
+    """What is known of the structure of arguments and results is not taken for that of others."""
+    mesh = shared_mesh({"data": 2})
+    Pair = collections.namedtuple("Pair", "x y")
+
+    @spmd(mesh=mesh)
+    def echoed(tree, kind):
+        return [tree] if kind == "list" else {"y": tree, "x": 0 * tree["a"]} if kind == "dict" else tree
+
+    one, two = (put(torch.full((2,), value), mesh=mesh) for value in (1.0, 2.0))
+    trees = [
+        {"a": one, "b": two},
+        {"b": one, "a": two},
+        collections.OrderedDict(a=one, b=two),
+        (one, two),
+        [one, two],
+        Pair(one, two),
+        {"a": one, "b": {"c": two}},
+        {"a": one, "b": 3},
+        {"a": one, "b": None},
+    ]
+    for _ in range(4):
+        for tree in trees:
+            for _ in range(3):
+                found = echoed(tree, "same")
+                assert type(found) is type(tree) and numbers_in(found) == numbers_in(tree)
+    for kind in ("list", "dict", "same", "dict", "dict", "list"):
+        found = echoed({"a": one, "b": two}, kind)
+        assert (
+            numbers_in(found)
+            == {
+                "list": [{"a": [1.0, 1.0], "b": [2.0, 2.0]}],
+                "dict": {"y": {"a": [1.0, 1.0], "b": [2.0, 2.0]}, "x": [0.0, 0.0]},
+                "same": {"a": [1.0, 1.0], "b": [2.0, 2.0]},
+            }[kind]
+        )
+
+
+def numbers_in(tree):
+    """A tree with lists of numbers for its Arrays; the order of a dictionary counts."""
+    if isinstance(tree, dict):
+        return {name: numbers_in(part) for name, part in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(*map(numbers_in, tree)) if hasattr(tree, "_fields") else type(tree)(map(numbers_in, tree))
+    return tree.tolist() if hasattr(tree, "tolist") else tree
+
+
+def test_results_passed_on_in_any_order(shared_mesh):
+    """Results of one call are told from each other wherever they are among later arguments, and when some are gone."""
+    mesh = shared_mesh({"data": 2})
+    count = 6
+    made = spmd(lambda x: [x + index for index in range(count)], mesh=mesh)
+    summed = spmd(lambda leaves: sum((10**place) * leaf for place, leaf in enumerate(leaves)), mesh=mesh)
+    for turn in range(3):
+        first, second = (made(put(torch.tensor(value), mesh=mesh)) for value in (0, 1))
+        for order in (
+            [0, 1, 2, 3, 4, 5],
+            [0, 1, 2, 3, 4, 5],
+            [5, 4, 3, 2, 1, 0],
+            [0, 1, 2, 3, 4, 4],
+            [1, 2, 3, 4, 5, 0],
+        ):
+            assert int(summed([first[index] for index in order])) == sum(n * 10**at for at, n in enumerate(order))
+        mixed = [*first[:3], *second[3:]]
+        assert int(summed(mixed)) == 654210
+        del second[turn]  # its place in memory is taken by another
+        others = made(put(torch.tensor(2), mesh=mesh))
+        again = [*first[:turn], others[turn], *first[turn + 1 :]]
+        assert int(summed(again)) == 543210 + 2 * 10**turn
+
+
+def test_results_that_lie_otherwise_than_before(shared_mesh):
+    """Results of the shapes of earlier ones, but in another order, of another dtype, or with a graph."""
+    mesh = shared_mesh({"data": 2})
+
+    @spmd(mesh=mesh)
+    def made(x, kind):
+        if kind == "turned":
+            x = x.T.contiguous().T
+        return {"x": x.double() if kind == "double" else x.requires_grad_() * 1 if kind == "graph" else x + 0}
+
+    x = put(torch.arange(9.0).view(3, 3), mesh=mesh)
+    for kind in ("", "", "", "turned", "", "", "double", "double", "graph", "graph", "", "turned", "turned"):
+        found = made(x, kind)["x"].full()
+        assert found.tolist() == torch.arange(9.0).view(3, 3).tolist()
+        assert found.dtype is (torch.float64 if kind == "double" else torch.float32) and not found.requires_grad

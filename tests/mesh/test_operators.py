@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from spmd import Array, Loader, P, PeerLost, SpecError, data_parallel, fetch, put, spmd
+from spmd import Array, Loader, P, PeerLost, SpecError, data_parallel, fetch, grad, put, spmd
 
 SPECS = {"whole": P(), "rows": P("data"), "columns": P(None, "model"), "both": P("data", "model")}
 
@@ -179,13 +180,59 @@ def test_what_is_refused_says_what_to_write(shared_mesh: Any) -> None:
         x.add_(1)
     with pytest.raises(SpecError, match="would change an Array"):
         torch.add(x, 1, out=x)
-    with pytest.raises(SpecError, match="value_and_grad"):
-        x.sum().backward()
     with pytest.raises(AttributeError, match=r"no attribute 'weight'; \.full\(\) is the whole value"):
         _ = x.weight
     with pytest.raises(RuntimeError, match="must match"):
         (x + torch.ones(4)).full()
     assert mesh.run(lambda: type(x.local)) == [torch.Tensor] * 2
+
+
+def _set_requires_grad(x: Array) -> None:
+    x.requires_grad = True
+
+
+_THE_WAY = r"differentiate in an @spmd function: value_and_grad\(loss_fn\)\(params, batch\)"
+GRADIENTS: dict[str, Callable[[Array], object]] = {
+    "backward": lambda x: x.sum().backward(),
+    "backward of a product with a parameter": lambda x: (x * torch.ones(4, requires_grad=True)).sum().backward(),
+    "autograd.backward": lambda x: torch.autograd.backward(x.sum()),
+    "autograd.grad": lambda x: torch.autograd.grad(x.sum(), x),
+    "autograd.grad of a tensor": lambda x: torch.autograd.grad(torch.ones(1, requires_grad=True).sum(), x),
+    "requires_grad_": lambda x: x.requires_grad_(),
+    "requires_grad": _set_requires_grad,
+    "retain_grad": lambda x: x.retain_grad(),
+    "register_hook": lambda x: x.register_hook(print),
+    "register_post_accumulate_grad_hook": lambda x: x.register_post_accumulate_grad_hook(print),
+    "Parameter": lambda x: torch.nn.Parameter(x),
+    "func.grad": lambda x: torch.func.grad(lambda w: (x * w).sum())(torch.ones(4)),
+    "func.grad of a number": lambda x: torch.func.grad(lambda w: w * float((x * w).sum()))(torch.ones(())),
+    "func.jacrev": lambda x: torch.func.jacrev(lambda w: x * w)(torch.ones(4)),
+    "vmap": lambda x: torch.vmap(lambda w: x * w)(torch.ones(3, 4)),
+    "spmd.grad": lambda x: grad(lambda w: (x * w).sum())(torch.ones(4)),
+}
+
+
+@pytest.mark.parametrize("ask", GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_are_refused_with_the_way_to_take_them(shared_mesh: Any, ask: Callable[[Array], object]) -> None:
+    x = put(torch.ones(4), P("data"), mesh=shared_mesh({"data": 2}))
+    with pytest.raises(SpecError, match=_THE_WAY):
+        ask(x)
+    assert not x.requires_grad and x.sum().item() == 4
+
+
+def test_what_torch_itself_says_of_gradients_of_arrays(shared_mesh: Any) -> None:
+    """Before it calls anything of an Array's."""
+    x = put(torch.ones(4), P("data"), mesh=shared_mesh({"data": 2}))
+    for transform in (torch.func.grad, torch.func.grad_and_value, torch.func.jacrev):
+        with pytest.raises(ValueError, match=r"must be Tensor, got .*Array"):
+            transform(lambda x: (x * x).sum())(x)
+    for transform in (torch.func.jacfwd, torch.func.hessian):  # torch writes into what it is given
+        with pytest.raises(SpecError, match="would change an Array"):
+            transform(lambda x: (x * x).sum())(x)
+    with pytest.raises(TypeError, match="either Tensors or None, but got Array"):
+        (torch.ones(4, requires_grad=True) * 2).backward(x)
+    with pytest.raises(AttributeError, match=f"no attribute 'grad'; {_THE_WAY}"):
+        _ = x.grad
 
 
 def test_values_are_shown_and_fetched(shared_mesh: Any) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from spmd import (
     Mesh,
     MeshError,
     P,
+    SpecError,
     axis_size,
     data_parallel,
     functional,
@@ -156,6 +158,27 @@ def test_values_of_every_kind(mesh: Mesh) -> None:
     assert torch.equal(values["cut"].full(), whole) and torch.equal(left.full(), large + 2)
 
 
+def test_types_are_followed_once_over_each_axis(mesh: Mesh) -> None:
+    """After a resize only where there is an axis now over which they never were; a single rank has none."""
+
+    def body(w: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return w + 1, len(torch.overrides._get_current_function_mode_stack())
+
+    step, follows = spmd(body, mesh=mesh), []
+    w = put(torch.zeros(3), mesh=mesh)
+    mesh.resize({"data": 1})
+    for size in (1, 2, 3, 1, 2):
+        mesh.resize({"data": size})
+        follows.append([step(w)[1] > 0, step(w)[1] > 0])
+    assert follows == [[False, False], [True, False]] + [[False, False]] * 3
+    forgotten = spmd(lambda x: x.sum(), mesh=mesh, in_specs=P("data"))
+    mesh.resize({"data": 1})
+    assert float(forgotten(torch.zeros(2))) == 0
+    mesh.resize({"data": 2})
+    with pytest.raises(SpecError, match="psum"):
+        forgotten(torch.zeros(2))
+
+
 def test_batches_read_ahead_and_padded(mesh: Mesh) -> None:
     """Each sample once, whoever had read it before; the batch in hand is that of the new size."""
 
@@ -281,7 +304,55 @@ def test_what_cannot_be(mesh: Mesh) -> None:
         assert other.size == 1
 
 
+def arrived(path: Path) -> int:
+    if path.exists():
+        raise LookupError(f"{path.name} is in the way")
+    return 7
+
+
+class Fragile:
+    """What cannot be read where a file is there."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return arrived, (self.path,)
+
+
+def test_a_function_that_new_ranks_cannot_read(mesh: Mesh, tmp_path: Path) -> None:
+    """Who calls it is told why; what calls others does so; and it is read once it can be."""
+    fragile, obstacle = Fragile(tmp_path / "obstacle"), tmp_path / "obstacle"
+    step = spmd(lambda x: psum(x.sum() * int(fragile), "data"), mesh=mesh, in_specs=P("data"))  # type: ignore[call-overload]
+    x = put(torch.ones(6), P("data"), mesh=mesh)
+
+    def value() -> Any:
+        return fragile
+
+    assert mesh.run(value) == [7, 7] and float(step(x)) == 42.0
+    obstacle.touch()
+    mesh.resize({"data": 3})
+    for _ in range(2):
+        with pytest.raises(LookupError, match="obstacle is in the way"):
+            mesh.run(value)
+        with pytest.raises(LookupError, match="obstacle is in the way"):
+            float(step(x))
+        assert mesh.run(lambda: mesh.rank) == [0, 1, 2]
+    obstacle.unlink()
+    assert mesh.run(value) == [7] * 3 and float(step(x)) == 42.0
+
+
 def test_the_output_of_new_ranks_has_their_labels(mesh: Mesh, capfd: pytest.CaptureFixture[str]) -> None:
     mesh.resize({"data": 3})
     mesh.run(lambda: print(f"here is {mesh.rank}"))
     assert until(lambda: "[rank 2] here is 2" in capfd.readouterr().out)
+
+
+def test_calls_repeat_after_a_resize(mesh: Mesh) -> None:
+    """What new ranks told before they were taken counts among what they have told."""
+    x = put(torch.arange(4.0), mesh=mesh)
+    number = spmd(lambda x: 1, mesh=mesh)
+    mesh.resize({"data": 1})
+    before = mesh.run(os.getpid)
+    assert [number(x) for _ in range(3)] == [1, 1, 1]
+    assert mesh.run(os.getpid) == before  # nobody was taken to be stuck, and replaced

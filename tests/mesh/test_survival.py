@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from spmd import (
     optimizer,
     psum,
     put,
+    save,
     spmd,
     value_and_grad,
 )
@@ -135,6 +137,9 @@ def kinds() -> dict[str, torch.Tensor]:
         "expanded": torch.arange(200.0).expand(300, 200),
         "channels last": torch.randn(4, 32, 20, 20).to(memory_format=torch.channels_last),
         "complex": torch.randn(200, 200, dtype=torch.complex64).conj(),
+        "small complex": torch.randn(4, dtype=torch.complex64).conj(),
+        "negative": torch.randn(200, 200, dtype=torch.complex64).conj().imag,
+        "small negative": torch.randn(4, dtype=torch.complex64).conj().imag,
         "bfloat16": torch.randn(200, 200).bfloat16(),
         "bool": torch.randn(300, 300) > 0,
         "number": torch.tensor(3),
@@ -171,6 +176,20 @@ def test_values_of_every_kind(make_mesh):
                 assert torch.equal(now[name][0], value), name
                 assert now[name][1:] == (stride, kind), name
         assert torch.equal(cut.full(), torch.arange(60_000))
+
+
+def test_what_memory_holds_is_what_a_value_is(make_mesh):
+    """Of one call in a row of alike ones the result is conjugated, or negative, only by a flag of the tensor."""
+    mesh = make_mesh({"data": 2})
+    turned = spmd(lambda z, turn: (z.conj() if turn else z * 1, (z.conj() if turn else z * 1).imag), mesh=mesh)
+    z = torch.randn(5, dtype=torch.complex64)
+    turns = [torch.tensor(number == 4) for number in range(6)]
+    results = [turned(z, turn) for turn in turns]
+    mesh.run(int)  # calls that are not over would run again
+    kill(mesh, [0, 1])
+    for turn, (whole, part) in zip(turns, results, strict=True):
+        wanted = (z.conj() if turn else z).resolve_conj()
+        assert torch.equal(whole.full(), wanted) and torch.equal(part.full(), wanted.imag), turn
 
 
 def test_some_values_of_a_call_are_gone(make_mesh):
@@ -327,8 +346,21 @@ def test_what_may_have_effects_is_not_run_again(make_mesh):
     assert w.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_donated_values(make_mesh, tmp_path, when):
+class Dies(torch.optim.SGD):
+    """Its process ends when it has written so many blocks."""
+
+    left = -1
+
+    def step(self, closure=None):
+        super().step(closure)
+        Dies.left -= 1
+        if Dies.left == 0:
+            os._exit(5)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("when", ["before", "reduced", "after"])
+def test_donated_values(make_mesh, tmp_path, when, saved):
     """A call that dies before it overwrites is run again; after that what was donated is lost, and said to be."""
     mesh, marker = make_mesh({"data": 2}), tmp_path / "died"
     opt = optimizer(torch.optim.AdamW, lr=0.1)
@@ -341,24 +373,89 @@ def test_donated_values(make_mesh, tmp_path, when):
                 os._exit(5)
 
         die("before")
-        params, state = opt.step(params, {"w": psum(params["w"] + 1, "data")}, state)
+        grads = {"w": psum(params["w"] + 1, "data")}
+        die("reduced")  # another rank may write by now
+        params, state = opt.step(params, grads, state)
         die("after")
         return params, state
 
-    def after(steps):
+    def after(steps, saves=False):
         params, state = {"w": torch.arange(50_000.0)}, opt.init({"w": torch.arange(50_000.0)})
         for turn in range(steps):
             params, state = step(params, state, turn)
+            if saves:
+                save(tmp_path / "runs", params, keep=1).result()
         return params["w"].full()
 
-    if when == "before":
-        found = after(5)
-        assert marker.exists()
-        assert torch.equal(found, after(5))
-        return
-    with pytest.raises(PeerLost, match="step had begun to overwrite what was donated to it, which is lost"):
+    newest = (
+        f"the newest checkpoint, {tmp_path / 'runs'}/step-00000002" if saved else "a checkpoint .this run has none yet"
+    )
+    lost = f"step can't run again: ranks had begun to overwrite argument 0, argument 1 of it, .*restore {newest}"
+    try:
+        found = after(5, saved)
+    except PeerLost as error:
+        assert when != "before" and re.search(lost, str(error))
+    else:
+        assert when != "after" and torch.equal(found, after(5))
+    assert marker.exists() and torch.isfinite(after(5)).all()
+
+
+def test_a_rank_dies_in_the_middle_of_an_update_in_place(make_mesh, tmp_path):
+    mesh, marker = make_mesh({"data": 2}), tmp_path / "died"
+    opt = optimizer(Dies, lr=0.1, momentum=0.9)
+
+    @spmd(mesh=mesh, donate=("params", "state"))
+    def step(params, state, turn):
+        if turn == 3 and axis_index("data") == 1 and not marker.exists():
+            marker.touch()
+            Dies.left = 2  # of ten
+        return opt.step(params, {name: psum(value + 1, "data") for name, value in params.items()}, state)
+
+    def after(steps):
+        params = {name: torch.arange(500_000.0) for name in "ab"}
+        state = opt.init(params)
+        for turn in range(steps):
+            params, state = step(params, state, turn)
+        return params["b"].full()
+
+    with pytest.raises(
+        PeerLost, match="step can't run again: ranks had begun to overwrite argument 0, argument 1 of it"
+    ):
         after(5)
-    assert torch.isfinite(after(5)).all()
+    assert torch.equal(after(5), after(5))
+
+
+def test_a_rank_that_is_ahead_has_overwritten_what_the_call_before_reads(make_mesh, tmp_path):
+    """Without a collective nobody waits for the one that dies."""
+    mesh, ahead = make_mesh({"data": 2}), tmp_path / "ahead"
+    opt = optimizer(torch.optim.SGD, lr=1.0, shard=None)
+    params = {"w": torch.ones(50_000)}
+    state = opt.init(params)
+    no, yes = torch.zeros(()), torch.ones(())
+
+    @spmd(mesh=mesh, check="never")
+    def look(params, last):
+        if last.item() and axis_index("data") == 1:
+            assert until(ahead.exists)
+            os._exit(5)
+        return params["w"] * 2
+
+    @spmd(mesh=mesh, donate=("params", "state"), check="never")
+    def step(params, state, last):
+        params, state = opt.step(params, {"w": params["w"]}, state)
+        if last.item():
+            ahead.touch()
+        return params, state
+
+    for _ in range(2):
+        params, state = step(params, state, no)
+        look(params, no)
+    expected = look(params, no).full()
+    seen = look(params, yes)
+    lost = "look can't run again: ranks had begun to overwrite what a later call was donated"
+    with pytest.raises(PeerLost, match=lost):
+        step(params, state, yes)
+        assert torch.equal(seen.full(), expected)
 
 
 def test_a_bad_on_loss(make_mesh):

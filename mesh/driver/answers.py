@@ -1,0 +1,208 @@
+"""What the ranks of a mesh answer, noted with its task, which is settled when all have answered.
+
+Most answers of a repeated call are short, and lie in shared memory: there whoever waits for them finds them, and nobody
+else is woken. The others come over the ranks' sockets, through the thread that listens. Invariant: what a rank has
+printed before it answered is shown before the task is settled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+from ...kernels.processes import Owned
+from ...kernels.shm.arena import Arena
+from .. import protocol, wire
+from ..display.records import Records
+from ..failure import Failure, capture, combine
+from ..hosts.uncopied import Uncopied
+from ..rank.interrupts import uninterrupted
+from .debugging import Debugging
+from .functions import ShippedObjects
+from .pending import Outcome, Pending, Task
+from .ranks import Rank, Ranks
+from .receiving import Receiving
+from .values import Values
+
+_KINDS = {protocol.Failed: "failed", protocol.Skipped: "skipped"}
+
+
+class Session(Protocol):
+    """The driver's session, as far as it is seen from here."""
+
+    lock: threading.RLock
+    changed: threading.Condition
+    numbers: Iterator[int]
+    options: dict[str, Any]
+    debugging: Debugging
+    pending: Pending
+    ranks: Ranks
+    receiving: Receiving
+    shipped: ShippedObjects
+    uncopied: Uncopied
+    values: Values
+
+    def describe(self) -> str: ...
+    def tell(
+        self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None
+    ) -> None: ...
+
+
+class Failing(Protocol):
+    """What is done when a rank fails, as far as it is seen from here."""
+
+    under_way: bool
+    interrupted: bool
+    failed_starts: int
+
+    def begin(self, why: str | None = None, *, first_failed: int = 0) -> None: ...
+    def carry_on(self) -> None: ...
+
+
+class Answers(Owned):
+    """The answers to one mesh's tasks."""
+
+    def __init__(self, session: Session, recovery: Failing):
+        super().__init__()
+        self._session, self._recovery = session, recovery
+        self._records = Records()
+
+    # -- over the sockets: called by the thread that listens ---------------------------------------------------------
+
+    def take(self, rank: Rank, packet: wire.Packet) -> None:
+        """Do what a message of a rank asks for."""
+        self._take(rank, packet)
+        session = self._session
+        with session.lock:
+            if session.ranks.arena is not None and session.ranks.has(rank):
+                session.ranks.arena.answers.heard[rank.rank] += 1
+            self.collect()
+
+    def _take(self, rank: Rank, packet: wire.Packet) -> None:
+        session, answer = self._session, protocol.decode(packet.head)
+        if isinstance(answer, protocol.Progress):
+            self._bar(rank, answer)
+            return
+        if isinstance(answer, protocol.Logged | protocol.Warned):
+            self._records.take(rank.rank, answer)
+            return
+        if isinstance(answer, protocol.DebuggerPrompt):
+            session.receiving.show_output()  # what it printed before comes first
+            session.debugging.ask(rank.rank, answer)
+            return
+        if isinstance(answer, protocol.Copying):
+            session.uncopied.hear(session, rank, answer)
+            return
+        if isinstance(answer, protocol.Ship):
+            session.shipped.note_unread(answer.key)
+            return
+        kind = _KINDS.get(type(answer), "ok")
+        try:
+            value = wire.loads(packet, session.values.object_of) if packet.data else None
+        except BaseException as error:
+            kind, value = "failed", capture(error)
+        finally:
+            packet.close()
+        with session.lock:
+            if not session.ranks.has(rank):
+                return
+            if isinstance(answer, protocol.Ready):
+                rank.ready, self._recovery.failed_starts = True, 0
+                return
+            self.collect()
+            task = session.pending.tasks.get(answer.task)
+            if task is None:
+                return
+            if isinstance(answer, protocol.Metadata | protocol.Unchanged):
+                task.prints[rank.rank] = answer.prints
+            if isinstance(answer, protocol.Metadata):
+                value = answer.data
+                if answer.lasting:
+                    task.told[rank.rank] = value
+            elif isinstance(answer, protocol.Unchanged):
+                value = task.told[rank.rank]
+            task.answers[rank.rank] = (kind, value)
+            own_fault = not task.region and isinstance(value, Failure) and value.kind == "error"
+            if kind != "ok" and not own_fault:
+                self._recovery.begin(first_failed=task.number)
+            if self._recovery.under_way:
+                self._recovery.carry_on()
+            elif task.complete:
+                self._settle_complete(task)
+
+    def _bar(self, rank: Rank, progress: protocol.Progress) -> None:
+        with self._session.lock:
+            task = self._session.pending.tasks.get(progress.task)
+        if task is not None and not task.settled.is_set():
+            with contextlib.suppress(Exception):  # as in `Receiving.end_of_task`
+                self._session.receiving.report_bar(rank.rank, task, progress.bar)
+
+    # -- in shared memory: called by any thread ----------------------------------------------------------------------
+
+    def collect(self) -> None:
+        """Note what the ranks have answered there, and settle what they have all answered."""
+        session, arena = self._session, self._session.ranks.arena
+        if arena is None or self.foreign or not arena.answers.waiting():
+            return
+        with session.lock, uninterrupted():
+            complete = []
+            for rank, number, prints in arena.answers.take():
+                task = session.pending.tasks.get(number)
+                if task is not None:
+                    task.prints[rank] = prints
+                    task.answers[rank] = ("ok", task.told[rank])
+                    if task.complete:
+                        complete.append(task)
+            if complete and not self._recovery.under_way:
+                session.receiving.show_printed(session.ranks.all)
+                for task in complete:
+                    self._settle_complete(task)
+
+    def wait(self, task: Task, seconds: float) -> bool:
+        """Wait until a task is settled; whether it is. A debugger may ask before."""
+        end = time.monotonic() + seconds
+        while True:
+            self.collect()
+            left = end - time.monotonic()
+            if task.settled.is_set() or left <= 0:
+                return task.settled.is_set()
+            arena = self._session.ranks.arena
+            if arena is None:
+                return task.settled.wait(left)
+            arena.bells.sleep(functools.partial(_is_answered, task, arena), left)
+
+    def all_settled(self, seconds: float) -> bool:
+        """Wait until there is nothing that some rank has not answered; whether that is so."""
+        end = time.monotonic() + seconds
+        while (tasks := list(self._session.pending.tasks.values())) and time.monotonic() < end:
+            self.wait(tasks[-1], min(0.01, end - time.monotonic()))
+        return not tasks
+
+    # -- settling ----------------------------------------------------------------------------------------------------
+
+    def _settle_complete(self, task: Task) -> None:
+        failures, where = task.failures(), self._session.describe()
+        self.settle(task, (lambda: combine(failures, {}, where)) if failures else None)
+
+    def settle(self, task: Task, failure: Outcome = None) -> None:
+        """Make the outcome of a task known; with the lock."""
+        session = self._session
+        session.receiving.end_of_task(task)
+        together = self._recovery.under_way  # with all else that fails now
+        if failure is None and task.compare is not None and len(set(task.prints.values())) > 1:
+            failure, together = task.compare(task), True
+        generation = session.ranks.generation if together else None
+        if failure is None:
+            session.uncopied.hold(task)
+        session.pending.settle(task, failure, generation=generation, seen=self._recovery.interrupted)
+        session.changed.notify_all()
+        if (arena := session.ranks.arena) is not None:
+            arena.bells.ring((arena.rank,))
+
+
+def _is_answered(task: Task, arena: Arena) -> bool:
+    return task.settled.is_set() or arena.answers.waiting()

@@ -1,0 +1,184 @@
+"""What a program returned on one rank: checked, cut loose from the region, and told to the other side.
+
+`Results` knows what a call's results were like the last time: where the next ones are built alike (structure, shapes,
+dtypes, strides), all that follows from these is looked up, and nothing is asked of each leaf by itself. Invariant: what
+is kept has no graph, and nothing that was set on the body's tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..kernels.errors import SpecError, message
+from . import trees
+from .agreement import OutputMeta, path_in, same
+from .array import Array
+from .rank.lasting_values import KnownLayout
+from .rank.session import RankSession
+from .replication.net import Net
+from .replication.numbers import plain_number
+from .replication.values import Check, prints_of_all, prints_of_scalars, scalars_among
+from .spec import REPLICATED, P, is_sharded, is_spec
+from .strides import is_frozen
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call gave on this rank.
+
+    Attributes:
+        treedef, leaves: the results, as they are kept.
+        metas: of each leaf.
+        unchanged: structure, kinds and values that are no tensors are those of the call before.
+        prints: what is to be compared of the tensors (see `replication.values`).
+        known: how they lie, if they are all tensors that lie as those of another call did.
+    """
+
+    treedef: Any
+    leaves: list[Any]
+    metas: list[OutputMeta]
+    unchanged: bool
+    prints: bytes
+    known: KnownLayout | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Kind:
+    """Results that were all plain tensors."""
+
+    structure: trees.Structure
+    treedef: Any
+    metas: list[OutputMeta]
+    layout: KnownLayout
+
+
+class Results:
+    """The results of one compiled call.
+
+    Args:
+        name, out_specs: of the program.
+    """
+
+    def __init__(self, session: RankSession, name: str, out_specs: Any):
+        self._session, self._name, self._out_specs = session, name, out_specs
+        self._raw: Any = None  # the last results' structure, with its Sharded nodes
+        self._outputs: tuple[Any, list[P]] = (None, [])  # that without them, and the spec of each leaf
+        self._before: tuple[Any, list[OutputMeta]] | None = None  # of the last call
+        self._kind: _Kind | None = None  # its, once the other side has heard twice that they are alike
+        self._may_repeat = False  # it has heard so once
+        self._scalars: list[int] = []  # which of them are numbers that all ranks should have the same
+
+    def forget(self) -> None:
+        """Tell everything of the next results."""
+        self._before = self._kind = None
+
+    @property
+    def known(self) -> bool:
+        """Whether any call has given results."""
+        return self._raw is not None
+
+    def kept(self, result: Any, net: Net | None, check: Check) -> Outcome:
+        """Results as they are kept, and what the other side must know of them."""
+        session, kind = self._session, self._kind
+        if kind is not None and net is None:
+            found = kind.structure.leaves(result)
+            if found is not None and kind.layout.fits(found):
+                leaves = [leaf.detach() for leaf in found]
+                session.lay_out(leaves, kind.layout)
+                prints = self._prints(leaves, kind.metas, check)
+                return Outcome(kind.treedef, leaves, kind.metas, True, prints, kind.layout)
+        leaves, raw = trees.flatten(result)
+        types = set(map(type, leaves))
+        if self._raw is None or raw != self._raw:
+            self._outputs, self._raw = self._outputs_of(result, raw, leaves), raw
+        treedef, specs = self._outputs
+        if any(type(leaf) is Array for leaf in leaves):
+            specs = [leaf.spec if type(leaf) is Array else spec for leaf, spec in zip(leaves, specs, strict=True)]
+            leaves = [leaf.local if type(leaf) is Array else leaf for leaf in leaves]
+        leaves, metas, unchanged = self._described(treedef, leaves, specs, net)
+        session.lay_out(leaves)
+        if not unchanged:
+            self._before, self._kind = (treedef, metas), None
+            self._scalars, self._may_repeat = scalars_among(metas), True
+        elif self._may_repeat:
+            self._may_repeat = False
+            self._kind = self._kind_of(result, treedef, leaves, metas) if types == {torch.Tensor} else None
+        return Outcome(treedef, leaves, metas, unchanged, self._prints(leaves, metas, check))
+
+    def _kind_of(self, result: Any, treedef: Any, leaves: list[Any], metas: list[OutputMeta]) -> _Kind | None:
+        structure = trees.Structure.of(result)
+        layout = KnownLayout.of(leaves, [about.spec or REPLICATED for about in metas])
+        return None if structure is None or layout is None else _Kind(structure, treedef, metas, layout)
+
+    def _prints(self, leaves: list[Any], metas: list[OutputMeta], check: Check) -> bytes:
+        if check >= Check.VALUES:
+            return prints_of_all(leaves, metas, len(self._session.layout.names))
+        return prints_of_scalars(leaves, self._scalars) if check else b""
+
+    def _described(
+        self, treedef: Any, leaves: list[Any], specs: Sequence[P], net: Net | None
+    ) -> tuple[list[Any], list[OutputMeta], bool]:
+        """The leaves cut loose, what is to be known of each, and whether that is what was known."""
+        before = self._before
+        unchanged = net is None and before is not None and before[0] == treedef
+        known: Sequence[Any] = before[1] if unchanged and before is not None else [None] * len(leaves)
+        metas: list[OutputMeta] = []
+        for index, (leaf, spec, last) in enumerate(zip(leaves, specs, known, strict=True)):
+            if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+                leaf = torch.from_numpy(leaf)
+            if not isinstance(leaf, torch.Tensor):
+                leaves[index] = leaf = plain_number(leaf)
+                about = OutputMeta(None, value=leaf)
+                if last is not None and last.spec is None and same(about, last):
+                    about = last
+            else:
+                varying = None if net is None else net.uncovered(leaf, spec.axes)
+                leaves[index] = leaf = leaf if is_frozen(leaf) else leaf.detach()
+                if last is not None and last.dtype is leaf.dtype and last.shape == leaf.shape and last.spec == spec:
+                    metas.append(last)
+                    continue
+                if spec.entries:
+                    self._check_result(treedef, index, leaf, spec)
+                about = OutputMeta(spec, tuple(leaf.shape), leaf.dtype, varying=varying)
+            unchanged = unchanged and about is last
+            metas.append(about)
+        return leaves, metas, unchanged
+
+    def _outputs_of(self, result: Any, raw: Any, leaves: list[Any]) -> tuple[Any, list[P]]:
+        """The results' structure without the nodes that say how leaves are cut, and the spec of each leaf."""
+        # Of the leaves themselves: classes may check what they are made of.
+        nodes, outer = trees.flatten(trees.unflatten(raw, leaves), is_leaf=is_sharded)
+        declared: list[P | None] = []
+        for node in nodes:
+            declared.extend([node.spec] * len(trees.leaves(node.local)) if is_sharded(node) else [None])
+        local = [node.local if is_sharded(node) else node for node in nodes]
+        treedef = trees.flatten(trees.unflatten(outer, local))[1]
+        try:
+            specs = trees.broadcast_to(self._out_specs, treedef, is_leaf=is_spec)
+        except ValueError:
+            raise SpecError(
+                message(
+                    f"out_specs of {self._name} do not fit what it returned",
+                    got=f"{self._out_specs!r} for {trees.shown(result)}",
+                    expected="a prefix of the result's tree",
+                    remedy="give one P for all results, or one per result",
+                )
+            ) from None
+        return treedef, [own or spec or REPLICATED for own, spec in zip(declared, specs, strict=True)]
+
+    def _check_result(self, treedef: Any, index: int, leaf: torch.Tensor, spec: P) -> None:
+        self._session.layout.check(spec, where=f"out_specs of {self._name}")
+        if len(spec.entries) > leaf.dim():
+            raise SpecError(
+                message(
+                    f"result {path_in(treedef, index)} of {self._name} has fewer dimensions than its spec",
+                    got=f"shape {tuple(leaf.shape)} with {spec}",
+                    where=self._session.where(),
+                    remedy="reshape it, or give it a shorter spec",
+                )
+            )
