@@ -9,7 +9,8 @@ hangs (nothing for `HANG_SECONDS`, which ends it all); steps with another hash; 
 errors that a program should not see; processes that were left; by how much shared memory was more than ever before; and
 the milliseconds from the fault to the end of the first step that those do who are there afterwards. Stopped and stuck
 ranks count as dead after `GRACE` seconds, which are part of that. `--peer` does the same to torchrun (`chaos_peer.py`),
-`--hosts` cuts the wire between two hosts (`chaos_hosts.py`), in the same run.
+`--hosts` cuts the wire between two hosts (`chaos_hosts.py`) and kills hosts whose values have copies
+(`chaos_copies.py`), in the same run.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import chaos_copies
 import chaos_faults
 import chaos_hosts
 import chaos_peer
@@ -278,7 +280,7 @@ def main() -> None:
     print(f"\nnew in /dev/shm {shm}; open files of the driver more than after the first half: {files}")
     wrong = sum(tally.hashes + tally.samples + tally.errors + tally.orphans for tally in total["fault"].values())
     if options.hosts:
-        wrong += chaos_hosts.report()
+        wrong += chaos_hosts.report() + chaos_copies.report()
     if options.peer:
         print(chaos_peer.line(chaos_peer.seconds_to_train_again(options.peer, 2), 2), flush=True)
     sys.exit(bool(wrong))

@@ -1,10 +1,14 @@
 """What it costs an undisturbed step that its ranks may die: `on_loss="rerun"` beside "raise", in turns.
 
     python bench/survival_cost.py [--rounds 40] [--ranks 2]
+    python bench/survival_cost.py --copies [--rounds 20]    # what it costs that a host may: Mesh(copies=1) beside 0
 
-Two meshes train the same model, some steps each in turn, whose order changes every round; one waits for every step's
+Meshes train the same model, some steps each in turn, whose order changes every round; one waits for every step's
 loss. Prints the median step of each, and the median over rounds of their ratio, with its quartiles. Two meshes with
-"raise" say how far two equals are apart.
+the same setting say how far two equals are apart. Copies are those of AdamW's state, cut over all ranks of two hosts
+on this machine (`hosts="local:2x2"`): they go over its loopback, and take the processors that the steps take. With
+--copies then a host is killed, in the middle of steps, a few times: the seconds until the next `STEPS` are done, beyond
+what they take undisturbed, most of which is a new process that imports torch.
 """
 
 from __future__ import annotations
@@ -12,9 +16,12 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import signal
 import statistics
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +30,7 @@ from torch import nn
 from spmd import Mesh, data_parallel, functional, optimizer, spmd, value_and_grad
 
 STEPS = 10  # of each in a round
+KILLS = 5
 MODELS = {
     "4 leaves, 0.26 M parameters": lambda: nn.Sequential(nn.Linear(16, 1200), nn.ReLU(), nn.Linear(1200, 200)),
     "12 leaves, 5 M parameters": lambda: nn.Sequential(
@@ -31,10 +39,10 @@ MODELS = {
 }
 
 
-def stepper(mesh: Mesh, module: nn.Module) -> Callable[[], float]:
+def stepper(mesh: Mesh, module: nn.Module, shard: str) -> Callable[[], float]:
     """Does `STEPS` steps; the seconds of one."""
     apply, params = functional(module)
-    opt = optimizer(torch.optim.AdamW, lr=1e-4)
+    opt = optimizer(torch.optim.AdamW, lr=1e-4, shard=shard)
     state = opt.init(params)
     wide = next(module.parameters()).shape[1]
     batch = torch.randn(64, wide)
@@ -61,27 +69,60 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--copies", action="store_true")
     options = parser.parse_args()
-    print(f"{os.cpu_count()} cores, {platform.release()}, torch {torch.__version__}, {options.ranks} ranks")
-    print(f"{'model':<32}{'raise ms':>10}{'rerun ms':>10}{'rerun / raise':>26}{'raise / raise':>26}")
+    plain, other, size = ("copies=0", "copies=1", 4) if options.copies else ("raise", "rerun", options.ranks)
+    print(f"{os.cpu_count()} cores, {platform.release()}, torch {torch.__version__}, {size} ranks")
+    ratio, equals = f"{other} / {plain}", f"{plain} / {plain}"
+    print(f"{'model':<32}{plain + ' ms':>14}{other + ' ms':>14}{ratio:>26}{equals:>26}")
     for name, make in MODELS.items():
-        kinds = ("raise", "rerun", "raise")
-        meshes = [Mesh({"data": options.ranks}, on_loss=kind) for kind in kinds]
-        steppers = [stepper(mesh, make()) for mesh in meshes]
+        if options.copies:
+            meshes = [Mesh({"data": size}, hosts="local:2x2", copies=copies) for copies in (0, 1, 0)]
+        else:
+            meshes = [Mesh({"data": size}, on_loss=kind) for kind in (plain, other, plain)]
+        steppers = [stepper(mesh, make(), "data" if options.copies else "auto") for mesh in meshes]
         times: list[list[float]] = [[], [], []]
         for turn in range(options.rounds + 2):
             for which in (0, 1, 2) if turn % 2 else (2, 1, 0):
                 seconds = steppers[which]()
                 if turn >= 2:
                     times[which].append(seconds)
+        if options.copies:
+            lost = sorted(recovery(meshes[1], steppers[1]) - STEPS * statistics.median(times[1]) for _ in range(KILLS))
         for mesh in meshes:
             mesh.close()
         first, rerun, second = times
         both = [(one + other) / 2 for one, other in zip(first, second, strict=True)]
         middle = [f"{1e3 * statistics.median(each):.2f}" for each in (both, rerun)]
         print(
-            f"{name:<32}{middle[0]:>10}{middle[1]:>10}{_ratio(rerun, both):>26}{_ratio(second, first):>26}", flush=True
+            f"{name:<32}{middle[0]:>14}{middle[1]:>14}{_ratio(rerun, both):>26}{_ratio(second, first):>26}", flush=True
         )
+        if options.copies:
+            spread = f"{lost[0]:.2f} to {lost[-1]:.2f}"
+            print(f"  a host killed {KILLS} times: {lost[KILLS // 2]:.2f} s ({spread})", flush=True)
+
+
+def recovery(mesh: Mesh, some: Callable[[], float]) -> float:
+    """Seconds that some steps take in which a host and all its ranks are killed."""
+
+    def kill() -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    some()  # its copies are there
+    ranks = [row.pid for row in mesh.status()][2:]
+    pids = [_parent(_parent(ranks[0])), *ranks]
+    timer = threading.Timer(0.05, kill)
+    began = time.perf_counter()
+    timer.start()
+    some()
+    seconds = time.perf_counter() - began
+    timer.join()
+    return seconds
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _ratio(above: list[float], below: list[float]) -> str:
