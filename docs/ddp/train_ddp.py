@@ -1,4 +1,4 @@
-"""Two epochs of a small regression with DistributedDataParallel: torchrun --nproc-per-node 2 train_ddp.py"""
+"""A small regression with DistributedDataParallel: torchrun --nproc-per-node 2 train_ddp.py"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Two epochs of a small regression: python train_spmd.py, or torchrun --nproc-per-node 2 train_spmd.py"""
+"""A small regression: python train_spmd.py, or torchrun --nproc-per-node 2 train_spmd.py"""
 
 import torch
 import torch.nn.functional as F

@@ -49,3 +49,13 @@ def test_the_code_refers_to_documents_of_the_repository() -> None:
     for path in files:
         for page in re.findall(r"\bdocs/\w+\.md\b", path.read_text()):
             assert (ROOT / page).exists(), f"{path} refers to {page}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_fits_the_page(page: str) -> None:
+    """What docs/style.css makes room for; of what programs print only pictures and tables have to fit."""
+    wide = []
+    for fence in re.finditer(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL):
+        lines = [line for line in fence[2].splitlines() if len(line) > 100]
+        wide += lines if fence[1] not in ("", "text") else [line for line in lines if "  " in line]
+    assert wide == []
