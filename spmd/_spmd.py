@@ -136,7 +136,12 @@ class Spmd(Transformable):
 
         request = functools.partial(self.request, mesh, args, kwargs)
         try:
-            results = call(mesh, self.program, self._f, (args, kwargs), request, check=self._check, holder=self)
+            results = call(
+                *(mesh, self.program, self._f, (args, kwargs), request),
+                check=self._check,
+                holder=self,
+                donates=bool(self._donate),
+            )
         except HasRefs:
             args, kwargs = on_ranks(mesh, (args, kwargs))
             return self._outside(args, kwargs)

@@ -206,7 +206,7 @@ def test_public_names_are_imported_when_asked_for(tmp_path: Path) -> None:
 
 SIGNATURES = {
     "Mesh": "(axes=None, *, backend='auto', device='auto', threads=None, seed=0, timeout=300.0, on_loss='rerun', "
-    "grace=30.0, hosts=None)",
+    "grace=30.0, hosts=None, copies=0)",
     "Mesh.coords": "(self, rank=None)",
     "Mesh.close": "(self)",
     "Mesh.run": "(self, fn, *args, ranks=None)",
