@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import secrets
 import socket
 import struct
@@ -109,6 +110,13 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
                 words = struct.unpack(f">{len(host) // 8}I", bytes.fromhex(host))
                 found.add((socket.inet_ntop(family, struct.pack(f"<{len(words)}I", *words)), int(port, 16)))
     return found
+
+
+def allow_files(pid: int, *, more: bool) -> None:
+    """Have a process be able to open more files, or not one more."""
+    most, opened = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1], {*map(int, os.listdir(f"/proc/{pid}/fd"))}
+    free = next(number for number in range(most) if number not in opened)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (most if more else free, most))
 
 
 # What a scanner sends, and what one who knows the wire sends: a hello as rank 0 and a message from it.

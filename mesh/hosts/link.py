@@ -27,7 +27,7 @@ from .protocol import decode, encode
 
 _PLACE = struct.Struct("<Q")
 GREETING_SECONDS = 10.0
-_PAUSE_SECONDS = 0.1  # in which nobody is let in, when this process can open no more files
+PAUSE_SECONDS = 0.1  # in which nobody is let in, when this process can open no more files
 
 
 def mesh_key(secret: bytes, number: bytes) -> bytes:
@@ -49,7 +49,7 @@ def accepted(listening: socket.socket) -> socket.socket | None:
         except OSError as error:
             if listening.fileno() < 0 or error.errno in (errno.EINVAL, errno.EBADF):
                 return None
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(PAUSE_SECONDS)
 
 
 def greet_driver(connection: socket.socket, secret: bytes, place: int) -> Link:

@@ -11,10 +11,11 @@ import itertools
 import selectors
 import socket
 import threading
+import time
 from collections import deque
 from typing import Any
 
-from .link import Link, listener
+from .link import PAUSE_SECONDS, Link, listener
 from .protocol import Carried
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -103,11 +104,16 @@ class Tunnel:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with contextlib.suppress(OSError):
+        try:
             connection, _ = self._listener.accept()
-            number = next(self._numbers)
-            self._link.send(Carried(number, opens=True))
-            self._keep(number, connection)
+        except BlockingIOError:  # who connected has gone
+            return
+        except OSError:  # no more files can be opened: it connects meanwhile, and is let in later
+            time.sleep(PAUSE_SECONDS)
+            return
+        number = next(self._numbers)
+        self._link.send(Carried(number, opens=True))
+        self._keep(number, connection)
 
     def _keep(self, number: int, connection: socket.socket) -> None:
         connection.setblocking(False)

@@ -11,12 +11,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attacks import allow_files
+from attacks import listening as ports_of
 from patience import HANGS, end_within, until
 from test_hosts import REASON, host_process, namespaces, trained, works
 
@@ -119,6 +122,24 @@ def test_one_mesh_after_another_and_two_at_once(mesh: Mesh, hosts: list[str]) ->
             pids = other.run(os.getpid)
             assert works(other) and works(mesh)
         assert end_within(10.0, pids)
+
+
+def test_a_host_that_can_open_no_more_files(mesh: Mesh) -> None:
+    """It does not keep its processor busy with ranks that ask for the store, and lets them in as soon as it can."""
+    host = mesh.run(host_process)[3]
+    allow_files(host, more=False)
+    with contextlib.ExitStack() as stack:
+        waiting = [stack.enter_context(socket.create_connection(one)) for one in ports_of([host])]
+        began, before = time.monotonic(), processor_seconds(host)
+        time.sleep(2.0)
+        assert waiting and processor_seconds(host) - before < 0.25 * (time.monotonic() - began)
+        allow_files(host, more=True)
+    assert works(mesh)
+
+
+def processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_what_ends_with_what() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import resource
 import signal
 import socket
 import threading
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attacks import listening, scanned
+from attacks import allow_files, listening, scanned
 from patience import HANGS, until
 
 from spmd import Mesh, PeerLost, SpmdError, data_parallel, put, spmd, value_and_grad
@@ -66,13 +65,6 @@ def test_strangers_that_drip_do_not_keep_hosts_out(monkeypatch: pytest.MonkeyPat
 
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def allow_files(pid: int, *, more: bool) -> None:
-    """Have a process be able to open more files, or not one more."""
-    most, opened = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1], {*map(int, os.listdir(f"/proc/{pid}/fd"))}
-    free = next(number for number in range(most) if number not in opened)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (most if more else free, most))
 
 
 def test_a_host_that_can_open_no_more_files() -> None:
