@@ -106,6 +106,12 @@ resume: $(VENV)/.made
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
+# A picture of each page, and what does not fit its width. Needs Chromium with its driver.
+.PHONY: pictures
+pictures: docs
+	$(PY) -m pip install --quiet -c constraints.txt selenium
+	$(PY) docs/site/pictures.py
+
 $(VENV)/.docs: $(VENV)/.demo
 	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[docs]'
 	touch $@

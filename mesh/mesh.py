@@ -63,7 +63,7 @@ class Mesh:
         copies: how many other hosts have each value, too, so that it outlives as many of them: docs/survival.md
 
     Attributes:
-        axes, size, backend, device, rank: as made, or chosen; in the driver rank is None.
+        axes: name -> size; `size`, `backend`, `device` and `rank` (None in a driver) are as made or chosen, too.
 
     Raises:
         MeshError: the ranks cannot be had, or do not fit the axes.

@@ -22,7 +22,8 @@ def evaluate(step: Callable[..., Any], loader: Loader, *args: Any) -> Any:
     ...     @spmd(mesh=mesh)
     ...     @data_parallel
     ...     def totals(w, batch):
-    ...         return {"sum": psum((w * batch).sum(), "data"), "count": psum(torch.tensor(len(batch)), "data")}
+    ...         total, count = (w * batch).sum(), torch.tensor(len(batch))
+    ...         return {"sum": psum(total, "data"), "count": psum(count, "data")}
     ...     evaluate(totals, Loader(torch.arange(5.0), batch_size=3, mesh=mesh), torch.tensor(2.0))
     {'sum': tensor(20., dtype=torch.float64), 'count': tensor(5)}
 

@@ -58,7 +58,7 @@ class Stream:
 
     >>> def count(shard):
     ...     yield from range(shard, shard + 3)
-    >>> stream = Stream([0, 10, 20, 30], count).filter(lambda x: x % 10 != 1).map(lambda x: torch.tensor(x))
+    >>> stream = Stream([0, 10, 20, 30], count).filter(lambda x: x % 10 != 1).map(torch.tensor)
     >>> with Mesh({"data": 2}) as mesh:
     ...     [batch.full().tolist() for batch in Loader(stream, batch_size=4, shuffle=False, mesh=mesh)]
     [[0, 10, 20, 30], [2, 12, 22, 32]]
