@@ -270,7 +270,8 @@ def test_memory_of_dead_ranks_is_given_back(make_mesh):
         kill(mesh, [0, 1])
         assert torch.equal(w.full(), expected)
         sizes.append(arena_bytes(mesh))
-    assert sizes[-1] <= sizes[1] + (8 << 20), sizes
+    # What is in a rank's place may be yet to give back what the one before it had.
+    assert until(lambda: arena_bytes(mesh) <= sizes[1] + (8 << 20)), [*sizes, arena_bytes(mesh)]
 
 
 def test_more_values_than_descriptors(tmp_path: Path):
