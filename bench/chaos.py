@@ -1,6 +1,6 @@
 """Ranks come to grief at random moments of a training run, which must be the undisturbed one, bit for bit.
 
-    make chaos    # python bench/chaos.py [--seconds 600] [--kills 1000] [--steps 200] [--seed 0] [--peer] [--hosts]
+    make chaos    # python bench/chaos.py [--seconds 600] [--kills 0] [--steps 200] [--seed 0] [--peer] [--hosts]
 
 Runs follow each other on one mesh, of 2 ranks, and then with `shards=4` of 3, which is resized, too; every few steps
 there is a fault (`chaos_faults.py`). The oracle is the undisturbed run: the hash of parameters and loss after every
@@ -118,13 +118,17 @@ class Chaos:
         return found
 
     def disturb(self, seconds: float, disk: Path | None) -> None:
-        """Provoke faults for so long, in runs from the beginning."""
+        """Provoke faults for so long, and as often as is wanted, in runs from the beginning."""
         expected, end = self.expected(), time.monotonic() + seconds
-        while time.monotonic() < end:
+
+        def over() -> bool:
+            return time.monotonic() >= end and self.killed >= self._options.kills / 2
+
+        while not over():
             run, calm, pending = Run(self.mesh, self._shards, self._folder), 0, None
             batches = run.batches()
             for turn in range(self._options.steps):
-                if time.monotonic() >= end and pending is None:
+                if over() and pending is None:
                     break
                 if pending is None and calm >= CALM_STEPS:
                     pending, calm = self._armed(), 0
@@ -238,6 +242,7 @@ def shared_bytes(mesh: Mesh) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--kills", type=int, default=0, help="longer, until ranks were ended so often")
     parser.add_argument("--steps", type=int, default=200, help="of a run, after which it begins again")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--without", nargs="*", default=[], help="faults that are left out")

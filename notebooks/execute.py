@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
-def execute(path: Path, timeout: float = 100.0) -> nbformat.NotebookNode:
+def execute(path: Path, timeout: float = 500.0) -> nbformat.NotebookNode:
     """The notebook with what its cells show when run one after the other; raises what one of them raises."""
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from internals import close_all_meshes, forget_restored
 from scripts import left_in_shm
 
 from spmd import Mesh
 
 torch.set_num_threads(1)
+# An example that takes long says how busy the machine is, and nothing else.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 # A shell that starts the suite in the background has it ignore Ctrl-C, and all that it starts with it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

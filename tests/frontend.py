@@ -56,11 +56,10 @@ class Kernel:
         """Run a cell to its end.
 
         Args:
-            interrupt_after: press the stop button after so many seconds.
+            interrupt_after: press the stop button when the cell has run for so many seconds.
         """
         cell, began = Cell(), time.monotonic()
-        request = self.client.execute(code)
-        stop = math.inf if interrupt_after is None else began + interrupt_after
+        request, stop = self.client.execute(code), math.inf
         while True:
             try:
                 message = self.client.get_iopub_msg(timeout=max(0.0, min(HANGS, stop - time.monotonic())))
@@ -76,6 +75,8 @@ class Kernel:
                 continue
             if kind == "status" and content["execution_state"] == "idle":
                 break
+            if kind == "execute_input" and interrupt_after is not None:  # the kernel begins with it
+                stop = time.monotonic() + interrupt_after
             if kind == "stream":
                 cell.pieces.append((time.monotonic() - began, content["name"], content["text"]))
             elif kind in ("execute_result", "display_data"):

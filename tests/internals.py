@@ -6,6 +6,7 @@ Tests that would otherwise speak through the public interface use these for the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -98,6 +99,28 @@ def pretend_nccl(monkeypatch: Any, version: int, path: str, cupy: str) -> None:
     library = nccl_library.Library(None, version, path, cupy)
     monkeypatch.setattr(nccl_library, "check_driver", lambda: None)
     monkeypatch.setattr(nccl_library, "load", lambda: library)
+
+
+def compare_late_output(monkeypatch: Any) -> None:
+    """However late a rank shows what others show, too, it is known as the same; of meshes made from now on its lines.
+
+    A line, or a bar, that is of one rank alone is then shown with the end of the call.
+    """
+    from patience import HANGS
+
+    from spmd.mesh.display import bars
+    from spmd.mesh.driver import receiving
+
+    monkeypatch.setattr(receiving, "Collator", functools.partial(receiving.Collator, window=HANGS))
+    monkeypatch.setattr(bars, "WINDOW", HANGS)
+    monkeypatch.setattr(bars, "LINGER", HANGS)
+
+
+def wait_for_stacks() -> None:
+    """In this process: a rank that is asked for its stacks, and comes to a halt while it writes them, is waited for."""
+    from spmd.mesh.display import stacks
+
+    stacks._QUIET_SECONDS, stacks._ANSWER_SECONDS = 0.3, 5.0
 
 
 def close_all_meshes() -> None:

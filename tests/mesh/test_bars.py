@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from internals import compare_late_output
 from tqdm import tqdm
 from tqdm.notebook import tqdm_notebook
 
@@ -143,9 +144,13 @@ def shown(text: str) -> list[str]:
     return [part for part in re.split(r"[\r\n]+|\x1b\[A", text) if part.strip()]
 
 
-def test_one_bar_for_the_mesh(shared_mesh: Callable[..., Mesh], capfd: pytest.CaptureFixture[str]) -> None:
-    mesh = shared_mesh({"data": 2})
+@pytest.fixture
+def mesh(make_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch) -> Mesh:
+    compare_late_output(monkeypatch)
+    return make_mesh({"data": 2})
 
+
+def test_one_bar_for_the_mesh(mesh: Mesh, capfd: pytest.CaptureFixture[str]) -> None:
     def loop() -> None:
         for _ in tqdm(range(4), "steps"):
             time.sleep(0.11 * (1 + axis_index("data")))
@@ -162,9 +167,7 @@ def test_one_bar_for_the_mesh(shared_mesh: Callable[..., Mesh], capfd: pytest.Ca
     assert "0/2" in rest[0] and "2/2" in rest[-1]
 
 
-def test_lines_do_not_break_a_bar(shared_mesh: Callable[..., Mesh], capfd: pytest.CaptureFixture[str]) -> None:
-    mesh = shared_mesh({"data": 2})
-
+def test_lines_do_not_break_a_bar(mesh: Mesh, capfd: pytest.CaptureFixture[str]) -> None:
     def loop() -> None:
         for step in tqdm(range(3), "steps"):
             time.sleep(0.2)
@@ -188,11 +191,7 @@ def test_a_bar_to_a_file_of_the_program_is_drawn_there(shared_mesh: Callable[...
     assert all("kept: 100%" in text for text in shared_mesh({"data": 2}).run(loop))
 
 
-def test_a_failure_leaves_the_bar_where_it_was(
-    shared_mesh: Callable[..., Mesh], capfd: pytest.CaptureFixture[str]
-) -> None:
-    mesh = shared_mesh({"data": 2})
-
+def test_a_failure_leaves_the_bar_where_it_was(mesh: Mesh, capfd: pytest.CaptureFixture[str]) -> None:
     def loop() -> None:
         for step in tqdm(range(4), "fails"):
             time.sleep(0.11)

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from patience import until
 
 from spmd import P, Sharded, axis_index, put, spmd
 
@@ -77,8 +78,8 @@ def test_other_results_from_like_arguments(spied):
     assert [tuple(one.shape) for one in found] == [(2,), (4,), (4,), (6,), (2,)]
 
 
-def test_after_a_failure_and_a_lost_rank(spied):
-    mesh, _ = spied
+def test_after_a_failure_and_a_lost_rank(spied, tmp_path):
+    (mesh, _), begun = spied, tmp_path / "begun"
 
     @spmd(mesh=mesh)
     def halved(x):
@@ -94,11 +95,16 @@ def test_after_a_failure_and_a_lost_rank(spied):
                 x = halved(x)
             x.full()
         assert float(halved(halved(start)).full()) == 0.25
-    kill = threading.Timer(0.3, os.kill, (mesh.driver.pids[1], signal.SIGKILL))
-    kill.start()
+
+    def kill():
+        assert until(begun.exists)
+        os.kill(mesh.driver.pids[1], signal.SIGKILL)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
     with pytest.raises(Exception, match="rank 1"):
-        mesh.run(time.sleep, 30)
-    kill.join()
+        mesh.run(lambda: (begun.touch(), time.sleep(30)))
+    killing.join()
     for _ in range(3):
         assert float(halved(start).full()) == 0.5
 

@@ -13,7 +13,7 @@ SLOW = ["stop for ever", "lock of Python held in C", "kill what forks them"]  # 
 
 
 def test_a_short_one() -> None:
-    command = [sys.executable, str(CHAOS), "--seconds", "10", "--steps", "40", "--without", *SLOW]
+    command = [sys.executable, str(CHAOS), "--seconds", "10", "--kills", "10", "--steps", "40", "--without", *SLOW]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith(("kill", "terminate", "segfault", "os._exit"))]

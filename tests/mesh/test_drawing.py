@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from internals import compare_late_output
 
 from spmd import Loader, Mesh, P, Sampler, SpecError, put, visualize
 
@@ -41,9 +42,10 @@ def test_html_shows_every_rank_in_its_colour(shared_mesh: Callable[..., Mesh]) -
 
 
 def test_printed_lines_say_where_on_the_mesh(
-    shared_mesh: Callable[..., Mesh], capfd: pytest.CaptureFixture[str]
+    make_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    mesh = shared_mesh({"data": 2, "model": 2})
+    compare_late_output(monkeypatch)
+    mesh = make_mesh({"data": 2, "model": 2})
     mesh.run(lambda: print("alike") or (mesh.rank == 2 and print("alone")))
     assert capfd.readouterr().out.splitlines() == ["alike", "[rank 2 data=1 model=0] alone"]
 

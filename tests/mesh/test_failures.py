@@ -15,9 +15,12 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from internals import compare_late_output
 from patience import HANGS, end_within, running, soon, until
 
 from spmd import (
@@ -59,9 +62,25 @@ def works(mesh) -> bool:
     return float(total(torch.ones(2 * size))) == 2 * size and mesh.run(lambda: axis_index("data")) == list(range(size))
 
 
-def kill(*pids: int, after: float) -> None:
-    """Kill processes together, after some seconds."""
-    threading.Timer(after, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids]).start()
+def kill(*pids: int, once: Path) -> None:
+    """Kill processes together, once a file is there."""
+
+    def wait() -> None:
+        assert until(once.exists)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=wait).start()
+
+
+def sleeping(begun: Path) -> Callable[[], None]:
+    """For ranks: what goes on for long, after a file says that it has begun."""
+
+    def sleep() -> None:
+        begun.touch()
+        time.sleep(30)
+
+    return sleep
 
 
 # -- exceptions --------------------------------------------------------------------------------------------------------
@@ -375,15 +394,19 @@ def test_a_rank_is_killed_between_steps_over_virtual_shards(make_mesh):
     assert go(w, batch).item() == 1.5
 
 
-def test_a_rank_is_killed_during_a_call_that_nobody_waits_for(make_mesh):
-    mesh = make_mesh({"data": 2}, on_loss="raise")
+def test_a_rank_is_killed_during_a_call_that_nobody_waits_for(make_mesh, tmp_path):
+    mesh, may_end = make_mesh({"data": 2}, on_loss="raise"), tmp_path / "may end"
 
     @spmd(mesh=mesh)
     def step(x):
-        time.sleep(0.2)
+        while axis_index("data") == 0 and not may_end.exists():
+            time.sleep(0.01)
         return psum(x, "data")
 
+    may_end.touch()
     x = step(step(put(torch.ones(2), mesh=mesh)))
+    assert x.full().tolist() == [4, 4]
+    may_end.unlink()
     lost = step(x)
     os.kill(mesh.driver.pids[0], signal.SIGKILL)
     with raises(PeerLost, "rank 0 was killed by SIGKILL"):
@@ -393,17 +416,17 @@ def test_a_rank_is_killed_during_a_call_that_nobody_waits_for(make_mesh):
     assert works(mesh)
 
 
-def test_all_ranks_are_killed(make_mesh):
+def test_all_ranks_are_killed(make_mesh, tmp_path):
     mesh = make_mesh({"data": 3})
     w = put(torch.ones(2), mesh=mesh)
     assert w.tolist() == [1.0, 1.0]  # it is there
-    kill(*mesh.driver.pids, after=0.2)
+    kill(*mesh.driver.pids, once=tmp_path / "begun")
     with raises(PeerLost, "rank 0 was killed by SIGKILL", within=0.2 + SECONDS):
-        mesh.run(time.sleep, 30)
+        mesh.run(sleeping(tmp_path / "begun"))
     assert w.tolist() == [1.0, 1.0] and works(mesh)
 
 
-def test_a_rank_leaves(make_mesh):
+def test_a_rank_leaves(make_mesh, tmp_path):
     mesh = make_mesh({"data": 2})
 
     def leave(how):
@@ -421,16 +444,19 @@ def test_a_rank_leaves(make_mesh):
         mesh.run(leave, lambda: os._exit(0))
     assert works(mesh)
     # One rank raises, another dies of it: the death is told, and the exception with it.
+    begun = tmp_path / "begun"
+
+    def raise_or_exit():
+        if axis_index("data") == 1:
+            assert until(begun.exists)  # called off before, the other one would not raise
+            time.sleep(0.2)
+            os._exit(5)
+        begun.touch()
+        raise ValueError("the reason")
+
     with raises(PeerLost, "rank 1 exited with code 5", "on rank 0 of Mesh", "ValueError: the reason"):
         mesh.run(raise_or_exit)
     assert works(mesh)
-
-
-def raise_or_exit():
-    if axis_index("data") == 1:
-        time.sleep(0.2)
-        os._exit(5)
-    raise ValueError("the reason")
 
 
 def test_ranks_that_cannot_start(make_mesh, capfd):
@@ -448,14 +474,14 @@ def test_ranks_that_cannot_start(make_mesh, capfd):
     assert "FileNotFoundError" in capfd.readouterr().err
 
 
-def test_the_process_that_ranks_are_forked_from_is_killed(make_mesh):
+def test_the_process_that_ranks_are_forked_from_is_killed(make_mesh, tmp_path):
     meshes = [make_mesh({"data": 2}), make_mesh({"data": 1})]
     w = put(torch.ones(2), mesh=meshes[0])
     zygote = meshes[0].driver.ranks.all[0]._zygote._process.pid
     before = [pid for mesh in meshes for pid in mesh.driver.pids]
-    kill(zygote, after=0.2)
+    kill(zygote, once=tmp_path / "begun")
     with raises(PeerLost, "rank 0 died with the process that it was forked from", within=10):
-        meshes[0].run(time.sleep, 30)
+        meshes[0].run(sleeping(tmp_path / "begun"))
     assert end_within(1, before)
     assert all(works(mesh) for mesh in meshes)
     assert w.tolist() == [1.0, 1.0]
@@ -477,9 +503,9 @@ def shown(capfd, *words):
     return seen
 
 
-def test_printed_lines(make_mesh, capfd, tmp_path):
+def test_printed_lines(make_mesh, monkeypatch, capfd, tmp_path):
+    compare_late_output(monkeypatch)
     mesh = make_mesh({"data": 3})
-    mesh.driver.receiving._collator._window = 20.0  # however late a rank's lines come, they are compared
 
     def say():
         rank = axis_index("data")

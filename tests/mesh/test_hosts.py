@@ -348,7 +348,10 @@ def arena_bytes(mesh: Mesh) -> list[int]:
     """What the memory that each host's ranks share takes, which its process holds open."""
 
     def of_host() -> int:
-        found = [fd for fd in Path(f"/proc/{host_process()}/fd").iterdir() if "spmd-arena" in os.readlink(fd)]
+        found = []
+        for fd in Path(f"/proc/{host_process()}/fd").iterdir():
+            with contextlib.suppress(OSError):  # some are open for a moment
+                found += [fd] if "spmd-arena" in os.readlink(fd) else []
         return 512 * max(os.stat(fd).st_blocks for fd in found)
 
     return mesh.run(of_host)[::2]

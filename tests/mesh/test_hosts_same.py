@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from bodies import never_finish_writing
+from internals import compare_late_output
 from patience import HANGS, running, until
 from scripts import script
 from test_bars import shown
@@ -128,7 +129,9 @@ def test_a_path_that_not_all_hosts_see(tmp_path: Path) -> None:
 # -- what ranks show, and read -----------------------------------------------------------------------------------------
 
 
-def test_one_progress_bar(mesh: Mesh, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_progress_bar(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    compare_late_output(monkeypatch)
+
     def loop() -> None:
         for step in tqdm(range(4), "steps"):
             time.sleep(0.11 * (1 + axis_index("data") // 2))
@@ -189,7 +192,7 @@ def test_stacks_of_ranks_that_wait(mesh: Mesh, tmp_path: Path) -> None:
     try:
         assert until(lambda: "last waiting in barrier" in mesh.status()[0].doing, 20), mesh.status()
         assert until(lambda: "wait_here" in mesh.stacks().partition("rank 3: ")[2])
-        assert "barrier" in mesh.stacks().partition("rank 1: ")[0]
+        assert until(lambda: "barrier" in mesh.stacks().partition("rank 1: ")[0])
     finally:
         go.touch()
         thread.join()

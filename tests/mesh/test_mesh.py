@@ -13,7 +13,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from patience import HANGS, end_within
+from patience import HANGS, end_within, until
 
 from spmd import Array, Mesh, MeshError, P, SpecError, axis_index, barrier, psum, put, spmd
 
@@ -163,7 +163,7 @@ def test_submit_that_fails(mesh, tmp_path):
     assert mesh.run(lambda: 1) == [1, 1] and before.result(0) == "done"
 
 
-def test_a_mesh_cannot_be_used_in_a_callback(mesh):
+def test_a_mesh_cannot_be_used_in_a_callback(mesh, tmp_path):
     told, waiting = [], threading.Event()
 
     def callback(future):
@@ -173,7 +173,8 @@ def test_a_mesh_cannot_be_used_in_a_callback(mesh):
             told.append(str(error))
         waiting.set()
 
-    mesh.submit(time.sleep, 0.1).add_done_callback(callback)
+    mesh.submit(waits, tmp_path / "go on").add_done_callback(callback)  # called by who adds it, were it over
+    (tmp_path / "go on").touch()
     assert waiting.wait(HANGS) and "callback of its futures" in told[0]
 
 
@@ -194,7 +195,7 @@ def test_several_threads_may_call(mesh):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANGS)
     assert sorted(results) == sorted([[2 * n] * 2 for n in range(4)] * 5)
 
 
@@ -263,7 +264,7 @@ def test_which_mesh_is_meant(monkeypatch):
             seen = []
             thread = threading.Thread(target=lambda: seen.append(put(1.0).mesh))
             thread.start()
-            thread.join(20)
+            thread.join(HANGS)
             assert seen == [second]  # `with` counts for its own thread
         with outer:
             pass
@@ -362,7 +363,7 @@ def test_descriptors_are_given_back(make_mesh):
     for _ in range(2):
         use()
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert until(lambda: len(os.listdir("/proc/self/fd")) <= before, 20)
 
 
 # JAX, where another test has imported it, warns of every fork.

@@ -85,10 +85,16 @@ def test_bytes_on_the_wire() -> None:
 
 
 # Each step needs all ranks; a rank that can't take one says when, after how many, and why: at once, so that it stays
-# whole in the pipe that it shares with the other rank of its node.
+# whole in the pipe that it shares with the other rank of its node. They meet when all have imported what they need.
 GOING = r"""
 import os, time, torch
+from pathlib import Path
 from spmd import Mesh, psum, spmd
+here = Path(__file__).parent / "here"
+here.mkdir(exist_ok=True)
+(here / os.environ["SPMD_RANK"]).touch()
+while len(os.listdir(here)) < int(os.environ["SPMD_SIZE"]):
+    time.sleep(0.01)
 mesh = Mesh(timeout=SECONDS)
 step = spmd(lambda x: psum(x, "data") / mesh.size, mesh=mesh)
 x, steps = torch.ones(100_000), 0

@@ -141,8 +141,8 @@ def test_an_error_keeps_its_type_and_the_remote_traceback(mesh: Mesh) -> None:
 def test_an_error_that_nobody_asks_for_is_raised_at_the_next_call(mesh: Mesh) -> None:
     counter = mesh.remote(Counter, rank=1)
     counter.fail("dropped")
-    counter.get().exception()  # over, when it is
     with pytest.raises(LookupError, match="dropped"):
+        counter.get().exception()  # over, when it is; and at this call, if it was over before
         counter.get()
     assert counter.get().get() == 0
 

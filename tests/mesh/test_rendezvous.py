@@ -6,6 +6,7 @@ The processes of all cases begin together when all have imported the library.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -20,11 +21,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from patience import HANGS, quick
+from ports import free_port
 from scripts import run
 
 from spmd import MeshError, initialize
 
-TIMEOUT = 6
+TIMEOUT = 6  # of those that wait in vain
 
 # What each process runs, given how to start; it says how long it took, and what came of it.
 PROGRAM = f"""
@@ -34,10 +36,10 @@ from spmd import Mesh, MeshError
 from spmd import initialize
 print("ready", flush=True)
 input()
-began = time.monotonic()
+began, timeout = time.monotonic(), {HANGS}
 try:
     exec(sys.argv[1])
-    mesh = Mesh(timeout={TIMEOUT})
+    mesh = Mesh(timeout=timeout)
     total = mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(()))))
     text = f"rank {{mesh.rank}} of {{mesh.size}}: {{total}}"
 except MeshError as error:
@@ -70,12 +72,6 @@ with contextlib.suppress(ChildProcessError):
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def at(method: str) -> str:
     """One process's start: `{rank}` and `{size}` are still to be filled in."""
     return f"initialize({{rank}}, {{size}}, init_method={method!r})"
@@ -90,21 +86,30 @@ def stale_file(folder: Path) -> str:
     code = "import sys; from spmd import Mesh, initialize; initialize(0, 2, init_method=sys.argv[1]); Mesh(timeout=60)"
     left = folder / "stale"
     with subprocess.Popen([sys.executable, "-c", code, f"file://{left}"], stderr=subprocess.DEVNULL) as process:
-        while not (left.exists() and b"rank/0" in left.read_bytes()):
+        while b"rank/0" not in written(left):
             assert process.poll() is None
             time.sleep(0.01)
-        time.sleep(0.2)  # the entry is whole
         process.kill()
     return f"file://{left}"
 
 
+def written(path: Path) -> bytes:
+    """What is in a file of a `FileStore`, whose entries are whole whenever it can be locked."""
+    if not path.exists():
+        return b""
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        return file.read()
+
+
 def cases_in(folder: Path, busy: int) -> dict[str, list[str]]:
     """What the processes of each case call."""
+    waits = f"timeout = {TIMEOUT}; "
     port = free_port()
     environ = "os.environ.update(MASTER_ADDR='localhost', MASTER_PORT='{port}'); " + at("env://")
     tcp_store = (
         f"initialize({{rank}}, 2, store=dist.TCPStore('127.0.0.1', {free_port()}, None, {{rank}} == 0, "
-        "datetime.timedelta(seconds=20)))"
+        f"datetime.timedelta(seconds={HANGS})))"
     )
     return {
         "env": pair(environ.replace("{port}", str(free_port()))),
@@ -114,9 +119,9 @@ def cases_in(folder: Path, busy: int) -> dict[str, list[str]]:
         "FileStore": pair(f"initialize({{rank}}, 2, store=dist.FileStore('{folder}/store', 2))"),
         "stale": [at(stale_file(folder)).format(rank=0, size=2)],
         "busy": [at(f"tcp://127.0.0.1:{busy}").format(rank=0, size=2)],
-        "no rank 1": [at(f"tcp://127.0.0.1:{free_port()}").format(rank=0, size=3)],
-        "no rank 0": [at(f"tcp://127.0.0.1:{free_port()}").format(rank=1, size=2)],
-        "no rank 0 at a file": [at(f"file://{folder}/alone").format(rank=1, size=2)],
+        "no rank 1": [waits + at(f"tcp://127.0.0.1:{free_port()}").format(rank=0, size=3)],
+        "no rank 0": [waits + at(f"tcp://127.0.0.1:{free_port()}").format(rank=1, size=2)],
+        "no rank 0 at a file": [waits + at(f"file://{folder}/alone").format(rank=1, size=2)],
         "twice": [at(f"file://{folder}/twice").format(rank=0, size=2)] * 2,
         "sizes": [at(f"file://{folder}/sizes").format(rank=rank, size=2 + rank) for rank in range(2)],
     }
@@ -251,8 +256,7 @@ def test_bad_places() -> None:
 
 def test_a_process_with_other_sockets_meets_as_well() -> None:
     """A pipe of multiprocessing is a socket without a name, and so without a port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     code = (
         "import socket; pair = socket.socketpair(); from spmd import Mesh, initialize; "
         f"initialize(0, 1, init_method='tcp://127.0.0.1:{port}'); print(Mesh().size)"

@@ -20,14 +20,21 @@ import torch
 from spmd import Mesh
 mesh = Mesh(backend="gloo", timeout=60)
 print(mesh.size, mesh.run(lambda: float(mesh.comm().all_reduced(torch.tensor(1.0)))), flush=True)
-if os.environ["RANK"] == sys.argv[1]:
+if os.environ["RANK"] == "0":
+    open(sys.argv[1], "w").close()
     time.sleep(1000)
+while not os.path.exists(sys.argv[1]):  # else the other could hear of the end before it has its result
+    time.sleep(0.01)
 os._exit(3)
 """
 
 
-def start(server: ForkServer, store: dist.TCPStore, rank: int, size: int, restarts: int) -> Forked:
-    """A rank as an agent of torchrun's starts it, which keeps the store itself and counts its own restarts."""
+def start(server: ForkServer, store: dist.TCPStore, done: Path, rank: int, size: int, restarts: int) -> Forked:
+    """A rank as an agent of torchrun's starts it, which keeps the store itself and counts its own restarts.
+
+    Args:
+        done: a file that rank 0 makes when it has its result; before that the other one does not end.
+    """
     told = {
         "RANK": rank,
         "WORLD_SIZE": size,
@@ -41,23 +48,24 @@ def start(server: ForkServer, store: dist.TCPStore, rank: int, size: int, restar
         "TORCHELASTIC_RESTART_COUNT": restarts,
         "OMP_NUM_THREADS": 1,
     }
-    return server.start(JOB, "0", environ={**os.environ, **{name: str(text) for name, text in told.items()}})
+    return server.start(JOB, str(done), environ={**os.environ, **{name: str(text) for name, text in told.items()}})
 
 
-def test_ranks_meet_again_whoever_was_restarted_how_often() -> None:
+def test_ranks_meet_again_whoever_was_restarted_how_often(tmp_path: Path) -> None:
     """A rank of one host dies, and its agent counts that; the other agent starts its own anew and counts nothing."""
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, timeout=datetime.timedelta(seconds=HANGS), wait_for_workers=False
     )
     with fork_server() as server:
         for life in range(3):
-            first = start(server, store, 0, 2, 0)
-            second = start(server, store, 1, 2, life)
+            done = tmp_path / str(life)
+            first = start(server, store, done, 0, 2, 0)
+            second = start(server, store, done, 1, 2, life)
             out, err = second.communicate()
             assert out == "2 [2.0, 2.0]\n", err
             first.kill()  # it waits as a rank does whose peer has died
             assert first.communicate()[0] == "2 [2.0, 2.0]\n"
-        alone = start(server, store, 0, 1, 0)  # and the job may shrink
+        alone = start(server, store, tmp_path / "alone", 0, 1, 0)  # and the job may shrink
         assert until(lambda: "1 [1.0]\n" in alone.communicate_so_far())
         alone.kill()
 

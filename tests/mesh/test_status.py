@@ -57,7 +57,7 @@ def test_what_ranks_do(shared_mesh: Callable[..., Mesh], tmp_path: Path) -> None
     thread.start()
     try:
         assert until(lambda: "last waiting in barrier" in doing(mesh)[0]), doing(mesh)
-        assert doing(mesh)[1].endswith("in no collective yet")
+        assert until(lambda: doing(mesh)[1].endswith("in no collective yet"))
     finally:
         go.touch()
         thread.join()

@@ -20,9 +20,11 @@ from typing import Any
 import pytest
 import torch
 from fork_server import fork_server
+from internals import wait_for_stacks
 from patience import HANGS, end_within, running, soon, until
 
 from spmd import Loader, Mesh, MeshError, P, PeerLost, RemoteError, SpmdError, put, save
+from spmd.mesh.display import stacks
 
 GRACE = 0.5
 
@@ -70,6 +72,14 @@ def test_a_stopped_rank_ends_what_waits_for_it(mesh: Mesh, what: str, tmp_path: 
     assert works(mesh)
 
 
+@pytest.fixture
+def whole_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_QUIET_SECONDS", "_ANSWER_SECONDS"):
+        monkeypatch.setattr(stacks, name, getattr(stacks, name))  # as they were, at the end
+    wait_for_stacks()
+
+
+@pytest.mark.usefixtures("whole_stacks")
 def test_a_rank_that_holds_the_lock_of_python(mesh: Mesh, capfd: pytest.CaptureFixture[str]) -> None:
     """Stuck in C: its stack is told where it happens, and again in the log when the rank is killed."""
     pid = mesh.driver.pids[1]
@@ -97,6 +107,7 @@ def test_a_rank_that_holds_the_lock_of_python(mesh: Mesh, capfd: pytest.CaptureF
     assert works(mesh) and not running(pid)
 
 
+@pytest.mark.usefixtures("whole_stacks")
 def test_a_rank_that_loops_in_c_while_another_waits(
     make_mesh: Callable[..., Mesh], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,7 +218,9 @@ def test_a_stopped_rank_that_nobody_waits_for(mesh: Mesh) -> None:
 
 def test_stacks_of_launched_ranks(tmp_path: Path) -> None:
     code = """
+from internals import wait_for_stacks
 from spmd import Mesh
+wait_for_stacks()
 mesh = Mesh(timeout=60)
 def at_rest():
     mesh.comm().barrier()

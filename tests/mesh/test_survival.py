@@ -89,7 +89,8 @@ def test_the_same_bits_after_any_deaths(make_mesh, shards, caplog):
     with caplog.at_level(logging.WARNING, "spmd"):
         assert trained(mesh, shards=shards, deaths={0: [0], 2: [1], 5: [0, 1], 7: [1]}) == undisturbed
     said = [record.getMessage() for record in caplog.records]
-    assert sum("was killed by SIGKILL" in text and "replaced, with its values, in" in text for text in said) >= 4
+    # Of two that die together one line tells, or each has its own.
+    assert sum("killed by SIGKILL" in text and "replaced, with its values, in" in text for text in said) >= 4
 
 
 def test_a_second_death_before_the_call_has_begun_again(make_mesh):
@@ -270,7 +271,8 @@ def test_memory_of_dead_ranks_is_given_back(make_mesh):
         kill(mesh, [0, 1])
         assert torch.equal(w.full(), expected)
         sizes.append(arena_bytes(mesh))
-    assert sizes[-1] <= sizes[1] + (8 << 20), sizes
+    # What is in a rank's place may be yet to give back what the one before it had.
+    assert until(lambda: arena_bytes(mesh) <= sizes[1] + (8 << 20)), [*sizes, arena_bytes(mesh)]
 
 
 def test_more_values_than_descriptors(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import socket
@@ -21,6 +22,12 @@ DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_garbage() -> None:
+    """What other tests have left is not closed while descriptors are counted here."""
+    gc.collect()
 
 
 def descriptors() -> set[str]:
