@@ -43,10 +43,10 @@ def work(x, y, steps):
     server.read().get()  # this rank's writes are done
 
 
-mesh.run(work, x, y, 150)
+mesh.run(work, x, y, 250)
 version, weight = server.read().get()
 writes, stalest = server.report().get()
-assert version == writes == 150 * mesh.size
+assert version == writes == 250 * mesh.size
 torch.testing.assert_close(weight, truth, rtol=0, atol=1e-3)
 print(f"{writes} gradients, the stalest of {stalest} versions before: the weights agree with the truth")
 mesh.close()

@@ -137,6 +137,13 @@ def forget_restored() -> None:
     fingerprint._unplaced.restored.clear()
 
 
+def doctor_waits(seconds: float) -> None:
+    """In this process `spmd doctor` gives each of its tests so long."""
+    from spmd.cli import doctor
+
+    doctor.SECONDS = seconds
+
+
 def values_held() -> int:
     """On a driver's rank: how many values it holds."""
     from spmd.mesh.rank.values import Values

@@ -258,7 +258,7 @@ def test_failures_in_the_background_are_raised_one_after_another(
 
     def together(self: Path, *args: Any, **options: Any) -> None:
         if ".tmp-" in self.name:
-            both.wait(60)
+            both.wait(HANGS)
         mkdir(self, *args, **options)
 
     def full(_: int) -> None:
@@ -366,7 +366,7 @@ def test_in_the_background_without_a_mesh(tmp_path: Path, monkeypatch: pytest.Mo
     fsync, go_on = os.fsync, threading.Event()
 
     def late(number: int) -> None:
-        assert go_on.wait(30)
+        assert go_on.wait(HANGS)
         fsync(number)
 
     monkeypatch.setattr(os, "fsync", late)

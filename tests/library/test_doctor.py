@@ -11,8 +11,15 @@ from pathlib import Path
 import torch
 from jobs import environ_without, mpirun, needs_mpi, section
 from patience import HANGS
+from scripts import HERE
 
 BARE = environ_without("SPMD_", "OMPI_", "PMI", "GLOO_")
+# The program, with time for a slow machine.
+PATIENT = f"""
+import runpy, internals
+internals.doctor_waits({HANGS})
+runpy.run_module("spmd", run_name="__main__", alter_sys=True)
+"""
 SHARED = platform.machine() in ("x86_64", "AMD64")  # elsewhere plain stores are not trusted
 
 
@@ -24,7 +31,7 @@ def doctor(*launcher: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_alone() -> None:
-    done = doctor(SPMD_RANKS="3")
+    done = doctor("-c", PATIENT, SPMD_RANKS="3", PYTHONPATH=HERE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("spmd ") and f"torch {torch.__version__}," in done.stdout
     assert section(done.stdout, "packages")["numpy"][0].isdigit()

@@ -308,7 +308,7 @@ def test_several_threads_may_call_the_same_function():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANGS)
     assert results == [0.0, 1.0, 2.0]
 
 

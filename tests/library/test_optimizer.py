@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import HANGS
 from torch import nn, optim
 
 import spmd.optim.optimizer
@@ -361,7 +362,7 @@ def test_several_threads_may_step_at_once():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANGS)
     assert all(same(alone[start], together[start]) for start in range(4))
 
 

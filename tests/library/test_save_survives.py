@@ -49,7 +49,7 @@ def test_in_the_background(mesh: Mesh, tmp_path: Path, ranks: list[int]) -> None
 @pytest.mark.parametrize("on_loss", ["rerun", "raise"])
 def test_a_rank_that_is_stopped(make_mesh: Callable[..., Mesh], tmp_path: Path, on_loss: str) -> None:
     """Nobody waits for it but who waits for the checkpoint."""
-    mesh = make_mesh({"data": 2}, grace=0.5, on_loss=on_loss)
+    mesh = make_mesh({"data": 2}, grace=2.0, on_loss=on_loss)
     mesh.run(never_finish_writing, ranks=[1])
     future = save(tmp_path, tree(mesh), background=True)
     os.kill(mesh.driver.pids[1], signal.SIGSTOP)
@@ -63,7 +63,9 @@ def test_a_rank_that_is_stopped(make_mesh: Callable[..., Mesh], tmp_path: Path, 
 
 def test_while_the_program_waits(mesh: Mesh, tmp_path: Path) -> None:
     value = tree(mesh)
-    thread = threading.Thread(target=kill_when, args=(lambda: [*tmp_path.glob(".step-*/rank-*")], mesh.driver.pids[1]))
+    mesh.run(never_finish_writing, ranks=[1])
+    begun = ".step-*/rank-00001.*"
+    thread = threading.Thread(target=kill_when, args=(lambda: [*tmp_path.glob(begun)], mesh.driver.pids[1]))
     thread.start()
     save(tmp_path, value)
     thread.join()

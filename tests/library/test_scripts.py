@@ -80,7 +80,12 @@ except Exception as error:
     print("caught", type(error).__name__, error)
 print("main", mesh.run(lambda: __name__))
 print("mesh in a class", mesh.run(type("Holder", (), {"__call__": lambda self: mesh.rank})()))
-mesh.run(lambda: print("printed by", axis_index("data")))
+def one_by_one():
+    for rank in range(mesh.size):
+        if rank == mesh.rank:
+            print("printed by", axis_index("data"), flush=True)
+        mesh.comm().barrier()
+mesh.run(one_by_one)
 print("last")
 
 @spmd(mesh=mesh)

@@ -41,15 +41,22 @@ def test_programs() -> None:
 
 # As torchrun starts them: where they meet, and who they are, is in the environment.
 JOB = """
-import datetime, os, sys, time, torch
+import datetime, os, pathlib, sys, time, torch
 import torch.distributed as dist
 import spmd
 
-rank = int(os.environ["SPMD_RANK"])
+rank, folder = int(os.environ["SPMD_RANK"]), pathlib.Path(__file__).parent
+
+def await_all(what):  # that they have come so far, by files, which all see
+    (folder / f"{what}-{rank}").touch()
+    while len([*folder.glob(f"{what}-*")]) < 4:
+        time.sleep(0.01)
+
 host, _, port = os.environ["SPMD_INIT_METHOD"].removeprefix("tcp://").partition(":")
 os.environ.update(RANK=str(rank), WORLD_SIZE=os.environ["SPMD_SIZE"], MASTER_ADDR=host, MASTER_PORT=port)
 if rank >= 2:  # the other host
     os.environ.update(item.split("=") for item in sys.argv[2:])
+await_all("started")
 try:
     dist.init_process_group("spmd", timeout=datetime.timedelta(seconds=int(sys.argv[1])))
     total = torch.tensor(1.0)
@@ -62,8 +69,8 @@ try:
 except spmd.SpmdError as error:
     sys.stdout.write(f"{rank} {type(error).__name__} {error}\\n")
     sys.stdout.flush()
-    if rank == 0:
-        time.sleep(0.5)  # it keeps the store in which the others read what is wrong
+    if isinstance(error, spmd.MeshError):
+        await_all("refused")  # rank 0 keeps the store in which the others read what is wrong
 os._exit(0)
 """
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from attacks import JOB, free_port, job, listening, scanned
+from attacks import JOB, Job, free_port, job, listening, scanned
 from fork_server import Forked, ForkServer, fork_server
-from patience import HANGS
+from patience import HANGS, until
 from scripts import launched, script, two_ranks
 
 from spmd import PeerLost
@@ -63,18 +63,22 @@ def test_scanner_and_forged_frames(server: ForkServer, tmp_path: Path) -> None:
         assert its.end() == ["right\n"] * 2
 
 
+def meeting_of(its: Job) -> dist.Store:
+    """Where a job's ranks sign in, once its first rank, which is started, has done so."""
+    its.start(0)
+    first = its.ranks[0]
+    assert until(lambda: first.poll() is not None or listening([first.pid])) and first.poll() is None
+    found = dist.PrefixStore("spmd/0", dist.TCPStore("127.0.0.1", its.port, is_master=False))
+    found.wait(["rank/0"])
+    return found
+
+
 def test_impostor_and_forged_values(server: ForkServer, tmp_path: Path) -> None:
     """Someone signs in as rank 1 first, copies what rank 0 says, and writes aborts and pickles into the store."""
     ran = tmp_path / "ran"
     payload = pickle.dumps(Runs(ran))
     with job(server, tmp_path) as its:
-        its.start(0)
-        end = time.monotonic() + HANGS
-        while not listening([its.ranks[0].pid]):
-            assert time.monotonic() < end and its.ranks[0].poll() is None
-            time.sleep(0.05)
-        stranger = dist.PrefixStore("spmd/0", dist.TCPStore("127.0.0.1", its.port, is_master=False))
-        stranger.wait(["rank/0"])
+        stranger = meeting_of(its)
         for forged in (b"here 1 2", payload, stranger.get("rank/0")):
             stranger.set("rank/1", forged)
             time.sleep(0.3)  # in which rank 0 looks
@@ -94,17 +98,17 @@ def test_impostor_and_forged_values(server: ForkServer, tmp_path: Path) -> None:
 
 def test_ranks_of_another_secret_are_told(server: ForkServer, tmp_path: Path) -> None:
     with job(server, tmp_path) as its:
-        its.start(0)
+        meeting_of(its)
         its.environ["SPMD_SECRET"] = "another secret of the job"
-        code = "from spmd import Mesh; Mesh(timeout=2)"
+        code = "from spmd import Mesh; Mesh(timeout=5)"
         _, told = server.start(code, environ={**its.environ, "SPMD_RANK": "1"}).communicate()
-    assert "1 of 2 ranks did not come within 2 s: [0]" in told
+    assert "1 of 2 ranks did not come within 5 s: [0]" in told
     assert "check that all have the same secret" in told
 
 
 def start(server: ForkServer, rank: int, **environ: str) -> Forked:
     bare = {name: text for name, text in os.environ.items() if not name.startswith(("SPMD_", "MASTER_"))}
-    code = "from spmd import Mesh; mesh = Mesh(timeout=20); print(mesh.run(lambda: int(mesh.comm().rank)))"
+    code = "from spmd import Mesh; mesh = Mesh(timeout=60); print(mesh.run(lambda: int(mesh.comm().rank)))"
     told = {"SPMD_RANK": str(rank), "SPMD_SIZE": "2", "OMP_NUM_THREADS": "1", **environ}
     return server.start(code, environ={**bare, **told})
 

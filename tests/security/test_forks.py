@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import until
 from scripts import run, script, two_ranks
 
 from spmd import Mesh, MeshError, P, SpmdError, put
@@ -220,15 +221,19 @@ def test_communicator_that_a_child_has_from_before(make_mesh: Any, backend: str)
 
 
 class Slow:
+    """Answers as soon as it may."""
+
+    def __init__(self, go: Path):
+        self.go = go
+
     def answer(self) -> int:
-        time.sleep(0.5)
-        return 42
+        return 42 if until(self.go.exists) else 0
 
 
-def test_remote_calls_of_a_child(make_mesh: Any) -> None:
+def test_remote_calls_of_a_child(make_mesh: Any, tmp_path: Path) -> None:
     """Answers go to the process that has called: a fork is told so, and does not wait for one."""
     mesh = make_mesh({"data": 2})
-    ref = mesh.remote(Slow, rank=1).answer()
+    ref = mesh.remote(Slow, tmp_path / "go", rank=1).answer()
 
     def child() -> None:
         with pytest.raises(MeshError, match="belongs to the process that this one was forked from"):
@@ -240,6 +245,7 @@ def test_remote_calls_of_a_child(make_mesh: Any) -> None:
         return await ref
 
     assert in_child(child) == 0
+    (tmp_path / "go").touch()
     assert ref.get() == 42
     assert in_child(lambda: ref.get()) == 0  # what is known already
 

@@ -273,14 +273,25 @@ def test_no_message_is_lost_with_a_connection() -> None:
     number, store = bytes(CODE_BYTES), store_of(b"a secret of the job")
     with socket.create_server(("127.0.0.1", 0)) as listener, opened(store, 0) as sender:
         store.set("group/mailbox/1", f"127.0.0.1 {listener.getsockname()[1]} {number.hex()}")
+        listener.setblocking(False)
+
+        def dialled() -> socket.socket:
+            """The next connection, before which the sender was let in by none."""
+            found: list[socket.socket] = []
+
+            def came() -> bool:
+                assert not sender.connected(1)
+                with contextlib.suppress(BlockingIOError):
+                    found.append(listener.accept()[0])
+                return bool(found)
+
+            assert until(came)
+            return found[0]
+
         for said in (b"", bytes(CODE_BYTES)):
-            assert not sender.connected(1)
-            connection, _ = listener.accept()
-            connection.sendall(said)
-            connection.close()
-            assert not until(lambda: sender.connected(1), 0.05)
-            listener.settimeout(5)
-        connection, _ = listener.accept()
+            with dialled() as connection:
+                connection.sendall(said)
+        connection = dialled()
         connection.sendall(sender._welcome(number, 0, 1))
         assert until(lambda: sender.connected(1))
         assert until(lambda: sender.post(torch.zeros(3, dtype=torch.uint8), 1, 7).sent)

@@ -7,8 +7,10 @@ import ipaddress
 import os
 import signal
 import socket
+import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from attacks import allow_files, listening, scanned
 from patience import HANGS, until
 
 from spmd import Mesh, PeerLost, SpmdError, data_parallel, put, spmd, value_and_grad
+from spmd.mesh.hosts import launchers
 
 IDLE = 100  # connections to each port
 
@@ -39,6 +42,13 @@ def test_strangers_that_drip_do_not_keep_hosts_out(monkeypatch: pytest.MonkeyPat
     """They connect before the hosts do, and send a byte now and then; of so many few are let stand."""
     monkeypatch.setattr("spmd.mesh.hosts.link.GREETING_SECONDS", 1000.0)  # they are not only ended for being late
     before, held, over = listening([os.getpid()]), [], threading.Event()
+    start = launchers.started
+
+    def started(*command: Any) -> subprocess.Popen:
+        assert until(lambda: len(held) >= 300)
+        return start(*command)
+
+    monkeypatch.setattr(launchers, "started", started)
 
     def drip() -> None:
         while not over.is_set():
@@ -54,7 +64,7 @@ def test_strangers_that_drip_do_not_keep_hosts_out(monkeypatch: pytest.MonkeyPat
     thread.start()
     try:
         with Mesh({"data": 2}, hosts="local:2x1") as mesh:
-            assert len(held) >= 300 and until(lambda: sum(map(is_open, held)) <= 32)
+            assert until(lambda: sum(map(is_open, held)) <= 32)
             assert mesh.run(lambda: int(mesh.comm().rank)) == [0, 1]
     finally:
         over.set()
