@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fork_server import Forked, ForkServer
+from jobs import free_port
 from patience import HANGS
 
 JOB = """
@@ -40,12 +41,6 @@ while not mesh.run(step)[0]:
     (folder / f"trains-{os.environ.get('RANK', os.environ.get('SPMD_RANK'))}").touch()
 print("right")
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Job:

@@ -1,10 +1,13 @@
-"""What launchers leave in the environment, none of it, and a real mpirun."""
+"""What launchers leave in the environment, none of it, where ranks may meet, and a real mpirun."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +48,20 @@ needs_mpi = pytest.mark.skipif(
     shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None,
     reason="needs mpirun and mpi4py",
 )
+
+
+_PORTS = 2000  # of each worker
+_numbers = itertools.count(os.getpid())
+
+
+def free_port() -> int:
+    """A port to listen on later: no other worker's, and none of those that the kernel gives to whoever asks for any."""
+    first = 10_000 + _PORTS * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for number in itertools.islice(_numbers, _PORTS):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", first + number % _PORTS))
+            return probe.getsockname()[1]
+    raise RuntimeError(f"no free port from {first} on")
 
 
 def mpirun(ranks: int, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
