@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from internals import close_all_meshes, forget_restored
+from patience import until
 from scripts import left_in_shm
 
 from spmd import Mesh
@@ -18,6 +20,9 @@ from spmd import Mesh
 torch.set_num_threads(1)
 # A shell that starts the suite in the background has it ignore Ctrl-C, and all that it starts with it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# An example may take its time where the machine is slow.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 # The files that take longest, in order. Workers begin with them (see the Makefile), so that none is left to one alone.
@@ -90,6 +95,9 @@ def nothing_left() -> Iterator[None]:
     before = set(os.listdir("/dev/shm"))
     yield
     close_all_meshes()
-    ranks = [grandchild for child in children_of(os.getpid()) for grandchild in children_of(child)]
-    assert not ranks, f"rank processes left behind: {ranks}"
+
+    def ranks() -> list[int]:
+        return [grandchild for child in children_of(os.getpid()) for grandchild in children_of(child)]
+
+    assert until(lambda: not ranks(), 60), f"rank processes left behind: {ranks()}"
     assert not left_in_shm(before)
