@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fork_server import Forked, ForkServer
 from patience import HANGS
+from ports import free_port
 
 JOB = """
 import os, sys, torch
@@ -41,15 +42,6 @@ while not mesh.run(step)[0]:
     (folder / f"trains-{os.environ.get('RANK', os.environ.get('SPMD_RANK'))}").touch()
 print("right")
 """
-
-
-def free_port() -> int:
-    """A port that nobody listens at, of those that the system gives to nobody who asks for any."""
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", first // 2 + secrets.randbelow(first // 2)))
-            return probe.getsockname()[1]
 
 
 class Job:

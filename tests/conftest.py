@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from internals import close_all_meshes, forget_restored
+from patience import until
 from scripts import left_in_shm
 
 from spmd import Mesh
@@ -94,6 +95,9 @@ def nothing_left() -> Iterator[None]:
     before = set(os.listdir("/dev/shm"))
     yield
     close_all_meshes()
-    ranks = [grandchild for child in children_of(os.getpid()) for grandchild in children_of(child)]
-    assert not ranks, f"rank processes left behind: {ranks}"
+
+    def ranks() -> list[int]:
+        return [grandchild for child in children_of(os.getpid()) for grandchild in children_of(child)]
+
+    assert until(lambda: not ranks(), 60), f"rank processes left behind: {ranks()}"
     assert not left_in_shm(before)

@@ -1,4 +1,4 @@
-"""What launchers leave in the environment, none of it, and a real mpirun."""
+"""What launchers leave in the environment, or none of it, and a real mpirun."""
 
 from __future__ import annotations
 

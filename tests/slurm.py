@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from patience import HANGS
+from ports import free_port
 
 _CONFIG = """\
 ClusterName=test
@@ -65,11 +66,7 @@ def slurm(folder: Path, nodes: int = 1) -> Iterator[dict[str, str]]:
     names = [f"node{number}" for number in range(1, nodes + 1)] if nodes > 1 else [host]
     for name in ("state", *(f"spool{name}" for name in names)):
         (folder / name).mkdir()
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(nodes + 1)]
-        for one in sockets:
-            one.bind(("", 0))
-        controller, *ports = (one.getsockname()[1] for one in sockets)
+    controller, *ports = (free_port() for _ in range(nodes + 1))
     lines = [
         f"NodeName={name} NodeHostname={host} Port={port} CPUs=8 State=UNKNOWN"
         for name, port in zip(names, ports, strict=True)
@@ -94,7 +91,7 @@ def slurm(folder: Path, nodes: int = 1) -> Iterator[dict[str, str]]:
     finally:
         for process in reversed(started):
             process.terminate()
-            process.wait(20)
+            process.wait(HANGS)
 
 
 def _ask(*command: str, environ: dict[str, str]) -> bytes:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import until
 
 from spmd import MeshError, PeerLost
 from spmd.kernels.errors import Aborted
@@ -533,7 +534,7 @@ def test_nothing_is_left_open() -> None:
     del arena
     os.close(fd)
     gc.collect()
-    assert descriptors() <= before
+    assert until(lambda: descriptors() <= before, 10)  # a mesh of another test may open one for a moment
 
 
 # -- pages that were copied on write, as either of the kernel's ways tells --------------------------------------------

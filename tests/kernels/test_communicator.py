@@ -321,17 +321,21 @@ def test_mixed_outstanding(mesh: Mesh, size: int) -> None:
 
 def test_is_completed_without_waiting(mesh: Mesh) -> None:
     def body() -> tuple[bool, float]:
+        """The last rank does its part only when the first one has asked."""
         import time
 
         comm = mesh.comm()
         comm.barrier()
-        if comm.rank == comm.size - 1:
-            time.sleep(0.02)
+        last, asked = comm.size - 1, torch.zeros(1)
+        if comm.rank == last > 0:
+            comm.recv(asked, 0)
         work = comm.all_reduced(torch.ones(20_000), async_op=True)
         early = work.is_completed()
+        if comm.rank == 0 < last:
+            comm.send(asked, last)
         while not work.is_completed():
             time.sleep(1e-4)
-        return early and comm.rank == 0 and comm.size > 1, float(work.wait()[-1])
+        return early and comm.rank == 0 < last, float(work.wait()[-1])
 
     for early, total in mesh.run(body):
         assert not early

@@ -136,7 +136,13 @@ CALLS: dict[str, tuple[Callable[[Communicator], Any], str, str]] = {
 def test_other_call(make_mesh: Callable[..., Mesh], backend: str, name: str) -> None:
     body, most, one = CALLS[name]
     mesh = make_mesh({"data": 3}, backend=backend)
-    text = refused(mesh, body)
+
+    def met(comm: Communicator) -> None:
+        """All have begun: who differs waits half a second, and no longer, for what the others say."""
+        comm.barrier()
+        body(comm)
+
+    text = refused(mesh, met)
     assert "group (0, 1, 2)" in text
     for rank, call in enumerate((most, one, most)):
         site = rf"{re.escape(__file__)}:\d+ in {body.__name__}" if name != "order" else re.escape(__file__)
@@ -315,6 +321,7 @@ def test_what_was_under_way_is_void(make_mesh: Callable[..., Mesh], backend: str
         kept = [other.all_reduce(torch.ones(LARGE), async_op=True)] if other.rank == 0 else []
         kept.append(other.irecv(torch.empty(1), other.rank, tag=77))
         builtins.kept = kept  # type: ignore[attr-defined]
+        mesh.comm().barrier()  # all have kept theirs before the region fails
         mesh.comm("b").barrier() if mesh.rank else mesh.comm("b").broadcast(torch.ones(1))
 
     with pytest.raises(CollectiveMismatch):

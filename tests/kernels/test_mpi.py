@@ -34,7 +34,7 @@ def test_suite(ranks: int, tmp_path: Path) -> None:
 @needs_mpi
 def test_a_failure_that_nobody_catches_ends_the_job() -> None:
     script = (
-        "import torch; from spmd import Mesh; mesh = Mesh(backend='mpi', timeout=10)\n"
+        "import torch; from spmd import Mesh; mesh = Mesh(backend='mpi', timeout=60)\n"
         "def body():\n"
         "    mesh.comm().isend(torch.ones(10**6), 1 - mesh.rank)\n"
         "    raise ValueError('on purpose')\n"

@@ -622,8 +622,9 @@ def test_call_on_the_current_stream(make_comm: Alone) -> None:
     ]
 
 
-def test_call_beside_the_current_stream(make_comm: Alone) -> None:
+def test_call_beside_the_current_stream(make_comm: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts after what the current stream was given, and what is given later waits for it only when told to."""
+    monkeypatch.setattr(nccl_watchdog, "watch", lambda comm: None)  # which forgets what is over
     comm = make_comm()
     x = torch.ones(3)
     del log_of(comm)[:]
@@ -720,10 +721,11 @@ def test_every_dtype_has_a_way() -> None:
 # -- ending by force ---------------------------------------------------------------------------------------------------
 
 
-def stuck(comm: NcclCommunicator) -> NcclCommunicator:
-    """Start something that never ends."""
+def stuck(comm: NcclCommunicator, timeout: float = 30.0) -> NcclCommunicator:
+    """Start something that never ends, and from then on wait so long."""
     comm.streams.stuck = True
     comm.broadcast(torch.ones(1), async_op=True)
+    comm.channel.timeout = timeout
     return comm
 
 
@@ -738,7 +740,7 @@ def test_abort_of_the_region_ends_it(make_comm: Alone) -> None:
 
 
 def test_timeout_ends_it(make_comm: Alone) -> None:
-    comm = stuck(make_comm(timeout=0.1))
+    comm = stuck(make_comm(), timeout=0.1)
     until(lambda: ("abort",) in log_of(comm))
     with pytest.raises(PeerLost, match=r"broadcast float32\[1\] \(src=0\) on rank 0 was not over after 0.1 s"):
         comm.check()
@@ -746,9 +748,8 @@ def test_timeout_ends_it(make_comm: Alone) -> None:
 
 
 def test_errors_of_nccl_end_it(make_comm: Alone) -> None:
-    comm = make_comm()
+    comm = stuck(make_comm())
     comm.library.nccl.async_error = RuntimeError("NCCL_ERROR_REMOTE_ERROR: a peer is gone")
-    stuck(comm)
     until(lambda: ("abort",) in log_of(comm))
     with pytest.raises(PeerLost, match=r"NCCL failed on rank 0 in broadcast.*a peer is gone.*NCCL 2\.32\.3"):
         comm.check()
@@ -763,7 +764,7 @@ def test_an_error_of_the_gpu_ends_it(make_comm: Alone) -> None:
         comm.check()
     comm.close()
     comm._watch.clear(1)
-    again = stuck(make_comm(timeout=0.1))
+    again = stuck(make_comm(), timeout=0.1)
     until(lambda: ("abort",) in log_of(again))
 
 
@@ -773,13 +774,12 @@ def test_the_watching_thread_takes_the_device(make_comm: Alone) -> None:
 
 
 def test_death_of_a_peer_ends_it(make_comm: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
-    comm = make_comm()
+    comm = stuck(make_comm())
 
     def dead() -> None:
         raise PeerLost("rank 3 died", 3)
 
     monkeypatch.setattr(comm._watch, "check_peers", dead)
-    stuck(comm)
     until(lambda: ("abort",) in log_of(comm))
     with pytest.raises(PeerLost, match="rank 3 died"):
         comm.check()
@@ -788,7 +788,8 @@ def test_death_of_a_peer_ends_it(make_comm: Alone, monkeypatch: pytest.MonkeyPat
 def test_waiting_inside_nccl_is_ended(make_comm: Alone, monkeypatch: Any) -> None:
     """Where a call waits for peers although they are connected, which nothing but an abort can end."""
     monkeypatch.setattr(nccl_connection, "JOIN_SECONDS", 0.05)
-    comm = make_comm(timeout=0.2)
+    comm = make_comm()
+    comm.channel.timeout = 0.2
 
     def wait(raw: Any, *_: Any) -> None:
         until(lambda: bool(raw.ended))
@@ -802,7 +803,8 @@ def test_waiting_inside_nccl_is_ended(make_comm: Alone, monkeypatch: Any) -> Non
 @pytest.fixture
 def pair(make_comm: Alone) -> tuple[NcclCommunicator, nccl_fake.Raw, Callable[[], Any]]:
     """A communicator, that of its messages to another rank, and what sends one once the hosts have arranged it."""
-    comm = make_comm(timeout=0.2)
+    comm = make_comm()
+    comm.channel.timeout = 0.2
     messages, pairs, x = comm._messages_of(), comm.channel.pairs, torch.ones(3, dtype=torch.uint8)
     raw = nccl_fake.Raw(comm.library.nccl, 2, "pair", 0)
     comm.library.nccl.deferred = True
@@ -842,14 +844,14 @@ def test_error_of_a_message(pair: Any, monkeypatch: Any) -> None:
 
 def test_errors_that_nccl_notices_of_a_message(pair: Any, monkeypatch: Any) -> None:
     comm, raw, send = pair
-    comm.timeout = 30.0
+    comm.channel.timeout = 30.0
 
     def noticed() -> None:
         raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR: a cable")
 
-    monkeypatch.setattr(raw, "check_async_error", noticed)
     comm.streams.stuck = True
     send()
+    monkeypatch.setattr(raw, "check_async_error", noticed)
     until(lambda: raw.ended == "abort")
     with pytest.raises(PeerLost, match=r"NCCL failed on rank 0 in send from rank 0 to rank 1.*a cable"):
         comm.check()

@@ -263,7 +263,7 @@ def test_a_direction_of_messages_is_abandoned(make_comm: Alone, monkeypatch: pyt
     comm.close()
     peer.comes()
     until(lambda: no_thread("spmd-nccl-pending"))
-    assert ("abort",) in log_of(comm)
+    until(lambda: ("abort",) in log_of(comm))  # in a thread of its own
 
 
 def test_what_is_abandoned_is_not_given(make_comm: Alone) -> None:
@@ -280,12 +280,21 @@ def test_what_is_abandoned_is_not_given(make_comm: Alone) -> None:
 
 def test_nothing_is_freed_under_a_call_that_connects(make_comm: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer of a first collective never comes: this rank goes on, and the abort waits for NCCL to come back."""
-    comm = make_comm(timeout=0.2)
+    comm = make_comm()
     monkeypatch.setattr(nccl_connection, "END_SECONDS", 0.05)
     monkeypatch.setattr(comm.channel, "ranks", (0, 1))
+    monkeypatch.setattr(make_comm.arena, "abort", lambda text: None)  # or this rank's own error might come second
     peer = Peer(monkeypatch, nccl_fake.Nccl, "run")
+
+    def time_runs_out() -> None:
+        peer.waited_for.wait()
+        comm.channel.timeout = 0.2
+
+    other = threading.Thread(target=time_runs_out)
+    other.start()
     with pytest.raises(PeerLost, match=r"broadcast .* was not over after 0\.2 s"):
         comm.broadcast(torch.ones(1))
+    other.join()
     comm.close()
     peer._here.wait(0.2)  # for who does not wait
     assert peer.thread == "spmd-nccl-pending" and ("abort",) not in log_of(comm)

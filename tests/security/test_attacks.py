@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from attacks import JOB, Job, free_port, job, listening, scanned
+from attacks import JOB, Job, job, listening, scanned
 from fork_server import Forked, ForkServer, fork_server
 from patience import HANGS, until
+from ports import free_port
 from scripts import launched, script, two_ranks
 
 from spmd import PeerLost
