@@ -88,9 +88,8 @@ class Writer(logging.Handler):
             self._meshes[mesh] = (next(self._numbers), hosts)
 
         def settled(task: Task) -> None:
-            now = time.time()
             with self.lock:  # type: ignore[union-attr]
-                self._call(mesh, task.number, (now - task.seconds, now, task.ranks))
+                self._call(mesh, task.number, (task.began, task.began + task.seconds, task.ranks))
 
         return settled
 

@@ -43,7 +43,8 @@ class Task:
         failure: makes the exception of a failed task.
         generation: in which the mesh failed with it; None if the task failed for itself.
         reported: somebody has been told of the failure.
-        seconds: from its making until its outcome was known.
+        began: when it was made, by the clock on the wall.
+        seconds: from then until its outcome was known.
         told: rank -> what it last told of the results of such calls, all of one signature.
         prints: rank -> what is to be compared of its results.
         compare: asked what has failed where prints differ.
@@ -54,6 +55,7 @@ class Task:
     __slots__ = (
         "again",
         "answers",
+        "began",
         "compare",
         "context",
         "failure",
@@ -87,7 +89,7 @@ class Task:
         self.told: dict[int, bytes] = {} if told is None else told
         self.prints: dict[int, bytes] = {}
         self.compare = compare
-        self.seconds = -time.monotonic()
+        self.began, self.seconds = time.time(), -time.monotonic()
         self.context = contextvars.copy_context()
         self.again: Any = None
 

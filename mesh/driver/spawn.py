@@ -91,7 +91,7 @@ class Zygote:
         problem = f"the process that ranks are forked from {how}"
         return (ZygoteLost if killed else MeshError)(message(problem, got=f"exit code {code}", remedy=remedy))
 
-    def exit_code(self, pid: int, wait: float = 0.2) -> int | None:
+    def exit_code(self, pid: int, wait: float = 1.0) -> int | None:
         """How a rank ended, if the zygote has said so by now."""
         if not self.alive:
             return None

@@ -73,12 +73,20 @@ def holds_checkpoint(folder: Path) -> bool:
         FileNotFoundError: there is no such folder.
     """
     try:
-        names = os.listdir(folder)
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except NotADirectoryError:
         return False
     except PermissionError:
         return True
-    return MANIFEST in names or any(map(RANK_FILE.fullmatch, names))
+    try:
+        names = os.listdir(opened)
+        if MANIFEST in names or any(map(RANK_FILE.fullmatch, names)):
+            return True
+        if not os.path.samestat(os.fstat(opened), os.stat(folder)):  # another has come into its place meanwhile
+            raise FileNotFoundError(folder)
+        return False
+    finally:
+        os.close(opened)
 
 
 def is_ours(folder: Path) -> bool:

@@ -107,6 +107,25 @@ def test_beside_a_writer(tmp_path: Path, steps: str) -> None:
     assert all(len(one) == 1 for one in seen)
 
 
+def test_a_checkpoint_that_is_exchanged_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is open, and what is listed is the old one, whose files are gone already."""
+    path, other = tmp_path / "runs", tmp_path / "other"
+    old, new = save(path, of(1)).result(), save(other, of(2)).result()
+    listdir, looked = os.listdir, []
+
+    def exchanging(where: Any = ".") -> list[str]:
+        if not looked and isinstance(where, int):
+            looked.append(where)
+            old.rename(tmp_path / "aside")
+            new.rename(old)
+            for file in (tmp_path / "aside").iterdir():
+                file.unlink()
+        return listdir(where)
+
+    monkeypatch.setattr(os, "listdir", exchanging)
+    assert values(restore(path)) == {2.0} and looked
+
+
 def test_what_was_restored_outlives_its_files(tmp_path: Path) -> None:
     save(tmp_path, of(1), step=3)
     back = restore(tmp_path)
