@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 RANKS, BATCH, ROUNDS, SECONDS = 2, 128, 5, 1.5
+REST_SECONDS = 10.0  # at most, between two turns
 WIDTH, ROWS = 784, 60_000  # of the tensors in memory
 MAPPED = 2 * 10**9 // (4 * WIDTH)  # rows of the mapped file
 COLUMNS, SIDE, CROP = 16, 96, 80
@@ -315,11 +316,27 @@ def measured(case: str, folder: Path) -> dict[str, list[float] | str]:
             rates = found.setdefault(peer, [])
             assert isinstance(rates, list)
             rates.append(sum(heard(process) for process in processes))
+            come_to_rest()
     for process in itertools.chain(*sides.values()):
         process.stdin.close()  # type: ignore[union-attr]
     for process in itertools.chain(*sides.values()):
         process.wait()
     return found
+
+
+def come_to_rest() -> None:
+    """Wait for what reads ahead after its turn, Grain above all, lest it takes the cores of the next."""
+    end = time.monotonic() + REST_SECONDS
+    while time.monotonic() < end:
+        before = idle_ticks()
+        time.sleep(0.2)
+        if (idle_ticks() - before) / (0.2 * os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)) > 0.9:
+            return
+
+
+def idle_ticks() -> int:
+    """Of all cores so far, as the kernel counts them."""
+    return int(Path("/proc/stat").read_text().split(maxsplit=5)[4])
 
 
 def heard(process: subprocess.Popen) -> Any:

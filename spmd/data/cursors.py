@@ -86,6 +86,29 @@ class Shards:
         for _ in range(skip):
             next(self._records)
 
+    def some(self, count: int) -> list[Any]:
+        """The next records, up to so many; at once, where nobody has to know of each."""
+        if self._parts > 1 or process.note.kept:
+            return list(_one_by_one(self, count))
+        found: list[Any] = []
+        while len(found) < count and self._unit < len(self._mine):
+            try:
+                if self._records is None:
+                    self._begin()
+                for record in itertools.islice(self._records, count - len(found)):
+                    self._read += 1
+                    found.append(record)
+            except Exception as error:
+                self._locate(error)
+                raise
+            if len(found) < count:
+                self._unit, self._read, self._records = self._unit + 1, 0, None
+        return found
+
+    def _locate(self, error: Exception) -> None:
+        if hasattr(error, "add_note"):
+            error.add_note(f"[reading record {self._read} of {self._shards[self._mine[self._unit][0]]!r}]")
+
     def _note(self, shard: int) -> None:
         if process.note.kept:
             process.note.write(f"record {self._read} of {self._shards[shard]!r}")
@@ -103,8 +126,7 @@ class Shards:
                         return record
                     self._note(shard)
             except Exception as error:
-                if hasattr(error, "add_note"):
-                    error.add_note(f"[reading record {self._read} of {self._shards[shard]!r}]")
+                self._locate(error)
                 raise
             self._unit, self._read, self._records = self._unit + 1, 0, None
         raise StopIteration
@@ -168,24 +190,29 @@ class Shuffled:
 
     def _fill(self) -> None:
         self._began = self._source.state()
-        self._samples = []
-        while len(self._samples) < self._window:
-            try:
-                self._samples.append(next(self._source))
-            except StopIteration:
-                break
-        self._order = permutation(len(self._samples), self._place.key("window", self._number))
+        self._samples = taken(self._source, self._window)
+        self._order = permutation(len(self._samples), self._place.key("window", self._number)).tolist()
         self._given = 0
 
     def __next__(self) -> Any:
-        if self._given == len(self._samples):
-            self._number += bool(self._samples)
-            self._fill()
-            if not self._samples:
-                raise StopIteration
-        index = int(self._order[self._given])
-        self._given += 1
-        found, self._samples[index] = self._samples[index], None
+        if found := self.some(1):
+            return found[0]
+        raise StopIteration
+
+    def some(self, count: int) -> list[Any]:
+        """The next samples, up to so many."""
+        found: list[Any] = []
+        while len(found) < count:
+            if self._given == len(self._samples):
+                self._number += bool(self._samples)
+                self._fill()
+                if not self._samples:
+                    break
+            indexes = self._order[self._given : self._given + count - len(found)]
+            self._given += len(indexes)
+            for index in indexes:
+                found.append(self._samples[index])
+                self._samples[index] = None
         return found
 
     def state(self) -> State:
@@ -305,8 +332,13 @@ def seed_generators(number: int) -> None:
     random.seed(number)
 
 
-def taken(cursor: Any, count: int) -> Iterator[Any]:
+def taken(cursor: Any, count: int) -> list[Any]:
     """The next samples of a cursor, up to so many."""
+    some = getattr(cursor, "some", None)
+    return list(_one_by_one(cursor, count)) if some is None else some(count)
+
+
+def _one_by_one(cursor: Any, count: int) -> Iterator[Any]:
     for _ in range(count):
         try:
             yield next(cursor)

@@ -15,12 +15,18 @@ from torch.utils.data import default_collate
 # By kind of a column: the dtype of the tensor that default_collate makes of Python's numbers.
 _DTYPES = {"i": torch.int64, "u": torch.int64, "f": torch.float64, "b": torch.bool}
 _PLAIN = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "float", "double"}  # Arrow's types
+_STACKED_BYTES = 1 << 24
 
 
 class Columns:
-    """A part of a table: its columns as arrays where they are plain numbers, else as Arrow has them."""
+    """A part of a table: its columns as arrays where they are plain numbers, else as Arrow has them.
 
-    __slots__ = ("_arrow", "arrays", "length", "names")
+    Attributes:
+        arrays: by name.
+        stacks: those of one dtype as one array, by dtype and names; of a large part each is one by itself, uncopied.
+    """
+
+    __slots__ = ("_arrow", "arrays", "length", "names", "stacks")
 
     def __init__(self, table: Any):
         self._arrow = table
@@ -32,6 +38,17 @@ class Columns:
                 # Of a table a column is in chunks, which are joined; that of a record batch would refuse to be copied.
                 chunked = hasattr(column, "chunks")
                 self.arrays[name] = column.to_numpy() if chunked else column.to_numpy(zero_copy_only=False)
+        alike: dict[Any, list[str]] = {}
+        copied = sum(array.nbytes for array in self.arrays.values()) <= _STACKED_BYTES
+        for name, array in self.arrays.items():
+            alike.setdefault((array.dtype, None if copied else name), []).append(name)
+        self.stacks: dict[tuple[np.dtype, tuple[str, ...]], np.ndarray] = {}
+        for (dtype, _), names in alike.items():
+            stack = (
+                np.stack([self.arrays[name] for name in names], axis=1) if copied else self.arrays[names[0]][:, None]
+            )
+            self.stacks[dtype, tuple(names)] = stack
+            self.arrays.update(zip(names, stack.T, strict=True))
 
     def value(self, name: str, at: int) -> Any:
         """One value, as Python has it."""
@@ -60,24 +77,48 @@ def seen(sample: Any) -> Any:
 
 def collated(samples: Sequence[Any]) -> Any:
     """A batch of samples, as torch's default makes it."""
-    first = samples[0]
-    if type(first) is not Row or any(
-        type(one) is not Row or one.columns.names != first.columns.names for one in samples
-    ):
-        return default_collate([seen(one) for one in samples])
-    parts: dict[int, tuple[Columns, list[int], list[int]]] = {}
+    parts: dict[int, _Part] = {}
     for place, row in enumerate(samples):
-        _, places, ats = parts.setdefault(id(row.columns), (row.columns, [], []))
-        places.append(place)
-        ats.append(row.at)
-    batch = {}
-    for name in first.columns.names:
-        arrays = [columns.arrays.get(name) for columns, _, _ in parts.values()]
-        kinds = {None if array is None else array.dtype.kind for array in arrays}
-        if len(kinds) == 1 and (dtype := _DTYPES.get(next(iter(kinds)) or "")) is not None:
-            out = batch[name] = torch.empty(len(samples), dtype=dtype)
-            for array, (_, places, ats) in zip(arrays, parts.values(), strict=True):
-                out.numpy()[places] = array[ats]  # type: ignore[index]
-        else:
-            batch[name] = default_collate([row.columns.value(name, row.at) for row in samples])
-    return batch
+        if type(row) is not Row:
+            return default_collate([seen(one) for one in samples])
+        part = parts.get(id(row.columns))
+        if part is None:
+            part = parts[id(row.columns)] = _Part(row.columns)
+        part.places.append(place)
+        part.rows.append(row.at)
+    names = samples[0].columns.names
+    if any(part.columns.names != names for part in parts.values()):
+        return default_collate([seen(one) for one in samples])
+    found = _numbers(list(parts.values()), len(samples))
+    return {
+        name: found[name] if name in found else default_collate([row.columns.value(name, row.at) for row in samples])
+        for name in names
+    }
+
+
+class _Part:
+    """Those of a batch's samples that are rows of the same columns: their places in the batch, and which rows."""
+
+    __slots__ = ("columns", "places", "rows")
+
+    def __init__(self, columns: Columns):
+        self.columns = columns
+        self.places: list[int] = []
+        self.rows: list[int] = []
+
+
+def _numbers(parts: list[_Part], count: int) -> dict[str, torch.Tensor]:
+    """The columns that are plain numbers, and of one dtype in all parts."""
+    found: dict[str, torch.Tensor] = {}
+    where = [(np.array(part.places), np.array(part.rows)) for part in parts]
+    for key in parts[0].columns.stacks:
+        (source, names), stacks = key, [part.columns.stacks.get(key) for part in parts]
+        dtype = _DTYPES.get(source.kind)
+        if dtype is None or any(stack is None for stack in stacks):
+            continue
+        made = torch.empty((count, len(names)), dtype=dtype)
+        out = made.numpy()
+        for stack, (places, rows) in zip(stacks, where, strict=True):
+            out[places] = stack[rows]  # type: ignore[index]
+        found.update((name, column.clone()) for name, column in zip(names, made.T, strict=True))
+    return found

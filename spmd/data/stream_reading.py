@@ -101,13 +101,13 @@ class StreamReader:
         at, states = base
         opened = {v: self.stream.open(self._place(epoch, v), None if states is None else states[v]) for v in streams}
         for v, cursor in opened.items():
-            for _ in taken(cursor, (step - at) * self.sizes[v]):
-                pass
+            for _ in range(step - at):
+                taken(cursor, self.sizes[v])
         return opened
 
     def _next(self, known: _Run, epoch: int, step: int, streams: tuple[int, ...]) -> tuple[Counts, list[Any]]:
         known.step = -1  # if this fails, its streams are somewhere in between
-        given = {v: list(taken(known.open[v], self.sizes[v])) for v in streams}
+        given = {v: taken(known.open[v], self.sizes[v]) for v in streams}
         counts = {v: (len(samples), known.open[v].state()) for v, samples in given.items()}
         batches, rows = [], [sample for samples in given.values() for sample in samples]
         if rows and self.collate is None and all(type(sample) is Row for sample in rows):
@@ -152,7 +152,7 @@ class StreamReader:
         if self._empty is None:
             with own_random_numbers(), one_thread(True):
                 for v in range(self.count):
-                    samples = list(taken(self.stream.open(self._place(epoch, v)), 1))
+                    samples = taken(self.stream.open(self._place(epoch, v)), 1)
                     if samples:
                         self._empty = trees.map(without_samples, self._collate(samples))
                         break

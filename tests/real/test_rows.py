@@ -56,6 +56,27 @@ def test_batches_are_those_of_dicts(shared_mesh: Any, tmp_path: Path) -> None:
         assert sorted(rows, key=lambda row: row["text"]) == sorted(table().to_pylist(), key=lambda row: row["text"])
 
 
+@pytest.mark.parametrize("copied", [1 << 24, 0], ids=["stacked", "column by column"])
+def test_files_whose_columns_are_of_other_types(
+    shared_mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: int
+) -> None:
+    monkeypatch.setattr("spmd.data.rows._STACKED_BYTES", copied)
+    paths = [tmp_path / f"{part}.parquet" for part in range(3)]
+    for part, path in enumerate(paths):
+        at = pyarrow.array(range(12 * part, 12 * part + 12), pyarrow.int32() if part else pyarrow.int64())
+        columns = {name: pyarrow.array([x.as_py() / 2 for x in at], pyarrow.float32()) for name in ("x", "y")}
+        parquet.write_table(pyarrow.table({"at": at, **columns}), path, row_group_size=5)
+    rows = {row["at"]: row for path in paths for row in parquet.read_table(path).to_pylist()}
+    seen = []
+    for batch in Loader(Stream.parquet(paths).shuffle(7), 9, mesh=shared_mesh({"data": 1}), seed=3, shards=3):
+        expected = default_collate([rows[at] for at in batch["at"].tolist()])
+        assert list(batch) == list(expected)
+        for name, value in expected.items():
+            assert batch[name].dtype == value.dtype and torch.equal(batch[name].full(), value)
+        seen += batch["at"].tolist()
+    assert sorted(seen) == sorted(rows)
+
+
 def as_text(rows: list) -> torch.Tensor:
     """Rows as a user's function sees them, as bytes of one length."""
     assert all(type(row) is dict for row in rows)
