@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from internals import close_all_meshes, forget_restored
+from internals import close_all_meshes, forget_runs
 from patience import until
 from scripts import left_in_shm
 
@@ -70,9 +70,9 @@ def shared_mesh() -> Iterator[Callable[..., Mesh]]:
 
 @pytest.fixture(autouse=True)
 def nothing_taken_up() -> Iterator[None]:
-    """No test's mesh goes on from what another restored as plain tensors."""
+    """No test's mesh goes on from what another has restored on it, or as plain tensors, or has run on it."""
     yield
-    forget_restored()
+    forget_runs()
 
 
 def children_of(pid: int) -> list[int]:

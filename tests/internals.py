@@ -130,11 +130,15 @@ def close_all_meshes() -> None:
     close_all()
 
 
-def forget_restored() -> None:
-    """No mesh that is made from now on goes on from what was restored as plain tensors."""
+def forget_runs() -> None:
+    """No mesh goes on from what was restored, and those that there are, which tests share, have run no step so far."""
     from spmd.checkpoint import fingerprint
+    from spmd.mesh.driver import open_sessions
 
     fingerprint._unplaced.restored.clear()
+    for session in open_sessions._open:
+        run = session.run_state  # type: ignore[attr-defined]
+        run.functions, run.settings, run.resumed, run.saved = {}, {}, None, None
 
 
 def doctor_waits(seconds: float) -> None:
