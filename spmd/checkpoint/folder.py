@@ -74,17 +74,13 @@ def holds_checkpoint(folder: Path) -> bool:
     """
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except NotADirectoryError:
-        return False
-    except PermissionError:
-        return True
+    except (NotADirectoryError, PermissionError) as error:
+        return isinstance(error, PermissionError)
     try:
-        names = os.listdir(opened)
-        if MANIFEST in names or any(map(RANK_FILE.fullmatch, names)):
-            return True
-        if not os.path.samestat(os.fstat(opened), os.stat(folder)):  # another has come into its place meanwhile
+        found = any(name == MANIFEST or RANK_FILE.fullmatch(name) for name in os.listdir(opened))
+        if not found and not os.path.samestat(os.fstat(opened), os.stat(folder)):  # another is in its place by now
             raise FileNotFoundError(folder)
-        return False
+        return found
     finally:
         os.close(opened)
 
