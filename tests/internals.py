@@ -101,19 +101,22 @@ def pretend_nccl(monkeypatch: Any, version: int, path: str, cupy: str) -> None:
     monkeypatch.setattr(nccl_library, "load", lambda: library)
 
 
-def compare_late_output(monkeypatch: Any) -> None:
+def compare_late_output(set_attribute: Callable[[Any, str, Any], None]) -> None:
     """However late a rank shows what others show, too, it is known as the same; of meshes made from now on its lines.
 
     A line, or a bar, that is of one rank alone is then shown with the end of the call.
+
+    Args:
+        set_attribute: `monkeypatch.setattr`, or `setattr` where it is so to the end of the process.
     """
     from patience import HANGS
 
     from spmd.mesh.display import bars
     from spmd.mesh.driver import receiving
 
-    monkeypatch.setattr(receiving, "Collator", functools.partial(receiving.Collator, window=HANGS))
-    monkeypatch.setattr(bars, "WINDOW", HANGS)
-    monkeypatch.setattr(bars, "LINGER", HANGS)
+    set_attribute(receiving, "Collator", functools.partial(receiving.Collator, window=HANGS))
+    set_attribute(bars, "WINDOW", HANGS)
+    set_attribute(bars, "LINGER", HANGS)
 
 
 def wait_for_stacks() -> None:

@@ -6,13 +6,14 @@ another's `state()` gives what that one would have given next; for that it reads
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,35 +87,17 @@ class Shards:
         for _ in range(skip):
             next(self._records)
 
-    def some(self, count: int) -> list[Any]:
-        """The next records, up to so many; at once, where nobody has to know of each."""
-        if self._parts > 1 or process.note.kept:
-            return list(_one_by_one(self, count))
-        found: list[Any] = []
-        while len(found) < count and self._unit < len(self._mine):
-            try:
-                if self._records is None:
-                    self._begin()
-                for record in itertools.islice(self._records, count - len(found)):
-                    self._read += 1
-                    found.append(record)
-            except Exception as error:
-                self._locate(error)
-                raise
-            if len(found) < count:
-                self._unit, self._read, self._records = self._unit + 1, 0, None
-        return found
-
-    def _locate(self, error: Exception) -> None:
-        if hasattr(error, "add_note"):
-            error.add_note(f"[reading record {self._read} of {self._shards[self._mine[self._unit][0]]!r}]")
-
     def _note(self, shard: int) -> None:
         if process.note.kept:
             process.note.write(f"record {self._read} of {self._shards[shard]!r}")
 
     def __next__(self) -> Any:
-        while self._unit < len(self._mine):
+        return _only(self.some(1))
+
+    def some(self, count: int) -> list[Any]:
+        """The next records, up to so many."""
+        found: list[Any] = []
+        while len(found) < count and self._unit < len(self._mine):
             shard, part = self._mine[self._unit]
             self._note(shard)
             try:
@@ -123,13 +106,16 @@ class Shards:
                 for record in self._records:
                     self._read += 1
                     if (self._read - 1) % self._parts == part:
-                        return record
+                        found.append(record)
+                        if len(found) == count:
+                            return found
                     self._note(shard)
             except Exception as error:
-                self._locate(error)
+                if hasattr(error, "add_note"):
+                    error.add_note(f"[reading record {self._read} of {self._shards[shard]!r}]")
                 raise
             self._unit, self._read, self._records = self._unit + 1, 0, None
-        raise StopIteration
+        return found
 
     def state(self) -> State:
         tell = getattr(self._records, "tell", None)
@@ -195,9 +181,7 @@ class Shuffled:
         self._given = 0
 
     def __next__(self) -> Any:
-        if found := self.some(1):
-            return found[0]
-        raise StopIteration
+        return _only(self.some(1))
 
     def some(self, count: int) -> list[Any]:
         """The next samples, up to so many."""
@@ -334,13 +318,17 @@ def seed_generators(number: int) -> None:
 
 def taken(cursor: Any, count: int) -> list[Any]:
     """The next samples of a cursor, up to so many."""
-    some = getattr(cursor, "some", None)
-    return list(_one_by_one(cursor, count)) if some is None else some(count)
+    if hasattr(cursor, "some"):
+        found: list[Any] = cursor.some(count)
+        return found
+    found = []
+    with contextlib.suppress(StopIteration):
+        while len(found) < count:
+            found.append(next(cursor))
+    return found
 
 
-def _one_by_one(cursor: Any, count: int) -> Iterator[Any]:
-    for _ in range(count):
-        try:
-            yield next(cursor)
-        except StopIteration:
-            return
+def _only(found: list[Any]) -> Any:
+    if not found:
+        raise StopIteration
+    return found[0]

@@ -146,7 +146,7 @@ def shown(text: str) -> list[str]:
 
 @pytest.fixture
 def mesh(make_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch) -> Mesh:
-    compare_late_output(monkeypatch)
+    compare_late_output(monkeypatch.setattr)
     return make_mesh({"data": 2})
 
 

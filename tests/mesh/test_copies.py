@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from host_processes import arena_held_by, host_process, parent_of
 from patience import HANGS, end_within, until
 from torch import nn
 
@@ -40,15 +41,6 @@ from spmd import (
 )
 
 STEPS = 12
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def host_process() -> int:
-    """On a rank: the process that holds the ranks of its host, from whose fork they are forked."""
-    return parent_of(os.getppid())
 
 
 def pids_of(mesh: Mesh, host: int) -> list[int]:
@@ -112,6 +104,17 @@ class Training:
 
         self.step = step
         self.loader = Loader({"x": x, "y": y}, batch_size=32, seed=1, mesh=mesh, shards=shards)
+
+    def saved(self, path: Path, step: int) -> Any:
+        """Write a checkpoint; the hash chain up to it."""
+        save(path, {"params": self.params, "state": self.state, "loader": self.loader}, step=step)
+        return self.hash.copy()
+
+    def resumed(self, path: Path, chain: Any) -> Training:
+        """Go on from the newest checkpoint, with the hash chain that it had."""
+        found = restore(path, like={"loader": self.loader}, mesh=self.mesh)
+        self.params, self.state, self.hash = found["params"], found["state"], chain
+        return self
 
     def steps(self, count: int, between: Callable[[int], None] = lambda done: None) -> str:
         """So many steps; `between` is called as soon as one has been, with how many there were."""
@@ -210,15 +213,12 @@ def test_both_hosts_at_once_are_too_many(make_mesh, tmp_path):
     mesh = make_mesh({"data": 4}, hosts="local:2x2", copies=1)
     training = Training(mesh)
     training.steps(3)
-    save(tmp_path / "run", {"params": training.params, "state": training.state, "loader": training.loader}, step=3)
-    before = training.hash.copy()
+    before = training.saved(tmp_path / "run", 3)
     kill_hosts(mesh, [0, 1])
     with pytest.raises(PeerLost, match=rf"was lost with .*{tmp_path}/run/step-00000003") as raised:
         training.steps(1)
     assert "copies=1" not in str(raised.value)
-    found = restore(tmp_path / "run", like={"loader": training.loader}, mesh=mesh)
-    training.params, training.state, training.hash = found["params"], found["state"], before
-    again = training.steps(3)
+    again = training.resumed(tmp_path / "run", before).steps(3)
     plain = Training(make_mesh({"data": 4}, hosts="local:2x2"))
     assert again == plain.steps(6)
 
@@ -248,8 +248,7 @@ def test_the_other_host_is_lost_while_one_is_replaced(make_mesh, tmp_path):
     mesh = make_mesh({"data": 4}, hosts="local:2x2", copies=1)
     training = Training(mesh)
     training.steps(3)
-    save(tmp_path / "run", {"params": training.params, "state": training.state, "loader": training.loader}, step=3)
-    before = training.hash.copy()
+    before = training.saved(tmp_path / "run", 3)
     start, pids = mesh.driver.ranks._start_again, pids_of(mesh, 0)
     began = []
 
@@ -264,9 +263,7 @@ def test_the_other_host_is_lost_while_one_is_replaced(make_mesh, tmp_path):
     with pytest.raises(PeerLost, match=rf"was lost with .*{tmp_path}/run/step-00000003"):
         training.steps(1)
     assert began == [[1], [0]]
-    found = restore(tmp_path / "run", like={"loader": training.loader}, mesh=mesh)
-    training.params, training.state, training.hash = found["params"], found["state"], before
-    again = training.steps(3)
+    again = training.resumed(tmp_path / "run", before).steps(3)
     plain = Training(make_mesh({"data": 4}, hosts="local:2x2"))
     assert again == plain.steps(6)
 
@@ -276,12 +273,8 @@ def memory_of_hosts(mesh: Mesh) -> list[int]:
 
     def of_host() -> int:
         pid = host_process()
-        found = []
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # some are open for a moment
-                found += [fd] if "spmd-arena" in os.readlink(fd) else []
         own = int(re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
-        return 512 * max(os.stat(fd).st_blocks for fd in found) + 1024 * own
+        return arena_held_by(pid) + 1024 * own
 
     return mesh.run(of_host)[::2]
 

@@ -44,7 +44,7 @@ def test_html_shows_every_rank_in_its_colour(shared_mesh: Callable[..., Mesh]) -
 def test_printed_lines_say_where_on_the_mesh(
     make_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    compare_late_output(monkeypatch)
+    compare_late_output(monkeypatch.setattr)
     mesh = make_mesh({"data": 2, "model": 2})
     mesh.run(lambda: print("alike") or (mesh.rank == 2 and print("alone")))
     assert capfd.readouterr().out.splitlines() == ["alike", "[rank 2 data=1 model=0] alone"]

@@ -504,7 +504,7 @@ def shown(capfd, *words):
 
 
 def test_printed_lines(make_mesh, monkeypatch, capfd, tmp_path):
-    compare_late_output(monkeypatch)
+    compare_late_output(monkeypatch.setattr)
     mesh = make_mesh({"data": 3})
 
     def say():

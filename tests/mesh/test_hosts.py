@@ -19,6 +19,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from host_processes import arena_held_by, host_process
 from patience import HANGS, end_within, quick, running, until
 from torch import nn
 
@@ -335,26 +336,10 @@ def test_what_was_put_lies_once_on_each_host(make_mesh: Callable[..., Mesh]) -> 
         assert all(nbytes <= size < (2 if fill else 1) * nbytes + (1 << 20) for size in grown)
 
 
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def host_process() -> int:
-    """On a rank: the process that holds the ranks of its host, from whose fork they are forked."""
-    return parent_of(os.getppid())
-
-
 def arena_bytes(mesh: Mesh) -> list[int]:
     """What the memory that each host's ranks share takes, which its process holds open."""
 
-    def of_host() -> int:
-        found = []
-        for fd in Path(f"/proc/{host_process()}/fd").iterdir():
-            with contextlib.suppress(OSError):  # some are open for a moment
-                found += [fd] if "spmd-arena" in os.readlink(fd) else []
-        return 512 * max(os.stat(fd).st_blocks for fd in found)
-
-    return mesh.run(of_host)[::2]
+    return mesh.run(lambda: arena_held_by(host_process()))[::2]
 
 
 class Where:
@@ -507,7 +492,8 @@ def test_ctrl_c_and_a_driver_that_goes_away(tmp_path: Path) -> None:
 IN_NAMESPACES = """
 import json, os, subprocess, sys, time
 sys.path.append(sys.argv[1])
-from test_hosts import Mesh, MeshError, PeerLost, host_process, trained
+from host_processes import host_process
+from test_hosts import Mesh, MeshError, PeerLost, trained
 
 class Namespaces:
     hosts = [f"{name}:2" for name in sys.argv[2:]]

@@ -20,8 +20,9 @@ import pytest
 import torch
 from attacks import allow_files
 from attacks import listening as ports_of
+from host_processes import host_process
 from patience import HANGS, end_within, until
-from test_hosts import REASON, host_process, namespaces, trained, works
+from test_hosts import REASON, namespaces, trained, works
 
 from spmd import Mesh, MeshError, PeerLost, put, spmd
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from bodies import never_finish_writing
+from host_processes import parent_of
 from internals import compare_late_output
 from patience import HANGS, running, until
 from scripts import script
@@ -23,7 +24,6 @@ from test_bars import shown
 from test_debugging import STEP, at_terminal
 from test_donation import CASES, SHAPES
 from test_donation import trained as trained_in_place
-from test_hosts import parent_of
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
@@ -130,7 +130,7 @@ def test_a_path_that_not_all_hosts_see(tmp_path: Path) -> None:
 
 
 def test_one_progress_bar(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    compare_late_output(monkeypatch)
+    compare_late_output(monkeypatch.setattr)
 
     def loop() -> None:
         for step in tqdm(range(4), "steps"):

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from frontend import Kernel, kernel
 from patience import HANGS, end_within, quick, running, slowness
+from scripts import HERE
 
 MESH = "Mesh({'data': 2}, backend='shm', device='cpu')"
 IMPORTS = """
@@ -26,12 +27,11 @@ from spmd import *
 mesh = Mesh({"data": 2})
 """
 # However late a rank shows what others show, too, it is known as the same.
-PATIENT = """
-import functools
-from spmd.mesh.display import bars
-from spmd.mesh.driver import receiving
-receiving.Collator = functools.partial(receiving.Collator, window=300.0)
-bars.WINDOW = bars.LINGER = 300.0
+PATIENT = f"""
+import sys
+sys.path.append({HERE!r})
+from internals import compare_late_output
+compare_late_output(setattr)
 """
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_processes import parent_of
 from patience import HANGS, until
 
 from spmd import Mesh, MeshError, P, PeerLost, data_parallel, psum, put, spmd
@@ -469,10 +470,6 @@ def sockets_of(pids: list[int]) -> set[str]:
             with contextlib.suppress(OSError):
                 found.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
     return found
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def listening(pids: list[int]) -> tuple[list[str], list[int]]:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from fork_server import fork_server
+from host_processes import parent_of
 from internals import wait_for_stacks
 from patience import HANGS, end_within, running, soon, until
 
@@ -243,7 +244,7 @@ print(mesh.run(at_rest)[0])
 
 
 def zygote_of(mesh: Mesh) -> int:
-    return int(Path(f"/proc/{mesh.driver.pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    return parent_of(mesh.driver.pids[0])
 
 
 def test_the_zygote_is_stopped(make_mesh: Callable[..., Mesh]) -> None:

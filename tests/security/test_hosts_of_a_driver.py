@@ -9,12 +9,12 @@ import signal
 import socket
 import subprocess
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attacks import allow_files, listening, scanned
+from host_processes import host_process
 from patience import HANGS, until
 
 from spmd import Mesh, PeerLost, SpmdError, data_parallel, put, spmd, value_and_grad
@@ -73,16 +73,12 @@ def test_strangers_that_drip_do_not_keep_hosts_out(monkeypatch: pytest.MonkeyPat
             connection.close()
 
 
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def test_a_host_that_can_open_no_more_files() -> None:
     """Its process hands large arguments on all the same, and says what it can't do, until it can."""
     large = torch.ones(1 << 20)
     with Mesh({"data": 2}, hosts="local:2x1", timeout=HANGS) as mesh:
         pids = mesh.run(os.getpid)
-        host = mesh.run(lambda: parent_of(os.getppid()))[1]
+        host = mesh.run(host_process)[1]
         works = [float(1 << 20)] * 2
         for more in (False, True, False):
             allow_files(host, more=more)
