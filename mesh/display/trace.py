@@ -27,6 +27,7 @@ class Task(Protocol):
 
     number: int
     ranks: tuple[int, ...]
+    began: float
     seconds: float
 
 
