@@ -153,10 +153,13 @@ def _checked(mesh: MeshView, ranks: Sequence[int] | None) -> list[int]:
         raise MeshError(
             message("mesh.run and mesh.submit were called inside a region", remedy="call the function directly there")
         )
-    chosen = list(range(mesh.size)) if ranks is None else [int(rank) for rank in ranks]
+    size = mesh.size
+    if ranks is None:
+        return list(range(size))
+    chosen = [int(rank) for rank in ranks]
     for rank in chosen:
-        if not 0 <= rank < mesh.size:
-            raise MeshError(message("there is no such rank", got=rank, expected=f"0 to {mesh.size - 1}"))
+        if not 0 <= rank < size:
+            raise MeshError(message("there is no such rank", got=rank, expected=f"0 to {size - 1}"))
     if len(set(chosen)) < len(chosen):
         raise MeshError(message("a rank is named twice", got=chosen, remedy="name each rank once"))
     return chosen

@@ -81,7 +81,7 @@ class Spmd(Transformable):
         self._f, self._mesh, self._in_specs, self._out_specs = f, mesh, in_specs, out_specs
         self._name = _name_of(f)
         self._signature = _signature_of(f)
-        self._donate = (donate,) if isinstance(donate, str) else tuple(donate)
+        self._donate: tuple[Any, ...] = (donate,) if isinstance(donate, str | int) else tuple(donate)
         self._check = check
         for name in self._donate:
             if name not in self._signature.parameters:

@@ -183,3 +183,46 @@ def arenas_mapped() -> int:
     gc.collect()
     with open("/proc/self/maps") as maps:
         return len({line.split()[4] for line in maps if "spmd-arena" in line})
+
+
+def gathered(said: list[tuple[str, int, int]], due: dict[int, list[int]]) -> list[tuple[str, tuple[int, ...]]]:
+    """What the process of a host tells its driver of what ranks say.
+
+    Args:
+        said: (the message's class, the task, the rank), one after another; ("lost", 0, rank) is that rank's end.
+        due: the ranks that were given each task.
+
+    Returns:
+        (class and task, ranks) of each message; those behind ("held", ()) had to wait for the moment's end.
+    """
+    from spmd.mesh import protocol, wire
+    from spmd.mesh.hosts.framing import unframed
+    from spmd.mesh.hosts.gathering import Gathering
+
+    sent: list[tuple[str, tuple[int, ...]]] = []
+
+    def send(ranks: tuple[int, ...], content: Any) -> None:
+        message = protocol.decode(unframed(b"".join(content)).head)
+        sent.append((f"{type(message).__name__} {message.task}", ranks))
+
+    kinds = {
+        "Answer": protocol.Answer,
+        "Failed": protocol.Failed,
+        "Unchanged": lambda task: protocol.Unchanged(task, b"print"),
+        "Other": lambda task: protocol.Unchanged(task, b"another"),
+        "Progress": lambda task: protocol.Progress(task, None),  # type: ignore[arg-type]
+    }
+    gathering = Gathering(send)
+    for task, ranks in due.items():
+        message = protocol.PassThrough(task, task, (), ())
+        gathering.expect(wire.Packet(b"", head=protocol.encode(message)), ranks)
+    for kind, task, rank in said:
+        if kind == "lost":
+            gathering.lose(rank)
+        else:
+            gathering.take(rank, wire.Packet(b"", head=protocol.encode(kinds[kind](task))))
+    if gathering.left() is not None:
+        sent.append(("held", ()))
+        gathering.flush()
+        assert gathering.left() is None
+    return sent

@@ -110,6 +110,10 @@ class Rank(Owned):
             self.signal(signal.SIGKILL)  # it can't be reached any more
         return packets
 
+    def said_more(self) -> bool:
+        """Whether something has come from it, for sure, that was not asked for yet."""
+        return False
+
     def last_answers(self) -> Iterator[wire.Packet]:
         """What it said before it died counts."""
         while packets := self.receiver.receive(block=False):
