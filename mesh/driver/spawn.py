@@ -25,6 +25,7 @@ from ..rank.interrupts import uninterrupted
 _BOOT = (
     "import sys; fd, pid, *sys.path[:] = sys.argv[1:]; import ctypes, os; end = ctypes.CDLL(None).prctl; end(1, 9); "
     "os.getppid() == int(pid) or os._exit(1); "
+    "import gc; gc.disable(); "  # of what is imported nothing is garbage
     "from spmd.mesh.rank.zygote import main; end(1, 0); main(int(fd), int(pid))"
 )
 _SILENT_SECONDS = 2.0  # after which it is looked whether it has been stopped

@@ -41,6 +41,7 @@ def main(control_fd: int, driver_pid: int) -> None:
     # Pages of long-lived objects stay shared with the ranks.
     gc.collect()
     gc.freeze()
+    gc.enable()
     children: set[int] = set()
     control.sendall(b"R")
     waiting = select.poll()  # select() takes no descriptors from 1024 on, and the driver may have many open
