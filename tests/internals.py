@@ -171,6 +171,11 @@ def zygote_of(mesh: Any) -> int:
     return mesh.driver.ranks.all[0]._zygote._process.pid
 
 
+def zygote_that_stands_by(mesh: Any) -> int:
+    """The process that takes its place."""
+    return mesh.driver.ranks.all[0]._zygote._next._process.pid
+
+
 def newcomers_of(mesh: Any) -> list[int]:
     """The processes of a resize under way that have been started so far."""
     resizing = mesh.driver.resizing

@@ -27,7 +27,7 @@ from ..display import trace
 from ..rank.logs import levels
 from ..remote.addresses import listen
 from ..spec import Layout
-from .spawn import fork_rank
+from .spawn import fork_rank, mesh_begins, mesh_ends
 
 END_SECONDS = 2.0  # for ranks that leave to end by themselves
 
@@ -132,7 +132,7 @@ class Rank(Owned):
         """How the process ended."""
         code = self._zygote.exit_code(self.pid)
         if code is None:
-            return "died" if self._zygote.alive else "died with the process that it was forked from"
+            return "died" if self._zygote.alive else "died with the process that forks ranks"
         if code >= 0:
             return f"exited with code {code}"
         if code == -signal.SIGKILL and memory_kills() > self._memory_kills:
@@ -179,6 +179,7 @@ class Ranks:
         self.request = request_of(layout, options, f"/proc/{os.getpid()}/fd/{self._store_fd}")
         self.all: list[Rank] = []
         self._deaths = select.poll()
+        mesh_begins()
 
     def start(self, size: int) -> None:
         for rank in range(size):
@@ -281,6 +282,7 @@ class Ranks:
             rank.close()
         if self.arena is not None:
             self.arena = None
+            mesh_ends()
             os.close(self._arena_fd)
             os.close(self._store_fd)
 
