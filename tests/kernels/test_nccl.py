@@ -374,6 +374,22 @@ def test_error_of_one_rank(mesh: Mesh) -> None:
     assert mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(1)))) == [3.0] * RANKS
 
 
+def test_the_cause_is_told_where_it_ends_its_own_ranks_wait(mesh: Mesh) -> None:
+    """The rank whose NCCL fails waits for something else meanwhile, as all do, and is called off like them."""
+
+    def body() -> None:
+        comm: Any = mesh.comm()
+        comm.streams.stuck = comm.rank == 1
+        comm.broadcast(torch.ones(1), async_op=True)
+        if comm.rank == 1:
+            comm.library.nccl.async_error = RuntimeError("NCCL_ERROR_SYSTEM_ERROR: a cable")
+        comm.host.recv(torch.empty(1), (comm.rank + 1) % comm.size)
+
+    with pytest.raises(PeerLost, match=r"NCCL failed on rank 1 in broadcast.*a cable"):
+        mesh.run(body)
+    assert mesh.run(lambda: mesh.rank) == [0, 1, 2]
+
+
 # -- the calls, on one rank --------------------------------------------------------------------------------------------
 
 
