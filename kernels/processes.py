@@ -104,8 +104,9 @@ def gone(its_namespace: str, pid: int) -> bool:
     return False
 
 
-def status_of(pid: int) -> dict[str, str] | None:
-    """What the kernel tells of a process, by name (`State`, `TracerPid`); None if it has ended."""
+def status_of(pid: int | str) -> dict[str, str] | None:
+    """What the kernel tells of a process, by name (`State`, `TracerPid`), or of a thread ("pid/task/tid"); None if it
+    has ended."""
     try:
         with open(f"/proc/{pid}/status") as file:
             return {name: text.strip() for name, _, text in (line.partition(":") for line in file)}
