@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import threading
+import time
 import types
 import weakref
 from typing import Any
@@ -112,6 +113,15 @@ def status_of(pid: int | str) -> dict[str, str] | None:
             return {name: text.strip() for name, _, text in (line.partition(":") for line in file)}
     except OSError:
         return None
+
+
+def nanoseconds_of(pid: int) -> int:
+    """For how long a process's main thread has had a processor; where that is not told, as if it always had one."""
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            return int(file.read().split()[0])
+    except OSError:
+        return time.monotonic_ns()
 
 
 def end_with_parent() -> None:
