@@ -22,6 +22,7 @@ from typing import Any
 import chaos_run
 
 from spmd import Mesh, MeshError, PeerLost, RemoteError, SpmdError
+from spmd.mesh.driver import spawn
 
 DURING = ("a step", "values fetched", "a batch read", "a checkpoint written", "a resize")
 
@@ -226,13 +227,10 @@ def make_a_mesh(ranks: int, draw: random.Random) -> list[int]:
 
 def _children() -> list[int]:
     """The processes that this one's zygote has forked."""
-    found = []
-    for child in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
-        for zygote in child.read_text().split():
-            with contextlib.suppress(OSError):
-                if b"spmd.mesh.rank.zygote" in Path(f"/proc/{zygote}/cmdline").read_bytes():
-                    found += [int(pid) for pid in Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split()]
-    return found
+    zygote = spawn.zygote()._process.pid
+    with contextlib.suppress(OSError):
+        return [int(pid) for pid in Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split()]
+    return []
 
 
 @contextlib.contextmanager
