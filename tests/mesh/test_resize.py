@@ -220,16 +220,28 @@ def test_where_memory_is_short_none_is_taken_before(mesh: Mesh, monkeypatch: pyt
     assert float(cut.full().sum()) == nbytes // 4
 
 
-def test_new_ranks_die_between_two_calls(mesh: Mesh) -> None:
-    """They were ready, and nobody listens to them yet: they are replaced when they are taken, and have the values."""
+@pytest.mark.parametrize("taken", [False, True])
+def test_new_ranks_die_before_they_have_values(mesh: Mesh, taken: bool) -> None:
+    """When they were ready and nobody listened to them, or when they were to copy what is cut: others do, in time."""
     large = torch.arange(1 << 18)
     cut, whole = put(large, P("data"), mesh=mesh), put(large, mesh=mesh)
+    add = spmd(lambda x, y: x + 1, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
     mesh.resize({"data": 4}, wait=False)
     assert until(lambda: newcomers_bytes(mesh) is not None)
-    for pid in newcomers_of(mesh)[1:3]:
+    newcomers = newcomers_of(mesh)[1:3]
+    found: list[torch.Tensor] = []
+    call = threading.Thread(target=lambda: found.append(add(cut, whole).full()))
+    if taken:
+        for pid in newcomers:
+            os.kill(pid, signal.SIGSTOP)
+        call.start()
+        assert until(lambda: mesh.size == 4)
+    for pid in newcomers:
         os.kill(pid, signal.SIGKILL)
-    add = spmd(lambda x, y: x + 1, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
-    assert torch.equal(add(cut, whole).full(), large + 1) and mesh.size == 4
+    if not taken:
+        call.start()
+    call.join()
+    assert mesh.size == 4 and torch.equal(found[0], large + 1)
     assert torch.equal(cut.full(), large) and torch.equal(whole.full(), large)
 
 
