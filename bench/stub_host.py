@@ -1,4 +1,4 @@
-"""A stub host: it speaks the protocol of `spmd host`, has no ranks behind it, and answers for each of them at once.
+"""A stub host: it speaks the protocol of `spmd host`, has no ranks behind it, and answers for all of them at once.
 
 What it needs is imported here, so that the process that all of them are forked from does so once.
 """
@@ -32,7 +32,7 @@ def stub(stdin: bytes) -> None:
             if isinstance(said, protocol.Begin):
                 link.send(protocol.Started(tuple((rank, os.getpid(), 1) for rank in said.ranks), 0))
                 for rank in said.ranks:
-                    link.send(protocol.FromRank(rank), *framed(_packet(ranks_protocol.Ready())))
+                    link.send(protocol.FromRanks((rank,)), *framed(_packet(ranks_protocol.Ready())))
             elif isinstance(said, protocol.BeginAnew):
                 link.send(protocol.Started((), 0))
             elif isinstance(said, protocol.Ask):
@@ -41,8 +41,7 @@ def stub(stdin: bytes) -> None:
                 task = ranks_protocol.decode(unframed(content).head)
                 if isinstance(task, ranks_protocol.Task):
                     answer = framed(_packet(ranks_protocol.Answer(task.number), nothing))
-                    for rank in said.ranks:
-                        link.send(protocol.FromRank(rank), *answer)
+                    link.send(protocol.FromRanks(said.ranks), *answer)
 
 
 def _packet(message: Any, content: bytes = b"") -> Any:

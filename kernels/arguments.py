@@ -1,10 +1,38 @@
-"""Checks of what a collective is called with."""
+"""Checks of what a program gives to the library: functions, numbers, and what a collective is called with."""
 
 from __future__ import annotations
+
+import inspect
+import numbers
+from typing import Any
 
 import torch
 
 from .errors import SpecError, message
+
+
+def is_number(x: Any) -> bool:
+    """Whether it is a real number; True and False are none."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def is_whole(x: Any) -> bool:
+    """Whether it is an integer; True and False are none."""
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def check_function(what: str, f: Any, remedy: str) -> None:
+    """Refuse what is no function, such as the result of one, and a function that has not run when it has returned."""
+    if not callable(f):
+        got = f"a tensor of shape {tuple(f.shape)}" if isinstance(f, torch.Tensor) else type(f).__name__
+        raise SpecError(message(f"{what} takes a function", got=got, expected="a callable", remedy=f"write {remedy}"))
+    called = (f, type(f).__call__)  # a function, also in a partial; or an object that is called as one
+    generates = any(map(inspect.isgeneratorfunction, called))
+    if generates or any(inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each) for each in called):
+        problem = f"{what} takes a function that has run when it returns"
+        name = getattr(f, "__qualname__", type(f).__qualname__)
+        got = f"{name}, which is {'a generator' if generates else 'async'}"
+        raise SpecError(message(problem, got=got, remedy="write def, without async or yield, and return the results"))
 
 
 def check_rank(name: str, argument: str, rank: int, size: int) -> None:

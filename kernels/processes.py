@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import threading
+import time
 import types
 import weakref
 from typing import Any
@@ -104,13 +105,23 @@ def gone(its_namespace: str, pid: int) -> bool:
     return False
 
 
-def status_of(pid: int) -> dict[str, str] | None:
-    """What the kernel tells of a process, by name (`State`, `TracerPid`); None if it has ended."""
+def status_of(pid: int | str) -> dict[str, str] | None:
+    """What the kernel tells of a process, by name (`State`, `TracerPid`), or of a thread ("pid/task/tid"); None if it
+    has ended."""
     try:
         with open(f"/proc/{pid}/status") as file:
             return {name: text.strip() for name, _, text in (line.partition(":") for line in file)}
     except OSError:
         return None
+
+
+def nanoseconds_of(pid: int) -> int:
+    """For how long a process's main thread has had a processor; where that is not told, as if it always had one."""
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            return int(file.read().split()[0])
+    except OSError:
+        return time.monotonic_ns()
 
 
 def end_with_parent() -> None:

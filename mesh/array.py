@@ -90,7 +90,6 @@ class Source(Protocol):
     def shards(self, index: int) -> list[torch.Tensor]: ...
     def full(self, index: int) -> torch.Tensor: ...
     def local(self, index: int) -> torch.Tensor: ...
-    def release(self, index: int) -> None: ...
 
 
 class Array:
@@ -108,13 +107,12 @@ class Array:
     raises what went wrong in it.
     """
 
-    __slots__ = ("__weakref__", "_index", "_source", "mesh")
+    # Without a `__del__`: Python ignores what that raises, and so a Ctrl-C that came then would be lost.
+    __slots__ = ("__weakref__", "_index", "_shard", "_source", "mesh")
 
-    def __init__(self, mesh: Any, source: Source, index: int):
+    def __init__(self, mesh: Any, source: Source, index: int, shard: torch.Tensor | None = None):
         self.mesh, self._source, self._index = mesh, source, index
-
-    def __del__(self) -> None:
-        self._source.release(self._index)
+        self._shard = shard  # what goes with this Array, where the source has it in hand
 
     def check_readable(self) -> None:
         """Refuse a value that was donated."""

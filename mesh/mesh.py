@@ -24,7 +24,7 @@ from .driver.open_sessions import close_quietly
 from .driver.session import DriverSession
 from .hosts.places import Places
 from .launch import launched
-from .launch.arguments import check_arguments, check_same, hosts_of, layout_of, threads_of
+from .launch.arguments import check_arguments, check_same, checked_mesh, hosts_of, layout_of, threads_of
 from .launch.rendezvous import launch_of_process
 from .rank import devices
 from .rank.session import RankSession
@@ -92,7 +92,7 @@ class Mesh:
     ):
         if current() is not None:
             raise MeshError(message("a Mesh cannot be made inside a region", remedy="make it outside and use it here"))
-        check_arguments(backend, device, threads, timeout, on_loss, grace)
+        seed, timeout, grace = check_arguments(backend, device, threads, seed, timeout, on_loss, grace)
         launch = launch_of_process() if _here is None else None
         seats = functools.partial(devices.seats, device, backend)
         places = hosts_of(hosts, copies, launch, backend, device)
@@ -359,7 +359,7 @@ def _set_default(mesh: Mesh | None) -> None:
 def resolve(mesh: Mesh | None) -> Mesh:
     """`mesh`, or that of the region, of the enclosing `with mesh:`, or the process's default (made on first use)."""
     if mesh is not None:
-        return mesh
+        return checked_mesh(mesh, Mesh)
     region = current()
     if region is not None and region.mesh is not None:
         return region.mesh

@@ -175,11 +175,8 @@ class StoreValue(Task):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MoveValues(Task):
-    """Send values to ranks that lack them: of each move who sends, to whom, and what, as (call, index).
-
-    Attributes:
-        copies: what is fetched from copies: by whom, at which address and port, whose these are, and what.
-    """
+    """Send values to ranks that lack them: of each move who sends, to whom, and what, as (call, index); and what is
+    fetched from copies: by whom, at which address and port, whose these are, and what."""
 
     moves: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]
     copies: tuple[tuple[int, str, int, int, tuple[tuple[int, int], ...]], ...]
@@ -251,11 +248,8 @@ class Metadata(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copying(Message):
-    """Results of these calls are about to be copied to other hosts, told before the calls' answers, or were (`done`).
-
-    Attributes:
-        number: of the last `CopyTo`; done is all that was about to be copied before that one, too.
-    """
+    """Results of these calls are about to be copied to other hosts, told before the calls' answers, or were (`done`);
+    `number` is the last `CopyTo`'s: all that was about to be copied before that one is done, too."""
 
     number: int
     calls: tuple[int, ...]
@@ -328,6 +322,11 @@ class ReaderRequest(Message):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class StandBy(Message):
+    """To the zygote: fork another zygote, which serves the socket that comes along."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Forked(Message):
     """From the zygote: the process that it has forked; a descriptor of it comes along."""
 
@@ -343,8 +342,9 @@ class Exited(Message):
 
 
 _codec = Codec(
-    *(Ship, Free, SetPath, SetSources, Renew, CopyTo, Exit, DebuggerLine, RankRequest, ReaderRequest, Forked, Exited),
+    *(Ship, Free, SetPath, SetSources, Renew, CopyTo, Exit, DebuggerLine, RankRequest, ReaderRequest, StandBy, Forked),
     *(CallProgram, CallFunction, PassThrough, PutValues, FillValues, FetchValue, StoreValue, MoveValues, ReloadModules),
-    *(Populate, Ready, Progress, DebuggerPrompt, Logged, Warned, Unchanged, Metadata, Copying, Answer, Failed, Skipped),
+    *(Populate, Exited, Ready, Progress, DebuggerPrompt, Logged, Warned, Unchanged, Metadata, Copying, Answer),
+    *(Failed, Skipped),
 )
 encode, decode = _codec.encode, _codec.decode

@@ -37,6 +37,10 @@ def as_tensor(leaf: Any) -> Any:
 
 def specs_for(specs: Any, tree: Any, what: str) -> list[Any]:
     """One spec (or None) for every leaf of a tree, from a prefix tree of specs."""
+    for spec in trees.leaves(specs, is_leaf=is_spec):
+        if spec is not None and not isinstance(spec, P):
+            remedy = f"write P({spec!r})" if isinstance(spec, str) else "give a P, or a tree of them"
+            raise SpecError(message(f"{what} are not all specs", got=repr(spec), expected="P(...)", remedy=remedy))
     try:
         return trees.broadcast_prefix(specs, tree, is_leaf=is_spec)
     except ValueError:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from ..kernels.arguments import check_function, is_whole
 from ..kernels.callsite import shows_only_users
 from ..kernels.errors import MeshError, message
 from . import protocol, wire
@@ -79,6 +80,7 @@ def reload(self: MeshView, *modules: Any) -> list[str]:
 
 def run(mesh: MeshView, fn: Callable[..., Any], args: tuple, ranks: Sequence[int] | None) -> list[Any]:
     """Call `fn(*args)` on ranks: the results in rank order."""
+    check_function("mesh.run", fn, "mesh.run(function, *args)")
     layout = mesh.layout
     chosen = _checked(mesh, ranks)
     key = (mesh.seed, "run", mesh.run_state.next_run())
@@ -109,6 +111,7 @@ def run(mesh: MeshView, fn: Callable[..., Any], args: tuple, ranks: Sequence[int
 
 def submit(mesh: MeshView, fn: Callable[..., Any], args: tuple, rank: int) -> Future:
     """Start `fn(*args)` on one rank."""
+    check_function("mesh.submit", fn, "mesh.submit(function, *args, rank=0)")
     layout = mesh.layout
     (chosen,) = _checked(mesh, [rank])
     future: Future = Future()
@@ -153,10 +156,16 @@ def _checked(mesh: MeshView, ranks: Sequence[int] | None) -> list[int]:
         raise MeshError(
             message("mesh.run and mesh.submit were called inside a region", remedy="call the function directly there")
         )
-    chosen = list(range(mesh.size)) if ranks is None else [int(rank) for rank in ranks]
+    size = mesh.size
+    if ranks is None:
+        return list(range(size))
+    if not isinstance(ranks, Iterable) or isinstance(ranks, str):
+        remedy = f"write ranks=[{ranks!r}]"
+        raise MeshError(message("this is no list of ranks", got=f"ranks={ranks!r}", remedy=remedy))
+    chosen = list(ranks)
     for rank in chosen:
-        if not 0 <= rank < mesh.size:
-            raise MeshError(message("there is no such rank", got=rank, expected=f"0 to {mesh.size - 1}"))
+        if not is_whole(rank) or not 0 <= rank < size:
+            raise MeshError(message("there is no such rank", got=repr(rank), expected=f"0 to {size - 1}"))
     if len(set(chosen)) < len(chosen):
         raise MeshError(message("a rank is named twice", got=chosen, remedy="name each rank once"))
-    return chosen
+    return [int(rank) for rank in chosen]

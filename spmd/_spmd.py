@@ -12,6 +12,7 @@ import torch
 from . import _trace
 from .checkpoint.fingerprint import begin_step
 from .kernels import torch_compiled
+from .kernels.arguments import check_function
 from .kernels.errors import SpecError, message
 from .mesh import trees
 from .mesh.calling import HasRefs, call
@@ -24,7 +25,7 @@ from .mesh.remote.regions import on_ranks
 from .mesh.replication.net import mark, marked
 from .mesh.request import Request
 from .mesh.spec import REPLICATED, P, Sharded, is_sharded, is_spec
-from .transforms import Transformable, all_gather, check_function, parallel_step
+from .transforms import Transformable, all_gather, parallel_step
 
 CHECKS = ("first", "always", "never")
 
@@ -81,7 +82,7 @@ class Spmd(Transformable):
         self._f, self._mesh, self._in_specs, self._out_specs = f, mesh, in_specs, out_specs
         self._name = _name_of(f)
         self._signature = _signature_of(f)
-        self._donate = (donate,) if isinstance(donate, str) else tuple(donate)
+        self._donate: tuple[Any, ...] = (donate,) if isinstance(donate, str | int) else tuple(donate or ())
         self._check = check
         for name in self._donate:
             if name not in self._signature.parameters:

@@ -120,10 +120,10 @@ def compare_late_output(set_attribute: Callable[[Any, str, Any], None]) -> None:
 
 
 def wait_for_stacks() -> None:
-    """In this process: a rank that is asked for its stacks, and comes to a halt while it writes them, is waited for."""
+    """In this process: a rank that is asked for its stacks is given longer to begin to write them."""
     from spmd.mesh.display import stacks
 
-    stacks._QUIET_SECONDS, stacks._ANSWER_SECONDS = 0.3, 5.0
+    stacks._ANSWER_SECONDS = 5.0
 
 
 def close_all_meshes() -> None:
@@ -171,6 +171,11 @@ def zygote_of(mesh: Any) -> int:
     return mesh.driver.ranks.all[0]._zygote._process.pid
 
 
+def zygote_that_stands_by(mesh: Any) -> int:
+    """The process that takes its place."""
+    return mesh.driver.ranks.all[0]._zygote._next._process.pid
+
+
 def newcomers_of(mesh: Any) -> list[int]:
     """The processes of a resize under way that have been started so far."""
     resizing = mesh.driver.resizing
@@ -199,3 +204,46 @@ def arenas_mapped() -> int:
     gc.collect()
     with open("/proc/self/maps") as maps:
         return len({line.split()[4] for line in maps if "spmd-arena" in line})
+
+
+def gathered(said: list[tuple[str, int, int]], due: dict[int, list[int]]) -> list[tuple[str, tuple[int, ...]]]:
+    """What the process of a host tells its driver of what ranks say.
+
+    Args:
+        said: (the message's class, the task, the rank), one after another; ("lost", 0, rank) is that rank's end.
+        due: the ranks that were given each task.
+
+    Returns:
+        (class and task, ranks) of each message; those behind ("held", ()) had to wait for the moment's end.
+    """
+    from spmd.mesh import protocol, wire
+    from spmd.mesh.hosts.framing import unframed
+    from spmd.mesh.hosts.gathering import Gathering
+
+    sent: list[tuple[str, tuple[int, ...]]] = []
+
+    def send(ranks: tuple[int, ...], content: Any) -> None:
+        message = protocol.decode(unframed(b"".join(content)).head)
+        sent.append((f"{type(message).__name__} {message.task}", ranks))
+
+    kinds = {
+        "Answer": protocol.Answer,
+        "Failed": protocol.Failed,
+        "Unchanged": lambda task: protocol.Unchanged(task, b"print"),
+        "Other": lambda task: protocol.Unchanged(task, b"another"),
+        "Progress": lambda task: protocol.Progress(task, None),  # type: ignore[arg-type]
+    }
+    gathering = Gathering(send)
+    for task, ranks in due.items():
+        message = protocol.PassThrough(task, task, (), ())
+        gathering.expect(wire.Packet(b"", head=protocol.encode(message)), ranks)
+    for kind, task, rank in said:
+        if kind == "lost":
+            gathering.lose(rank)
+        else:
+            gathering.take(rank, wire.Packet(b"", head=protocol.encode(kinds[kind](task))))
+    if gathering.left() is not None:
+        sent.append(("held", ()))
+        gathering.flush()
+        assert gathering.left() is None
+    return sent

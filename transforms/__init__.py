@@ -5,7 +5,6 @@ from ._data_parallel import parallel_step as parallel_step
 from ._feistel import numbered as numbered
 from ._feistel import permutation as permutation
 from ._grad import Transformable as Transformable
-from ._grad import check_function as check_function
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
 from ._mean_of import mean_of as mean_of

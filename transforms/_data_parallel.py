@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from ..kernels.arguments import check_function, is_number
 from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, message
 from ..mesh.batch import BatchArgument
 from ..mesh.region import require
 from ._batch import Part, part_of
-from ._grad import Transformable, check_function
+from ._grad import Transformable
 from ._plan import Plan, following, plan_of
 from ._tokens import in_gradient
 from .exact.virtual_shards import agreed, check_count, stepping, without_batch
@@ -73,8 +74,8 @@ def data_parallel(
                 remedy="swap them: @spmd above @data_parallel above the step",
             )
         )
-    if not bucket_mb > 0:
-        raise SpecError(message("data_parallel got a bad bucket_mb", got=bucket_mb, expected="MiB, more than 0"))
+    if not is_number(bucket_mb) or not bucket_mb > 0:
+        raise SpecError(message("data_parallel got a bad bucket_mb", got=repr(bucket_mb), expected="MiB, more than 0"))
     position = _position(inspect.signature(f), batch, getattr(f, "__name__", "the step"))
     argument = BatchArgument(batch, position, axis, check_count(shards))
     return DataParallel(f, argument, Plan(bucket_mb=bucket_mb, wire_dtype=wire_dtype))

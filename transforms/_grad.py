@@ -17,6 +17,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..kernels import torch_compiled
+from ..kernels.arguments import check_function
 from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, message
 from ..kernels.torch_private import in_torch_func
@@ -103,13 +104,6 @@ def value_and_grad(
         return ((value, aux), found) if has_aux else (value, found)
 
     return value_and_gradient
-
-
-def check_function(what: str, f: Any, remedy: str) -> None:
-    """Refuse what is no function, such as the result of one."""
-    if not callable(f):
-        got = f"a tensor of shape {tuple(f.shape)}" if isinstance(f, torch.Tensor) else type(f).__name__
-        raise SpecError(message(f"{what} takes a function", got=got, expected="a callable", remedy=f"write {remedy}"))
 
 
 class Transformable(abc.ABC):

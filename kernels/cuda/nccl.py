@@ -61,7 +61,7 @@ class NcclCommunicator(Communicator):
         self.launch: Any = None  # how kernels are started; None is CuPy's way
         self._checked = checked or debug.enabled()
         self._make_post = lambda: make_host(f"{channel}/messages")
-        self.channel = Channel(host, make_host, library, streams, channel, self._advance)
+        self.channel = Channel(host, make_host, library, streams, channel, self._operations.progress_messages)
         self._reductions, self._byte = Reductions(self.channel), nccl_type(library.nccl, torch.uint8)
         self._messages_between: Messages | None = None
         self._closed = False
@@ -90,6 +90,10 @@ class NcclCommunicator(Communicator):
         """Raise what has gone wrong since the last operation was started, if anything has."""
         if not self.stale:
             self.channel.check()
+
+    def set_timeout(self, seconds: float) -> None:
+        super().set_timeout(seconds)
+        self.channel.set_timeout(seconds)
 
     # -- starting ------------------------------------------------------------------------------------------------------
 
@@ -341,8 +345,3 @@ class NcclCommunicator(Communicator):
         if self._messages_between is None:
             self._messages_between = Messages(self.channel, self._make_post())
         return self._messages_between
-
-    def _advance(self) -> bool:
-        """Advance messages while a collective waits on the host: a peer may be waiting for one before it comes."""
-        self._operations.progress_messages()
-        return False

@@ -36,7 +36,7 @@ class Channel:
         make_host: makes more of them, by a name that keeps them apart.
         streams: a `streams.Streams`.
         name: "main" is the group's first; others are split off it.
-        advance: advances this rank's messages, for which peers may be waiting; False.
+        advance: advances this rank's messages, for which peers may be waiting.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Channel:
         library: Library,
         streams: Any,
         name: str,
-        advance: Callable[[], bool],
+        advance: Callable[[], None],
     ):
         self.host, self.library, self.streams, self.name = host, library, streams, name
         self.watch, self.ranks, self.rank, self.timeout = host._watch, host.ranks, host.rank, host.timeout
@@ -99,6 +99,12 @@ class Channel:
         await_endings()
         forget(self.group)
         self.streams.close()
+
+    def set_timeout(self, seconds: float) -> None:
+        """Wait so long from now on, for GPUs and on the host."""
+        self.timeout = seconds
+        self.host.set_timeout(seconds)
+        self.group.host.set_timeout(seconds)
 
     def quiet(self) -> bool:
         """Whether all the collectives that this channel was given are over."""
@@ -244,8 +250,15 @@ class Channel:
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         """Wait on the host; what other operations of this rank need of it goes on meanwhile."""
+
+        def over() -> bool:
+            if self.failure is not None or ready():
+                return True
+            self._advance()  # a peer may be waiting for a message before it comes
+            return False
+
         wait_until(
-            lambda: self.failure is not None or ready() or self._advance(),
+            over,
             self.watch,
             timeout=self.timeout,
             oversubscribed=True,

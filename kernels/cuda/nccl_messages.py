@@ -36,6 +36,7 @@ class Messages:
 
     def __init__(self, channel: Channel, post: Communicator):
         self._channel, self._post = channel, post
+        post.set_timeout(channel.timeout)
         self._sends, self._receives = Lanes(channel.streams), Lanes(channel.streams)
         self._offered: dict[int, bytes] = {}  # destination -> the unique id that it was told
         self._own: dict[int, tuple[torch.Tensor, Any]] = {}  # messages of this rank to itself, and the event before

@@ -75,7 +75,7 @@ class ShmCommunicator(Communicator):
             self.ranks,
             self.rank,
             block,
-            wait=self._operations.wait_until,
+            operations=self._operations,
             site=self.site,
             spin=not self.oversubscribed,
         )

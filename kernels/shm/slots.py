@@ -15,13 +15,16 @@ from typing import NamedTuple, NoReturn
 
 from ..call import Call, disagreement
 from ..collectives import ONE_PHASE_BYTES
-from ..operations import Ready
+from ..operations import Operations, Ready
+from ..processes import nanoseconds_of, status_of
 from .arena import Arena
 from .blocks import Result, Staging
 from .board import WAITING
 
 SLOTS = 16
 SPINS = 400
+_MOMENT_SECONDS = 0.5  # for a rank that is not held up to say which call it makes instead
+_LOOK_NANOSECONDS = 50e6  # of a processor, in which a rank that waits would have looked
 INLINE = ONE_PHASE_BYTES  # bytes of staging that each slot brings along
 
 # words of a rank's line
@@ -62,7 +65,7 @@ class Slots:
     Args:
         ranks: the group's ranks in the mesh.
         block: where the lines lie, zeroed.
-        wait: waits for a condition that is part of a call, and meanwhile goes on with all else.
+        operations: those under way, which go on while a call waits for a condition.
         site: where the user called the operation at work.
     """
 
@@ -73,7 +76,7 @@ class Slots:
         rank: int,
         block: int,
         *,
-        wait: Callable[[Ready, str], None],
+        operations: Operations,
         site: Callable[[], str],
         spin: bool,
     ):
@@ -81,7 +84,8 @@ class Slots:
         self.words = arena.words
         self.staging = Staging(arena.heap, arena.results, leads=rank == 0, members=tuple(map(arena.participant, ranks)))
         self.sequence = 0  # operations begun
-        self._wait, self._site, self._spins = wait, site, range(SPINS if spin else 1)
+        self._operations, self._wait, self._site = operations, operations.wait_until, site
+        self._spins = range(SPINS if spin else 1)
         self._free_through = SLOTS  # operations whose slots are known to be free
         self._inline = block + block_bytes(self.size)[0]
         self._lines = [block // 8 + each * _line_words(self.size) for each in range(self.size)]
@@ -284,13 +288,18 @@ class Slots:
     # -- disagreement --------------------------------------------------------------------------------------------------
 
     def _disagree(self, sequence: int, call: Call | None) -> NoReturn:
-        """Tell the others what this rank called, wait a moment to learn what they did, and raise."""
+        """Tell the others what this rank called, wait to learn what they did, and raise."""
         arena = self.arena
         mine = f"{call.text if call else 'the second half of an operation'}, call {sequence}, at {self._site()}"
         arena.say(mine)
-        end = time.monotonic() + 0.5
-        sides = {self.rank: mine}
-        while time.monotonic() < end and len(sides) < self.size:
+        sides, computed = {self.rank: mine}, dict[int, int]()
+        began = held_up = time.monotonic()
+        over = False
+        while len(sides) < self.size and not over:
+            now = time.monotonic()
+            if any(self._held_up(rank, computed) for rank in range(self.size) if rank not in sides):
+                held_up = now
+            over = now - held_up > _MOMENT_SECONDS or now - began > self._operations.timeout or bool(arena.aborted())
             for rank, member in enumerate(self.ranks):
                 said = arena.said(arena.participant(member))
                 if rank != self.rank and said and not said.startswith(WAITING):  # left from an earlier wait
@@ -299,3 +308,15 @@ class Slots:
         for rank in range(self.size):
             sides.setdefault(rank, f"is at call {self.calls_of(rank)}, and did not say which")
         raise disagreement(self.ranks, sides)
+
+    def _held_up(self, rank: int, computed: dict[int, int]) -> bool:
+        """Whether a rank could not look yet: it waits for a core, or is stopped.
+
+        Args:
+            computed: by rank for how many nanoseconds it had computed when it was first asked about.
+        """
+        pid, _ = self.arena.process(self.arena.participant(self.ranks[rank]))
+        status, now = status_of(pid), nanoseconds_of(pid)
+        if status is None or not status.get("State", "").startswith(("R", "T")):
+            return False
+        return now - computed.setdefault(rank, now) < _LOOK_NANOSECONDS

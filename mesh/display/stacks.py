@@ -13,7 +13,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from ...kernels.processes import status_of
 from ...kernels.shm.board import Board
 
 SIGNAL = signal.SIGRTMIN + 11  # programs have uses for SIGUSR1 and SIGUSR2
-_ANSWER_SECONDS = 1.0  # for a rank to write its stacks
-_QUIET_SECONDS = 0.05  # after which it has written all
+_ANSWER_SECONDS = 1.0  # for a rank to begin to write its stacks
+_WRITE_SECONDS = 10.0  # for it to end that, however little it gets of the processor
 _LOOK_SECONDS = 0.005
 _MOST_THREADS = 8  # of a process that are told one by one
 
@@ -62,17 +62,32 @@ def _asked(pid: int, number: int) -> str:
     with contextlib.suppress(OSError):
         file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            before = last = os.fstat(file).st_size
+            before, deaf = os.fstat(file).st_size, _deaf_threads(pid)
             os.kill(pid, SIGNAL)
-            changed, end = time.monotonic(), time.monotonic() + _ANSWER_SECONDS
-            while time.monotonic() < end and (last == before or time.monotonic() - changed < _QUIET_SECONDS):
-                time.sleep(_LOOK_SECONDS)
-                if (size := os.fstat(file).st_size) != last:
-                    last, changed = size, time.monotonic()
+            _wait(lambda: os.fstat(file).st_size > before, _ANSWER_SECONDS)
+            # In its handler a signal is blocked: which thread writes is known by that, and when it is done.
+            _wait(lambda: _deaf_threads(pid) <= deaf, _WRITE_SECONDS)
+            last = os.fstat(file).st_size
             return os.pread(file, last - before, before).decode(errors="replace").strip()
         finally:
             os.close(file)
     return ""
+
+
+def _wait(ready: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not ready() and time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
+
+
+def _deaf_threads(pid: int) -> set[str]:
+    """The threads of a process that block the signal."""
+    found = set()
+    for path in Path(f"/proc/{pid}/task").iterdir():
+        status = status_of(f"{pid}/task/{path.name}")
+        if status is not None and int(status.get("SigBlk", "0"), 16) >> (SIGNAL - 1) & 1:
+            found.add(path.name)
+    return found
 
 
 def _threads(pid: int) -> list[str]:

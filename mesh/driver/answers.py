@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from ...kernels.processes import Owned
@@ -28,6 +28,7 @@ from .ranks import Rank, Ranks
 from .receiving import Receiving
 from .values import Values
 
+_SHARED = (type(None), bool, int, float, str, bytes)  # what none can change
 _KINDS = {protocol.Failed: "failed", protocol.Skipped: "skipped"}
 
 
@@ -73,17 +74,18 @@ class Answers(Owned):
 
     # -- over the sockets: called by the thread that listens ---------------------------------------------------------
 
-    def take(self, rank: Rank, packet: wire.Packet) -> None:
-        """Do what a message of a rank asks for."""
-        self._take(rank, packet)
+    def take(self, ranks: Sequence[Rank], packet: wire.Packet) -> None:
+        """Do what a message of a rank asks for, or one that answers a task alike for several ranks."""
+        self._take(ranks, packet)
         session = self._session
         with session.lock:
-            if session.ranks.arena is not None and session.ranks.has(rank):
-                session.ranks.arena.answers.heard[rank.rank] += 1
+            if (arena := session.ranks.arena) is not None:
+                for rank in filter(session.ranks.has, ranks):
+                    arena.answers.heard[rank.rank] += 1
             self.collect()
 
-    def _take(self, rank: Rank, packet: wire.Packet) -> None:
-        session, answer = self._session, protocol.decode(packet.head)
+    def _take(self, ranks: Sequence[Rank], packet: wire.Packet) -> None:
+        session, answer, rank = self._session, protocol.decode(packet.head), ranks[0]
         if isinstance(answer, protocol.Progress):
             self._bar(rank, answer)
             return
@@ -102,37 +104,50 @@ class Answers(Owned):
             return
         kind = _KINDS.get(type(answer), "ok")
         try:
-            value = wire.loads(packet, session.values.object_of) if packet.data else None
+            values = self._values(packet, len(ranks))
         except BaseException as error:
-            kind, value = "failed", capture(error)
+            kind, values = "failed", [capture(error)] * len(ranks)
         finally:
             packet.close()
         with session.lock:
-            if not session.ranks.has(rank):
-                return
             if isinstance(answer, protocol.Ready):
-                rank.ready, self._recovery.failed_starts = True, 0
+                if session.ranks.has(rank):
+                    rank.ready, self._recovery.failed_starts = True, 0
                 return
             self.collect()
             task = session.pending.tasks.get(answer.task)
             if task is None:
                 return
-            if isinstance(answer, protocol.Metadata | protocol.Unchanged):
-                task.prints[rank.rank] = answer.prints
-            if isinstance(answer, protocol.Metadata):
-                value = answer.data
-                if answer.lasting:
-                    task.told[rank.rank] = value
-            elif isinstance(answer, protocol.Unchanged):
-                value = task.told[rank.rank]
-            task.answers[rank.rank] = (kind, value)
-            own_fault = not task.region and isinstance(value, Failure) and value.kind == "error"
-            if kind != "ok" and not own_fault:
-                self._recovery.begin(first_failed=task.number)
+            for rank, value in zip(ranks, values, strict=True):
+                if session.ranks.has(rank):
+                    self._note(task, rank.rank, answer, kind, value)
             if self._recovery.under_way:
                 self._recovery.carry_on()
             elif task.complete:
                 self._settle_complete(task)
+
+    def _values(self, packet: wire.Packet, count: int) -> list[Any]:
+        """What a packet brings, an object for each of so many ranks."""
+        found = [None] * count if not packet.data else [wire.loads(packet, self._session.values.object_of)]
+        while len(found) < count:
+            shared = type(found[0]) in _SHARED
+            found.append(found[0] if shared else wire.loads(packet, self._session.values.object_of))
+        return found
+
+    def _note(self, task: Task, rank: int, answer: Any, kind: str, value: Any) -> None:
+        """Note the answer of a rank, whose content is a value; with the lock."""
+        if isinstance(answer, protocol.Metadata | protocol.Unchanged):
+            task.prints[rank] = answer.prints
+        if isinstance(answer, protocol.Metadata):
+            value = answer.data
+            if answer.lasting:
+                task.told[rank] = value
+        elif isinstance(answer, protocol.Unchanged):
+            value = task.told[rank]
+        task.answers[rank] = (kind, value)
+        own_fault = not task.region and isinstance(value, Failure) and value.kind == "error"
+        if kind != "ok" and not own_fault:
+            self._recovery.begin(first_failed=task.number)
 
     def _bar(self, rank: Rank, progress: protocol.Progress) -> None:
         with self._session.lock:

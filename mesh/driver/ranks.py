@@ -27,7 +27,7 @@ from ..display import trace
 from ..rank.logs import levels
 from ..remote.addresses import listen
 from ..spec import Layout
-from .spawn import fork_rank
+from .spawn import fork_rank, mesh_begins, mesh_ends
 
 END_SECONDS = 2.0  # for ranks that leave to end by themselves
 
@@ -110,6 +110,10 @@ class Rank(Owned):
             self.signal(signal.SIGKILL)  # it can't be reached any more
         return packets
 
+    def said_more(self) -> bool:
+        """Whether something has come from it, for sure, that was not asked for yet."""
+        return False
+
     def last_answers(self) -> Iterator[wire.Packet]:
         """What it said before it died counts."""
         while packets := self.receiver.receive(block=False):
@@ -128,7 +132,7 @@ class Rank(Owned):
         """How the process ended."""
         code = self._zygote.exit_code(self.pid)
         if code is None:
-            return "died" if self._zygote.alive else "died with the process that it was forked from"
+            return "died" if self._zygote.alive else "died with the process that forks ranks"
         if code >= 0:
             return f"exited with code {code}"
         if code == -signal.SIGKILL and memory_kills() > self._memory_kills:
@@ -175,6 +179,7 @@ class Ranks:
         self.request = request_of(layout, options, f"/proc/{os.getpid()}/fd/{self._store_fd}")
         self.all: list[Rank] = []
         self._deaths = select.poll()
+        mesh_begins()
 
     def start(self, size: int) -> None:
         for rank in range(size):
@@ -277,6 +282,7 @@ class Ranks:
             rank.close()
         if self.arena is not None:
             self.arena = None
+            mesh_ends()
             os.close(self._arena_fd)
             os.close(self._store_fd)
 

@@ -6,13 +6,14 @@ It reads and reports, and decides nothing: that is its listener's business (`Rec
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from .. import wire
@@ -29,7 +30,7 @@ TICK_SECONDS = 0.1  # between two calls of `carry_on` while a recovery is under 
 class Answers(Protocol):
     """What is told of messages."""
 
-    def take(self, rank: Rank, packet: wire.Packet) -> None: ...
+    def take(self, ranks: Sequence[Rank], packet: wire.Packet) -> None: ...
     def collect(self) -> None: ...
 
 
@@ -88,6 +89,10 @@ class Receiving(threading.Thread):
         """Have something done by this thread, between two events."""
         self._soon.append(do)
         self.wake()
+
+    def together(self, ranks: Sequence[Rank], packet: wire.Packet) -> None:
+        """Take a message that these ranks have sent alike, in its place among what each has sent."""
+        self.soon(functools.partial(self._take_together, ranks, packet))
 
     # -- for this thread (or any, before it starts and after it ends) ------------------------------------------------
 
@@ -180,7 +185,12 @@ class Receiving(threading.Thread):
         dues = [due for due in self._tick() if due is not None]
         due = min(dues, default=self._listener.stuck.pause)
         due = min(due, TICK_SECONDS if self._listener.under_way else self._listener.stuck.pause)
-        for key, events in self._selector.select(due):
+        found = self._selector.select(due)
+        while self._soon:  # what has come before them, and may change what there is to listen to
+            while self._soon:
+                self._soon.popleft()()
+            found = self._selector.select(0)
+        for key, events in found:
             kind, rank = key.data
             if self._listener.closed is not None:
                 return
@@ -199,8 +209,6 @@ class Receiving(threading.Thread):
                 self._bury(rank)
             else:
                 self.read_output(rank)
-        while self._soon:
-            self._soon.popleft()()
         self._listener.answers.collect()
         self._listener.stuck.look()
         if self._listener.under_way:
@@ -223,13 +231,22 @@ class Receiving(threading.Thread):
         if packets:
             self.show_printed([rank])  # what it printed before it answered comes first
         for packet in packets:
-            self._listener.answers.take(rank, packet)
+            self._listener.answers.take([rank], packet)
+
+    def _take_together(self, ranks: Sequence[Rank], packet: wire.Packet) -> None:
+        if self._listener.closed is not None:
+            return
+        for rank in ranks:
+            while rank.alive and rank.said_more():
+                self._take_answers(rank)
+        self.show_printed(ranks)
+        self._listener.answers.take(ranks, packet)
 
     def _bury(self, rank: Rank) -> None:
         if not rank.alive:
             return
         for packet in rank.last_answers():
-            self._listener.answers.take(rank, packet)
+            self._listener.answers.take([rank], packet)
         self._listener.died(rank)
 
     def _tick(self) -> list[float | None]:

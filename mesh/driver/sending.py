@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from ...kernels.errors import MeshError, SpmdError, message
 from .. import wire
+from ..array import Array
+from ..remote.handle import Remote, named
+from ..remote.reference import Ref
 from .snapshot import unpicklable_among
-from .values import Values
+from .values import CallValues, Values
 
 
 class Session(Protocol):
@@ -51,7 +55,7 @@ def dumps(values: Values, obj: Any, names: list[Any] | None, room: Callable[[int
 
     def name_of(one: Any) -> Any:
         try:
-            name = values.name_of(one)
+            name = _name_of(values, one)
         except BaseException as error:
             raised.append(error)
             raise
@@ -67,3 +71,38 @@ def dumps(values: Values, obj: Any, names: list[Any] | None, room: Callable[[int
         if isinstance(error, SpmdError):
             raise
         raise wire.Unsendable(f"{type(error).__name__}: {error}") from None
+
+
+def _name_of(values: Values, obj: Any) -> Any:
+    """The name under which an object is sent; None for what travels itself."""
+    session, mesh = values.session, values.session.mesh
+    if isinstance(obj, Remote | Ref):
+        return named(obj, session.node.caller)
+    if isinstance(obj, Array):
+        obj.check_readable()
+        source = obj._source
+        if not isinstance(source, CallValues) or obj.mesh is not mesh:
+            raise MeshError(
+                message(
+                    "an Array of another mesh was passed",
+                    got=repr(obj),
+                    expected=f"one on {session.describe()}",
+                    remedy="move it with put(array.full(), mesh=...)",
+                )
+            )
+        source.check(session)
+        source.restore(obj._index)
+        source.named[obj._index] = weakref.ref(obj)
+        return ("array", source.number, obj._index, tuple(source.meta(obj._index).shape))
+    if type(obj) is not type(mesh):
+        return None
+    if obj is not mesh:
+        raise MeshError(
+            message(
+                "a function refers to another mesh than the one it runs on",
+                got=obj.describe(),
+                expected=session.describe(),
+                remedy="pass what it needs of that mesh, such as its size, as an argument",
+            )
+        )
+    return ("mesh",)

@@ -97,7 +97,7 @@ class DriverSession(Owned):
         self.resizing: Any = None  # ranks of another size that get ready; see `resizing`
         self.leaving: threading.Thread | None = None  # sees to the end of those that a resize has told to leave
         self.switching = 0  # the thread that exchanges the ranks; others wait meanwhile
-        self.ranks = ranks_of(hosts, layout, self.options, self.receiving.add)
+        self.ranks = ranks_of(hosts, layout, self.options, self.receiving)
         self.node = driver_node(self.ranks, self.describe, self._mesh, self.values.object_of)
         try:
             self.ranks.start(layout.size)

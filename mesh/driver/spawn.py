@@ -1,4 +1,4 @@
-"""The driver's handle on its zygote: one for the process, started with the first mesh."""
+"""The driver's handle on its zygote: one for the process, started with the first mesh, and one that stands by."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from typing import Any
 
 from ...kernels.errors import MeshError, message
 from ...kernels.processes import check_not_imported_by_worker
+from ...kernels.shm.board import ended
 from .. import protocol
 from ..rank import memory
 from ..rank.descriptors import receive, send
@@ -25,6 +27,7 @@ from ..rank.interrupts import uninterrupted
 _BOOT = (
     "import sys; fd, pid, *sys.path[:] = sys.argv[1:]; import ctypes, os; end = ctypes.CDLL(None).prctl; end(1, 9); "
     "os.getppid() == int(pid) or os._exit(1); "
+    "import gc; gc.disable(); "  # of what is imported nothing is garbage
     "from spmd.mesh.rank.zygote import main; end(1, 0); main(int(fd), int(pid))"
 )
 _SILENT_SECONDS = 2.0  # after which it is looked whether it has been stopped
@@ -44,6 +47,7 @@ class Zygote:
         self._process = self._started(theirs)
         theirs.close()
         self._ready = False
+        self._next: StandingBy | None = None
         self._lock = threading.Lock()
         self.exits: dict[int, int] = {}  # pid -> exit code, negative for a signal
 
@@ -58,8 +62,8 @@ class Zygote:
             start_new_session=True,  # Ctrl-C in a terminal is the driver's to hand on
         )
 
-    def fork(self, request: protocol.RankRequest | protocol.ReaderRequest, fds: list[int]) -> tuple[int, int]:
-        """Fork a rank (or a reader) that runs `main(request, fds)` of its module; its pid and a pidfd."""
+    def fork(self, request: protocol.Message, fds: list[int]) -> tuple[int, int]:
+        """Fork a rank (or a reader) that runs `main(request, fds)` of its module, or another zygote; pid and pidfd."""
         with self._lock:
             if not self._ready:
                 self._await()
@@ -76,6 +80,26 @@ class Zygote:
                     if isinstance(reply, protocol.Forked):
                         return reply.pid, received[0]
                     self.exits[reply.pid] = reply.status
+
+    def next(self) -> Zygote | None:
+        """What takes the place of this one, which has been killed; None if there is nothing."""
+        if self._next is None or not self._next.alive:
+            self.stand_alone()
+        one, self._next = self._next, None
+        return one
+
+    def stand_by(self) -> None:
+        """Have another stand by."""
+        if self._next is None or not self._next.alive:
+            self.stand_alone()
+            with contextlib.suppress(MeshError, OSError):  # it is not needed yet, and may be made next time
+                self._next = StandingBy(self)
+
+    def stand_alone(self) -> None:
+        """Have none stand by any more."""
+        one, self._next = self._next, None
+        if one is not None:
+            one.close()
 
     def _await(self) -> None:
         """Wait until it has said something, or is gone; if it has been stopped it goes on."""
@@ -115,9 +139,45 @@ class Zygote:
 
     def close(self) -> None:
         if self.driver_pid == os.getpid():
+            self.stand_alone()
             self._control.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
+
+
+class StandingBy(Zygote):
+    """A zygote that was forked from another, and takes its place.
+
+    Args:
+        one: the other.
+    """
+
+    def __init__(self, one: Zygote):
+        self._one = one
+        super().__init__()
+
+    def _started(self, theirs: socket.socket) -> Any:
+        return _Grandchild(*self._one.fork(protocol.StandBy(), [theirs.fileno()]))
+
+
+class _Grandchild:
+    """A process of which only a pidfd is known, with what is used of `subprocess.Popen`."""
+
+    def __init__(self, pid: int, pidfd: int):
+        self.pid, self._pidfd = pid, pidfd
+        weakref.finalize(self, os.close, pidfd)
+
+    def poll(self) -> int | None:
+        return -signal.SIGKILL if ended(self._pidfd, 0) else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not ended(self._pidfd, -1.0 if timeout is None else timeout):
+            raise subprocess.TimeoutExpired("zygote", timeout or 0.0)
+        return -signal.SIGKILL
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
 
 
 def fork_rank(request: protocol.RankRequest, fds: list[int]) -> tuple[Zygote, int, int]:
@@ -125,7 +185,9 @@ def fork_rank(request: protocol.RankRequest, fds: list[int]) -> tuple[Zygote, in
     for left in reversed(range(_TRIES)):
         one = zygote()
         try:
-            return one, *one.fork(request, fds)
+            found = one, *one.fork(request, fds)
+            one.stand_by()
+            return found
         except ZygoteLost:
             if not left:
                 raise
@@ -133,7 +195,24 @@ def fork_rank(request: protocol.RankRequest, fds: list[int]) -> tuple[Zygote, in
 
 
 _zygote: Zygote | None = None
+_meshes = 0  # that have ranks of it
 _lock = threading.Lock()
+
+
+def mesh_begins() -> None:
+    """Ranks of a mesh are about to be forked."""
+    global _meshes
+    with _lock:
+        _meshes += 1
+
+
+def mesh_ends() -> None:
+    """The ranks of a mesh have ended; with the last there is nothing more to stand by for."""
+    global _meshes
+    with _lock:
+        _meshes -= 1
+        if not _meshes and _zygote is not None:
+            _zygote.stand_alone()
 
 
 def use(one: Zygote) -> None:
@@ -149,9 +228,11 @@ def zygote() -> Zygote:
     check_not_imported_by_worker()
     with _lock:
         if _zygote is None or not _zygote.alive:
+            following = None
             if _zygote is not None:
+                following = _zygote.next()
                 atexit.unregister(_zygote.close)
                 _zygote.close()
-            use(Zygote())
+            use(following or Zygote())
         assert _zygote is not None
         return _zygote

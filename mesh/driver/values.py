@@ -19,12 +19,26 @@ from ...kernels.errors import MeshError, message
 from .. import protocol
 from ..array import Array, Deal, Meta, meta, refuse_ragged
 from ..protocol import ALL, Spans
-from ..remote.handle import Remote, named
-from ..remote.reference import Ref
+from ..rank.interrupts import uninterrupted
 from ..replication.values import scalar_in
 from ..spec import Layout, P
 from .pending import Task
 from .replicas import Session, copy_from_replicas
+
+
+class Watch(weakref.ref):
+    """Puts itself into a queue when an Array, or the values of a call, are gone, without a line of Python.
+
+    For Python ignores what is raised in a finalizer, or in such a callback: a Ctrl-C that came then would be lost.
+
+    Attributes:
+        values: those that the Array was one of; None: it is values that are watched.
+        number: the index of the Array; of values, the number of their call.
+    """
+
+    __slots__ = ("number", "values")
+    number: int
+    values: CallValues | None
 
 
 class CallValues:
@@ -47,7 +61,7 @@ class CallValues:
     """
 
     __slots__ = (
-        *("__weakref__", "_find", "_gone", "_ids", "_live", "_metas", "_noted", "_prints", "_values", "deal"),
+        *("__weakref__", "_find", "_gone", "_ids", "_live", "_metas", "_prints", "_values", "deal"),
         *("donated", "freed", "given", "hints", "missing", "named", "number", "read", "session", "task"),
         *("tells_numbers", "unread_on"),
     )
@@ -69,13 +83,8 @@ class CallValues:
         self._prints = b""
         self._live: int | None = None  # the Arrays that there are, once they were made
         self._ids: list[int] = []  # of those that were made
-        self._gone: deque[int] = deque()  # indexes of those that are gone, and that the ranks have not been told of
-        self._noted = False  # that there are such
+        self._gone: list[int] = []  # indexes of those that are gone, and that the ranks have not been told of
         self.donated: dict[int, str] = {}
-
-    def __del__(self) -> None:
-        if self._live is None:
-            self._values.drop(self.number)
 
     def arrays(
         self,
@@ -93,17 +102,19 @@ class CallValues:
         """
         self.task, self.hints, self._find, self.deal = task, hints, find, deal
         mesh, count = self.session.mesh, len(hints)
-        self._live = count
-        with self.session.lock:  # a rank may be replaced meanwhile
+        with self.session.lock, uninterrupted():  # a rank may be replaced meanwhile
+            self._live = count
             if self.unread_on:
                 self.missing = {index: set(self.unread_on) for index in range(count)}
-        arrays = [Array(mesh, self, index) for index in range(count)]
-        self._ids = list(map(id, arrays))
+            arrays = [Array(mesh, self, index) for index in range(count)]
+            self._ids = list(map(id, arrays))
+            self._values.watch(self, arrays)
         return arrays
 
     @property
     def ids(self) -> list[int]:
         """Of the Arrays of them, while all of these live; else none."""
+        self._values.sort()
         return [] if self._gone or self._live != len(self._ids) else self._ids
 
     def restore(self, index: int, name: str = "a value on this mesh") -> None:
@@ -139,22 +150,15 @@ class CallValues:
         """Those of its values that the ranks were told to free."""
         return (self.number, 0, ALL) if self._live is not None and self._live <= 0 else tuple(self.freed)
 
-    def release(self, index: int) -> None:
-        self._gone.append(index)
-        if not self._noted:  # in this order: who empties `_gone` takes the note away first
-            self._noted = True
-            self._values.garbage.append(self)
-
     def gone(self) -> Spans:
         """The names of the values of which there is no Array any more, and that the ranks have not been told of."""
         assert self._live is not None
-        self._noted = False
-        indexes = [self._gone.popleft() for _ in range(len(self._gone))]
+        indexes, self._gone = sorted(self._gone), []
         self._live -= len(indexes)
         if self._live <= 0:
             return (self.number, 0, ALL)
         spans: list[int] = []
-        for _, run in itertools.groupby(enumerate(sorted(indexes)), lambda pair: pair[1] - pair[0]):
+        for _, run in itertools.groupby(enumerate(indexes), lambda pair: pair[1] - pair[0]):
             found = [index for _, index in run]
             spans += (self.number, found[0], found[-1] + 1)
         for index in indexes:
@@ -243,44 +247,76 @@ class CallValues:
 
 
 class Values:
-    """The register of one mesh's values.
-
-    Attributes:
-        garbage: values of calls of which there are Arrays that are gone.
-    """
+    """The register of one mesh's values."""
 
     def __init__(self, session: Session):
-        self._session = session
-        self._calls: weakref.WeakValueDictionary[int, CallValues] = weakref.WeakValueDictionary()
-        self.garbage: deque[CallValues] = deque()
-        self._dropped: deque[int] = deque()
+        self.session = session
+        self._garbage: deque[Watch] = deque()  # what watched Arrays, and values of calls, that are gone
+        self._calls: dict[int, Watch] = {}  # of the values of each call
+        # Of their Arrays; here, since one that becomes garbage together with what it watches is not called back.
+        self._arrays: dict[int, list[Watch]] = {}
+        self._to_make: set[int] = set()  # calls of whose values there are no Arrays yet
+        self._dropped: list[int] = []  # those of which there never will be
+        self._partly: set[CallValues] = set()  # of which Arrays are gone that the ranks have not been told of
 
     def of_call(self, number: int) -> CallValues:
         """Room for the values of a call that is about to be sent."""
-        values = self._calls[number] = CallValues(self, self._session, number)
+        with uninterrupted():
+            values = CallValues(self, self.session, number)
+            self._calls[number] = watch = Watch(values, self._garbage.append)
+            watch.number, watch.values = number, None
+            self._to_make.add(number)
         return values
 
-    def drop(self, number: int) -> None:
-        """Let go of all that a call has left on the ranks."""
-        self._dropped.append(number)
+    def watch(self, values: CallValues, arrays: Sequence[Array]) -> None:
+        """Have the ranks be told which of the Arrays of a call are gone."""
+        watches = [Watch(array, self._garbage.append) for array in arrays]
+        for index, watch in enumerate(watches):
+            watch.number, watch.values = index, values
+        self._to_make.discard(values.number)
+        if watches:
+            self._arrays[values.number] = watches
+
+    def sort(self) -> None:
+        """Have the values of calls know which of their Arrays are gone."""
+        if not self._garbage or self.session.foreign:  # in a fork the lock may be taken by a thread that is not there
+            return
+        with self.session.lock, uninterrupted():
+            while self._garbage:
+                watch = self._garbage.popleft()
+                values, number = watch.values, watch.number
+                if values is not None:
+                    values._gone.append(number)
+                    self._partly.add(values)
+                    continue
+                del self._calls[number]
+                if number in self._to_make:
+                    self._to_make.remove(number)
+                    self._dropped.append(number)
 
     def __len__(self) -> int:
-        return sum(values.live for values in list(self._calls.values()))
+        return sum(values.live for values in self._all())
+
+    def _all(self) -> list[CallValues]:
+        return [values for watch in list(self._calls.values()) if (values := watch()) is not None]
 
     def freed(self) -> Spans:
         """What the ranks may free now."""
-        if not self.garbage and not self._dropped:
-            return ()
+        self.sort()
         spans: list[int] = []
-        while self.garbage:
-            spans += self.garbage.popleft().gone()
-        while self._dropped:
-            spans += (self._dropped.popleft(), 0, ALL)
+        for values in self._partly:
+            spans += values.gone()
+            if values.live <= 0:
+                del self._arrays[values.number]
+        for number in self._dropped:
+            spans += (number, 0, ALL)
+        self._partly.clear()
+        self._dropped.clear()
         return tuple(spans)
 
     def of_calls(self, *, read: bool) -> list[CallValues]:
         """Those of each call, of the calls that read them or of the others."""
-        return [values for values in list(self._calls.values()) if (values.read is not None) == read]
+        return [values for values in self._all() if (values.read is not None) == read]
 
     def needed(self) -> tuple[tuple[int, ...], Spans]:
         """What a rank in the place of a dead one is to keep of its values: of these calls, all but some."""
@@ -293,7 +329,7 @@ class Values:
         Args:
             lasting: the new one has what the old one had made, but for what can be read again.
         """
-        for values in list(self._calls.values()):
+        for values in self._all():
             if values.read is not None:
                 values.not_read([rank])
             elif not lasting:
@@ -303,46 +339,12 @@ class Values:
     def unread(self, held: Iterable[Any]) -> list[CallValues]:
         """Of what can be read again that which some rank lacks, if these (values, or Arrays) or a function need it."""
         wanted = {id(one._source if isinstance(one, Array) else one) for one in held}
-        found = [values for values in list(self._calls.values()) if values.unread_on]
+        found = [values for values in self._all() if values.unread_on]
         return [values for values in found if id(values) in wanted or values.named]
 
-    # -- meshes and values travel as names ----------------------------------------------------------------------------
-
-    def name_of(self, obj: Any) -> Any:
-        """The name under which an object is sent; None for what travels itself."""
-        session, mesh = self._session, self._session.mesh
-        if isinstance(obj, Remote | Ref):
-            return named(obj, session.node.caller)
-        if isinstance(obj, Array):
-            obj.check_readable()
-            values = obj._source
-            if not isinstance(values, CallValues) or obj.mesh is not mesh:
-                raise MeshError(
-                    message(
-                        "an Array of another mesh was passed",
-                        got=repr(obj),
-                        expected=f"one on {session.describe()}",
-                        remedy="move it with put(array.full(), mesh=...)",
-                    )
-                )
-            values.check(session)
-            values.restore(obj._index)
-            values.named[obj._index] = weakref.ref(obj)
-            return ("array", values.number, obj._index, tuple(values.meta(obj._index).shape))
-        if type(obj) is not type(mesh):
-            return None
-        if obj is not mesh:
-            raise MeshError(
-                message(
-                    "a function refers to another mesh than the one it runs on",
-                    got=obj.describe(),
-                    expected=session.describe(),
-                    remedy="pass what it needs of that mesh, such as its size, as an argument",
-                )
-            )
-        return ("mesh",)
-
     def object_of(self, name: Any) -> Any:
+        """What a name stands for that an object was sent under (see `sending`)."""
         if name[0] in ("remote", "ref"):
-            return self._session.node.caller.object_of(name)
-        return self._session.mesh if name[0] == "mesh" else self._calls[name[1]].named[name[2]]()
+            return self.session.node.caller.object_of(name)
+        values: Any = self._calls[name[1]]() if name[0] == "array" else None
+        return self.session.mesh if name[0] == "mesh" else values.named[name[2]]()

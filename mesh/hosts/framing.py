@@ -44,12 +44,14 @@ def unframed(content: bytes | memoryview, most: int = wire.INLINE_BYTES) -> wire
 
 def inlined(packet: wire.Packet) -> wire.Packet:
     """The same packet without a file, for who can open none."""
-    return unframed(b"".join(framed(packet)), most=sys.maxsize)
+    return whole_packet(b"".join(framed(packet)))
+
+
+def whole_packet(content: bytes) -> wire.Packet:
+    """The packet, with all tensors beside the pickle."""
+    return unframed(content, most=sys.maxsize)
 
 
 def local_frame(content: bytes) -> Sequence[memoryview]:
-    """The same bytes as a rank of this host would have sent them, but for tensors, which are all beside the pickle."""
-    head, data = _LENGTHS.unpack_from(content)
-    view = memoryview(content)[_LENGTHS.size :]
-    packet = wire.Packet(bytes(view[head : head + data]), bytes(view[head + data :]), head=bytes(view[:head]))
-    return wire.frame(packet)
+    """The same bytes as a rank of this host would have sent them, but for where tensors are."""
+    return wire.frame(whole_packet(content))

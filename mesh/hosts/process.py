@@ -33,7 +33,8 @@ from ..driver.ranks import Rank
 from ..failure import capture
 from . import protocol
 from .coded import NotOfThisMesh
-from .framing import framed, inlined, unframed
+from .framing import inlined, unframed
+from .gathering import Gathering
 from .holder import Holder
 from .link import GREETING_SECONDS, Link, greet_driver, listener, mesh_key
 from .tunnel import Tunnel
@@ -64,6 +65,7 @@ class Host:
         self._arena_fd = arena_module.create(len(begin.ranks))
         self._arena = Arena(self._arena_fd, len(begin.ranks), len(begin.ranks))
         self._ranks: dict[int, Rank] = {}
+        self._gathering = Gathering(lambda ranks, content: link.send(protocol.FromRanks(ranks), *content))
         # Where other hosts call objects of a rank: as long as there is this process, whichever is the rank's now.
         self._heard = {number: listener(address) for number in begin.ranks}
         for one in self._heard.values():
@@ -97,7 +99,7 @@ class Host:
     def serve(self) -> None:
         """Until the connection to the driver ends."""
         while True:
-            for key, events in self._selector.select():
+            for key, events in self._selector.select(self._gathering.left()):
                 kind, rank = key.data
                 if rank is not None and not rank.alive:
                     continue  # its end was in this round, too
@@ -116,12 +118,15 @@ class Host:
                     self._bury(rank)
                 else:
                     self._read(rank, kind)
+            if self._gathering.left() == 0:
+                self._gathering.flush()
 
     # -- from the driver -----------------------------------------------------------------------------------------------
 
     def handle(self, message: Any, content: bytes) -> None:
         if isinstance(message, protocol.ToRanks):
             packet = self._laid_out(unframed(content))
+            self._gathering.expect(packet, [number for number in message.ranks if self._ranks[number].alive])
             parts = wire.frame(packet)
             for number in message.ranks:
                 rank = self._ranks[number]
@@ -199,7 +204,7 @@ class Host:
             except MeshError as error:
                 packet = wire.dumps(capture(error))
             packet.head = ranks_protocol.encode(ranks_protocol.Failed(said.task))
-        self._link.send(protocol.FromRank(rank.rank), *framed(packet))
+        self._gathering.take(rank.rank, packet)
         packet.close()
 
     def _read(self, rank: Rank, only: str | None = None) -> None:
@@ -219,6 +224,7 @@ class Host:
             self._forget(source)
         how = rank.end_text()
         rank.alive = False
+        self._gathering.lose(rank.rank)
         self._link.send(protocol.Died(rank.rank, how, self._arena.region(self._members.index(rank.rank))[0]))
 
     def _watch(self, rank: Rank, events: int) -> None:

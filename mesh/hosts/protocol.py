@@ -63,10 +63,10 @@ class ToRanks(Message):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FromRank(Message):
-    """From a host: the content is a packet of this rank's, framed."""
+class FromRanks(Message):
+    """From a host: the content is a packet, framed, that each of these ranks has sent."""
 
-    rank: int
+    ranks: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class CopiesSent(Message):
 
 
 _codec = Codec(
-    *(Hello, Begin, Started, Refused, ToRanks, FromRank, Printed, Died, Signal, Abort, BeginAnew, Ask, Told, DropGiven),
-    *(Carried, ListCopies, CopiesHeld, KeepCopies, DropCopies, Done, SendCopies, CopiesSent),
+    *(Hello, Begin, Started, Refused, ToRanks, FromRanks, Printed, Died, Signal, Abort, BeginAnew, Ask, Told),
+    *(DropGiven, Carried, ListCopies, CopiesHeld, KeepCopies, DropCopies, Done, SendCopies, CopiesSent),
 )
 encode, decode = _codec.encode, _codec.decode

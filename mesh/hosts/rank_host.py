@@ -2,7 +2,8 @@
 
 For each host there is a link, a thread that reads it, and one that hands what comes from a rank on to a socket, and
 pipes, of this process, where the driver listens as it does to ranks of its own; so nothing else in the driver knows
-where a rank runs. Invariant: what a host answers is heard however much of what its ranks say is yet to be listened to.
+where a rank runs. What several ranks say alike is handed on as one, to who listens (`Together`). Invariant: what a host
+answers is heard however much of what its ranks say is yet to be listened to.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ...kernels.errors import MeshError, message
@@ -21,11 +22,14 @@ from .. import wire
 from ..driver.ranks import Rank
 from . import protocol
 from .coded import NotOfThisMesh
-from .framing import framed, local_frame
+from .framing import framed, local_frame, whole_packet
 from .link import Link
 from .tunnel import Tunnel
 
 _ANSWER_SECONDS = 60.0  # for a host to fork ranks, or to say what they do
+
+Together = Callable[[Sequence[Rank], wire.Packet], None]
+"""What is told of a message that several ranks have sent alike."""
 
 
 class RemoteRank(Rank):
@@ -43,6 +47,7 @@ class RemoteRank(Rank):
         (out, out_end), (err, err_end), (self.pidfd, death_end) = os.pipe(), os.pipe(), os.pipe()
         self._ends = {"stdout": out_end, "stderr": err_end, "death": death_end}
         self._how = ""
+        self._fed = self._heard = 0  # messages, before and behind the socket
         self._feeding = threading.Lock()
         self.pipes = {"stdout": out, "stderr": err}
         self._listen()
@@ -61,6 +66,14 @@ class RemoteRank(Rank):
     def end_text(self) -> str:
         return self._how or "died"
 
+    def answers(self) -> list[wire.Packet] | None:
+        packets = super().answers()
+        self._heard = self._fed if packets is None else self._heard + len(packets)
+        return packets
+
+    def said_more(self) -> bool:
+        return self._heard < self._fed
+
     # -- for the host's thread -----------------------------------------------------------------------------------------
 
     def feed(self, content: bytes) -> None:
@@ -68,6 +81,7 @@ class RemoteRank(Rank):
         with contextlib.suppress(OSError):
             for part in local_frame(content):
                 self._theirs.sendall(part)
+            self._fed += 1
 
     def print(self, stream: str, data: bytes) -> None:
         with self._feeding, contextlib.suppress(OSError):
@@ -92,10 +106,11 @@ class RankHost:
         link: greeted, and its versions compared.
         handle: the launcher's.
         store: where the link's end here finds the store, if the host can't.
+        together: hears what several ranks say alike.
     """
 
-    def __init__(self, name: str, link: Link, handle: Any, store: tuple[str, int] | None):
-        self.name, self.link, self.handle = name, link, handle
+    def __init__(self, name: str, link: Link, handle: Any, store: tuple[str, int] | None, together: Together):
+        self.name, self.link, self.handle, self._together = name, link, handle, together
         self._tunnel = None if store is None else Tunnel(link, store)
         self.lost = ""  # why, once it can't be reached any more
         self.copies: tuple[str, int] = ("", 0)  # where it takes copies of other hosts' values
@@ -163,7 +178,7 @@ class RankHost:
                         if self._tunnel is not None:
                             self._tunnel.carry(said, content)
                         continue
-                    if isinstance(said, protocol.FromRank | protocol.Printed | protocol.Died):
+                    if isinstance(said, protocol.FromRanks | protocol.Printed | protocol.Died):
                         self._said.put((said, content))
                         continue
                     if isinstance(said, protocol.Started):
@@ -184,8 +199,11 @@ class RankHost:
         """The other's: what ranks say, in order."""
         while (found := self._said.get()) is not None:
             said, content = found
-            if isinstance(said, protocol.FromRank):
-                self._ranks[said.rank].feed(content)
+            if isinstance(said, protocol.FromRanks):
+                if len(said.ranks) == 1:
+                    self._ranks[said.ranks[0]].feed(content)
+                else:
+                    self._together([self._ranks[rank] for rank in said.ranks], whole_packet(content))
             elif isinstance(said, protocol.Printed):
                 self._ranks[said.rank].print(said.stream, content)
             elif isinstance(said, protocol.Died):

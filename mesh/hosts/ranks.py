@@ -27,6 +27,7 @@ from .. import protocol as ranks_protocol
 from .. import wire
 from ..display.status import RankStatus, Status
 from ..driver.ranks import Rank, Ranks, request_of
+from ..driver.receiving import Receiving
 from ..spec import Layout
 from . import protocol
 from .joining import CALLS
@@ -34,7 +35,7 @@ from .launchers import DialledHosts
 from .link import mesh_key
 from .meeting import START_SECONDS, Dialling, Meeting
 from .places import Places
-from .rank_host import RankHost, RemoteRank
+from .rank_host import RankHost, RemoteRank, Together
 
 AGAIN_SECONDS = 30.0  # for a host that was lost to come again
 _TRIES = 5  # to have all hosts there, where another is lost while one comes again
@@ -45,10 +46,18 @@ class HostRanks(Ranks):
 
     Args:
         places: the hosts.
+        together: hears what several ranks of a host say alike.
     """
 
-    def __init__(self, places: Places, layout: Layout, options: dict[str, Any], started: Callable[[Rank], None]):
-        self.generation, self.places, self._started = 1, places, started
+    def __init__(
+        self,
+        places: Places,
+        layout: Layout,
+        options: dict[str, Any],
+        started: Callable[[Rank], None],
+        together: Together,
+    ):
+        self.generation, self.places, self._started, self._together = 1, places, started, together
         self.arena = None  # nothing is shared with the ranks
         self._title = f"Mesh({layout.axes}, backend={options['backend']!r}) on {len(places.names)} hosts"
         self._secret = places.launcher.secret if isinstance(places.launcher, DialledHosts) else secrets.token_bytes(32)
@@ -80,7 +89,7 @@ class HostRanks(Ranks):
             if self._store is None:
                 self._keep_store(meeting)
             store = self._store_at if places.dialled else None
-            return [RankHost(*found, store) for found in meeting.hosts()]
+            return [RankHost(*found, store, self._together) for found in meeting.hosts()]
         finally:
             meeting.close()
             meeting.stop()
@@ -266,11 +275,11 @@ class HostRanks(Ranks):
         self._store = None
 
 
-def ranks_of(places: Places | None, layout: Layout, options: dict[str, Any], started: Callable[[Rank], None]) -> Ranks:
-    """The ranks of a mesh on this host, or on several; the arguments are those of `Ranks`."""
+def ranks_of(places: Places | None, layout: Layout, options: dict[str, Any], receiving: Receiving) -> Ranks:
+    """The ranks of a mesh on this host, or on several, heard by a thread; the arguments are those of `Ranks`."""
     if places is None:
-        return Ranks(layout, options, started)
-    return HostRanks(places, layout, options, started)
+        return Ranks(layout, options, receiving.add)
+    return HostRanks(places, layout, options, receiving.add, receiving.together)
 
 
 def _in_thread(call: Callable[..., Any], *args: Any) -> Callable[[], Any]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from ...kernels.arguments import is_number, is_whole
 from ...kernels.errors import MeshError, message
 from ...kernels.registry import backends
 from ...kernels.shm import arena
@@ -15,8 +16,10 @@ from ..spec import Layout
 from .environments import Launch
 
 
-def check_arguments(backend: str, device: str, threads: int | None, timeout: float, on_loss: str, grace: float) -> None:
-    """Refuse what no mesh can be made with."""
+def check_arguments(
+    backend: str, device: str, threads: int | None, seed: int, timeout: float, on_loss: str, grace: float
+) -> tuple[int, float, float]:
+    """Refuse what no mesh can be made with; seed, timeout and grace as Python's own numbers."""
     if backend != "auto" and backend not in backends():
         raise MeshError(
             message("Mesh got an unknown backend", got=repr(backend), expected=f'"auto" or one of {sorted(backends())}')
@@ -38,19 +41,30 @@ def check_arguments(backend: str, device: str, threads: int | None, timeout: flo
                 f"backend {backend!r} moves tensors of {side} only", got=f"device={device!r}", remedy=f"use {remedy}"
             )
         )
-    if threads is not None and threads < 1:
-        raise MeshError(message("Mesh got a bad threads", got=threads, expected="at least 1, or None"))
-    if not timeout > 0:
-        raise MeshError(message("Mesh got a bad timeout", got=timeout, expected="seconds, more than 0"))
+    if threads is not None and (not is_whole(threads) or threads < 1):
+        raise MeshError(message("Mesh got a bad threads", got=repr(threads), expected="at least 1, or None"))
+    if not is_whole(seed):
+        raise MeshError(message("Mesh got a bad seed", got=repr(seed), expected="a whole number"))
+    if not is_number(timeout) or not timeout > 0:
+        raise MeshError(message("Mesh got a bad timeout", got=repr(timeout), expected="seconds, more than 0"))
     if on_loss not in ("rerun", "raise"):
         raise MeshError(message("Mesh got an unknown on_loss", got=repr(on_loss), expected='"rerun" or "raise"'))
-    if not grace > 0:
-        raise MeshError(message("Mesh got a bad grace", got=grace, expected="seconds, more than 0, or math.inf"))
+    if not is_number(grace) or not grace > 0:
+        raise MeshError(message("Mesh got a bad grace", got=repr(grace), expected="seconds, more than 0, or math.inf"))
+    return int(seed), float(timeout), float(grace)
+
+
+def checked_mesh(mesh: Any, kind: type) -> Any:
+    """What was given as `mesh=`; refuses what is none."""
+    if not isinstance(mesh, kind):
+        remedy = 'write mesh=Mesh({"data": 2}), or leave it out'
+        raise MeshError(message("this is no mesh", got=f"mesh={mesh!r}", expected="a Mesh", remedy=remedy))
+    return mesh
 
 
 def hosts_of(hosts: Any, copies: Any, launch: Launch | None, backend: str, device: str) -> Places | None:
     """What `Mesh(hosts=)` means; refuses what can't be had over several hosts, and copies that can't be had."""
-    if not isinstance(copies, int) or isinstance(copies, bool) or copies < 0:
+    if not is_whole(copies) or copies < 0:
         raise MeshError(message("Mesh got a bad copies", got=repr(copies), expected="a whole number, at least 0"))
     if copies and launch is not None:
         problem = "Mesh got copies, and this process is a rank that a launcher started: its values end with it"
@@ -157,7 +171,7 @@ def _check_axes(axes: dict[str, int]) -> None:
     for name, size in axes.items():
         if not isinstance(name, str) or not name:
             raise MeshError(message("Mesh got a bad axis name", got=repr(name), expected="a non-empty string"))
-        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+        if not is_whole(size) or (size < 1 and size != -1):
             raise MeshError(
                 message(f"axis {name!r} got a bad size", got=repr(size), expected="a positive integer or -1")
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ class LocalValues:
         name: of the only one, under which a driver knows it: (number of its call, index).
     """
 
-    __slots__ = ("_metas", "_session", "_shapes", "_tensors", "deal", "donated", "hints", "name")
+    __slots__ = ("_arrays", "_metas", "_session", "_shapes", "_tensors", "deal", "donated", "hints", "name")
 
     def __init__(
         self,
@@ -38,32 +39,35 @@ class LocalValues:
         name: tuple[int, int] | None = None,
     ):
         self._session, self._shapes, self._metas = session, shapes, metas
-        self._tensors: list[Any] = list(tensors)
+        self._tensors = list(tensors)  # until there are Arrays, which hold them from then on
+        self._arrays: list[Any] = []
         self.hints, self.deal, self.name = metas if hints is None else hints, deal, name
         self.donated: dict[int, str] = {}
 
     def arrays(self, mesh: Any) -> list[Array]:
-        return [Array(mesh, self, index) for index in range(len(self._tensors))]
+        """An Array for each; to be asked for once."""
+        arrays = [Array(mesh, self, index, tensor) for index, tensor in enumerate(self._tensors)]
+        self._arrays = list(map(weakref.ref, arrays))
+        self._tensors.clear()
+        return arrays
 
     @property
     def ids(self) -> list[int]:
         return []
 
-    def release(self, index: int) -> None:
-        self._tensors[index] = None
-
     def meta(self, index: int) -> Meta:
         return self._metas[index]
 
     def local(self, index: int) -> torch.Tensor:
-        return donation.disown(self._tensors[index])
+        return donation.disown(self.value(index))
 
     def value(self, index: int) -> torch.Tensor:
         """What `local` gives, for a reader that does not hand it on."""
-        return self._tensors[index]
+        tensor: torch.Tensor = self._arrays[index]()._shard
+        return tensor
 
     def full(self, index: int) -> torch.Tensor:
-        mine, spec = self._tensors[index], self.hints[index].spec
+        mine, spec = self.value(index), self.hints[index].spec
         if not spec.entries:
             # The value must not change with what the caller does to it.
             whole = mine.detach()
@@ -74,7 +78,7 @@ class LocalValues:
         return self._session.layout.join(shards, spec)
 
     def shards(self, index: int) -> list[torch.Tensor]:
-        layout, about, mine = self._session.layout, self.hints[index], self._tensors[index]
+        layout, about, mine = self._session.layout, self.hints[index], self.value(index)
         known = self._shapes[index] if self._shapes is not None else None
 
         def gather() -> list[torch.Tensor]:

@@ -215,6 +215,13 @@ class RankSession(Owned):
         for comm in self._comms.values():
             comm.check()
 
+    def _raise_own_failure(self) -> None:
+        """Raise what went wrong on this rank, if it is for that that it was called off."""
+        try:
+            self.check()
+        except BaseException as failure:
+            raise failure from None
+
     @contextlib.contextmanager
     def region(self, number: int) -> Iterator[None]:
         """Tell the peers that this rank is in region `number`, so that they know whether to wait for it.
@@ -232,6 +239,8 @@ class RankSession(Owned):
             if not self.foreign:
                 self.check()
         except Aborted:
+            if not self.foreign:
+                self._raise_own_failure()
             raise
         except BaseException as error:
             if self.foreign:

@@ -115,7 +115,8 @@ class RankState:
         _, call, index, shape = name
         (tensor,), (spec,) = self.values.gather((call, index, index + 1))
         about = meta(tuple(shape), tensor.dtype, spec)
-        return Array(self.mesh, LocalValues(self.session, [tensor], [about], name=(call, index)), 0)
+        (array,) = LocalValues(self.session, [tensor], [about], name=(call, index)).arrays(self.mesh)
+        return array
 
     def name_of(self, obj: Any) -> Any:
         if isinstance(obj, Remote | Ref):

@@ -1,8 +1,8 @@
 """The zygote: a process that has imported torch and run nothing, from which ranks are forked.
 
 Why: `import torch` costs seconds and a fork of it milliseconds; and a fork of the user's own process, in which
-torch's thread pool has run, would hang. Invariants: one thread here, ever; when the driver goes, by whatever death,
-so do the zygote and all its ranks.
+torch's thread pool has run, would hang. A second zygote, forked from the first, stands by for when that is killed.
+Invariants: one thread here, ever; when the driver goes, by whatever death, so do the zygotes and all their ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 import sys
+from typing import NoReturn
 
 from ...kernels.processes import end_with_parent
 from .. import protocol
@@ -28,12 +29,6 @@ PRELOADED = ("spmd.transforms", "spmd.optim.optimizer", "spmd._functional", "spm
 
 def main(control_fd: int, driver_pid: int) -> None:
     """Serve fork requests on the control socket until it closes."""
-    control = socket.socket(fileno=control_fd)
-    wake_read, wake_write = os.pipe()
-    for fd in (wake_read, wake_write):
-        os.set_blocking(fd, False)
-    signal.set_wakeup_fd(wake_write)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     driver = os.pidfd_open(driver_pid)
     for name in PRELOADED:
@@ -41,8 +36,20 @@ def main(control_fd: int, driver_pid: int) -> None:
     # Pages of long-lived objects stay shared with the ranks.
     gc.collect()
     gc.freeze()
+    gc.enable()
+    _serve(control_fd, driver)
+
+
+def _serve(control_fd: int, driver: int) -> NoReturn:
+    control = socket.socket(fileno=control_fd)
+    wake_read, wake_write = os.pipe()
+    for fd in (wake_read, wake_write):
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(wake_write)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     children: set[int] = set()
-    control.sendall(b"R")
+    with contextlib.suppress(ConnectionError):  # it needs none any more, which is heard below
+        control.sendall(b"R")
     waiting = select.poll()  # select() takes no descriptors from 1024 on, and the driver may have many open
     for fd in (control.fileno(), wake_read, driver):
         waiting.register(fd, select.POLLIN)
@@ -63,9 +70,12 @@ def main(control_fd: int, driver_pid: int) -> None:
                 os.setpgid(0, 0)  # what its programs start ends with it
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                end_with_parent()
-                for fd in (control.detach(), wake_read, wake_write, driver):
+                for fd in (control.detach(), wake_read, wake_write):
                     os.close(fd)
+                if isinstance(request, protocol.StandBy):
+                    _serve(fds[0], driver)
+                os.close(driver)
+                end_with_parent()
                 code = 1
                 try:
                     reading = isinstance(request, protocol.ReaderRequest)

@@ -33,6 +33,7 @@ class Moved:
         kept = [values_of(arena, rank) for rank in range(before.size)]
         source = Source(os.getpid(), arena.fd, arena.size)
         self._calls: list[tuple[CallValues, list[torch.Tensor | Pieces], dict[int, P]]] = []
+        driver.values.sort()
         for values in driver.values.of_calls(read=False):
             found = [each[values.number] for each in kept if values.number in each]
             failed = values.task is not None and values.task.failure is not None
@@ -113,6 +114,7 @@ def _spec_on(before: Layout, after: Layout, about: Meta, where: str) -> P:
 def bytes_to_move(driver: DriverSession, layout: Layout) -> tuple[int, int]:
     """Of the values that there are, about: what all ranks of another layout will have, and what each for itself."""
     shared = own = 0
+    driver.values.sort()
     for values in driver.values.of_calls(read=False):
         for about in values.hints if values.live else ():
             nbytes = max(0, math.prod(about.shape)) * about.dtype.itemsize

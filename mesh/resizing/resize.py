@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from ...kernels.arguments import is_whole
 from ...kernels.errors import MeshError, PeerLost, message
 from .. import protocol
 from ..driver import open_sessions
@@ -114,10 +115,12 @@ def _checked(mesh: MeshView, axes: dict[str, int]) -> Layout:
         problem = "mesh.resize is for the program that started the ranks"
         raise MeshError(message(problem, where=where, remedy="save, and launch the job at another size"))
     known = mesh.layout.axes
+    if not isinstance(axes, dict):
+        raise MeshError(message("resize got bad axes", got=repr(axes), expected='a dict, such as {"data": 4}'))
     for name, size in axes.items():
         if name not in known:
             raise MeshError(message("resize got an unknown axis", got=repr(name), expected=f"one of {[*known]}"))
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not is_whole(size) or size < 1:
             expected = "a whole number, at least 1"
             raise MeshError(message(f"resize got a bad size for axis {name!r}", got=repr(size), expected=expected))
     driver = mesh.driver

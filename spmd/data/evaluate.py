@@ -37,6 +37,9 @@ def evaluate(step: Callable[..., Any], loader: Loader, *args: Any) -> Any:
     Raises:
         SpecError: the loader has no batches. What the step raises.
     """
+    if not isinstance(loader, Loader):
+        remedy = "write evaluate(step, Loader(data, batch_size=...))"
+        raise SpecError(message("evaluate takes a Loader", got=type(loader).__name__, remedy=remedy))
     beginning = {"epoch": 0, "step": 0}
     loader.load_state_dict(beginning)
     totals, last = None, None

@@ -38,6 +38,9 @@ def ema(opt: Optimizer, decay: float = 0.999) -> Optimizer:
 
     Source: Polyak and Juditsky, https://doi.org/10.1137/0330046; `torch.optim.swa_utils.AveragedModel`.
     """
+    if not isinstance(opt, Optimizer):
+        remedy = "write ema(optimizer(torch.optim.AdamW, lr=1e-3))"
+        raise SpecError(message("ema takes what optimizer() gave", got=type(opt).__name__, remedy=remedy))
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
         raise SpecError(message("ema got an unexpected argument 'decay'", got=repr(decay), expected="a number, 0 to 1"))
 

@@ -86,7 +86,8 @@ def from_dtensor(dtensor: DTensor, *, mesh: Mesh | None = None) -> Any:
     region = current()
     if region is not None and region.pure:
         return Sharded(local, spec)
-    return Array(mesh, LocalValues(session, [local], [meta(shape, dtensor.dtype, spec)]), 0)
+    (array,) = LocalValues(session, [local], [meta(shape, dtensor.dtype, spec)]).arrays(mesh)
+    return array
 
 
 def to_dtensor(array: Array) -> DTensor:

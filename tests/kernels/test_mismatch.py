@@ -150,6 +150,43 @@ def test_other_call(make_mesh: Callable[..., Mesh], backend: str, name: str) -> 
     works(mesh)
 
 
+def test_a_rank_that_gets_no_processor_is_waited_for(make_mesh: Callable[..., Mesh]) -> None:
+    """Until it can say what it calls, however long that takes; not one that has other things to do."""
+    mesh = make_mesh({"data": 2}, backend="shm")
+    pid = mesh.driver.pids[1]
+
+    def held_up() -> None:
+        comm: Any = mesh.comm()
+        comm.barrier()
+        if comm.rank == 1:
+            comm.all_reduce(torch.ones(2))
+        while comm._slots.calls_of(1) < 2:
+            time.sleep(1e-3)
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)).start()
+        comm.broadcast(torch.ones(2))
+
+    with pytest.raises(CollectiveMismatch) as caught:
+        mesh.run(held_up)
+    assert "rank 0: broadcast float32[2] (src=0), call 2" in str(caught.value)
+    assert "rank 1: all_reduce float32[2] (sum), call 2" in str(caught.value)
+    works(mesh)
+
+    def busy(seconds: float) -> None:
+        comm = mesh.comm()
+        comm.barrier()
+        work = comm.all_reduce(torch.ones(2), async_op=True) if comm.rank == 1 else comm.barrier()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            sum(range(1000))
+        work.wait()
+
+    began = time.monotonic()
+    with pytest.raises(CollectiveMismatch, match=r"rank 1: is at call \d, and did not say which"):
+        mesh.run(busy, 60.0)
+    assert soon(SECONDS, began)
+
+
 def test_the_line_is_that_of_the_call(make_mesh: Callable[..., Mesh], backend: str) -> None:
     """Also of an asynchronous one, which is found wrong only when it is waited for."""
     mesh = make_mesh({"data": 2}, backend=backend)

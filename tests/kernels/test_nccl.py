@@ -374,6 +374,22 @@ def test_error_of_one_rank(mesh: Mesh) -> None:
     assert mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(1)))) == [3.0] * RANKS
 
 
+def test_the_cause_is_told_where_it_ends_its_own_ranks_wait(mesh: Mesh) -> None:
+    """The rank whose NCCL fails waits for something else meanwhile, as all do, and is called off like them."""
+
+    def body() -> None:
+        comm: Any = mesh.comm()
+        comm.streams.stuck = comm.rank == 1
+        comm.broadcast(torch.ones(1), async_op=True)
+        if comm.rank == 1:
+            comm.library.nccl.async_error = RuntimeError("NCCL_ERROR_SYSTEM_ERROR: a cable")
+        comm.host.recv(torch.empty(1), (comm.rank + 1) % comm.size)
+
+    with pytest.raises(PeerLost, match=r"NCCL failed on rank 1 in broadcast.*a cable"):
+        mesh.run(body)
+    assert mesh.run(lambda: mesh.rank) == [0, 1, 2]
+
+
 # -- the calls, on one rank --------------------------------------------------------------------------------------------
 
 
@@ -725,7 +741,7 @@ def stuck(comm: NcclCommunicator, timeout: float = 30.0) -> NcclCommunicator:
     """Start something that never ends, and from then on wait so long."""
     comm.streams.stuck = True
     comm.broadcast(torch.ones(1), async_op=True)
-    comm.channel.timeout = timeout
+    comm.set_timeout(timeout)
     return comm
 
 
@@ -745,6 +761,22 @@ def test_timeout_ends_it(make_comm: Alone) -> None:
     with pytest.raises(PeerLost, match=r"broadcast float32\[1\] \(src=0\) on rank 0 was not over after 0.1 s"):
         comm.check()
     assert "was not over" in "".join(comm._watch.aborted().values())  # the other ranks are told
+
+
+def test_timeout_that_is_set_later(make_comm: Alone) -> None:
+    """By torch's process groups, say: it is that of the GPU, of the host, and of what is made afterwards."""
+    comm = make_comm()
+    comm.set_timeout(0.1)
+    comm.streams.stuck = True
+    comm.broadcast(torch.ones(1), async_op=True)
+    until(lambda: ("abort",) in log_of(comm))
+    with pytest.raises(PeerLost, match=r"broadcast float32\[1\] \(src=0\) on rank 0 was not over after 0.1 s"):
+        comm.check()
+    comm._watch.clear(1)
+    with pytest.raises(PeerLost, match=r"recv from 0 on rank 0 got no answer for 0\.1 s"):
+        comm.host.recv(torch.empty(1), 0)
+    hosts: list[Any] = [comm.host, comm.channel.group.host, comm._messages_of()._post]
+    assert [host.timeout for host in hosts] == [0.1, 0.1, 0.1]
 
 
 def test_errors_of_nccl_end_it(make_comm: Alone) -> None:
@@ -789,7 +821,7 @@ def test_waiting_inside_nccl_is_ended(make_comm: Alone, monkeypatch: Any) -> Non
     """Where a call waits for peers although they are connected, which nothing but an abort can end."""
     monkeypatch.setattr(nccl_connection, "JOIN_SECONDS", 0.05)
     comm = make_comm()
-    comm.channel.timeout = 0.2
+    comm.set_timeout(0.2)
 
     def wait(raw: Any, *_: Any) -> None:
         until(lambda: bool(raw.ended))
@@ -804,7 +836,7 @@ def test_waiting_inside_nccl_is_ended(make_comm: Alone, monkeypatch: Any) -> Non
 def pair(make_comm: Alone) -> tuple[NcclCommunicator, nccl_fake.Raw, Callable[[], Any]]:
     """A communicator, that of its messages to another rank, and what sends one once the hosts have arranged it."""
     comm = make_comm()
-    comm.channel.timeout = 0.2
+    comm.set_timeout(0.2)
     messages, pairs, x = comm._messages_of(), comm.channel.pairs, torch.ones(3, dtype=torch.uint8)
     raw = nccl_fake.Raw(comm.library.nccl, 2, "pair", 0)
     comm.library.nccl.deferred = True
@@ -844,7 +876,7 @@ def test_error_of_a_message(pair: Any, monkeypatch: Any) -> None:
 
 def test_errors_that_nccl_notices_of_a_message(pair: Any, monkeypatch: Any) -> None:
     comm, raw, send = pair
-    comm.channel.timeout = 30.0
+    comm.set_timeout(30.0)
 
     def noticed() -> None:
         raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR: a cable")

@@ -288,7 +288,7 @@ def test_nothing_is_freed_under_a_call_that_connects(make_comm: Alone, monkeypat
 
     def time_runs_out() -> None:
         peer.waited_for.wait()
-        comm.channel.timeout = 0.2
+        comm.set_timeout(0.2)
 
     other = threading.Thread(target=time_runs_out)
     other.start()

@@ -127,6 +127,7 @@ def test_what_specs_are_refused(mesh, square):
     fails(["spmd got bad out_specs for f", "got 3"], spmd, f, out_specs={"a": 3})
     fails(["spmd got a bad check", "'sometimes'", "('first', 'always', 'never')"], spmd, f, check="sometimes")
     fails(["spmd got a bad donate for f", "got 'z'", "one of (x, y)"], spmd, f, donate="z")
+    fails(["spmd got a bad donate for f", "got 0", "one of (x, y)"], spmd, f, donate=0)
     cases = [
         ({"z": P()}, ["in_specs of f name an unknown argument", "'z'", "(x, y)"]),
         ((P(), P(), P()), ["in_specs of f do not fit its arguments", "3 specs for 1 positional"]),

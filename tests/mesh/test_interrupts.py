@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import itertools
 import os
 import re
 import signal
 import sys
 import threading
 import time
+from collections import deque
 
 import pytest
 import torch
 from patience import HANGS, end_within
 from scripts import left_in_shm, run, script, started
 
-from spmd import Mesh, MeshError, axis_index, barrier, psum, put, spmd
+from spmd import Mesh, MeshError, P, axis_index, barrier, psum, put, spmd
+from spmd.mesh.array import meta
 from spmd.mesh.rank.interrupts import uninterrupted
+from spmd.mesh.rank.local_values import LocalValues
 
 INTERRUPTED = """
 import os, signal, sys, threading, time, traceback
@@ -237,6 +243,41 @@ def test_interrupts_at_any_moment(make_mesh):
                 mesh.run(len, "x" * number)
         assert mesh.run(lambda: barrier()) == [None, None]
     assert x.full().tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("what", ["an Array", "an Array of a rank", "the values of a call"])
+def test_ctrl_c_while_a_value_goes(make_mesh, what):
+    """Python ignores what finalizers raise: none may run where a signal is handled."""
+    mesh = make_mesh({"data": 2})
+    mesh.run(int)
+    values, before = mesh.driver.values, len(mesh.driver.values)
+    if what == "an Array":
+        last = {"it": put(torch.ones(2), mesh=mesh)}
+    elif what == "the values of a call":
+        last = {"it": mesh.driver.new_values()}
+    else:
+        last = {"it": LocalValues(None, [torch.ones(2)], [meta((2,), torch.float32, P())]).arrays(mesh)[0]}
+    # All in C: the signal comes, and the last that refers to it goes, before Python looks for signals.
+    press = map(ctypes.CDLL(None)["raise"], [signal.SIGINT])
+    with pytest.raises(KeyboardInterrupt):
+        deque(itertools.chain(press, map(last.pop, ["it"])), maxlen=0)
+    assert not last
+    mesh.run(int)
+    mesh.run(int)
+    assert len(values) == before and not values.of_calls(read=False) and not values.freed()
+
+
+def test_values_that_go_in_a_cycle(make_mesh):
+    """The garbage collector takes the last of a call's Arrays together with all that refers to them."""
+    mesh = make_mesh({"data": 2})
+    pair = spmd(lambda x: (x + 1, {"twice": 2 * x}), mesh=mesh)
+    found = [*pair(torch.ones(2))]
+    found.append(found)
+    assert len(mesh.driver.values) == 2
+    del found
+    gc.collect()
+    mesh.run(int)
+    assert len(mesh.driver.values) == 0 and mesh.run(int) == [0, 0]
 
 
 # -- the driver dies ---------------------------------------------------------------------------------------------------

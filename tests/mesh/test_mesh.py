@@ -109,6 +109,7 @@ def test_run(mesh):
     array = put(torch.arange(4), P("data"), mesh=mesh)
     assert mesh.run(lambda x: x.local.tolist(), array) == [[0, 1], [2, 3]]
     assert mesh.run(lambda x: x, array)[1] is array
+    assert mesh.run(gc.isenabled) == [True, True] and gc.isenabled()  # it is off only while modules are loaded
 
 
 def test_ranks_and_their_order(shared_mesh):

@@ -75,8 +75,7 @@ def test_a_stopped_rank_ends_what_waits_for_it(mesh: Mesh, what: str, tmp_path: 
 
 @pytest.fixture
 def whole_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_QUIET_SECONDS", "_ANSWER_SECONDS"):
-        monkeypatch.setattr(stacks, name, getattr(stacks, name))  # as they were, at the end
+    monkeypatch.setattr(stacks, "_ANSWER_SECONDS", stacks._ANSWER_SECONDS)  # as it was, at the end
     wait_for_stacks()
 
 
@@ -238,6 +237,38 @@ print(mesh.run(at_rest)[0])
         error
     )
     assert text.count("in at_rest") == 2
+
+
+def test_stacks_of_a_rank_that_is_preempted_while_it_writes(make_mesh: Callable[..., Mesh]) -> None:
+    mesh = make_mesh({"data": 1})
+    done = threading.Event()
+
+    def below(depth: int) -> None:
+        below(depth - 1) if depth else threading.Event().wait()
+
+    def begin() -> None:  # so many that writing them takes a while
+        for _ in range(50):
+            threading.Thread(target=below, args=(90,), daemon=True).start()
+
+    mesh.run(begin)
+    board, pid = mesh.driver.ranks.arena, mesh.driver.pids[0]
+    _, number = board.process(0)
+
+    def preempt() -> None:
+        path = f"/proc/{pid}/fd/{number}"
+        before = os.stat(path).st_size
+        while os.stat(path).st_size == before and not done.is_set():
+            pass
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=preempt)
+    thread.start()
+    text = stacks.stacks_of(board, 0)
+    done.set()
+    thread.join()
+    assert text.count("in below") == 50 * 91, text[-2000:]
 
 
 # -- the process that ranks are forked from, and the ends of others ---------------------------------------------------

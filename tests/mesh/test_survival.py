@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from internals import arena_bytes, zygote_of
+from internals import arena_bytes, zygote_of, zygote_that_stands_by
 from patience import HANGS, end_within, until
 from torch import nn
 
@@ -119,9 +119,17 @@ def test_the_process_that_ranks_are_forked_from_dies_in_a_call(make_mesh):
         return psum(w, "data")
 
     assert slow(w).full().tolist() == [0, 2, 4]
-    doubled = slow(w)
-    os.kill(zygote_of(mesh), signal.SIGKILL)
-    assert doubled.full().tolist() == [0, 2, 4]
+    for _ in range(2):
+        standing_by = zygote_that_stands_by(mesh)
+        doubled = slow(w)
+        os.kill(zygote_of(mesh), signal.SIGKILL)
+        assert doubled.full().tolist() == [0, 2, 4]
+        assert zygote_of(mesh) == standing_by  # which has torch, so that nobody has waited for it
+    for each in (zygote_that_stands_by(mesh), zygote_of(mesh)):  # both: a new one is begun
+        os.kill(each, signal.SIGKILL)
+    assert slow(w).full().tolist() == [0, 2, 4]
+    assert mesh.submit(os._exit, 3, rank=0).exception() is not None
+    assert slow(w).full().tolist() == [0, 2, 4]
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,82 @@
+"""The answers of one host's ranks, gathered: those that are alike go to the driver as one message.
+
+An answer is held until all ranks that were given the task have answered it, and for a moment at most; what else a rank
+says goes at once. Invariant: of each rank the driver hears everything in the order in which it was said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from .. import protocol as ranks_protocol
+from .. import wire
+from .framing import framed
+
+MOMENT_SECONDS = 0.005
+_ANSWERS = (ranks_protocol.Answer, ranks_protocol.Metadata, ranks_protocol.Unchanged)
+_ENDS = (*_ANSWERS, ranks_protocol.Failed, ranks_protocol.Skipped)
+_MOST_BYTES = 1 << 12  # of an answer that is held
+
+
+class Gathering:
+    """What the ranks of a host say, on its way to the driver.
+
+    Args:
+        send: sends what several ranks, or one, have said, in pieces of bytes.
+    """
+
+    def __init__(self, send: Callable[[tuple[int, ...], Sequence[bytes]], None]):
+        self._send = send
+        self._due: dict[int, set[int]] = {}  # by task those ranks that have not answered
+        self._held: dict[int, dict[bytes, list[int]]] = {}  # by task who has given which answer
+        self._since = 0.0  # the first of them is held
+
+    def expect(self, packet: wire.Packet, ranks: Sequence[int]) -> None:
+        """Note what is about to be given to ranks."""
+        if len(ranks) > 1 and isinstance(said := ranks_protocol.decode(packet.head), ranks_protocol.Task):
+            self._due[said.number] = set(ranks)
+
+    def take(self, rank: int, packet: wire.Packet) -> None:
+        """Something that a rank has said, which may be closed then."""
+        said = ranks_protocol.decode(packet.head)
+        due = self._due.get(said.task) if isinstance(said, _ENDS) else None
+        if due is not None:
+            due.discard(rank)
+        if due is None or not isinstance(said, _ANSWERS) or packet.fd is not None or len(packet.data) > _MOST_BYTES:
+            if any(rank in ranks for alike in self._held.values() for ranks in alike.values()):
+                self.flush()
+            self._send((rank,), framed(packet))
+        else:
+            if not self._held:
+                self._since = time.monotonic()
+            alike = self._held.setdefault(said.task, {})
+            alike.setdefault(b"".join(framed(packet)), []).append(rank)
+        if due is not None and not due:
+            self._complete(said.task)
+
+    def lose(self, rank: int) -> None:
+        """A rank answers no more."""
+        self.flush()
+        for due in self._due.values():
+            due.discard(rank)
+        self._due = {task: due for task, due in self._due.items() if due}
+
+    def _complete(self, task: int) -> None:
+        del self._due[task]
+        for other in sorted(self._held):
+            if other <= task:
+                self._let_go(other)
+
+    def _let_go(self, task: int) -> None:
+        for content, ranks in self._held.pop(task).items():
+            self._send(tuple(ranks), (content,))
+
+    def flush(self) -> None:
+        """Send what is held."""
+        for task in sorted(self._held):
+            self._let_go(task)
+
+    def left(self) -> float | None:
+        """In how many seconds to `flush`; None: there is nothing to."""
+        return max(0.0, self._since + MOMENT_SECONDS - time.monotonic()) if self._held else None

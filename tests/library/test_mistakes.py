@@ -1,0 +1,83 @@
+"""What a program may give by mistake is refused at the first call, and the message says what to write."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import spmd
+from spmd import Loader, Mesh, P, SpmdError, data_parallel, ema, evaluate, optimizer, put, value_and_grad
+
+X = torch.arange(4.0)
+
+
+async def waits(x: Any) -> Any:
+    return x
+
+
+def yields(x: Any) -> Any:
+    yield x
+
+
+class Yields:
+    def __call__(self, x: Any) -> Any:
+        yield x
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    with Mesh({"data": 2}, timeout=60) as made:
+        yield made
+
+
+# What is written, and words of the message.
+MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
+    "seed": (lambda m: Mesh({"data": 2}, seed="a"), "Mesh got a bad seed .*'a'"),
+    "timeout": (lambda m: Mesh({"data": 2}, timeout="5"), "Mesh got a bad timeout .*'5'"),
+    "threads": (lambda m: Mesh({"data": 2}, threads=1.5), "Mesh got a bad threads .*1.5"),
+    "grace": (lambda m: Mesh({"data": 2}, grace="x"), "Mesh got a bad grace .*'x'"),
+    "spec": (lambda m: put(X, "data", mesh=m), r"not all specs .*write P\('data'\)"),
+    "specs": (lambda m: put({"x": X}, {"x": 0}, mesh=m), "not all specs .*got 0"),
+    "mesh": (lambda m: put(X, mesh="data"), "this is no mesh .*mesh='data'"),
+    "mesh of a step": (lambda m: spmd.spmd(torch.sum, mesh=2)(X), "this is no mesh .*mesh=2"),
+    "async step": (lambda m: spmd.spmd(waits, mesh=m), "spmd takes a function .*waits, which is async"),
+    "generator": (lambda m: spmd.spmd(yields, mesh=m), "spmd takes a function .*yields, which is a generator"),
+    "object": (lambda m: spmd.spmd(Yields(), mesh=m), "spmd takes a function .*Yields, which is a generator"),
+    "partial": (lambda m: spmd.spmd(functools.partial(waits), mesh=m), "spmd takes a function .*async"),
+    "async loss": (lambda m: value_and_grad(waits), "value_and_grad takes a function .*async"),
+    "run nothing": (lambda m: m.run(3), "mesh.run takes a function .*int"),
+    "run async": (lambda m: m.run(waits, 1), "mesh.run takes a function .*async"),
+    "submit nothing": (lambda m: m.submit(None, rank=0), "mesh.submit takes a function"),
+    "ranks": (lambda m: m.run(int, ranks=1), r"no list of ranks .*write ranks=\[1\]"),
+    "rank": (lambda m: m.submit(int, rank="a"), "no such rank .*'a'"),
+    "size": (lambda m: m.resize(3), "resize got bad axes .*got 3"),
+    "bucket_mb": (lambda m: data_parallel(torch.add, bucket_mb="1"), "bad bucket_mb .*'1'"),
+    "optimizer": (lambda m: ema("adam"), r"ema takes what optimizer\(\) gave .*str"),
+    "loader": (lambda m: evaluate(torch.sum, [X]), "evaluate takes a Loader .*list"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_refused_in_words(mesh: Mesh, name: str) -> None:
+    written, words = MISTAKES[name]
+    with pytest.raises(SpmdError, match=words):
+        written(mesh)
+
+
+def test_what_is_no_mistake(mesh: Mesh) -> None:
+    assert mesh.run(int, ranks=np.arange(2)) == [0, 0]
+    assert mesh.submit(int, rank=np.int64(1)).result() == 0
+    assert torch.equal(spmd.spmd(lambda x: x + 1, mesh=mesh, donate=None)(X).full(), X + 1)
+    assert put({"x": X, "y": X}, {"x": P("data"), "y": None}, mesh=mesh)["x"].spec == P("data")
+    model = nn.Linear(4, 1)
+    assert spmd.spmd(model, mesh=mesh)(X).full().shape == (1,)
+    assert ema(optimizer(torch.optim.SGD, lr=1.0)).init({"w": X})["ema"]["w"].equal(X)
+    with Mesh({"data": 1}, seed=np.int64(3), timeout=np.float32(60), grace=math.inf) as small:
+        assert evaluate(spmd.spmd(torch.sum, mesh=small), Loader(X, batch_size=2, mesh=small)) == 6
