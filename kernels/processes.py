@@ -141,6 +141,22 @@ def memory_kills() -> int:
     return found
 
 
+def _number_in(path: str) -> int:
+    with open(path) as file:
+        return int(file.read())
+
+
+def available_bytes() -> int:
+    """Memory that is free for this process, as far as the host and its control group say."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError, ValueError, StopIteration), open("/proc/meminfo") as file:
+        found.append(next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:")))
+    group = "/sys/fs/cgroup"
+    with contextlib.suppress(OSError, ValueError):  # there is none, or its limit is "max"
+        found.append(max(0, _number_in(f"{group}/memory.max") - _number_in(f"{group}/memory.current")))
+    return min(found)
+
+
 def check_not_imported_by_worker() -> None:
     """Refuse a mesh in a worker that multiprocessing has spawned, while it imports the script that spawned it."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):

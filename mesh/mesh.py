@@ -20,7 +20,6 @@ from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, message
 from . import running
 from .display import drawing, live, stacks, status
-from .driver import resizing
 from .driver.open_sessions import close_quietly
 from .driver.session import DriverSession
 from .hosts.places import Places
@@ -33,6 +32,7 @@ from .region import current, planned_session
 from .remote.handle import Remote
 from .remote.making import make_remote
 from .replication.messages import followed
+from .resizing import resize as resizing
 from .run_state import RunState
 from .spec import Layout
 

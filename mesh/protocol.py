@@ -13,6 +13,7 @@ from typing import Any
 
 from ..kernels.network.codec import Codec, Message
 from .display.bars import BarState
+from .resizing.messages import Populate
 from .spec import P
 
 Spans = tuple[int, ...]
@@ -237,8 +238,7 @@ class Unchanged(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Metadata(Message):
-    """`CallProgram` or `FillValues` is done; of its results there is this to say (see `agreement.encode`), to which,
-    where it is `lasting`, `Unchanged` refers from now on."""
+    """`CallProgram` or `FillValues` is done; its results (`agreement.encode`), which `Unchanged` means if `lasting`."""
 
     task: int
     data: bytes
@@ -344,6 +344,7 @@ class Exited(Message):
 _codec = Codec(
     *(Ship, Free, SetPath, SetSources, Renew, CopyTo, Exit, DebuggerLine, RankRequest, ReaderRequest, StandBy, Forked),
     *(CallProgram, CallFunction, PassThrough, PutValues, FillValues, FetchValue, StoreValue, MoveValues, ReloadModules),
-    *(Exited, Ready, Progress, DebuggerPrompt, Logged, Warned, Unchanged, Metadata, Copying, Answer, Failed, Skipped),
+    *(Populate, Exited, Ready, Progress, DebuggerPrompt, Logged, Warned, Unchanged, Metadata, Copying, Answer),
+    *(Failed, Skipped),
 )
 encode, decode = _codec.encode, _codec.decode

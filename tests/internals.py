@@ -183,6 +183,22 @@ def newcomers_of(mesh: Any) -> list[int]:
     return [] if ranks is None else [rank.pid for rank in ranks.all]
 
 
+def newcomers_bytes(mesh: Any) -> int | None:
+    """The shared memory that the ranks of a resize under way have at hand, once they are ready."""
+    import os
+
+    resizing = mesh.driver.resizing
+    ready = not resizing._thread.is_alive()
+    return os.fstat(resizing._newcomers.ranks._arena_fd).st_blocks * 512 if ready else None
+
+
+def pretend_memory_is_short(monkeypatch: Any) -> None:
+    """So that new ranks of a resize take none before they need it."""
+    from spmd.mesh.resizing import newcomers
+
+    monkeypatch.setattr(newcomers, "available_bytes", lambda: 0)
+
+
 def arenas_mapped() -> int:
     """The meshes' arenas that this process still holds."""
     gc.collect()

@@ -37,7 +37,7 @@ from .given import GivenBlocks
 from .heap import Heap
 from .lasting import Lasting
 from .ledger import Entries, Ledger
-from .pages import PAGE
+from .pages import PAGE, populate
 
 _NAME = "spmd-arena"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -83,6 +83,15 @@ def open_of(pid: int, number: int, size: int) -> int:
         os.close(fd)
         raise OSError(errno.EPERM, "an arena that could be cut short", link)
     return fd
+
+
+def bytes_of(pid: int, number: int, size: int) -> torch.Tensor:
+    """The bytes of another process's arena; see `open_of`."""
+    fd = open_of(pid, number, size)
+    try:
+        return torch.frombuffer(mmap.mmap(fd, _file_bytes(size)), dtype=torch.uint8)
+    finally:
+        os.close(fd)
 
 
 def found_in(pid: int) -> dict[tuple[int, int], tuple[int, int]]:
@@ -186,6 +195,14 @@ class Arena(Board):
     def sweep(self) -> None:
         """Give back what closed communicators held, as far as all ranks have closed theirs."""
         self.closing = [given_back for given_back in self.closing if not given_back()]
+
+    def populate(self, at: int, nbytes: int) -> None:
+        """Have memory at hand for so many bytes of this participant's next blocks, `at` bytes behind the last one."""
+        start, room = self.heap.room
+        nbytes = max(0, min(nbytes, room - at))
+        populate(self.address + start + at, nbytes)
+        if self.rank < self.size:
+            self.lasting.populate(start + at, nbytes)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A view of the arena's own memory at `offset`; the caller sees to it that it stays allocated."""

@@ -84,6 +84,11 @@ class Heap(Owned):
         self._rising(self._top)
         return self._top - size
 
+    @property
+    def room(self) -> tuple[int, int]:
+        """(offset, bytes) of what has never been handed out."""
+        return self._top, self._end - self._top
+
     def free(self, offset: int, nbytes: int) -> None:
         if self.foreign:  # a child drops its copy of a tensor; the parent's is in use
             return

@@ -14,6 +14,7 @@ import torch
 from ..processes import Owned
 from .blocks import Place
 from .heap import Heap
+from .pages import populate
 
 _NORESERVE = 0x4000
 
@@ -52,6 +53,10 @@ class Lasting(Owned):
         """Where a storage lies, if it is a block of these."""
         offset = address - self._base
         return Place(offset + self._start, nbytes, 0) if 0 <= offset < self._length else None
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        """See `pages.populate`."""
+        populate(self._base + offset - self._start, nbytes)
 
     def adopt(self, heap: Heap) -> None:
         """Take new blocks from this heap."""

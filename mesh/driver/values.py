@@ -168,7 +168,7 @@ class CallValues:
 
     @property
     def live(self) -> int:
-        return self._live or 0
+        return (self._live or 0) - len(self._gone)
 
     def settle(self) -> Sequence[Meta]:
         """Shapes, dtypes and specs, once the call is over; raises what went wrong in it."""

@@ -15,6 +15,7 @@ from .. import agreement, protocol, wire
 from ..ambient import under
 from ..region import Region, inside, reseed
 from ..replication.values import Check
+from ..resizing.pieces import Pieces
 from .state import RankState
 
 Answer = tuple[protocol.Message, Any]
@@ -61,9 +62,12 @@ def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) 
     if task.given is not None and arena is not None:
         *result, nbytes = task.given
         given = arena.views.show(Result(*result), nbytes, user=arena.rank, users=arena.size)
-    for tensor, spec in zip(state.read(packet, given), task.specs, strict=True):
+    for value, spec in zip(state.read(packet, given), task.specs, strict=True):
+        if isinstance(value, Pieces):
+            kept.append(value.take(layout, spec, rank, state.session.room_for))
+            continue
         # Nobody else holds what came with the task, so that it need not be copied whole.
-        local = layout.take(tensor, spec, rank) if spec.entries or tensor.requires_grad else tensor
+        local = layout.take(value, spec, rank) if spec.entries or value.requires_grad else value
         kept.append(state.session.placed(local))
     state.session.lay_out(kept)
     state.values.keep(task.out, kept, list(task.specs))

@@ -27,6 +27,8 @@ from .. import protocol, wire
 from ..display.bars import BarState
 from ..display.trace import Recorder
 from ..failure import capture
+from ..resizing.messages import Populate
+from . import memory
 from .interrupts import uninterrupted
 from .state import RankState
 from .tasks import DO
@@ -82,6 +84,10 @@ class Worker(Owned):
         elif isinstance(said, protocol.CopyTo):
             assert state.values.copier is not None
             state.values.copier.copy_to(said, state.values.kept)
+        elif isinstance(said, Populate):
+            assert state.session.arena is not None
+            state.session.arena.populate(0, said.values + said.step)
+            memory.populate(said.step)
         elif isinstance(said, protocol.SetSources):
             remember_sources(said.lines)
         elif isinstance(said, protocol.SetPath):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from internals import arenas_mapped, newcomers_of
+from internals import arena_bytes, arenas_mapped, newcomers_bytes, newcomers_of, pretend_memory_is_short
 from patience import HANGS, end_within, until
 from torch import nn
 
@@ -156,6 +156,93 @@ def test_values_of_every_kind(mesh: Mesh) -> None:
     assert float(add(torch.tensor(1.0))) == 6
     mesh.resize({"data": 1})
     assert torch.equal(values["cut"].full(), whole) and torch.equal(left.full(), large + 2)
+
+
+def shards_of(array: Any) -> list[Any]:
+    """Of each rank its shard, how that lies in memory, and whether it is a frozen parameter."""
+
+    def mine() -> tuple[torch.Tensor, tuple[int, ...], bool]:
+        return array.local, array.local.stride(), isinstance(array.local, nn.Parameter)
+
+    return array.mesh.run(mine)
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "model": 2}])
+def test_large_values_are_cut_as_if_they_were_put(axes: dict[str, int]) -> None:
+    """Whatever the shapes, and how elements lie in memory: the same shards as of a value that is put there."""
+    images = torch.randn(12, 8, 24, 36)
+    model = "model" if "model" in axes else None
+    wholes: list[tuple[torch.Tensor, P]] = [
+        (torch.randn(24, 5000), P("data")),
+        (torch.randn(5000, 24), P(None, "data")),
+        (torch.randn(240, 480).double(), P("data", model)),
+        (torch.randn(5000, 24).T, P("data")),
+        (images.contiguous(memory_format=torch.channels_last), P("data", model)),
+        (nn.Parameter(torch.randn(24, 5000), requires_grad=False), P("data")),
+        (torch.randn(1 << 16), P("data")),  # as small as one that lies in the ledger, where it is cut further
+        (torch.randn(48, 4000), P(None, model)),
+        (torch.randn(0, 4000), P("data")),
+    ]
+    with Mesh(axes, timeout=HANGS) as mesh:
+        values = [put(whole, spec, mesh=mesh) for whole, spec in wholes]
+        for size in (1, 4, 2, 1, 3):
+            mesh.resize({"data": size})
+            for (whole, spec), value in zip(wholes, values, strict=True):
+                if len(whole) == 1 << 16 and size == 3:
+                    assert value.spec == P() and torch.equal(value.full(), whole)
+                    continue
+                expected = shards_of(put(whole, spec, mesh=mesh))
+                for (found, *how), (shard, *same) in zip(shards_of(value), expected, strict=True):
+                    assert torch.equal(found, shard) and how == same
+
+
+def test_memory_is_at_hand_before_the_switch(mesh: Mesh) -> None:
+    """What values take, and what a step makes of them, so that this need not be waited for when it is needed."""
+    nbytes = 16 << 20
+    cut = put(torch.ones(nbytes // 4), P("data"), mesh=mesh)
+    whole = put(torch.ones(nbytes // 4), mesh=mesh)
+    mesh.resize({"data": 1}, wait=False)
+    assert until(lambda: newcomers_bytes(mesh) is not None)
+    assert 4 * nbytes <= newcomers_bytes(mesh) <= 6 * nbytes
+    mesh.resize({"data": 2})
+    assert float(cut.full().sum()) == float(whole.full().sum()) == nbytes // 4
+
+
+def test_where_memory_is_short_none_is_taken_before(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then what is cut takes memory once: on the rank that has it."""
+    pretend_memory_is_short(monkeypatch)
+    nbytes = 32 << 20
+    cut = put(torch.ones(nbytes // 4), P("data"), mesh=mesh)
+    mesh.resize({"data": 4}, wait=False)
+    assert until(lambda: newcomers_bytes(mesh) is not None) and newcomers_bytes(mesh) < nbytes // 2
+    mesh.resize({"data": 4})
+    assert arena_bytes(mesh) < nbytes + nbytes // 2
+    assert float(cut.full().sum()) == nbytes // 4
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_new_ranks_die_before_they_have_values(mesh: Mesh, taken: bool) -> None:
+    """When they were ready and nobody listened to them, or when they were to copy what is cut: others do, in time."""
+    large = torch.arange(1 << 18)
+    cut, whole = put(large, P("data"), mesh=mesh), put(large, mesh=mesh)
+    add = spmd(lambda x, y: x + 1, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    mesh.resize({"data": 4}, wait=False)
+    assert until(lambda: newcomers_bytes(mesh) is not None)
+    newcomers = newcomers_of(mesh)[1:3]
+    found: list[torch.Tensor] = []
+    call = threading.Thread(target=lambda: found.append(add(cut, whole).full()))
+    if taken:
+        for pid in newcomers:
+            os.kill(pid, signal.SIGSTOP)
+        call.start()
+        assert until(lambda: mesh.size == 4)
+    for pid in newcomers:
+        os.kill(pid, signal.SIGKILL)
+    if not taken:
+        call.start()
+    call.join()
+    assert mesh.size == 4 and torch.equal(found[0], large + 1)
+    assert torch.equal(cut.full(), large) and torch.equal(whole.full(), large)
 
 
 def test_types_are_followed_once_over_each_axis(mesh: Mesh) -> None:

@@ -1,9 +1,8 @@
 """A mesh gets another size while its program goes on: `Mesh.resize` and `Mesh.retire`.
 
-New ranks get ready (`newcomers`) in an arena of their own. At the switch, between two calls, every value is read from
-the old arena, where the ranks' ledgers say what they keep, and is put into the new one; batches are read again; and the
-old ranks end, with their arena. Invariants: no value is taken from a rank's process, so that it does not matter which
-of them still live; and until the new ranks are handed over, the mesh is as it was.
+New ranks get ready (`newcomers`) in an arena of their own. At the switch, between two calls, every value is copied
+there from the old arena, where the ranks' ledgers say what they keep (`moved`); batches are read again; and the old
+ranks end, with their arena. Invariant: until the new ranks are handed over, the mesh is as it was.
 """
 
 from __future__ import annotations
@@ -17,23 +16,17 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-import torch
-
 from ...kernels.arguments import is_whole
 from ...kernels.errors import MeshError, PeerLost, message
 from .. import protocol
-from ..array import Meta
+from ..driver import open_sessions
+from ..driver.rerun import send_read
+from ..driver.session import DriverSession
 from ..rank.interrupts import uninterrupted
-from ..rank.lasting_values import values_of
 from ..region import current
-from ..spec import RAGGED, REPLICATED, Layout, P
-from ..strides import frozen_as
-from . import giving, open_sessions
+from ..spec import Layout
+from .moved import Moved, bytes_to_move
 from .newcomers import Newcomers
-from .pending import Task
-from .rerun import Again, send_read
-from .session import DriverSession
-from .values import CallValues
 
 logger = logging.getLogger("spmd")
 
@@ -152,7 +145,7 @@ class Resizing:
     def __init__(self, mesh: MeshView, driver: DriverSession, layout: Layout):
         self._mesh, self._driver, self._layout = mesh, driver, layout
         self._threads = mesh.threads_for(layout)
-        self._newcomers = Newcomers(driver, layout, self._threads)
+        self._newcomers = Newcomers(driver, layout, self._threads, *bytes_to_move(driver, layout))
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._prepare, name="spmd-newcomers", daemon=True)
         self._thread.start()
@@ -205,7 +198,7 @@ class Resizing:
         with _quiet(driver):
             began = time.monotonic()
             _check_remote(driver)
-            moved = _Moved(driver, arena, self._layout)
+            moved = Moved(driver, arena, self._layout)
             with uninterrupted():
                 driver.switching = threading.get_ident()
                 reruns, driver.reruns = driver.reruns, True
@@ -275,73 +268,9 @@ def _quiet(driver: DriverSession) -> Iterator[None]:
         time.sleep(0.001)
 
 
-class _Moved:
-    """All values of a mesh, whole, for a mesh of another layout; they are views of the old arena where they may be."""
-
-    def __init__(self, driver: DriverSession, arena: Any, layout: Layout):
-        before = driver.layout
-        kept = [values_of(arena, rank) for rank in range(before.size)]
-        self._calls: list[tuple[CallValues, list[torch.Tensor], dict[int, P]]] = []
-        for values in driver.values.of_calls(read=False):
-            found = [each[values.number] for each in kept if values.number in each]
-            failed = values.task is not None and values.task.failure is not None
-            if failed or len(found) < before.size or not values.live:
-                continue
-            wholes: list[torch.Tensor] = []
-            specs: dict[int, P] = {}
-            for index, about in enumerate(values.settle()):
-                shards = [tensors[index] for tensors, _ in found]
-                if any(shard is None for shard in shards):
-                    wholes.append(torch.empty(0))
-                    continue
-                specs[index] = _spec_on(before, layout, about, driver.describe())
-                wholes.append(frozen_as(shards[0], before.join(shards, about.spec)))  # type: ignore[arg-type]
-            self._calls.append((values, wholes, specs))
-
-    def put(self, driver: DriverSession) -> list[Task]:
-        """Send them to the ranks that there are now."""
-        tasks = []
-        for values, wholes, specs in self._calls:
-            values.was_cut(specs)
-            cuts = tuple(specs.get(index, REPLICATED) for index in range(len(wholes)))
-            tasks.append(_put(driver, values, wholes, cuts))
-        return tasks
-
-
-def _put(driver: DriverSession, values: CallValues, wholes: list[torch.Tensor], specs: tuple[P, ...]) -> Task:
-    make, content = giving.message_of(driver, values, wholes, specs)
-    task, packet = Task(next(driver.numbers), tuple(range(driver.layout.size))), content()
-    task.reported = True  # who waits for it is told
-    task.again = Again("put", make, packet, None, (), None)
-    driver.pending.tasks[task.number] = task
-    driver.tell(make(task.number, 0, (), ()), packet)
-    return task
-
-
 def _read_again(driver: DriverSession) -> None:
     """Have the new ranks read the batches that there are; nobody waits for it."""
     for values in driver.values.of_calls(read=True):
         values.unread_on.clear()
         values.not_read(range(driver.layout.size))
         send_read(driver, values)
-
-
-def _spec_on(before: Layout, after: Layout, about: Meta, where: str) -> P:
-    """How a value is cut on a mesh of other sizes: as it was, or not at all where these do not divide it."""
-    for dim in range(len(about.spec.entries)):
-        axes = about.spec.dim_axes(dim)
-        if before.parts(axes) == after.parts(axes) and all(before.axes[name] == after.axes[name] for name in axes):
-            continue
-        if len([name for name in axes if before.axes[name] > 1 or after.axes[name] > 1]) > 1:
-            # Parts of a sharded optimizer's state lie in the order of the ranks that they were made on.
-            raise MeshError(
-                message(
-                    "the mesh cannot be resized: a value is cut over several axes in one dimension",
-                    got=f"shape {tuple(about.shape)} with {about.spec}",
-                    where=where,
-                    remedy="resize along an axis that does not cut it, or start anew from whole values",
-                )
-            )
-        if about.shape[dim] % after.parts(axes) or about.shape[dim] == RAGGED:
-            return REPLICATED
-    return about.spec

@@ -14,12 +14,15 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from ...kernels.errors import MeshError, message
+from ...kernels.processes import available_bytes
 from .. import protocol, wire
+from ..driver.functions import ShippedObjects
+from ..driver.ranks import Rank, Ranks
 from ..spec import Layout
-from .functions import ShippedObjects
-from .ranks import Rank, Ranks
+from .messages import Populate
 
 TRIES = 3  # newcomers that die are started again
+_CHUNK_BYTES = 64 << 20  # made ready between two such looks
 _LOOK_SECONDS = 0.1  # between two looks at whether they are wanted any more
 
 
@@ -44,15 +47,20 @@ class Newcomers:
     Args:
         layout: of their mesh.
         threads: of each.
+        shared, own: bytes of values that they are about to take over: those of all, and those of each.
 
     Attributes:
         ranks: they, once `prepare` has come back.
         known: the keys of what they were sent, and have read.
     """
 
-    def __init__(self, session: Session, layout: Layout, threads: int):
+    def __init__(self, session: Session, layout: Layout, threads: int, shared: int, own: int):
         self.layout = layout
         self._session, self._options = session, session.options | {"threads": threads}
+        # Their first step is taken to make as much as there is, in memory that they share and in their own.
+        room = Populate(own, own + shared)
+        fits = 2 * (shared + layout.size * (room.values + 2 * room.step)) < available_bytes()
+        self._shared_bytes, self._room = (shared, room) if fits else (0, Populate(0, 0))
         self.known: set[str] = set()
         self._printed: list[tuple[Rank, str, bytes]] = []
         self._cancelled = threading.Event()
@@ -67,6 +75,7 @@ class Newcomers:
             self.ranks, self.known = Ranks(self.layout, self._options, lambda rank: None), set()
             try:
                 self.ranks.start(self.layout.size)
+                self._populate()
                 self._greet()
                 return
             except BaseException as error:
@@ -87,12 +96,23 @@ class Newcomers:
         self.ranks.kill()
         self.ranks.close()
 
+    def _populate(self) -> None:
+        """Have memory at hand for what all of them will show."""
+        assert self.ranks.arena is not None
+        for at in range(0, self._shared_bytes, _CHUNK_BYTES):
+            self._check_wanted()
+            self.ranks.arena.populate(at, min(_CHUNK_BYTES, self._shared_bytes - at))
+
+    def _check_wanted(self) -> None:
+        if self._cancelled.is_set():
+            raise MeshError(message("the mesh was closed while it was resized", where=self._session.describe()))
+
     def _greet(self) -> None:
         """Send them what the others know, and wait until they have read it."""
         session = self._session
         with session.lock:
             self.known = session.shipped.keys()
-            messages = [*session.shipped.for_newcomer(), (protocol.PassThrough(0, 0, (), ()), None)]
+            messages = [*session.shipped.for_newcomer(), (self._room, None), (protocol.PassThrough(0, 0, (), ()), None)]
             for said, packet in messages:
                 send(self.ranks.all, said, packet)
         waiting = {rank.rank: rank for rank in self.ranks.all}
@@ -105,8 +125,7 @@ class Newcomers:
             look.register(fd, select.POLLIN)
         end = time.monotonic() + session.timeout
         while waiting:
-            if self._cancelled.is_set():
-                raise MeshError(message("the mesh was closed while it was resized", where=session.describe()))
+            self._check_wanted()
             if time.monotonic() > end:
                 got = f"ranks {sorted(waiting)} are not ready after {session.timeout:g} s"
                 remedy = "see what they import; the mesh goes on as it was"

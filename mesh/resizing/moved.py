@@ -1,0 +1,125 @@
+"""What becomes of a mesh's values when it gets another size: each is told to the new ranks, as they are to have it.
+
+Of what is cut they are told where the shards lie (`pieces`); what all have whole is laid once where all see it.
+Invariant: no rank that is about to leave takes part, so that it does not matter which of them still live.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+
+from ...kernels.errors import MeshError, message
+from ..array import Meta
+from ..driver import giving
+from ..driver.pending import Task
+from ..driver.rerun import Again
+from ..driver.session import DriverSession
+from ..driver.values import CallValues
+from ..rank.lasting_values import values_of
+from ..spec import RAGGED, REPLICATED, Layout, P
+from ..strides import frozen_as
+from .pieces import Piece, Pieces, Source
+
+
+class Moved:
+    """All values of a mesh, for one of another layout; they lie in the arena of its ranks, as long as this is held."""
+
+    def __init__(self, driver: DriverSession, arena: Any, layout: Layout):
+        before = driver.layout
+        kept = [values_of(arena, rank) for rank in range(before.size)]
+        source = Source(os.getpid(), arena.fd, arena.size)
+        self._calls: list[tuple[CallValues, list[torch.Tensor | Pieces], dict[int, P]]] = []
+        driver.values.sort()
+        for values in driver.values.of_calls(read=False):
+            found = [each[values.number] for each in kept if values.number in each]
+            failed = values.task is not None and values.task.failure is not None
+            if failed or len(found) < before.size or not values.live:
+                continue
+            wholes: list[torch.Tensor | Pieces] = []
+            specs: dict[int, P] = {}
+            for index, about in enumerate(values.settle()):
+                shards = [shard for tensors, _ in found if (shard := tensors[index]) is not None]
+                if len(shards) < before.size:
+                    wholes.append(torch.empty(0))
+                    continue
+                specs[index] = spec = _spec_on(before, layout, about, driver.describe())
+                if spec.entries and all(map(_is_plain, shards)) and RAGGED not in about.shape:
+                    wholes.append(_pieces(before, about, shards, source, arena))
+                else:
+                    wholes.append(frozen_as(shards[0], before.join(shards, about.spec)))
+            self._calls.append((values, wholes, specs))
+
+    def put(self, driver: DriverSession) -> list[Task]:
+        """Send them to the ranks that there are now."""
+        tasks = []
+        for values, wholes, specs in self._calls:
+            values.was_cut(specs)
+            cuts = tuple(specs.get(index, REPLICATED) for index in range(len(wholes)))
+            tasks.append(_put(driver, values, wholes, cuts))
+        return tasks
+
+
+def _put(driver: DriverSession, values: CallValues, wholes: list[Any], specs: tuple[P, ...]) -> Task:
+    make, content = giving.message_of(driver, values, wholes, specs)
+    task, packet = Task(next(driver.numbers), tuple(range(driver.layout.size))), content()
+    task.reported = True  # who waits for it is told
+    task.again = Again("put", make, packet, None, (), None)
+    driver.pending.tasks[task.number] = task
+    driver.tell(make(task.number, 0, (), ()), packet)
+    return task
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _pieces(before: Layout, about: Meta, shards: list[torch.Tensor], source: Source, arena: Any) -> Pieces:
+    """What is cut, for ranks that read it from the arena."""
+    pieces = []
+    for rank in before.owners(about.spec):
+        shard = shards[rank]
+        begin = [part.start for part in before.slices(about.shape, about.spec, rank)]
+        begin += [0] * (len(about.shape) - len(begin))
+        # Small ones were copied from the ledger.
+        place = shard.data_ptr() - arena.address if arena.is_leased(shard) else shard
+        pieces.append(Piece(tuple(begin), tuple(shard.shape), tuple(shard.stride()), place))
+    return Pieces(source, tuple(about.shape), frozen_as(shards[0], shards[0].new_empty(0)), tuple(pieces))
+
+
+def _spec_on(before: Layout, after: Layout, about: Meta, where: str) -> P:
+    """How a value is cut on a mesh of other sizes: as it was, or not at all where these do not divide it."""
+    for dim in range(len(about.spec.entries)):
+        axes = about.spec.dim_axes(dim)
+        if before.parts(axes) == after.parts(axes) and all(before.axes[name] == after.axes[name] for name in axes):
+            continue
+        if len([name for name in axes if before.axes[name] > 1 or after.axes[name] > 1]) > 1:
+            # Parts of a sharded optimizer's state lie in the order of the ranks that they were made on.
+            raise MeshError(
+                message(
+                    "the mesh cannot be resized: a value is cut over several axes in one dimension",
+                    got=f"shape {tuple(about.shape)} with {about.spec}",
+                    where=where,
+                    remedy="resize along an axis that does not cut it, or start anew from whole values",
+                )
+            )
+        if about.shape[dim] % after.parts(axes) or about.shape[dim] == RAGGED:
+            return REPLICATED
+    return about.spec
+
+
+def bytes_to_move(driver: DriverSession, layout: Layout) -> tuple[int, int]:
+    """Of the values that there are, about: what all ranks of another layout will have, and what each for itself."""
+    shared = own = 0
+    driver.values.sort()
+    for values in driver.values.of_calls(read=False):
+        for about in values.hints if values.live else ():
+            nbytes = max(0, math.prod(about.shape)) * about.dtype.itemsize
+            if about.spec.entries:
+                own += nbytes // layout.parts(tuple(about.spec.axes))
+            else:
+                shared += nbytes
+    return shared, own
