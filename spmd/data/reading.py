@@ -7,6 +7,7 @@ is made with from (seed, epoch, the sample's id). So a worker process can do it 
 from __future__ import annotations
 
 import copy
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +23,7 @@ from ..mesh.rank.session import RankSession
 from ..mesh.readers import process
 from ..mesh.readers.pool import Pool
 from ..mesh.readers.stacked import Stacked
-from ..mesh.spec import P, split_sizes, strided_sizes
+from ..mesh.spec import REPLICATED, P, split_sizes, strided_sizes
 from ..transforms import Sampler
 from .random_numbers import one_thread, own_random_numbers, seed
 from .rows import collated
@@ -187,14 +188,14 @@ def described(
         only_tensors: refuse what is none.
     """
     leaves, treedef = trees.flatten(batch)
-    said, sharded, whole = [], P(axis), P()
+    said, sharded = [], _along(axis)
     for index, leaf in enumerate(leaves):
         leaf = as_tensor(leaf)
         leaf = leaves[index] = session.placed(leaf) if isinstance(leaf, torch.Tensor) else leaf
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             said.append(OutputMeta(sharded, tuple(leaf.shape), leaf.dtype, whole=(total, *leaf.shape[1:])))
         elif isinstance(leaf, torch.Tensor):
-            said.append(OutputMeta(whole, tuple(leaf.shape), leaf.dtype))
+            said.append(OutputMeta(REPLICATED, tuple(leaf.shape), leaf.dtype))
         elif only_tensors:
             raise SpecError(
                 message(
@@ -206,6 +207,11 @@ def described(
         else:
             said.append(OutputMeta(None, value=leaf))
     return treedef, leaves, said
+
+
+@functools.cache
+def _along(axis: str) -> P:
+    return P(axis)
 
 
 def joined(shards: list[Any]) -> Any:
