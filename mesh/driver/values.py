@@ -17,7 +17,8 @@ import torch
 
 from ...kernels.errors import MeshError, message
 from .. import protocol
-from ..array import Array, Deal, Meta, meta, refuse_ragged
+from ..array import Array, Meta, meta, refuse_ragged
+from ..batch import Deal
 from ..protocol import ALL, Spans
 from ..remote.handle import Remote, named
 from ..remote.reference import Ref

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import agreement, protocol, trees
-from ..array import Deal, meta
+from ..array import meta
+from ..batch import Deal
 from ..driver.functions import ShippedOnce
 from ..launch import launched
 from ..mesh import Mesh
