@@ -32,6 +32,7 @@ import torch
 
 RANKS, BATCH, ROUNDS, SECONDS = 2, 128, 5, 1.5
 REST_SECONDS = 10.0  # at most, between two turns
+TOGETHER = 4  # batches that ranks read until they ask each other whether a turn is over
 WIDTH, ROWS = 784, 60_000  # of the tensors in memory
 MAPPED = 2 * 10**9 // (4 * WIDTH)  # rows of the mapped file
 COLUMNS, SIDE, CROP = 16, 96, 80
@@ -117,14 +118,20 @@ def paths_of(folder: Path, case: str) -> list[Path]:
 # -- contenders: epochs without end of a rank's batches ----------------------------------------------------------------
 
 
-def by_spmd(case: str, folder: Path, rank: int | None = None) -> Iterator[int]:
-    """In the driver how many samples the batches have over all ranks, in a launched rank its share of them."""
-    from spmd import Loader, Mesh, Stream, initialize
+def mesh_of(case: str, folder: Path, rank: int | None) -> Any:
+    """Of a driver, or of a launched rank."""
+    from spmd import Mesh, initialize
 
     if rank is not None:
         initialize(rank, RANKS, init_method=f"file://{folder}/meet {case}")
-    mesh = Mesh({"data": RANKS})
-    share = 1 if rank is None else RANKS
+    return Mesh({"data": RANKS})
+
+
+def by_spmd(case: str, folder: Path, mesh: Any) -> Iterator[int]:
+    """In the driver how many samples the batches have over all ranks, in a launched rank its share of them."""
+    from spmd import Loader, Stream
+
+    share = 1 if mesh.is_driver else RANKS
     if case in ("memory", "memmap"):
         data: Any = rows(folder, case)
         loader = Loader(data, BATCH * RANKS, mesh=mesh)
@@ -260,26 +267,37 @@ def of_datasets(sample: dict[str, Any]) -> dict[str, Any]:
 def contend(peer: str, case: str, folder: Path, rank: int) -> None:
     """In a process of a contender: read for so many seconds whenever a line asks for it."""
     torch.set_num_threads(1)
+    mesh = mesh_of(case, folder, None if peer == "spmd" else rank) if peer.startswith("spmd") else None
     made: dict[str, Callable[[], Iterator[int]]] = {
-        "spmd": lambda: by_spmd(case, folder),
-        "spmd launched": lambda: by_spmd(case, folder, rank),
+        "spmd": lambda: by_spmd(case, folder, mesh),
+        "spmd launched": lambda: by_spmd(case, folder, mesh),
         "torch": lambda: by_torch(case, folder, rank),
         "torch batched": lambda: by_torch(case, folder, rank, batched=True),
         "grain": lambda: by_grain(case, folder, rank),
         "datasets": lambda: by_datasets(case, folder, rank),
     }
     counts = made[peer]()
+    together = mesh if peer == "spmd launched" and case in ("parquet", "tar") else None
     for _ in range(4):
         next(counts)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         began, samples = time.perf_counter(), 0
-        while (passed := time.perf_counter() - began) < float(line):
-            samples += next(counts)
+        while not over(together, (passed := time.perf_counter() - began) > float(line)):
+            samples += sum(itertools.islice(counts, 1 if together is None else TOGETHER))
         print(json.dumps(samples / passed), flush=True)
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(0)  # nothing is left to say, and some readers' threads do not end
+
+
+def over(mesh: Any, mine: bool) -> bool:
+    """Whether a turn is over; ranks that read each batch of a stream together end it together, as soon as one would."""
+    if mesh is None:
+        return mine
+    flag = torch.tensor([int(mine)])
+    mesh.comm().all_reduce(flag)
+    return bool(flag)
 
 
 def left_out(peer: str, case: str) -> str | None:
@@ -288,8 +306,8 @@ def left_out(peer: str, case: str) -> str | None:
         return "not installed"
     if case == "memmap" and peer == "datasets":
         return "reads Arrow files, not arrays"
-    if peer in ("torch batched", "spmd launched") and case in ("parquet", "tar"):
-        return "as above: records come one after another" if peer == "torch batched" else "waits for its peers"
+    if peer == "torch batched" and case in ("parquet", "tar"):
+        return "as above: records come one after another"
     return None
 
 

@@ -6,7 +6,7 @@ All follow from one exchange, in rank order, for every dtype; a transport overri
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +17,7 @@ from .reduction import Op, reduce_in_order, slice_bounds
 
 # Up to here a rank sends its whole contribution to all: one exchange instead of two.
 ONE_PHASE_BYTES = 1 << 15
+_HEAD_BYTES = 1 << 10  # of bytes of any length: the length and how they begin, which mostly is all
 
 
 class Transport(Protocol):
@@ -161,3 +162,19 @@ def in_slices(comm: Transport, call: Call, flat: torch.Tensor, op: Op) -> Steps:
         [as_bytes(piece) if other else None for piece, other in zip(pieces, others, strict=True)],
     )
     return result
+
+
+def bytes_of_all(all_gather: Callable[[list[torch.Tensor], torch.Tensor], Any], size: int, data: bytes) -> list[bytes]:
+    """Every rank's bytes, of any length: one all-gather, and another where a rank's are many."""
+
+    def gathered(mine: bytes, lengths: list[int]) -> list[bytes]:
+        pieces = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+        all_gather(pieces, torch.frombuffer(bytearray(mine + b"\0"), dtype=torch.uint8)[:-1])
+        return [piece.numpy().tobytes() for piece in pieces]
+
+    head = (len(data).to_bytes(8, "little") + data)[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0")
+    heads = gathered(head, [_HEAD_BYTES] * size)
+    lengths = [int.from_bytes(each[:8], "little") for each in heads]
+    if max(lengths) > _HEAD_BYTES - 8:
+        return gathered(data, lengths)
+    return [each[8 : 8 + length] for each, length in zip(heads, lengths, strict=True)]

@@ -343,8 +343,4 @@ class Communicator(abc.ABC):
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, of any length, in rank order."""
-        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-        self.all_gather(lengths, torch.tensor([len(data)]))
-        pieces = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
-        self.all_gather(pieces, torch.frombuffer(bytearray(data + b"\0"), dtype=torch.uint8)[:-1])
-        return [piece.numpy().tobytes() for piece in pieces]
+        return collectives.bytes_of_all(self.all_gather, self.size, data)

@@ -19,6 +19,7 @@ import torch
 
 from ..kernels.callsite import shows_only_users
 from ..kernels.errors import MeshError, SpecError, message
+from .batch import Deal
 from .display import drawing
 from .spec import RAGGED, P
 
@@ -57,20 +58,6 @@ class Meta:
 @functools.lru_cache(maxsize=1 << 16)
 def meta(shape: tuple[int, ...], dtype: torch.dtype, spec: P) -> Meta:
     return Meta(shape, dtype, spec)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Deal:
-    """How a `Loader` dealt a batch: where it stands in the run, and over how many virtual shards.
-
-    Attributes:
-        sizes: of the virtual shards, where they are other than dealing one by one makes them; of a batch without
-            shards, those of the virtual streams where some rank has no samples.
-    """
-
-    position: tuple[int, int]
-    shards: int | None = None
-    sizes: tuple[int, ...] | None = None
 
 
 class Source(Protocol):
@@ -222,6 +209,13 @@ class Array:
             value = value.float()  # numpy has no bfloat16
         return np.asarray(value.numpy(), dtype=dtype)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """What `torch.tensor` and `torch.as_tensor` ask for: the whole value, as `full()` gives it."""
+        return self.full().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return torch.empty(0).__dlpack_device__()  # where `full()` is
+
     def tolist(self) -> Any:
         """The values as numbers, in nested lists."""
         return self.full().tolist()
@@ -340,7 +334,7 @@ for _name in _OPERATORS:
 
 for _name in (
     *("shards", "full", "item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__complex__", "__array__"),
-    *("__format__", "__str__", "__getitem__", *_OPERATORS),
+    *("__dlpack__", "__format__", "__str__", "__getitem__", *_OPERATORS),
 ):
     setattr(Array, _name, shows_only_users(getattr(Array, _name)))
 

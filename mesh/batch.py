@@ -15,6 +15,20 @@ from . import trees
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Deal:
+    """How a `Loader` dealt a batch: where it stands in the run, and over how many virtual shards.
+
+    Attributes:
+        sizes: of the virtual shards, where they are other than dealing one by one makes them; of a batch without
+            shards, those of the virtual streams where some rank has no samples.
+    """
+
+    position: tuple[int, int]
+    shards: int | None = None
+    sizes: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class BatchArgument:
     """Which argument of a function is its batch, and over what it is split.
 

@@ -15,7 +15,8 @@ import torch
 
 from . import trees
 from .ambient import Ambient, ambient
-from .array import Array, Deal
+from .array import Array
+from .batch import Deal
 from .counting.counted import note_mesh
 from .driver.calls import DriverCall
 from .launch.calls import LaunchedCall

@@ -14,7 +14,8 @@ import torch
 from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, message
 from . import agreement, protocol, trees
-from .array import Array, Deal, Meta, meta
+from .array import Array, Meta, meta
+from .batch import Deal
 from .driver import giving
 from .driver.functions import ShippedOnce
 from .mesh import Mesh, resolve

@@ -11,8 +11,8 @@ import torch
 from ..kernels.errors import SpecError, message
 from . import trees
 from .ambient import Ambient
-from .array import Array, Deal
-from .batch import BatchArgument, BatchSplit, common_length, refuse_lists
+from .array import Array
+from .batch import BatchArgument, BatchSplit, Deal, common_length, refuse_lists
 from .mesh import Mesh
 from .program import InputLeaf, InputPlan, describe_path
 from .put import as_tensor, is_array, place, specs_for

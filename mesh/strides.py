@@ -91,6 +91,15 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def flattened(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+    """A tensor's elements in memory order, and its strides, unless they are the usual ones."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if is_standard(tensor):
+        return tensor.view(-1), None
+    layout = dense(tensor.shape, tensor.stride())
+    return flat(tensor if layout == tensor.stride() else copied(tensor, layout)), layout
+
+
 # -- frozen parameters (`nn.Parameter` with `requires_grad=False`) stay what they are wherever a value goes ---------
 
 

@@ -33,6 +33,7 @@ from ..kernels.limits import named_limits
 from ..kernels.mapped_files import opened_elsewhere
 from ..kernels.processes import ThreadBuffer
 from . import strides
+from .readers.stacked import Stacked
 
 INLINE_BYTES = 1 << 16
 LOST = -1  # in the place of a descriptor that has come when this process could open no more files
@@ -79,7 +80,7 @@ class _Pickler(cloudpickle.Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._name_of = name_of
         self._known: dict[int, int] = {}
-        self.tensors: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor | Stacked] = []
         self.kept: list[Any] = []  # ids stay unique only while the objects live
 
     def reducer_override(self, obj: Any) -> Any:
@@ -95,22 +96,16 @@ class _Pickler(cloudpickle.Pickler):
             if index is None:
                 index = self._known[id(obj)] = len(self.kept)
                 self.kept.append(obj)
-                flat, layout = _flatten(obj)
+                flat, layout = strides.flattened(obj)
                 self.tensors.append(flat)
                 trainable = obj.requires_grad and obj.is_leaf
                 return ("tensor", index, flat.dtype, tuple(obj.shape), layout, trainable, kind is torch.nn.Parameter)
             return ("again", index)
+        if kind is Stacked:
+            self.kept.append(obj)
+            self.tensors.append(obj)
+            return ("tensor", len(self.kept) - 1, obj.dtype, obj.shape, None, False, False)
         return None if self._name_of is None else self._name_of(obj)
-
-
-def _flatten(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
-    """A tensor's elements in memory order, and its strides, unless they are the usual ones."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if strides.is_standard(tensor):
-        return tensor.view(-1), None
-    layout = strides.dense(tensor.shape, tensor.stride())
-    tensor = tensor if layout == tensor.stride() else strides.copied(tensor, layout)
-    return strides.flat(tensor), layout
 
 
 def dumps(
@@ -151,7 +146,8 @@ def dumps(
                 raise
     for flat, offset in zip(pickler.tensors, offsets, strict=True):
         if flat.numel():
-            torch.frombuffer(buffer, dtype=flat.dtype, count=flat.numel(), offset=offset).copy_(flat)
+            part = torch.frombuffer(buffer, dtype=flat.dtype, count=flat.numel(), offset=offset)
+            flat.write(part) if isinstance(flat, Stacked) else part.copy_(flat)
     return packet
 
 

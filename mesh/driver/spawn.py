@@ -44,8 +44,13 @@ class Zygote:
     def __init__(self) -> None:
         self.driver_pid = os.getpid()
         self._control, theirs = socket.socketpair()
-        self._process = self._started(theirs)
-        theirs.close()
+        try:
+            self._process = self._started(theirs)
+        except BaseException:
+            self._control.close()
+            raise
+        finally:
+            theirs.close()
         self._ready = False
         self._next: StandingBy | None = None
         self._lock = threading.Lock()
@@ -186,7 +191,8 @@ def fork_rank(request: protocol.RankRequest, fds: list[int]) -> tuple[Zygote, in
         one = zygote()
         try:
             found = one, *one.fork(request, fds)
-            one.stand_by()
+            with _lock:  # several meshes may lose their ranks at once
+                one.stand_by()
             return found
         except ZygoteLost:
             if not left:

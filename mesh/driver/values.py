@@ -17,7 +17,8 @@ import torch
 
 from ...kernels.errors import MeshError, message
 from .. import protocol
-from ..array import Array, Deal, Meta, meta, refuse_ragged
+from ..array import Array, Meta, meta, refuse_ragged
+from ..batch import Deal
 from ..protocol import ALL, Spans
 from ..rank.interrupts import uninterrupted
 from ..replication.values import scalar_in
@@ -27,9 +28,8 @@ from .replicas import Session, copy_from_replicas
 
 
 class Watch(weakref.ref):
-    """Puts itself into a queue when an Array, or the values of a call, are gone, without a line of Python.
-
-    For Python ignores what is raised in a finalizer, or in such a callback: a Ctrl-C that came then would be lost.
+    """Puts itself into a queue when an Array, or the values of a call, are gone, without a line of Python: in one,
+    a Ctrl-C that came then would be lost.
 
     Attributes:
         values: those that the Array was one of; None: it is values that are watched.

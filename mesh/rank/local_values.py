@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from .. import donation, strides
-from ..array import Array, Deal, Meta, refuse_ragged
+from ..array import Array, Meta, refuse_ragged
+from ..batch import Deal
 from ..launch import launched
 from ..region import current
 from ..spec import RAGGED, ragged_shape

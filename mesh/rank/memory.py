@@ -18,7 +18,7 @@ import torch
 
 from ...kernels import copying
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
 _NEVER = (1 << 31) - 1
 _PAD_BYTES = 64 << 20
 _SHARE = 0.01  # of a region's time that mapping memory anew may cost
@@ -34,6 +34,14 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, _NEVER)
         mallopt(_M_TOP_PAD, _PAD_BYTES)
+
+
+def keep_some_freed_memory() -> None:
+    """Let malloc keep so much for what is made and freed over and over, as samples are, and give back the rest."""
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _PAD_BYTES // 2)  # the most that the C library takes
+        mallopt(_M_TRIM_THRESHOLD, _PAD_BYTES)
 
 
 def tunables(own: str | None) -> str:

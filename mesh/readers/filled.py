@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import agreement, protocol, trees
-from ..array import Deal, meta
+from ..array import meta
+from ..batch import Deal
 from ..driver.functions import ShippedOnce
 from ..launch import launched
 from ..mesh import Mesh
@@ -82,18 +83,17 @@ def _here(
     total = sum(count for count, _ in found.values())
     if not total:
         return None, found
+    held: dict[tuple[str, ...], list[int]] = {}  # by the axes that a leaf is cut along
     metas, tensors, shapes = [], [], []
     for leaf, about in zip(leaves, outputs, strict=True):
         if about.spec is None:
             continue
         shape, each = about.shape, None
         if about.spec.entries:
-            axes = about.spec.dim_axes(0)
-            owned, held = split_sizes(len(found), layout.parts(axes)), []
-            for part in range(len(owned)):
-                held.append(sum(found[v][0] for v in range(sum(owned[:part]), sum(owned[: part + 1]))))
-            shape = (total, *about.shape[1:])
-            each = tuple((held[layout.part(rank, axes)], *about.shape[1:]) for rank in range(layout.size))
+            axes, shape = about.spec.dim_axes(0), (total, *about.shape[1:])
+            if axes not in held:
+                held[axes] = _held(layout, axes, found)
+            each = tuple((count, *about.shape[1:]) for count in held[axes])
         metas.append(meta(shape, about.dtype, about.spec))
         tensors.append(leaf)
         shapes.append(each)
@@ -101,6 +101,13 @@ def _here(
     arrays = iter(LocalValues(session, tensors, metas, shapes, deal=deal).arrays(mesh))
     made = [leaf if about.spec is None else next(arrays) for leaf, about in zip(leaves, outputs, strict=True)]
     return trees.unflatten(treedef, made), found
+
+
+def _held(layout: Layout, axes: tuple[str, ...], found: Found) -> list[int]:
+    """How many samples each rank has of a batch that is cut along some axes."""
+    ends = list(itertools.accumulate(split_sizes(len(found), layout.parts(axes)), initial=0))
+    parts = [sum(found[v][0] for v in range(begin, end)) for begin, end in itertools.pairwise(ends)]
+    return [parts[layout.part(rank, axes)] for rank in range(layout.size)]
 
 
 def _deal(layout: Layout, found: Found, position: tuple[int, int], shards: int | None) -> Deal:

@@ -15,6 +15,7 @@ import torch
 from ...kernels.processes import open_more_files
 from .. import protocol, wire
 from ..failure import capture
+from ..rank.memory import keep_some_freed_memory
 
 NOTE_BYTES = 1024  # of the board, for each reader
 
@@ -51,6 +52,7 @@ def main(request: protocol.ReaderRequest, fds: list[int]) -> None:
     global note
     control, board = fds
     open_more_files()
+    keep_some_freed_memory()
     torch.set_num_threads(1)
     note = Note(mmap.mmap(board, 0), request.place)
     os.close(board)

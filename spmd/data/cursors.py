@@ -91,6 +91,11 @@ class Shards:
         if process.note.kept:
             process.note.write(f"record {self._read} of {self._shards[shard]!r}")
 
+    def _read_some(self, most: int) -> list[Any]:
+        """The next records of a shard, up to so many, as many as its reader has at hand; none at its end."""
+        some = getattr(self._records, "some", None)
+        return list(itertools.islice(self._records, 1)) if some is None else some(most)
+
     def __next__(self) -> Any:
         return _only(self.some(1))
 
@@ -103,12 +108,11 @@ class Shards:
             try:
                 if self._records is None:
                     self._begin()
-                for record in self._records:
-                    self._read += 1
-                    if (self._read - 1) % self._parts == part:
-                        found.append(record)
-                        if len(found) == count:
-                            return found
+                while records := self._read_some(count - len(found)):
+                    found += records[(part - self._read) % self._parts :: self._parts]
+                    self._read += len(records)
+                    if len(found) == count:
+                        return found
                     self._note(shard)
             except Exception as error:
                 if hasattr(error, "add_note"):

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
-from ..mesh.array import Deal
+from ..mesh.batch import Deal
 from ..mesh.driver.functions import ShippedOnce
 from ..mesh.mesh import Mesh
 from ..mesh.put import as_tensor, fill

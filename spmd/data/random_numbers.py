@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..kernels.word_key import word_key
+from ..mesh.readers import process
 
 
 def seed(*key: Any) -> None:
@@ -34,8 +35,11 @@ def one_thread(wanted: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_random_numbers() -> Iterator[None]:
-    """Put the generators of torch, NumPy and Python back afterwards."""
+def own_random_numbers(wanted: bool = True) -> Iterator[None]:
+    """Put the generators of torch, NumPy and Python back afterwards; not in a reader, where nobody else uses them."""
+    if not wanted or process.note.kept:
+        yield
+        return
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield

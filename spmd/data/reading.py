@@ -7,13 +7,13 @@ is made with from (seed, epoch, the sample's id). So a worker process can do it 
 from __future__ import annotations
 
 import copy
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
@@ -22,9 +22,11 @@ from ..mesh.put import as_tensor
 from ..mesh.rank.session import RankSession
 from ..mesh.readers import process
 from ..mesh.readers.pool import Pool
-from ..mesh.spec import P, split_sizes, strided_sizes
+from ..mesh.readers.stacked import Stacked
+from ..mesh.spec import REPLICATED, P, split_sizes, strided_sizes
 from ..transforms import Sampler
 from .random_numbers import one_thread, own_random_numbers, seed
+from .rows import collated
 
 ONE_LENGTH = (
     "have collate_fn pad to one length, the same for all batches, or leave shards= out: then each rank pads to the "
@@ -89,14 +91,14 @@ class MapReader:
 
     def _groups(self, count: int, mine: int, parts: int, total: int) -> list[tuple[int, int]]:
         """What is collated together: (what its random numbers are keyed by, how many of the ids)."""
-        if self.shards is None:
+        if self.shards is None or self.collate is None:  # torch's way makes the same of all at once
             return [(mine, count)]
         owned, sizes = split_sizes(self.shards, parts), strided_sizes(total, self.shards)
         first = sum(owned[:mine])
         return [(shard, sizes[shard]) for shard in range(first, first + owned[mine]) if sizes[shard]]
 
     def _collated(self, ids: torch.Tensor, epoch: int, step: int, groups: list[tuple[int, int]]) -> Any:
-        collate = default_collate if self.collate is None else self.collate
+        collate = collated if self.collate is None else self.collate
         with own_random_numbers(), one_thread(self.shards is not None):
             if len(ids) == 0 and self._empty is not None:
                 return self._empty
@@ -186,14 +188,14 @@ def described(
         only_tensors: refuse what is none.
     """
     leaves, treedef = trees.flatten(batch)
-    said = []
+    said, sharded = [], _along(axis)
     for index, leaf in enumerate(leaves):
         leaf = as_tensor(leaf)
         leaf = leaves[index] = session.placed(leaf) if isinstance(leaf, torch.Tensor) else leaf
         if isinstance(leaf, torch.Tensor) and leaf.dim():
-            said.append(OutputMeta(P(axis), tuple(leaf.shape), leaf.dtype, whole=(total, *leaf.shape[1:])))
+            said.append(OutputMeta(sharded, tuple(leaf.shape), leaf.dtype, whole=(total, *leaf.shape[1:])))
         elif isinstance(leaf, torch.Tensor):
-            said.append(OutputMeta(P(), tuple(leaf.shape), leaf.dtype))
+            said.append(OutputMeta(REPLICATED, tuple(leaf.shape), leaf.dtype))
         elif only_tensors:
             raise SpecError(
                 message(
@@ -205,6 +207,11 @@ def described(
         else:
             said.append(OutputMeta(None, value=leaf))
     return treedef, leaves, said
+
+
+@functools.cache
+def _along(axis: str) -> P:
+    return P(axis)
 
 
 def joined(shards: list[Any]) -> Any:
@@ -229,5 +236,7 @@ def joined(shards: list[Any]) -> Any:
 
 
 def without_samples(leaf: Any) -> Any:
+    if isinstance(leaf, Stacked):
+        return leaf.without_samples()
     leaf = as_tensor(leaf)
-    return leaf[:0].clone() if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+    return leaf.new_empty((0, *leaf.shape[1:])) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf

@@ -11,9 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-# By kind of a column: the dtype of the tensor that default_collate makes of Python's numbers.
-_DTYPES = {"i": torch.int64, "u": torch.int64, "f": torch.float64, "b": torch.bool}
+from ..mesh.readers import process
+from ..mesh.readers.stacked import Stacked
+
+# By kind of a column: the dtype of what default_collate makes of Python's numbers.
+_DTYPES = {"i": np.int64, "u": np.int64, "f": np.float64, "b": np.bool_}
 _PLAIN = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "float", "double"}  # Arrow's types
 _STACKED_BYTES = 1 << 24
 
@@ -77,48 +81,51 @@ def seen(sample: Any) -> Any:
 
 def collated(samples: Sequence[Any]) -> Any:
     """A batch of samples, as torch's default makes it."""
-    parts: dict[int, _Part] = {}
-    for place, row in enumerate(samples):
-        if type(row) is not Row:
-            return default_collate([seen(one) for one in samples])
-        part = parts.get(id(row.columns))
-        if part is None:
-            part = parts[id(row.columns)] = _Part(row.columns)
-        part.places.append(place)
-        part.rows.append(row.at)
+    if set(map(type, samples)) != {Row}:
+        return _collated([seen(one) for one in samples])
+    columns = [row.columns for row in samples]
+    parts = {id(one): one for one in columns}
     names = samples[0].columns.names
-    if any(part.columns.names != names for part in parts.values()):
+    if any(part.names != names for part in parts.values()):
         return default_collate([seen(one) for one in samples])
-    found = _numbers(list(parts.values()), len(samples))
+    whose, rows = np.array([*map(id, columns)]), np.array([row.at for row in samples])
+    places = [np.flatnonzero(whose == key) for key in parts]
+    found = _numbers([*parts.values()], places, [rows[where] for where in places], len(samples))
     return {
         name: found[name] if name in found else default_collate([row.columns.value(name, row.at) for row in samples])
         for name in names
     }
 
 
-class _Part:
-    """Those of a batch's samples that are rows of the same columns: their places in the batch, and which rows."""
-
-    __slots__ = ("columns", "places", "rows")
-
-    def __init__(self, columns: Columns):
-        self.columns = columns
-        self.places: list[int] = []
-        self.rows: list[int] = []
+def _collated(samples: list[Any]) -> Any:
+    """`default_collate`; in a reader large tensors are left to be stacked where they are sent from."""
+    return collate(samples, collate_fn_map=_STACKING) if process.note.kept else default_collate(samples)
 
 
-def _numbers(parts: list[_Part], count: int) -> dict[str, torch.Tensor]:
-    """The columns that are plain numbers, and of one dtype in all parts."""
+def _stacked(samples: list[torch.Tensor], *, collate_fn_map: Any = None) -> Any:
+    found = Stacked.of(samples)
+    return default_collate_fn_map[torch.Tensor](samples) if found is None else found
+
+
+_STACKING: dict[Any, Any] = {**default_collate_fn_map, torch.Tensor: _stacked}
+
+
+def _numbers(
+    parts: list[Columns], places: list[np.ndarray], rows: list[np.ndarray], count: int
+) -> dict[str, torch.Tensor]:
+    """The columns that are plain numbers, and of one dtype in all parts.
+
+    Args:
+        places, rows: in the batch, and in the columns, for each part.
+    """
     found: dict[str, torch.Tensor] = {}
-    where = [(np.array(part.places), np.array(part.rows)) for part in parts]
-    for key in parts[0].columns.stacks:
-        (source, names), stacks = key, [part.columns.stacks.get(key) for part in parts]
+    for key in parts[0].stacks:
+        (source, names), stacks = key, [part.stacks.get(key) for part in parts]
         dtype = _DTYPES.get(source.kind)
         if dtype is None or any(stack is None for stack in stacks):
             continue
-        made = torch.empty((count, len(names)), dtype=dtype)
-        out = made.numpy()
-        for stack, (places, rows) in zip(stacks, where, strict=True):
-            out[places] = stack[rows]  # type: ignore[index]
-        found.update((name, column.clone()) for name, column in zip(names, made.T, strict=True))
+        made: np.ndarray = np.empty((count, len(names)), dtype=dtype)
+        for stack, to, at in zip(stacks, places, rows, strict=True):
+            made[to] = stack[at]  # type: ignore[index]
+        found.update((name, torch.from_numpy(column.copy())) for name, column in zip(names, made.T, strict=True))
     return found

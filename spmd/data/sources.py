@@ -107,14 +107,21 @@ class _Rows:
         return self
 
     def __next__(self) -> Row:
+        for row in self.some(1):
+            return row
+        raise StopIteration
+
+    def some(self, most: int) -> list[Row]:
+        """The next rows of a group, up to so many; none at the end of the file."""
         while self._group < self._groups:
             if self._columns is None:
                 self._columns = Columns(self._get(self._group))
             if self._row < self._columns.length:
-                self._row += 1
-                return Row(self._columns, self._row - 1)
+                columns, begin = self._columns, self._row
+                self._row = min(begin + most, columns.length)
+                return [Row(columns, at) for at in range(begin, self._row)]
             self._group, self._row, self._columns = self._group + 1, 0, None
-        raise StopIteration
+        return []
 
     def tell(self) -> tuple[int, int]:
         return (self._group, self._row)

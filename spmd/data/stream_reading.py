@@ -23,7 +23,7 @@ from ..mesh.spec import split_sizes, strided_sizes
 from .cursors import Place, State, taken
 from .random_numbers import one_thread, own_random_numbers, seed
 from .reading import ReadAhead, described, joined, without_samples
-from .rows import Row, collated, seen
+from .rows import collated, seen
 from .streams import Stream
 
 Counts = dict[int, tuple[int, State]]
@@ -62,6 +62,7 @@ class StreamReader:
         self.stream, self.sizes, self.count = stream, strided_sizes(batch_size, count), count
         self.seed, self.shuffle, self.collate = seed, shuffle, collate
         self._ahead = ahead
+        self._draws = stream.calls_users() or collate is not None  # random numbers, perhaps
         self._runs: OrderedDict[int, _Run] = OrderedDict()
         self._queue: ReadAhead | None = None
         self._empty: Any = None  # a batch without its samples, once one was seen
@@ -90,7 +91,7 @@ class StreamReader:
     def read(self, run: int, epoch: int, step: int, streams: tuple[int, ...], base: Base) -> tuple[Counts, list[Any]]:
         """What some streams give to a step's batch, from where they are or else from `base` on: batches, in order."""
         known = self._runs.get(run)
-        with own_random_numbers(), one_thread(True):
+        with own_random_numbers(self._draws), one_thread(True):
             if known is None or known.step != step or not {*streams} <= {*known.open}:
                 known = self._runs[run] = _Run(step, self._opened(epoch, step, streams, base))
                 while len(self._runs) > _RUNS_KEPT:
@@ -109,9 +110,10 @@ class StreamReader:
         known.step = -1  # if this fails, its streams are somewhere in between
         given = {v: taken(known.open[v], self.sizes[v]) for v in streams}
         counts = {v: (len(samples), known.open[v].state()) for v, samples in given.items()}
-        batches, rows = [], [sample for samples in given.values() for sample in samples]
-        if rows and self.collate is None and all(type(sample) is Row for sample in rows):
-            batches = [collated(rows)]  # of all streams at once, column by column
+        batches = []
+        if self.collate is None:  # torch's way, which needs no random numbers: of all streams at once
+            together = [sample for samples in given.values() for sample in samples]
+            batches = [collated(together)] if together else []
         else:
             for v, samples in given.items():
                 if samples:
@@ -150,7 +152,7 @@ class StreamReader:
     def _without_samples(self, epoch: int) -> Any:
         """What a batch is like, for a rank that gets no samples: as the last one, or made of any stream's first."""
         if self._empty is None:
-            with own_random_numbers(), one_thread(True):
+            with own_random_numbers(self._draws), one_thread(True):
                 for v in range(self.count):
                     samples = taken(self.stream.open(self._place(epoch, v)), 1)
                     if samples:

@@ -44,6 +44,12 @@ class _Stage:
         source = self.below[0].open(place.below(), state if state is None or self.kind == "filter" else state[-1])
         return made(source, *self.arguments, *{"filter": (), "pack": (state,)}.get(self.kind, (place, state)))
 
+    def calls_users(self) -> bool:
+        """Whether functions of the user's are called where it is read."""
+        if self.kind == "shards":
+            return getattr(self.arguments[1], "__module__", None) != sources.__name__
+        return self.kind in ("map", "filter") or any(one.calls_users() for one in self.below)
+
     def describe(self) -> str:
         """What order and number of samples depend on, in words: equal for pipelines that a position fits."""
         inner = ", ".join(one.describe() for one in self.below)
@@ -174,6 +180,10 @@ class Stream:
     def open(self, place: Place, state: State = None) -> Any:
         """A cursor on one virtual stream: at the beginning of an epoch, or where a state says."""
         return self._stage.open(place, state)
+
+    def calls_users(self) -> bool:
+        """Whether functions of the user's are called where it is read, which may draw random numbers."""
+        return self._stage.calls_users()
 
     def describe(self) -> str:
         """In words, what a position in it depends on."""

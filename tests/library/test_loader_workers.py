@@ -13,7 +13,7 @@ import torch
 from patience import running, until
 from torch.utils.data import Dataset
 
-from spmd import Loader, MeshError, SpecError
+from spmd import Loader, MeshError, SpecError, Stream
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -54,6 +54,27 @@ def test_workers_give_the_same_batches(shared_mesh, shards):
     for loader in (alone, helped):
         loader.load_state_dict({"epoch": 1, "step": 3})
     assert contents(helped) == contents(alone)
+
+
+@pytest.mark.parametrize("shards", [None, 4])
+@pytest.mark.parametrize(
+    "of", [list, lambda samples: Stream(range(len(samples)), lambda index: iter([samples[index]]))]
+)
+def test_large_samples_are_stacked_as_without_workers(shared_mesh, of, shards):
+    mesh = shared_mesh({"data": 2})
+    samples = [
+        {"x": torch.rand(64, 80, 3).permute(2, 0, 1), "y": np.random.rand(90, 100), "z": (torch.rand(20_000).half(), i)}
+        for i in range(9)
+    ]
+    kinds = []
+    for workers in (0, 2):
+        batches = list(Loader(of(samples), 4, mesh=mesh, shards=shards, workers=workers))
+        shards_of = [[leaf.shards() for leaf in (batch["x"], batch["y"], *batch["z"])] for batch in batches]
+        kinds.append(
+            [[(x.dtype, x.shape, x.stride(), x.tolist()) for x in each] for leaves in shards_of for each in leaves]
+        )
+    assert kinds[0] == kinds[1]
+    assert len(kinds[0]) == 3 * 4 and kinds[0][-1][1][1] == (0,)  # of the last batch one rank has nothing
 
 
 def test_workers_are_processes_of_their_own_and_go_with_the_loader(shared_mesh):

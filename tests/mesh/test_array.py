@@ -67,6 +67,26 @@ def test_numpy(mesh):
     assert np.asarray(put(torch.tensor([1 - 1j]).conj(), mesh=mesh)).tolist() == [1 + 1j]
 
 
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, torch.asarray, torch.from_dlpack])
+def test_a_tensor_of_it_is_the_whole_value(mesh, make):
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    for value, spec in (
+        (torch.arange(8.0).view(4, 2), P("data")),
+        (torch.arange(4).bfloat16(), P()),
+        (torch.tensor([True, False]), P("data")),
+        (torch.tensor([1 - 1j]).conj(), P()),
+        (torch.zeros(0, 3), P()),
+        (torch.tensor(2), P()),
+        (frozen, P()),
+    ):
+        found = make(put(value, spec, mesh=mesh))
+        assert type(found) is torch.Tensor and found.dtype is value.dtype and torch.equal(found, value)
+    array = put(torch.zeros(3), mesh=mesh)
+    make(array).add_(1)
+    assert array.full().tolist() == [0, 0, 0]
+    assert torch.as_tensor(array, dtype=torch.float64).dtype is torch.float64
+
+
 def test_what_is_fetched_belongs_to_the_caller(mesh):
     source = torch.zeros(3)
     array = put(source, mesh=mesh)
@@ -116,6 +136,7 @@ def test_donated(mesh):
         lambda: state["w"].full(),
         lambda: state["w"].shards(),
         lambda: np.asarray(state["w"]),
+        lambda: torch.tensor(state["w"]),
         lambda: put(state["w"], mesh=mesh),
         lambda: step(state, x),
         lambda: mesh.run(lambda: state["w"].local),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from patience import HANGS
 
 from spmd.mesh import trees, wire
+from spmd.mesh.readers.stacked import Stacked
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool,
@@ -131,6 +132,17 @@ def test_many_and_large_tensors_go_through_a_memfd():
     assert back[1] == 1.0
     del back
     assert descriptors() == before
+
+
+@pytest.mark.parametrize("room", [None, memoryview(bytearray(1 << 20))])
+def test_what_is_stacked_arrives_as_one_tensor(room):
+    samples = [torch.rand(60, 70).t() for _ in range(8)]
+    stacked = Stacked.of(samples)
+    packet = wire.dumps({"x": stacked, "y": torch.arange(3)}, room=None if room is None else lambda nbytes: room)
+    found = wire.loads(packet, memory=room)
+    packet.close()
+    assert same(found["x"], torch.stack(samples)) and found["y"].tolist() == [0, 1, 2]
+    assert Stacked.of(samples[:2]) is None and Stacked.of([*samples, torch.rand(70, 61)]) is None
 
 
 def test_what_was_received_is_private():
