@@ -158,11 +158,12 @@ class StandingBy(Zygote):
     """
 
     def __init__(self, one: Zygote):
-        self._one = one
+        self._fork = one.fork
         super().__init__()
+        del self._fork  # and with it the other
 
     def _started(self, theirs: socket.socket) -> Any:
-        return _Grandchild(*self._one.fork(protocol.StandBy(), [theirs.fileno()]))
+        return _Grandchild(*self._fork(protocol.StandBy(), [theirs.fileno()]))
 
 
 class _Grandchild:
