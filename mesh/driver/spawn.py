@@ -70,6 +70,8 @@ class Zygote:
     def fork(self, request: protocol.Message, fds: list[int]) -> tuple[int, int]:
         """Fork a rank (or a reader) that runs `main(request, fds)` of its module, or another zygote; pid and pidfd."""
         with self._lock:
+            if self._control.fileno() < 0:  # another mesh has found it lost, and has closed it
+                raise self._lost("is gone")
             if not self._ready:
                 self._await()
                 if self._control.recv(1) != b"R":
@@ -145,7 +147,8 @@ class Zygote:
     def close(self) -> None:
         if self.driver_pid == os.getpid():
             self.stand_alone()
-            self._control.close()
+            with self._lock:  # not while another mesh waits for what it says
+                self._control.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
 

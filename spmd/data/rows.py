@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import default_collate
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from ..mesh.readers import process
 from ..mesh.readers.stacked import Stacked
@@ -98,16 +97,17 @@ def collated(samples: Sequence[Any]) -> Any:
 
 
 def _collated(samples: list[Any]) -> Any:
-    """`default_collate`; in a reader large tensors are left to be stacked where they are sent from."""
-    return collate(samples, collate_fn_map=_STACKING) if process.note.kept else default_collate(samples)
-
-
-def _stacked(samples: list[torch.Tensor], *, collate_fn_map: Any = None) -> Any:
-    found = Stacked.of(samples)
-    return default_collate_fn_map[torch.Tensor](samples) if found is None else found
-
-
-_STACKING: dict[Any, Any] = {**default_collate_fn_map, torch.Tensor: _stacked}
+    """`default_collate`; in a reader large tensors, in dicts and tuples, too, are stacked where they are sent."""
+    kinds = {*map(type, samples)} if process.note.kept else set()
+    first = samples[0]
+    if kinds == {dict} and all(sample.keys() == first.keys() for sample in samples):
+        return {name: _collated([sample[name] for sample in samples]) for name in first}
+    if kinds == {tuple} and len({*map(len, samples)}) == 1:
+        return [_collated([*part]) for part in zip(*samples, strict=True)]
+    if kinds == {np.ndarray} and first.dtype.kind in "biufc":
+        return _collated([torch.as_tensor(sample) for sample in samples])
+    found = Stacked.of(samples) if kinds == {torch.Tensor} else None
+    return default_collate(samples) if found is None else found
 
 
 def _numbers(

@@ -110,8 +110,9 @@ def test_a_second_death_before_the_call_has_begun_again(make_mesh):
 
 
 def test_the_process_that_ranks_are_forked_from_dies_in_a_call(make_mesh):
-    mesh = make_mesh({"data": 2})
+    mesh, *others = (make_mesh({"data": 2}) for _ in range(3))
     w = put(torch.arange(3.0), mesh=mesh)
+    kept = [put(torch.arange(4.0), P("data"), mesh=other) for other in others]  # their ranks die, too
 
     @spmd(mesh=mesh)
     def slow(w):
@@ -125,6 +126,7 @@ def test_the_process_that_ranks_are_forked_from_dies_in_a_call(make_mesh):
         os.kill(zygote_of(mesh), signal.SIGKILL)
         assert doubled.full().tolist() == [0, 2, 4]
         assert zygote_of(mesh) == standing_by  # which has torch, so that nobody has waited for it
+        assert [value.full().tolist() for value in kept] == [[0, 1, 2, 3]] * 2
     for each in (zygote_that_stands_by(mesh), zygote_of(mesh)):  # both: a new one is begun
         os.kill(each, signal.SIGKILL)
     assert slow(w).full().tolist() == [0, 2, 4]
