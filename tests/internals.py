@@ -247,3 +247,23 @@ def gathered(said: list[tuple[str, int, int]], due: dict[int, list[int]]) -> lis
         gathering.flush()
         assert gathering.left() is None
     return sent
+
+
+def asked_of_a_lost_zygote(mesh: Any) -> tuple[str, int | None]:
+    """A rank is forked from a zygote that has been killed and closed, and is asked for: the error, and the answer."""
+    import os
+    import signal
+
+    from patience import running, until
+
+    from spmd.mesh.driver import spawn
+
+    one, pid, rank = spawn.zygote(), zygote_of(mesh), mesh.driver.pids[0]
+    os.kill(pid, signal.SIGKILL)
+    assert until(lambda: not one.alive and not running(rank))
+    spawn.zygote()  # another mesh finds it lost first
+    try:
+        one.fork(mesh.driver.ranks.request, [])
+    except Exception as error:
+        return type(error).__name__, one.exit_code(rank)
+    return "", None

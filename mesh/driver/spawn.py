@@ -127,6 +127,8 @@ class Zygote:
         if not self.alive:
             return None
         with self._lock:
+            if self._control.fileno() < 0:  # as in `fork`
+                return None
             self._control.settimeout(wait)
             try:
                 while pid not in self.exits:

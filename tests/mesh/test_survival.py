@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from internals import arena_bytes, zygote_of, zygote_that_stands_by
+from internals import arena_bytes, asked_of_a_lost_zygote, zygote_of, zygote_that_stands_by
 from patience import HANGS, end_within, until
 from torch import nn
 
@@ -132,6 +132,13 @@ def test_the_process_that_ranks_are_forked_from_dies_in_a_call(make_mesh):
     assert slow(w).full().tolist() == [0, 2, 4]
     assert mesh.submit(os._exit, 3, rank=0).exception() is not None
     assert slow(w).full().tolist() == [0, 2, 4]
+
+
+def test_a_zygote_that_another_mesh_has_found_lost_first(make_mesh):
+    mesh = make_mesh({"data": 1})
+    w = put(torch.arange(3.0), mesh=mesh)
+    assert asked_of_a_lost_zygote(mesh) == ("ZygoteLost", None)  # which has the rank forked from the next
+    assert w.full().tolist() == [0, 1, 2]
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
