@@ -113,7 +113,7 @@ class Mesh:
             self.device = self._rank_session.device.type
             self._rank_session.mesh_text = self.describe()
         else:
-            self.hosts, self.copies, self.threads = places, copies, threads_of(threads, layout.size, places)
+            self.hosts, self.copies, self.threads = places, int(copies), threads_of(threads, layout.size, places)
             self.device, self.backend = devices.chosen(device, backend, layout.size, several=places is not None)
             self._start()
 

@@ -38,10 +38,6 @@ def as_tensor(leaf: Any) -> Any:
 
 def specs_for(specs: Any, tree: Any, what: str) -> list[Any]:
     """One spec (or None) for every leaf of a tree, from a prefix tree of specs."""
-    for spec in trees.leaves(specs, is_leaf=is_spec):
-        if spec is not None and not isinstance(spec, P):
-            remedy = f"write P({spec!r})" if isinstance(spec, str) else "give a P, or a tree of them"
-            raise SpecError(message(f"{what} are not all specs", got=repr(spec), expected="P(...)", remedy=remedy))
     try:
         return trees.broadcast_prefix(specs, tree, is_leaf=is_spec)
     except ValueError:
@@ -73,6 +69,11 @@ def put(tree: Any, spec: Any = REPLICATED, *, mesh: Mesh | None = None) -> Any:
     Raises:
         SpecError: a spec does not fit the mesh, or a dimension is not divisible.
     """
+    for one in trees.leaves(spec, is_leaf=is_spec):
+        if one is not None and not isinstance(one, P):
+            remedy = f"write P({one!r})" if isinstance(one, str) else "give a P, or a tree of them"
+            problem = "the specs given to put are not all specs"
+            raise SpecError(message(problem, got=repr(one), expected="P(...)", remedy=remedy))
     return place(resolve(mesh), tree, spec)
 
 

@@ -96,8 +96,8 @@ def hosts_of(hosts: Any, copies: Any, launch: Launch | None, backend: str, devic
 def threads_of(threads: int | None, size: int, places: Places | None) -> int:
     """The threads of each rank; 0 for those that each host shares among its own."""
     if places is not None and not places.local:
-        return threads or 0
-    return threads or max(1, len(os.sched_getaffinity(0)) // size)
+        return int(threads or 0)
+    return int(threads) if threads else max(1, len(os.sched_getaffinity(0)) // size)
 
 
 def check_same(layout: Layout, mine: Layout, described: str) -> None:
@@ -126,6 +126,7 @@ def layout_of(
         gpus: from the product of the known sizes, how many GPUs the ranks of a driver can have; None has them on CPUs.
     """
     _check_axes(axes)
+    axes = {name: int(size) for name, size in axes.items()}  # NumPy's numbers as Python's own
     free = [name for name, size in axes.items() if size == -1]
     known = math.prod(size for size in axes.values() if size != -1)
     if launch is not None:

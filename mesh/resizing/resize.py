@@ -130,7 +130,7 @@ def _checked(mesh: MeshView, axes: dict[str, int]) -> Layout:
         remedy = "save, close the mesh, and restore on one of the other size"
         raise MeshError(message(problem, where=where, remedy=remedy))
     _check_remote(driver)
-    return Layout(tuple((name, axes.get(name, size)) for name, size in mesh.layout.sizes))
+    return Layout(tuple((name, int(axes.get(name, size))) for name, size in mesh.layout.sizes))
 
 
 def _check_remote(driver: DriverSession) -> None:

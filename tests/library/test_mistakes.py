@@ -79,5 +79,8 @@ def test_what_is_no_mistake(mesh: Mesh) -> None:
     model = nn.Linear(4, 1)
     assert spmd.spmd(model, mesh=mesh)(X).full().shape == (1,)
     assert ema(optimizer(torch.optim.SGD, lr=1.0)).init({"w": X})["ema"]["w"].equal(X)
-    with Mesh({"data": 1}, seed=np.int64(3), timeout=np.float32(60), grace=math.inf) as small:
+    one = np.int64(1)
+    with Mesh({"data": one}, threads=one, seed=np.int64(3), timeout=np.float32(60), grace=math.inf) as small:
         assert evaluate(spmd.spmd(torch.sum, mesh=small), Loader(X, batch_size=2, mesh=small)) == 6
+        small.resize({"data": np.int64(2)})
+        assert small.axes == {"data": 2} and small.run(int) == [0, 0]
