@@ -240,7 +240,7 @@ class Recovery:
                 session.tell(message, packet, [rank])
             session.values.lost_on(rank, lasting=rank not in bare)
         if bare or undone:
-            again = self._with_values(again)
+            again = self._with_values(again, replaced)
         if replaced:
             session.uncopied.copy_to_hosts(session)
             self._run_again(again, replaced)
@@ -248,8 +248,12 @@ class Recovery:
         self.under_way = self.interrupted = False
         session.changed.notify_all()
 
-    def _with_values(self, again: Sequence[Task]) -> Sequence[Task]:
-        """Have the values that the calls need where they were lost with a host: the calls that can run again."""
+    def _with_values(self, again: Sequence[Task], replaced: Sequence[int]) -> Sequence[Task]:
+        """Have values where they were lost with a host, whether a call waits for them or not: the calls that can run
+        again.
+
+        Where no rank was replaced it was the move itself that failed: it is tried no more without a call that needs it.
+        """
         session = self._session
         moves = self._moves = moves_of(session, again)
         again = [*session.uncopied.tasks_for(moves.lost, session), *again]
@@ -257,9 +261,9 @@ class Recovery:
         for task in again[len(ready) :]:
             session.pending.tasks.pop(task.number, None)
             self.answers.settle(task, self._failure(moves.lack(task)))
-        if ready:
+        if send := bool(ready or replaced):
             moves.send(session)
-        if moves.lost or not ready:
+        if moves.lost or not send:
             session.shipped.drop_naming_values()
         return ready
 

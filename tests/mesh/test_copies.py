@@ -180,6 +180,22 @@ def test_the_same_bits_after_hosts_are_lost(mesh, undisturbed, shards, caplog):
     assert sum("lost with host" in text and "replaced, with its values, in" in text for text in said) == 3
 
 
+def test_the_same_bits_after_a_host_is_lost_while_nothing_runs(mesh, undisturbed):
+    """No call waits for the values then; they are there for the next one all the same."""
+    training = Training(mesh)
+
+    def between(done):
+        if done == 5:
+            fetch(training.params)
+            assert until(lambda: not mesh.driver.uncopied._waits)
+            assert until(lambda: not mesh.driver.pending.tasks)
+            before = mesh.driver.ranks.generation
+            kill_hosts(mesh, [1])
+            assert until(lambda: mesh.driver.ranks.generation > before)
+
+    assert training.steps(STEPS, between) == undisturbed(None)
+
+
 @pytest.mark.parametrize("moment", ["forward", "reduced", "updated"])
 @pytest.mark.parametrize("donate", [(), ("params", "state")])
 def test_the_same_bits_after_a_host_is_lost_in_a_step(mesh, undisturbed, tmp_path, moment, donate):
