@@ -19,6 +19,7 @@ from ..kernels.copying import copy
 from ..kernels.shm.arena import Arena
 from ..mesh import donation, trees
 from ..mesh.region import current
+from .flat import Spans, parts
 from .leaves import State
 
 # Elements: 1 MB of each array in float32. Smaller blocks save less traffic than their calls cost.
@@ -52,11 +53,25 @@ class WholeJob:
 
 
 class Piece(NamedTuple):
-    """A part of a flat parameter, from `start` on: its old values, unless they are there already, and its gradient."""
+    """A part of a flat parameter, from `start` on: its old values, unless they are there already, and its gradient.
+
+    Attributes:
+        spans: what of it torch steps as one parameter each; None: all of it.
+    """
 
     start: int
     source: Tensor | None
     grad: Tensor
+    spans: Spans | None = None
+
+    def within(self, first: int, stop: int) -> Spans:
+        """The spans between two multiples of 64, from the first of them on."""
+        if self.spans is None:
+            return ((0, stop - first),)
+        if first == 0 and stop == len(self.grad):
+            return self.spans
+        found = ((max(low, first) - first, min(high, stop) - first) for low, high in self.spans)
+        return tuple((low, high) for low, high in found if low < high)
 
 
 class FlatJob:
@@ -95,29 +110,33 @@ class FlatJob:
     def lend(self, start: int, stop: int) -> list[Lent]:
         piece, first = self._at[start]
         part = slice(first, first + stop - start)
-        param = self.out[start:stop]
         if piece.source is not None:
-            copy(param, piece.source[part])
-        state: State = {}
-        for name, value in self._given.items():
-            if name not in self._old:
-                state[name] = trees.map(_cloned, value)  # every block has the one from before the step
-                continue
-            old, new = self._old[name], self._new[name]
-            if old.data_ptr() != new.data_ptr():
-                end = self._ends.get(stop, stop)  # with what lies behind the piece
-                copy(new[start:end], old[start:end])
-            state[name] = new[start:stop]
-        return [Lent(param, piece.grad[part], state)]
+            copy(self.out[start:stop], piece.source[part])
+        end = self._ends.get(stop, stop)  # with what lies behind the piece
+        for name, old in self._old.items():
+            if old.data_ptr() != self._new[name].data_ptr():
+                copy(self._new[name][start:end], old[start:end])
+        spans = piece.within(part.start, part.stop)
+        columns = {name: parts(self._new[name][start:stop], spans) for name in self._old}
+        # Every span has what isn't of the parameter's shape as it was before the step.
+        states = [
+            {name: columns[name][at] if name in columns else _cloned(value) for name, value in self._given.items()}
+            for at in range(len(spans))
+        ]
+        return list(map(Lent, parts(self.out[start:stop], spans), parts(piece.grad[part], spans), states))
 
     def take_back(self, start: int, stop: int, lent: Sequence[Lent], after: Sequence[State]) -> None:
-        for name, value in after[0].items():
-            if not isinstance(value, Tensor) or not value.ndim or value.shape != lent[0].param.shape:
-                continue
-            if name not in self._new:  # torch made it in this step, the first
-                self._new[name] = value.new_zeros(len(self.out))
-            if name not in lent[0].state or value.data_ptr() != lent[0].state[name].data_ptr():
-                self._new[name][start:stop].copy_(value)
+        piece, first = self._at[start]
+        spans = piece.within(first, first + stop - start)
+        for (low, high), one, state in zip(spans, lent, after, strict=True):
+            for name, value in state.items():
+                before = one.state.get(name)
+                if value is before or not is_laid_out_as(value, one.param.shape):
+                    continue
+                if name not in self._new:  # torch made it in this step, the first
+                    self._new[name] = value.new_zeros(len(self.out))
+                if before is None or value.data_ptr() != before.data_ptr():
+                    self._new[name][start + low : start + high].copy_(value)
         self._after = after[0]
 
     @property
@@ -196,4 +215,9 @@ def _own(value: Any, shared: Arena | None) -> Any:
 
 
 def _cloned(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    """A value with copies of its tensors."""
+    return value.clone() if isinstance(value, Tensor) else trees.map(_clone, value)
+
+
+def _clone(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -7,9 +7,8 @@ it goes on, over what lies between them and belongs to nobody. So no bits depend
 
 from __future__ import annotations
 
-import bisect
 import functools
-import sys
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -82,24 +81,33 @@ def runs(sizes: tuple[int, ...], columns: Sequence[Sequence[Tensor]], start: int
     Args:
         columns: in each the leaves, all of one dtype: gradients, say, and parameters.
     """
-    stretches = _stretches(sizes, columns[0][0].element_size())
     for begin, tensors in _together(sizes, columns, start, stop):
         first, last = max(start, begin), min(stop, begin + len(tensors[0]))
-        at = bisect.bisect_right(stretches, (first, sys.maxsize)) - 1
-        while at < len(stretches) and stretches[at][0] < last:
-            low, high = max(stretches[at][0], first), min(stretches[at][1], last)
-            if low < high:
-                yield Run(low, [tensor[low - begin : high - begin] for tensor in tensors])
-            at += 1
+        if first < last:
+            yield Run(first, [tensor[first - begin : last - begin] for tensor in tensors])
+
+
+Spans = tuple[tuple[int, int], ...]
+"""Parts of a flat tensor: where each begins and ends."""
+
+
+@functools.lru_cache(maxsize=256)
+def stretches(sizes: tuple[int, ...], width: int, start: int, stop: int) -> Spans:
+    """What of a run is stepped as one, from the run's beginning on: up to each leaf that is no whole number of vectors.
+
+    >>> stretches((32, 64, 65, 3), 4, 0, 259), stretches((32, 64, 65, 3), 4, 64, 128)
+    (((0, 193), (256, 259)), ((0, 64),))
+
+    Args:
+        width: bytes of an element.
+        start, stop: of the run.
+    """
+    found = [(max(begin, start) - start, min(end, stop) - start) for begin, end in _stretches(sizes, width)]
+    return tuple((low, high) for low, high in found if low < high)
 
 
 @functools.lru_cache(maxsize=256)
 def _stretches(sizes: tuple[int, ...], width: int) -> list[tuple[int, int]]:
-    """Where stretches of leaves begin and end: behind each that is no whole number of vectors.
-
-    >>> _stretches((32, 64, 65, 3), 4)
-    [(0, 193), (256, 259)]
-    """
     found, begin = [], 0
     starts = offsets(sizes)
     for size, start, behind in zip(sizes, starts, starts[1:], strict=False):
@@ -107,6 +115,24 @@ def _stretches(sizes: tuple[int, ...], width: int) -> list[tuple[int, int]]:
             found.append((begin, start + size))
             begin = behind
     return [(begin, end) for begin, end in found if begin < end]
+
+
+def parts(flat: Tensor, spans: Spans) -> Sequence[Tensor]:
+    """Views of parts of a flat tensor."""
+    if len(spans) == 1:
+        return [flat[slice(*spans[0])]]
+    return flat.split_with_sizes(_and_between(spans, len(flat)))[::2]
+
+
+@functools.lru_cache(maxsize=256)
+def _and_between(spans: Spans, stop: int) -> list[int]:
+    """The lengths of parts, the first of which begins at 0, and of what lies behind each.
+
+    >>> _and_between(((0, 3), (64, 69)), 70)
+    [3, 61, 5, 1]
+    """
+    edges = [edge for span in spans for edge in span] + [stop]
+    return [high - low for low, high in itertools.pairwise(edges)]
 
 
 def _together(sizes: tuple[int, ...], columns: Sequence[Sequence[Tensor]], start: int, stop: int) -> Iterator[Run]:

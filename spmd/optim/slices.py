@@ -23,7 +23,7 @@ from ..mesh.region import current
 from ..mesh.spec import P, Sharded
 from .blocks import Piece, room_for
 from .engine import Engine
-from .flat import ALIGNED, divided, offsets, runs
+from .flat import ALIGNED, divided, offsets, runs, stretches
 from .leaves import State, declared
 
 Axis = str | tuple[str, ...]
@@ -135,11 +135,11 @@ class Slice:
     def _pieces(self, out: Tensor, grads: Sequence[Tensor], params: Sequence[Tensor] | None) -> list[Piece]:
         """What lies in this slice; without `params` these are there already."""
         start, stop = slice_bounds(self.numel, self.ranks.size)[self.ranks.index]
-        columns = [grads] if params is None else [grads, params]
-        pieces = [
-            Piece(run.start - start, None if params is None else run.columns[1], run.columns[0])
-            for run in runs(self.sizes, columns, start, stop)
-        ]
+        columns, width = [grads] if params is None else [grads, params], grads[0].element_size()
+        pieces = []
+        for begin, (grad, *source) in runs(self.sizes, columns, start, stop):
+            spans = stretches(self.sizes, width, begin, begin + len(grad))
+            pieces.append(Piece(begin - start, source[0] if source else None, grad, spans))
         # A slice of padding alone is stepped as well: its state has to be like that of the others.
         return pieces or [Piece(0, out.new_zeros(ALIGNED), out.new_zeros(ALIGNED))]
 
