@@ -16,7 +16,7 @@ from ..kernels.errors import SpecError, message
 from ..mesh import trees
 from ..mesh.array import Array
 from ..mesh.region import Region
-from ..mesh.replication.net import differs_over
+from ..mesh.replication.net import differ_over
 from ..mesh.replication.values import digest
 from ..mesh.spec import Sharded, is_sharded
 from ..mesh.strides import is_frozen
@@ -44,7 +44,7 @@ class Argument:
 def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tuple[list[Argument], Any]:
     """The leaves of the chosen arguments, and their treedef; `over` are the axes of the mean."""
     leaves, treedef = trees.flatten(chosen)
-    arguments, unknown = [], []
+    arguments, unknown, trained = [], [], []
     left: dict[Any, tuple[str, ...]] = {}  # of `over`, without those that a leaf differs over
     for leaf, axes in zip(leaves, declared_axes(chosen), strict=True):
         if isinstance(leaf, Array):
@@ -52,10 +52,12 @@ def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tupl
             leaf = _local(leaf, region)
         argument = Argument(leaf)
         arguments.append(argument)
-        if not isinstance(leaf, Tensor) or is_frozen(leaf) or not is_inexact(leaf):
-            continue
-        argument.primal = leaf
-        axes = differs_over(leaf) if axes is None else axes
+        if is_inexact(leaf) and not is_frozen(leaf):
+            argument.primal = leaf
+            trained.append((argument, axes))
+    noted = differ_over([argument.leaf for argument, _ in trained])
+    for (argument, declared), known in zip(trained, noted, strict=True):
+        axes = known if declared is None else declared
         if axes is None and over:
             unknown.append(argument)
         if axes not in left:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.torch_private import hooks_made
-from ..mesh.replication.net import differs_over, mark
+from ..mesh.replication.net import differ_over, mark_all
 from ._auxiliary import Auxiliary
 from ._call import Call, Output, Solution
 from ._first_call import check_trains, look
@@ -66,8 +67,14 @@ class Evaluated:
 
 def noted(call: Call, x: Tensor, same: tuple[str, ...]) -> Tensor:
     """Note where a sum over the axes `same` differs; along an axis that the mean leaves out nothing is known."""
-    left = None if call.region is None else _left(call.over, call.region.session.layout.sizes, same)
-    return x if left is None else mark(x, left)
+    _note(call, [x], [same])
+    return x
+
+
+def _note(call: Call, sums: Sequence[Tensor], same: Iterable[tuple[str, ...]]) -> None:
+    if call.region is not None:
+        sizes = call.region.session.layout.sizes
+        mark_all(sums, [_left(call.over, sizes, axes) for axes in same])
 
 
 @functools.lru_cache(maxsize=256)
@@ -82,10 +89,13 @@ class Plain:
     def __init__(self, nested: bool):
         self._nested = nested
 
-    def primal(self, leaf: Tensor) -> Tensor:
-        primal = leaf.view_as(leaf) if self._nested and leaf.requires_grad else leaf.detach().requires_grad_()
-        axes = differs_over(leaf)
-        return primal if axes is None else mark(primal, axes)
+    def primals(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        found = [
+            leaf.view_as(leaf) if self._nested and leaf.requires_grad else leaf.detach().requires_grad_()
+            for leaf in leaves
+        ]
+        mark_all(found, differ_over(leaves))
+        return found
 
     def evaluate(self, call: Call) -> Output:
         return call.evaluate(call.args, call.kwargs)
@@ -146,10 +156,9 @@ def outermost(f: Evaluated) -> Solution:
     found = sums.finish()
     if not took_part:
         check_trains(call, f.value.requires_grad, [found[place] for place in places if place is not None])
-    gradients = [
-        a.zeros() if place is None else noted(call, found[place], a.reduce)
-        for a, place in zip(call.arguments, places, strict=True)
-    ]
+    gradients = [a.zeros() if place is None else found[place] for a, place in zip(call.arguments, places, strict=True)]
+    placed = [(found[place], a.reduce) for a, place in zip(call.arguments, places, strict=True) if place is not None]
+    _note(call, [total for total, _ in placed], [axes for _, axes in placed])
     leaves = [
         found[place] if place is not None else leaf.detach() if isinstance(leaf, Tensor) else leaf
         for leaf, place in zip(f.aux.leaves, aux_places, strict=True)

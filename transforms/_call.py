@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -113,7 +113,7 @@ Solution = tuple[Tensor, list[Any], Any]  # the mean value, a gradient for each 
 class Strategy(Protocol):
     """How a gradient is taken: chosen once, when it is begun."""
 
-    def primal(self, leaf: Tensor) -> Tensor:
-        """What the function is given in place of a leaf that it is differentiated by."""
+    def primals(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """What the function is given in place of the leaves that it is differentiated by."""
 
     def solve(self, call: Call) -> Solution: ...

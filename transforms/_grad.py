@@ -159,9 +159,10 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     # A part of an outer gradient's graph, ours or torch's own, has to become one in turn.
     nested = in_gradient() or any(a.primal is not None and a.leaf.grad_fn is not None for a in arguments)
     strategy = _strategy(region, plan, over, nested, (args, kwargs), name)
-    for argument in arguments:
-        if argument.primal is not None:
-            argument.primal = strategy.primal(argument.leaf)
+    differentiated = [argument for argument in arguments if argument.primal is not None]
+    made = strategy.primals([argument.leaf for argument in differentiated])
+    for argument, primal in zip(differentiated, made, strict=True):
+        argument.primal = primal
     primals = trees.unflatten(treedef, [a.leaf if a.primal is None else a.primal for a in arguments])
     primals = trees.map(lambda node: node.local if isinstance(node, Sharded) else node, primals, is_leaf=is_sharded)
     full = list(args)

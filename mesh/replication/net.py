@@ -66,6 +66,11 @@ def all_differ_over(tensors: Sequence[Any]) -> tuple[frozenset[str] | None, ...]
     return tuple([getattr(tensor, "_spmd_axes", None) for tensor in tensors])
 
 
+def differ_over(tensors: Sequence[Any]) -> Sequence[frozenset[str] | None]:
+    """`differs_over` of each."""
+    return all_differ_over(tensors) or [differs_over(tensor) for tensor in tensors]
+
+
 # -- the net -----------------------------------------------------------------------------------------------------------
 
 

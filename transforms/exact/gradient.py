@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
@@ -63,9 +64,10 @@ def applies(region: Region | None, plan: Plan, over: tuple[str, ...], nested: bo
 class Exact:
     """The shards of a rank run one after another; what crosses shards is put together by position."""
 
-    def primal(self, leaf: Tensor) -> Tensor:
+    def primals(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        others = iter(Plain(nested=False).primals([leaf for leaf in leaves if not isinstance(leaf, Tracked)]))
         # A leaf of the batch that is also another argument is to be told from it.
-        return as_tracked(leaf) if isinstance(leaf, Tracked) else Plain(nested=False).primal(leaf)
+        return [as_tracked(leaf) if isinstance(leaf, Tracked) else next(others) for leaf in leaves]
 
     def solve(self, call: Call) -> Solution:
         region, plan = call.region, call.plan
