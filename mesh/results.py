@@ -36,7 +36,7 @@ class Outcome:
         metas: of each leaf.
         unchanged: structure, kinds and values that are no tensors are those of the call before.
         prints: what is to be compared of the tensors (see `replication.values`).
-        known: how they lie, if they are all tensors that lie as those of another call did.
+        known: how the tensors among them lie, if they lie as those of another call did.
     """
 
     treedef: Any
@@ -46,15 +46,55 @@ class Outcome:
     prints: bytes
     known: KnownLayout | None = None
 
+    @property
+    def tensors(self) -> list[Any]:
+        """Those of the results that are tensors."""
+        if self.known is not None and len(self.known.specs) == len(self.leaves):
+            return self.leaves
+        return [leaf for leaf, about in zip(self.leaves, self.metas, strict=True) if about.spec is not None]
+
+    @property
+    def specs(self) -> list[P]:
+        """Of the tensors."""
+        if self.known is not None:
+            return list(self.known.specs)
+        return [about.spec for about in self.metas if about.spec is not None]
+
+
+_NUMBERS = frozenset({bool, int, float, complex, str, type(None)})  # and what else is the same when it is equal
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Kind:
-    """Results that were all plain tensors."""
+    """Results that were all plain tensors, and numbers.
+
+    Attributes:
+        layout: of the tensors.
+        numbers: the places of the others among the leaves.
+    """
 
     structure: trees.Structure
     treedef: Any
     metas: list[OutputMeta]
     layout: KnownLayout
+    numbers: tuple[int, ...]
+
+    def tensors(self, leaves: list[Any]) -> list[Any] | None:
+        """Those among results of this structure, if they lie so and the numbers are the same."""
+        if not self.numbers:
+            found = leaves
+        elif all(same(OutputMeta(None, value=leaves[index]), self.metas[index]) for index in self.numbers):
+            found = [leaf for leaf, about in zip(leaves, self.metas, strict=True) if about.spec is not None]
+        else:
+            return None
+        return found if self.layout.fits(found) else None
+
+    def joined(self, tensors: list[Any]) -> list[Any]:
+        """All leaves again."""
+        if not self.numbers:
+            return tensors
+        rest = iter(tensors)
+        return [about.value if about.spec is None else next(rest) for about in self.metas]
 
 
 class Results:
@@ -87,9 +127,11 @@ class Results:
         session, kind = self._session, self._kind
         if kind is not None and net is None:
             found = kind.structure.leaves(result)
-            if found is not None and kind.layout.fits(found):
-                leaves = [leaf.detach() for leaf in found]
-                session.lay_out(leaves, kind.layout)
+            tensors = None if found is None else kind.tensors(found)
+            if tensors is not None:
+                tensors = [leaf.detach() for leaf in tensors]
+                session.lay_out(tensors, kind.layout)
+                leaves = kind.joined(tensors)
                 prints = self._prints(leaves, kind.metas, check)
                 return Outcome(kind.treedef, leaves, kind.metas, True, prints, kind.layout)
         leaves, raw = trees.flatten(result)
@@ -107,13 +149,16 @@ class Results:
             self._scalars, self._may_repeat = scalars_among(metas), True
         elif self._may_repeat:
             self._may_repeat = False
-            self._kind = self._kind_of(result, treedef, leaves, metas) if types == {torch.Tensor} else None
+            plain = torch.Tensor in types and types <= {torch.Tensor, *_NUMBERS}
+            self._kind = self._kind_of(result, treedef, leaves, metas) if plain else None
         return Outcome(treedef, leaves, metas, unchanged, self._prints(leaves, metas, check))
 
     def _kind_of(self, result: Any, treedef: Any, leaves: list[Any], metas: list[OutputMeta]) -> _Kind | None:
         structure = trees.Structure.of(result)
-        layout = KnownLayout.of(leaves, [about.spec or REPLICATED for about in metas])
-        return None if structure is None or layout is None else _Kind(structure, treedef, metas, layout)
+        tensors = [leaf for leaf, about in zip(leaves, metas, strict=True) if about.spec is not None]
+        layout = KnownLayout.of(tensors, [about.spec for about in metas if about.spec is not None])
+        numbers = tuple(index for index, about in enumerate(metas) if about.spec is None)
+        return None if structure is None or layout is None else _Kind(structure, treedef, metas, layout, numbers)
 
     def _prints(self, leaves: list[Any], metas: list[OutputMeta], check: Check) -> bytes:
         if check >= Check.VALUES:

@@ -26,21 +26,11 @@ def call_program(state: RankState, task: protocol.CallProgram, packet: wire.Pack
     tensors, specs = state.values.gather(task.arrays)
     others = state.read(packet) if task.values is None else task.values
     outcome = call(call.together(tensors, others), specs, task.key, check=Check(task.check))
-    if outcome.known is None:
-        _keep(state, task.out, outcome.leaves, outcome.metas)
-    else:
-        state.values.keep(task.out, outcome.leaves, list(outcome.known.specs), known=outcome.known)
+    state.values.keep(task.out, outcome.tensors, outcome.specs, known=outcome.known)
     if outcome.unchanged:
         return protocol.Unchanged(task.number, outcome.prints), None
     data = agreement.encode(outcome.treedef, outcome.metas)
     return protocol.Metadata(task.number, data, lasting=True, prints=outcome.prints), None
-
-
-def _keep(
-    state: RankState, out: int, leaves: list[Any], metas: list[agreement.OutputMeta], *, lasts: bool = True
-) -> None:
-    kept = [(leaf, about.spec) for leaf, about in zip(leaves, metas, strict=True) if about.spec is not None]
-    state.values.keep(out, [leaf for leaf, _ in kept], [spec for _, spec in kept], lasts=lasts)
 
 
 def call_function(state: RankState, task: protocol.CallFunction, packet: wire.Packet) -> Answer:
@@ -76,7 +66,9 @@ def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) 
 
 def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet) -> Answer:
     treedef, leaves, metas, *more = state.shipped(task.reader)(state.session, *task.arguments)
-    _keep(state, task.out, leaves, metas, lasts=False)  # it can be read again
+    kept = [(leaf, about.spec) for leaf, about in zip(leaves, metas, strict=True) if about.spec is not None]
+    tensors, specs = [leaf for leaf, _ in kept], [spec for _, spec in kept]
+    state.values.keep(task.out, tensors, specs, lasts=False)  # it can be read again
     data = agreement.encode_batch(state.description(task.reader, treedef, metas), more)
     return protocol.Metadata(task.number, data, lasting=False), None
 
