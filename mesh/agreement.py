@@ -227,6 +227,8 @@ def same(a: OutputMeta, b: OutputMeta) -> bool:
         return a.shape == b.shape
     if type(a.value) is not type(b.value):
         return False
+    if isinstance(a.value, float | complex):
+        return repr(a.value) == repr(b.value)  # 0.0 and -0.0 are two numbers
     try:
         return bool(a.value == b.value or (a.value != a.value and b.value != b.value))
     except Exception:  # no truth value, or no comparison at all

@@ -208,3 +208,36 @@ def test_results_that_lie_otherwise_than_before(shared_mesh):
         found = made(x, kind)["x"].full()
         assert found.tolist() == torch.arange(9.0).view(3, 3).tolist()
         assert found.dtype is (torch.float64 if kind == "double" else torch.float32) and not found.requires_grad
+
+
+def test_numbers_among_results_that_change_after_they_came_alike(shared_mesh):
+    """Beside tensors that lie as before: by their values, types and signs."""
+    numbers = [
+        0.0,
+        0.0,
+        0.0,
+        -0.0,
+        -0.0,
+        0,
+        False,
+        None,
+        "a",
+        "a",
+        "b",
+        1j,
+        float("nan"),
+        float("nan"),
+        0.0,
+        0.0,
+        0.0,
+        2,
+    ]
+    step = spmd(lambda x, number: {"n": number, "x": x + 1, "kept": 0.5}, mesh=shared_mesh({"data": 2}))
+    x, found = torch.zeros(3), []
+    for number in numbers:
+        result = step(x, number)
+        x = result["x"]
+        found.append(result["n"])
+        assert result["kept"] == 0.5
+    assert list(map(repr, found)) == list(map(repr, numbers))
+    assert x.full().tolist() == [len(numbers)] * 3
