@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError, PeerLost, message
 from ...kernels.processes import available_bytes
 from .. import protocol, wire
 from ..driver.functions import ShippedObjects
@@ -195,7 +195,11 @@ class Newcomers:
                 self.known.discard(said.key)
             if isinstance(said, protocol.Failed):
                 failure = wire.loads(packet)
-                raise Died(f"rank {rank.rank}: {failure.type_name}: {failure.text}")
+                got = f"rank {rank.rank}: {failure.type_name}: {failure.text}"
+                if failure.type_name == PeerLost.__name__:
+                    raise Died(got)
+                remedy = "the mesh goes on as it was"
+                raise MeshError(message("the mesh cannot be resized: a new rank has failed", got=got, remedy=remedy))
             packet.close()
         if self.ranks.arena is not None:
             self.ranks.arena.answers.heard[rank.rank] += len(packets)

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ...kernels.errors import MeshError
+from ...kernels.errors import MeshError, PeerLost, message
 from .. import strides, wire
+from ..hosts.coded import NotOfThisMesh
 from ..hosts.link import GREETING_SECONDS, Link, greet_driver
 from ..hosts.protocol import SendParts
 from ..rank.lasting_values import Leaf
@@ -93,13 +94,23 @@ class Shares:
                     if leaf.gone:
                         raise MeshError(f"rank {part.rank} does not have value {index} of call {self.call}")
                     if leaf.pickled:
-                        taken[index] = self._rejoined(part, data, hosts, (layout, specs[index], rank))
+                        taken[index] = self._unpickled(index, data)
                         continue
                     if shard is None:
                         shard = taken[index] = _room(leaf, self._shape(index), boxes[index], room)
                     if len(data):
                         shard.data[within(boxes[index], part.box)].copy_(_laid_out(data, leaf, sizes_of(part.box)))
         return [torch.empty(0) if shard is None else shard for shard in taken]
+
+    def _unpickled(self, index: int, data: memoryview) -> torch.Tensor:
+        """A value that travels as a pickle: one that is sparse, or quantized."""
+        one = self.values[index]
+        if one is None or one.spec.entries:
+            raise MeshError(
+                message("a value that is no plain tensor is cut", got=f"{one}", remedy="fetch and delete it")
+            )
+        found: torch.Tensor = wire.from_bytes(bytes(data))
+        return found
 
     def _shape(self, index: int) -> tuple[int, ...]:
         one = self.values[index]
@@ -126,19 +137,6 @@ class Shares:
         near = [other for other in having if self.at[other][0] == address] or having
         return near[rank % len(near)]
 
-    def _rejoined(self, part: _Part, data: memoryview, hosts: _Hosts, which: tuple[Layout, P, int]) -> torch.Tensor:
-        """The shard of a value that travels as pickles of whole shards."""
-        layout, spec, rank = which
-        one = self.values[part.index]
-        assert one is not None
-        if not one.spec.entries:
-            return wire.from_bytes(bytes(data))
-        donors = [self._donor(one, owner, rank, "") for owner in range(self.before.size)]
-        nothing = [(start, start) for start, _ in part.shard]
-        asked = [_Part(donor, part.index, part.shard, nothing, 0) for donor in donors]
-        whole = self.before.join([wire.from_bytes(bytes(each)) for _, each in hosts.ask(self.call, asked)], one.spec)
-        return layout.take(whole, spec, rank) if spec.entries else whole
-
 
 class _Hosts:
     """Connections of a rank to the hosts of another mesh."""
@@ -148,11 +146,14 @@ class _Hosts:
         self._links: dict[tuple[str, int], Link] = {}
 
     def ask(self, call: int, parts: Sequence[_Part]) -> list[tuple[Leaf, memoryview]]:
-        """Of each part how the shard lies that it is one of, and its bytes."""
+        """Of each part how the shard lies that it is one of, and its bytes; raises `PeerLost`."""
         found: dict[int, tuple[Leaf, memoryview]] = {}
         for where in {self._at[part.rank] for part in parts}:
             its = [place for place, part in enumerate(parts) if self._at[part.rank] == where]
-            said, content = self._link(where).ask(SendParts(call, tuple(_named(parts[place]) for place in its)))
+            try:
+                said, content = self._link(where).ask(SendParts(call, tuple(_named(parts[place]) for place in its)))
+            except (OSError, NotOfThisMesh) as error:
+                raise PeerLost(f"what holds ranks at {where[0]} port {where[1]} can't be reached: {error}") from None
             view, at = memoryview(content), 0
             for place, (head, nbytes) in zip(its, said.sizes, strict=True):
                 found[place] = pickle.loads(view[at : at + head]), view[at + head : at + head + nbytes]
