@@ -305,13 +305,13 @@ class Mesh:
 
     reload, resize, retire = running.reload, resizing.resize, resizing.retire
 
-    def set_layout(self, layout: Layout, threads: int) -> None:
-        """Stand for ranks of another layout, with so many threads each, from now on."""
-        self._layout, self.threads = layout, threads
+    def set_layout(self, layout: Layout, threads: int, hosts: Places | None) -> None:
+        """Stand for ranks of another layout, with so many threads each, on these hosts, from now on."""
+        self._layout, self.threads, self.hosts = layout, threads, hosts
 
     def threads_for(self, layout: Layout) -> int:
         """A rank's threads on a mesh of that layout in this driver."""
-        return threads_of(self._threads, layout.size, None)
+        return threads_of(self._threads, layout.size, self.hosts)
 
     def check_driver(self, what: str, remedy: str) -> None:
         """Refuse what only a driver does."""

@@ -267,3 +267,16 @@ def asked_of_a_lost_zygote(mesh: Any) -> tuple[str, int | None]:
     except Exception as error:
         return type(error).__name__, one.exit_code(rank)
     return "", None
+
+
+def at_the_switch(monkeypatch: Any, do: Callable[[list[int]], None]) -> None:
+    """As a mesh over several hosts is about to move its values to new ranks, call this with the ranks' processes."""
+    from spmd.mesh.resizing import newcomers
+
+    take = newcomers.Newcomers.take
+
+    def called(self: Any, *args: Any) -> None:
+        do([rank.pid for rank in self.ranks.all])
+        take(self, *args)
+
+    monkeypatch.setattr(newcomers.Newcomers, "take", called)

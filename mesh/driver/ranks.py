@@ -235,8 +235,10 @@ class Ranks:
         """Whether a process is one of these, and not one whose place another has taken."""
         return rank.rank < len(self.all) and self.all[rank.rank] is rank
 
-    def listened_to(self, started: Callable[[Rank], None]) -> None:
-        """Have those that were started so far, and from now on every new one, heard."""
+    def listened_to(
+        self, started: Callable[[Rank], None], together: Callable[[Sequence[Rank], wire.Packet], None]
+    ) -> None:
+        """Have those that were started so far, and from now on every new one, heard; and what several say alike."""
         self._started = started
         for rank in self.all:
             started(rank)

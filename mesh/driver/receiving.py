@@ -119,7 +119,7 @@ class Receiving(threading.Thread):
             self._collator.flush()
             self._collator = Collator(self._print, layout.size, label=label)
             self._bars = Bars(label=label)
-        ranks.listened_to(self.add)
+        ranks.listened_to(self.add, self.together)
 
     # -- what ranks show: for any thread -----------------------------------------------------------------------------
 

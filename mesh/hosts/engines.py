@@ -85,7 +85,7 @@ class RayLauncher:
             self._counts.append(each or int(node["Resources"]["CPU"]))
         self.hosts: Sequence[str] = [f"{name}:{count}" for name, count in zip(self._names, self._counts, strict=True)]
         self._group: Any = None
-        self._actors: list[Any] = []
+        self._actors: list[tuple[int, Any]] = []  # and of which node
 
     def start(self, name: str, command: Sequence[str], stdin: bytes) -> Any:
         ray, place = self._ray, self._names.index(name)
@@ -97,17 +97,18 @@ class RayLauncher:
             except ray.exceptions.GetTimeoutError:
                 raise OSError(f"the Ray cluster has no room for {self.hosts}: see ray status") from None
         within = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, place)
-        actor = ray.remote(num_cpus=self._counts[place], scheduling_strategy=within)(_Process).remote(
-            list(command), stdin
-        )
-        self._actors.append(actor)
+        # One that takes another's place begins before that has ended, on the processors that the group has reserved.
+        free = all(place != other for other, _ in self._actors)
+        count = self._counts[place] if free else 0
+        actor = ray.remote(num_cpus=count, scheduling_strategy=within)(_Process).remote(list(command), stdin)
+        self._actors.append((place, actor))
         return actor
 
     def stop(self, handle: Any) -> None:
         with contextlib.suppress(Exception):  # its node may be gone
             self._ray.get(handle.wait.remote(), timeout=_SECONDS)
         self._ray.kill(handle)
-        self._actors.remove(handle)
+        self._actors = [(place, actor) for place, actor in self._actors if actor is not handle]
         if not self._actors:
             self._ray.util.remove_placement_group(self._group)
             self._group = None

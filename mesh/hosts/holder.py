@@ -7,18 +7,14 @@ heard that came last, so that one that was taken for dead changes nothing.
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
 from typing import Any
 
 from ...kernels.network.authentication import code
 from ..protocol import ALL
 from . import protocol
-from .coded import NotOfThisMesh
-from .link import Link, accepted, greet_host, listener
-
-_STRANGERS = 32  # connections at once that have not proved anything
+from .link import Link
+from .serving import Serving
 
 
 def secret_of(key: bytes) -> bytes:
@@ -26,7 +22,7 @@ def secret_of(key: bytes) -> bytes:
     return code(key, b"copies")
 
 
-class Holder:
+class Holder(Serving):
     """The copies on one host.
 
     Args:
@@ -35,49 +31,29 @@ class Holder:
     """
 
     def __init__(self, address: str, key: bytes):
-        self._secret, self._listener = secret_of(key), listener(address)
-        self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
         self._links: dict[int, Link] = {}  # by rank
         self._calls: dict[tuple[int, int], dict[int, Any]] = {}  # (rank, call) -> index -> bytes
-        self._strangers = threading.Semaphore(_STRANGERS)
-        threading.Thread(target=self._accept, name="spmd-copies", daemon=True).start()
+        super().__init__(address, secret_of(key), "spmd-copies")
 
     def names(self) -> tuple[tuple[int, int, int], ...]:
         """What there is, as (rank, call, index)."""
         with self._lock:
             return tuple((*which, index) for which, values in self._calls.items() for index in values)
 
-    def _accept(self) -> None:
-        while (connection := accepted(self._listener)) is not None:
-            if not self._strangers.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection,), name="spmd-copies", daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        """A thread's main function: one rank's process."""
-        try:
-            rank, link = greet_host(connection, self._secret)
-        except (OSError, NotOfThisMesh):
-            connection.close()
-            return
-        finally:
-            self._strangers.release()
+    def serve(self, rank: int, link: Link) -> None:
         with self._lock:
             before = self._links.get(rank)
             self._links[rank] = link
         if before is not None:
             before.close()
-        with contextlib.suppress(NotOfThisMesh):
-            while (messages := link.receive()) is not None:
-                for said, content in messages:
-                    with self._lock:
-                        if self._links.get(rank) is not link:
-                            return
-                        answer, pieces = self._answer(rank, said, content)
-                    link.send(answer, *pieces)
-        link.close()
+        while (messages := link.receive()) is not None:
+            for said, content in messages:
+                with self._lock:
+                    if self._links.get(rank) is not link:
+                        return
+                    answer, pieces = self._answer(rank, said, content)
+                link.send(answer, *pieces)
 
     def _answer(self, rank: int, said: Any, content: bytes) -> tuple[Any, list[Any]]:
         if isinstance(said, protocol.ListCopies):
@@ -106,9 +82,7 @@ class Holder:
 
     def close(self) -> None:
         """Keep nothing any more."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
-        self._listener.close()
+        super().close()
         with self._lock:
             links, self._links = list(self._links.values()), {}
             self._calls.clear()

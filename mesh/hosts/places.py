@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ...kernels.errors import MeshError, message
@@ -30,12 +30,14 @@ class Places:
         counts: how many ranks each has.
         launcher: starts the processes there.
         local: this machine pretends to be all of them.
+        given: as the program has given them, where the mesh was resized since.
     """
 
     names: tuple[str, ...]
     counts: tuple[int, ...]
     launcher: Launcher
     local: bool
+    given: Places | None = None
 
     @property
     def dialled(self) -> bool:
@@ -59,6 +61,43 @@ class Places:
         """Some of them."""
         names, counts = [self.names[place] for place in places], [self.counts[place] for place in places]
         return dataclasses.replace(self, names=tuple(names), counts=tuple(counts))
+
+    def spread(self, size: int) -> Places:
+        """Those that so many ranks are on: each as many as its part of what the program has given, at least one.
+
+        Where there are fewer ranks than hosts, those that come last have none, and are not among them.
+
+        >>> two = Places(("a", "b"), (4, 2), LocalLauncher([]), True)
+        >>> [two.spread(size).counts for size in (12, 7, 6, 5, 3, 2, 1)]
+        [(8, 4), (5, 2), (4, 2), (3, 2), (2, 1), (1, 1), (1,)]
+
+        Raises:
+            MeshError: an engine has granted less.
+        """
+        given = self.given or self
+        counts = [0] * len(given.names)
+        for _ in range(size):
+            counts[min(range(len(counts)), key=lambda place: counts[place] / given.counts[place])] += 1
+        if size > given.size and isinstance(self.launcher, SlurmLauncher | RayLauncher):
+            raise MeshError(
+                message(
+                    "the hosts have no more ranks to give",
+                    got=f"{size} ranks, and {given.size} that were asked for when the mesh was made",
+                    remedy="save, and restore on a mesh of the larger size",
+                )
+            )
+        return given._with(counts)
+
+    def without(self, ranks: Collection[int]) -> Places:
+        """Those that are left when these ranks have gone, each from its host."""
+        left = [sum(rank not in ranks for rank in its) for its in self.ranks()]
+        return self._with(left)
+
+    def _with(self, counts: Sequence[int]) -> Places:
+        having = [place for place, count in enumerate(counts) if count]
+        return dataclasses.replace(
+            self.only(having), counts=tuple(counts[place] for place in having), given=self.given or self
+        )
 
     def by_rank(self) -> list[str]:
         """Each rank's host."""

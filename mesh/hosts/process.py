@@ -31,6 +31,7 @@ from ..display import stacks, status
 from ..driver import spawn
 from ..driver.ranks import Rank
 from ..failure import capture
+from ..resizing.offer import Offered
 from . import protocol
 from .coded import NotOfThisMesh
 from .framing import inlined, unframed
@@ -71,6 +72,8 @@ class Host:
         for one in self._heard.values():
             one.setblocking(False)
         self._holder = Holder(address, self._request.key) if self._request.copies else None
+        self._secret = secret
+        self._offered: Offered | None = None  # to ranks of another size
         self._given: dict[int, Result] = {}  # what the driver has put on all ranks, by the call
         self._clear(self._request.generation)
 
@@ -151,6 +154,12 @@ class Host:
                 self._tunnel.carry(message, content)
         elif isinstance(message, protocol.ListCopies):
             self._link.send(protocol.CopiesHeld(() if self._holder is None else self._holder.names()))
+        elif isinstance(message, protocol.Offer):
+            if self._offered is not None:
+                self._offered.close()
+            key = mesh_key(self._secret, message.number)
+            self._offered = Offered(self._request.address, key, self._arena, self._members)
+            self._link.send(protocol.Offered(self._offered.port))
         elif isinstance(message, protocol.DropGiven):
             for call in message.calls:
                 if (result := self._given.pop(call, None)) is not None:
@@ -237,8 +246,9 @@ class Host:
 
     def close(self) -> None:
         """End the ranks."""
-        if self._holder is not None:
-            self._holder.close()
+        for serving in (self._holder, self._offered):
+            if serving is not None:
+                serving.close()
         if self._tunnel is not None:
             self._tunnel.close()
         for rank in self._ranks.values():

@@ -124,6 +124,20 @@ class DropGiven(Message):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Offer(Message):
+    """To a host, whose ranks rest: let the ranks of a mesh whose key is made of this number read what they have."""
+
+    number: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offered(Message):
+    """From a host: at this port."""
+
+    port: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Carried(Message):
     """Either way: the content is what one of a host's connections to the store has sent; without content it has ended.
 
@@ -191,8 +205,26 @@ class CopiesSent(Message):
     sizes: tuple[int, ...]
 
 
+# -- from a rank of a mesh that takes over the values of another, to a host of that, answered --------------------------
+@dataclasses.dataclass(frozen=True, slots=True)
+class SendParts(Message):
+    """Send parts of shards of a call's values, as (rank, index, where the part begins in the shard, and ends)."""
+
+    call: int
+    parts: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartsSent(Message):
+    """The content has them, one after another: of each so many bytes that say how its shard lies in memory, and so many
+    of its own."""
+
+    sizes: tuple[tuple[int, int], ...]
+
+
 _codec = Codec(
     *(Hello, Begin, Started, Refused, ToRanks, FromRanks, Printed, Died, Signal, Abort, BeginAnew, Ask, Told),
     *(DropGiven, Carried, ListCopies, CopiesHeld, KeepCopies, DropCopies, Done, SendCopies, CopiesSent),
+    *(Offer, Offered, SendParts, PartsSent),
 )
 encode, decode = _codec.encode, _codec.decode

@@ -106,11 +106,11 @@ class RankHost:
         link: greeted, and its versions compared.
         handle: the launcher's.
         store: where the link's end here finds the store, if the host can't.
-        together: hears what several ranks say alike.
+        together: hears what several ranks say alike; None: as if each had said it alone.
     """
 
-    def __init__(self, name: str, link: Link, handle: Any, store: tuple[str, int] | None, together: Together):
-        self.name, self.link, self.handle, self._together = name, link, handle, together
+    def __init__(self, name: str, link: Link, handle: Any, store: tuple[str, int] | None, together: Together | None):
+        self.name, self.link, self.handle, self.together = name, link, handle, together
         self._tunnel = None if store is None else Tunnel(link, store)
         self.lost = ""  # why, once it can't be reached any more
         self.copies: tuple[str, int] = ("", 0)  # where it takes copies of other hosts' values
@@ -200,10 +200,12 @@ class RankHost:
         while (found := self._said.get()) is not None:
             said, content = found
             if isinstance(said, protocol.FromRanks):
-                if len(said.ranks) == 1:
-                    self._ranks[said.ranks[0]].feed(content)
+                ranks = [self._ranks[rank] for rank in said.ranks]
+                if len(ranks) > 1 and self.together is not None:
+                    self.together(ranks, whole_packet(content))
                 else:
-                    self._together([self._ranks[rank] for rank in said.ranks], whole_packet(content))
+                    for rank in ranks:
+                        rank.feed(content)
             elif isinstance(said, protocol.Printed):
                 self._ranks[said.rank].print(said.stream, content)
             elif isinstance(said, protocol.Died):

@@ -46,7 +46,8 @@ class HostRanks(Ranks):
 
     Args:
         places: the hosts.
-        together: hears what several ranks of a host say alike.
+        together: hears what several ranks of a host say alike; None: nobody does so far (`listened_to`).
+        secret: of those whose values these are to take over; of their own by default.
     """
 
     def __init__(
@@ -55,15 +56,17 @@ class HostRanks(Ranks):
         layout: Layout,
         options: dict[str, Any],
         started: Callable[[Rank], None],
-        together: Together,
+        together: Together | None,
+        secret: bytes | None = None,
     ):
         self.generation, self.places, self._started, self._together = 1, places, started, together
         self.arena = None  # nothing is shared with the ranks
         self._title = f"Mesh({layout.axes}, backend={options['backend']!r}) on {len(places.names)} hosts"
-        self._secret = places.launcher.secret if isinstance(places.launcher, DialledHosts) else secrets.token_bytes(32)
+        own = places.launcher.secret if isinstance(places.launcher, DialledHosts) else secrets.token_bytes(32)
+        self.secret = own if secret is None else secret
         request = request_of(layout, options, "", places.ranks())
-        self._number = request.key  # of which each host makes the key
-        self.request = dataclasses.replace(request, key=mesh_key(self._secret, self._number))
+        self.number = request.key  # of which each host makes the key
+        self.request = dataclasses.replace(request, key=mesh_key(self.secret, self.number))
         self.all: list[Rank] = []
         self._hosts: list[RankHost] = []
         self._host_of: dict[int, RankHost] = {}
@@ -83,7 +86,7 @@ class HostRanks(Ranks):
 
     def _come(self, places: Places, seconds: float) -> list[RankHost]:
         """Have hosts started, and wait for them."""
-        meeting = (Dialling if places.dialled else Meeting)(places, self._secret, seconds)
+        meeting = (Dialling if places.dialled else Meeting)(places, self.secret, seconds)
         try:
             meeting.begin()
             if self._store is None:
@@ -98,7 +101,7 @@ class HostRanks(Ranks):
         """Begin to have a host fork its ranks; what gives them."""
         host, ranks = self._hosts[place], self.places.ranks()[place]
         self._host_of.update(dict.fromkeys(ranks, host))
-        told = dataclasses.replace(self.request, generation=self.generation, key=self._number)
+        told = dataclasses.replace(self.request, generation=self.generation, key=self.number)
         request = ranks_protocol.encode(dataclasses.replace(told, store="") if self.places.dialled else told)
         return _in_thread(host.begin, protocol.Begin(ranks, request, self._title, self.places.local))
 
@@ -149,6 +152,23 @@ class HostRanks(Ranks):
             with self._unless_lost(place):
                 found = found or bool(host.ask(protocol.Ask("overwritten", region)).text)
         return found
+
+    def offered_to(self, others: HostRanks) -> tuple[tuple[str, int], ...]:
+        """Have what these ranks have offered to others, who take it over: for each rank address and port of its host.
+
+        Raises:
+            MeshError: a host is lost.
+        """
+        ports = [host.ask(protocol.Offer(others.number)).port for host in self._hosts]
+        return tuple(
+            (self._hosts[place].copies[0], ports[place]) for place, its in enumerate(self.places.ranks()) for _ in its
+        )
+
+    def listened_to(self, started: Callable[[Rank], None], together: Together) -> None:
+        super().listened_to(started, together)
+        self._together = together
+        for host in self._hosts:
+            host.together = together
 
     def copies_at(self) -> tuple[tuple[str, int], ...]:
         return tuple(host.copies for host in self._hosts)

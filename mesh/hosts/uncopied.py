@@ -55,10 +55,14 @@ class Uncopied:
 
     def copy_to_hosts(self, session: Session) -> None:
         """Tell all ranks where there are hosts now, if values have copies."""
-        self._number += 1
         if session.options["copies"]:
-            needed, _ = session.values.needed()
-            session.tell(protocol.CopyTo(self._number, session.ranks.copies_at(), needed))
+            session.tell(self.copy_to(session.ranks, session.values))
+
+    def copy_to(self, ranks: Ranks, values: Values) -> protocol.CopyTo:
+        """What these ranks are told, to have copies of all values."""
+        self._number += 1
+        needed, _ = values.needed()
+        return protocol.CopyTo(self._number, ranks.copies_at(), needed)
 
     def hear(self, session: Session, rank: Rank, said: protocol.Copying) -> None:
         """Note what a rank says of its copies."""
@@ -116,6 +120,8 @@ class Uncopied:
         return found
 
     def close(self) -> None:
+        """All is copied, or none is needed any more."""
+        self._waits.clear()
         for call in [*self._held]:
             self._forget(call)
 

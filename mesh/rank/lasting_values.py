@@ -43,6 +43,10 @@ class Leaf:
     nbytes: int  # that it spans
 
     @property
+    def gone(self) -> bool:
+        return self.kind == _GONE
+
+    @property
     def pickled(self) -> bool:
         return self.kind == _PICKLED
 

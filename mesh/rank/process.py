@@ -83,7 +83,8 @@ def main(request: protocol.RankRequest, fds: list[int]) -> None:
         session.lasting = LastingValues(session.leases)
     session.renew(request.generation)
     mesh = Mesh.on_rank(session, request.threads, request.pinned)
-    state = RankState(session, mesh, own_path=request.path if request.hosts else ())
+    own_path = request.path if request.hosts else ()
+    state = RankState(session, mesh, own_path=own_path, who=(request.address, request.key))
     if request.generation > 1:
         state.values.take_over()
     heard = [socket.socket(fileno=fd) for fd in listening]

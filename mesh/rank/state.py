@@ -33,10 +33,11 @@ class RankState:
 
     Args:
         own_path: where modules lie on this host, which may be another than the driver's.
+        who: this host's address, if there are several, and the key of the mesh.
     """
 
-    def __init__(self, session: RankSession, mesh: Any, *, own_path: Sequence[str] = ()):
-        self.session, self.mesh, self._own_path = session, mesh, own_path
+    def __init__(self, session: RankSession, mesh: Any, *, own_path: Sequence[str] = (), who: tuple[str, bytes]):
+        self.session, self.mesh, self._own_path, self.who = session, mesh, own_path, who
         self.values = Values(session.where(), session.lasting)
         self.modules = LoadedModules()
         self._shipped: dict[str, Any] = {}

@@ -16,6 +16,7 @@ from ..ambient import under
 from ..region import Region, inside, reseed
 from ..replication.values import Check
 from ..resizing.pieces import Pieces
+from ..resizing.shares import Shares
 from .state import RankState
 
 Answer = tuple[protocol.Message, Any]
@@ -52,7 +53,10 @@ def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) 
     if task.given is not None and arena is not None:
         *result, nbytes = task.given
         given = arena.views.show(Result(*result), nbytes, user=arena.rank, users=arena.size)
-    for value, spec in zip(state.read(packet, given), task.specs, strict=True):
+    values = state.read(packet, given)
+    if isinstance(values, Shares):
+        kept = values.take(layout, task.specs, rank, state.who, state.session.room_for)
+    for value, spec in () if kept else zip(values, task.specs, strict=True):
         if isinstance(value, Pieces):
             kept.append(value.take(layout, spec, rank, state.session.room_for))
             continue

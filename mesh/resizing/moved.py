@@ -46,7 +46,7 @@ class Moved:
                 if len(shards) < before.size:
                     wholes.append(torch.empty(0))
                     continue
-                specs[index] = spec = _spec_on(before, layout, about, driver.describe())
+                specs[index] = spec = spec_on(before, layout, about, driver.describe())
                 if spec.entries and all(map(_is_plain, shards)) and RAGGED not in about.shape:
                     wholes.append(_pieces(before, about, shards, source, arena))
                 else:
@@ -90,7 +90,7 @@ def _pieces(before: Layout, about: Meta, shards: list[torch.Tensor], source: Sou
     return Pieces(source, tuple(about.shape), frozen_as(shards[0], shards[0].new_empty(0)), tuple(pieces))
 
 
-def _spec_on(before: Layout, after: Layout, about: Meta, where: str) -> P:
+def spec_on(before: Layout, after: Layout, about: Meta, where: str) -> P:
     """How a value is cut on a mesh of other sizes: as it was, or not at all where these do not divide it."""
     for dim in range(len(about.spec.entries)):
         axes = about.spec.dim_axes(dim)

@@ -6,18 +6,19 @@ taken (`resizing`) nothing of the mesh that there is refers to them, so that giv
 
 from __future__ import annotations
 
-import contextlib
 import select
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError, PeerLost, message
 from ...kernels.processes import available_bytes
 from .. import protocol, wire
 from ..driver.functions import ShippedObjects
 from ..driver.ranks import Rank, Ranks
+from ..hosts.places import Places
+from ..hosts.ranks import HostRanks
 from ..spec import Layout
 from .messages import Populate
 
@@ -31,14 +32,15 @@ class Session(Protocol):
 
     lock: threading.RLock
     options: dict[str, Any]
+    ranks: Ranks
     shipped: ShippedObjects
     timeout: float
 
     def describe(self) -> str: ...
 
 
-class _Died(Exception):
-    """A newcomer has ended."""
+class Died(Exception):
+    """A newcomer has ended, or one that it takes values over from."""
 
 
 class Newcomers:
@@ -48,18 +50,20 @@ class Newcomers:
         layout: of their mesh.
         threads: of each.
         shared, own: bytes of values that they are about to take over: those of all, and those of each.
+        places: the hosts that they are to be on, if there are several.
 
     Attributes:
         ranks: they, once `prepare` has come back.
         known: the keys of what they were sent, and have read.
     """
 
-    def __init__(self, session: Session, layout: Layout, threads: int, shared: int, own: int):
-        self.layout = layout
+    def __init__(self, session: Session, layout: Layout, threads: int, shared: int, own: int, places: Places | None):
+        self.layout, self._places = layout, places
         self._session, self._options = session, session.options | {"threads": threads}
-        # Their first step is taken to make as much as there is, in memory that they share and in their own.
+        # Their first step is taken to make as much as there is, in memory that they share and in their own. What other
+        # hosts have is not known here.
         room = Populate(own, own + shared)
-        fits = 2 * (shared + layout.size * (room.values + 2 * room.step)) < available_bytes()
+        fits = places is None and 2 * (shared + layout.size * (room.values + 2 * room.step)) < available_bytes()
         self._shared_bytes, self._room = (shared, room) if fits else (0, Populate(0, 0))
         self.known: set[str] = set()
         self._printed: list[tuple[Rank, str, bytes]] = []
@@ -72,7 +76,7 @@ class Newcomers:
             MeshError: they cannot be started, or die before they are ready.
         """
         for left in reversed(range(TRIES)):
-            self.ranks, self.known = Ranks(self.layout, self._options, lambda rank: None), set()
+            self.ranks, self.known = self._made(), set()
             try:
                 self.ranks.start(self.layout.size)
                 self._populate()
@@ -80,12 +84,19 @@ class Newcomers:
                 return
             except BaseException as error:
                 self.give_up()
-                if not isinstance(error, _Died):
+                if not isinstance(error, Died):
                     raise
                 if not left:
                     problem = f"the mesh cannot be resized: new ranks die before they are ready, {TRIES} times in a row"
                     remedy = "see their error output; the mesh goes on as it was"
                     raise MeshError(message(problem, got=f"the last: {error}", remedy=remedy)) from None
+
+    def _made(self) -> Ranks:
+        old, options = self._session.ranks, self._options
+        if self._places is None:
+            return Ranks(self.layout, options, lambda rank: None)
+        assert isinstance(old, HostRanks)
+        return HostRanks(self._places, self.layout, options, lambda rank: None, None, old.secret)
 
     def cancel(self) -> None:
         """Have `prepare` end soon."""
@@ -98,9 +109,9 @@ class Newcomers:
 
     def _populate(self) -> None:
         """Have memory at hand for what all of them will show."""
-        assert self.ranks.arena is not None
         for at in range(0, self._shared_bytes, _CHUNK_BYTES):
             self._check_wanted()
+            assert self.ranks.arena is not None
             self.ranks.arena.populate(at, min(_CHUNK_BYTES, self._shared_bytes - at))
 
     def _check_wanted(self) -> None:
@@ -112,10 +123,32 @@ class Newcomers:
         session = self._session
         with session.lock:
             self.known = session.shipped.keys()
-            messages = [*session.shipped.for_newcomer(), (self._room, None), (protocol.PassThrough(0, 0, (), ()), None)]
-            for said, packet in messages:
-                send(self.ranks.all, said, packet)
-        waiting = {rank.rank: rank for rank in self.ranks.all}
+            for said, packet in session.shipped.for_newcomer():
+                self._tell(said, packet)
+        if self._places is None:
+            self._tell(self._room)
+        self._tell(protocol.PassThrough(0, 0, (), ()))
+        self._wait(session.timeout, _ends_a_task)
+
+    def take(self, messages: Sequence[tuple[protocol.Message, wire.Packet]], seconds: float) -> None:
+        """Have them do tasks, and wait until all have done all."""
+        for said, packet in messages:
+            self._tell(said, packet)
+        self._wait(seconds, _ends_a_task, len(messages))
+
+    def copy(self, said: protocol.CopyTo, seconds: float) -> None:
+        """Have what they have copied to other hosts of theirs, and wait until it is."""
+        self._tell(said)
+        self._wait(seconds, lambda one: isinstance(one, protocol.Copying) and one.done and one.number == said.number)
+
+    def _tell(self, said: protocol.Message, packet: wire.Packet | None = None) -> None:
+        packet = wire.Packet(b"") if packet is None else packet
+        packet.head = protocol.encode(said)
+        self.ranks.send(packet, wire.frame(packet), None)
+
+    def _wait(self, seconds: float, is_it: Callable[[protocol.Message], bool], count: int = 1) -> None:
+        """Wait until each has said so many things of a kind."""
+        left = dict.fromkeys((rank.rank for rank in self.ranks.all), count)
         look = select.poll()
         sources: dict[int, tuple[str, Rank]] = {}
         for rank in self.ranks.all:
@@ -123,23 +156,24 @@ class Newcomers:
             sources |= {fd: (stream, rank) for stream, fd in rank.pipes.items()}
         for fd in sources:
             look.register(fd, select.POLLIN)
-        end = time.monotonic() + session.timeout
-        while waiting:
+        end = time.monotonic() + seconds
+        while any(count > 0 for count in left.values()):
             self._check_wanted()
             if time.monotonic() > end:
-                got = f"ranks {sorted(waiting)} are not ready after {session.timeout:g} s"
+                late = sorted(rank for rank, count in left.items() if count > 0)
+                got = f"ranks {late} are not ready after {seconds:g} s"
                 remedy = "see what they import; the mesh goes on as it was"
                 raise MeshError(message("the mesh cannot be resized", got=got, remedy=remedy))
-            for rank in waiting.values():
+            for rank in self.ranks.all:
                 rank.flush()
             for fd, _ in look.poll(1000 * _LOOK_SECONDS):
                 stream, rank = sources[fd]
                 if stream:
                     self._take_output(rank, stream, look, fd)
-                elif fd == rank.pidfd or self._has_answered(rank):
-                    if fd == rank.pidfd:
-                        raise _Died(f"rank {rank.rank} {rank.end_text()}")
-                    waiting.pop(rank.rank, None)
+                elif fd == rank.pidfd:
+                    raise Died(f"rank {rank.rank} {rank.end_text()}")
+                else:
+                    left[rank.rank] -= sum(map(is_it, self._said(rank)))
 
     def _take_output(self, rank: Rank, stream: str, look: Any, fd: int) -> None:
         while data := rank.read(stream):
@@ -147,33 +181,34 @@ class Newcomers:
         if data is None:
             look.unregister(fd)
 
-    def _has_answered(self, rank: Rank) -> bool:
-        packets = rank.receiver.receive(block=False)
+    def _said(self, rank: Rank) -> list[protocol.Message]:
+        packets = rank.answers()
         if packets is None:
             rank.ended(1.0)
-            raise _Died(f"rank {rank.rank} {rank.end_text()}")
-        done = False
+            raise Died(f"rank {rank.rank} {rank.end_text()}")
+        found = []
         for packet in packets:
             said = protocol.decode(packet.head)
+            found.append(said)
             rank.ready = rank.ready or isinstance(said, protocol.Ready)
-            done = done or isinstance(said, protocol.Answer | protocol.Failed)
             if isinstance(said, protocol.Ship):  # it could not read that: it is sent again at the switch
                 self.known.discard(said.key)
+            if isinstance(said, protocol.Failed):
+                failure = wire.loads(packet)
+                got = f"rank {rank.rank}: {failure.type_name}: {failure.text}"
+                if failure.type_name == PeerLost.__name__:
+                    raise Died(got)
+                remedy = "the mesh goes on as it was"
+                raise MeshError(message("the mesh cannot be resized: a new rank has failed", got=got, remedy=remedy))
             packet.close()
-        assert self.ranks.arena is not None
-        self.ranks.arena.answers.heard[rank.rank] += len(packets)
-        return done
+        if self.ranks.arena is not None:
+            self.ranks.arena.answers.heard[rank.rank] += len(packets)
+        return found
 
     def printed(self) -> list[tuple[Rank, str, bytes]]:
         """What they have printed so far, to be shown when they are taken."""
         return self._printed
 
 
-def send(ranks: Iterable[Rank], said: protocol.Message, packet: wire.Packet | None) -> None:
-    """Send a message to ranks that nobody listens to yet."""
-    packet = wire.Packet(b"") if packet is None else packet
-    packet.head = protocol.encode(said)
-    parts = wire.frame(packet)
-    for rank in ranks:
-        with contextlib.suppress(ConnectionError):
-            rank.send(packet, parts)
+def _ends_a_task(said: protocol.Message) -> bool:
+    return isinstance(said, protocol.Answer)

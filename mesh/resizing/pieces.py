@@ -7,7 +7,7 @@ Invariant: that arena is there, and as it was, until all new ranks have answered
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,34 @@ from ...kernels.shm.arena import bytes_of
 from .. import strides
 from ..spec import Layout, P
 from ..strides import frozen_as
+
+Box = list[tuple[int, int]]
+"""A part of a whole: of each dimension where it begins, and where it ends."""
+
+
+def box_of(layout: Layout, shape: Sequence[int], spec: P, rank: int) -> Box:
+    """Where a rank's shard lies in the whole."""
+    slices = layout.slices(tuple(shape), spec, rank)
+    return [(part.start, part.stop) for part in slices] + [(0, size) for size in shape[len(slices) :]]
+
+
+def sizes_of(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def shared(one: Box, other: Box) -> Box | None:
+    """What two parts have in common, if anything; a number's are the same.
+
+    >>> shared([(0, 3), (0, 9)], [(2, 4), (0, 9)]), shared([(0, 2)], [(2, 4)]), shared([], [])
+    ([(2, 3), (0, 9)], None, [])
+    """
+    both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
+    return both if all(start < stop for start, stop in both) else None
+
+
+def within(box: Box, part: Box) -> tuple[slice, ...]:
+    """Where a part of the whole lies in one that it is a part of."""
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, box, strict=True))
 
 
 class Source:
@@ -70,23 +98,16 @@ class Pieces:
         Args:
             room: gives memory for so many elements of a tensor's kind.
         """
-        slices = layout.slices(self.shape, spec, rank)
-        box = [(part.start, part.stop) for part in slices] + [(0, size) for size in self.shape[len(slices) :]]
-        sizes = tuple(stop - start for start, stop in box)
+        box = box_of(layout, self.shape, spec, rank)
+        sizes = sizes_of(box)
         first = self.pieces[0]
         order = strides.joined(self.shape, first.shape, strides.dense(first.shape, first.stride))
         plain = self.like.detach()
         shard = room(torch.Size(sizes).numel(), plain).as_strided(sizes, strides.dense(sizes, order))
         for piece in self.pieces:
-            # What is here of the piece: from where to where, in the whole.
-            both = [
-                (max(start, begin), min(stop, begin + size))
-                for (start, stop), begin, size in zip(box, piece.begin, piece.shape, strict=True)
-            ]
-            if all(start < stop for start, stop in both):
-                here = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(both, box, strict=True))
-                there = tuple(slice(a - begin, b - begin) for (a, b), begin in zip(both, piece.begin, strict=True))
-                shard[here].copy_(self._tensor(piece)[there])
+            its = [(begin, begin + size) for begin, size in zip(piece.begin, piece.shape, strict=True)]
+            if (both := shared(box, its)) is not None:
+                shard[within(box, both)].copy_(self._tensor(piece)[within(its, both)])
         return frozen_as(self.like, shard)
 
     def _tensor(self, piece: Piece) -> torch.Tensor:

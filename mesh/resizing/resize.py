@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
 from ...kernels.arguments import is_whole
@@ -22,11 +22,13 @@ from .. import protocol
 from ..driver import open_sessions
 from ..driver.rerun import send_read
 from ..driver.session import DriverSession
+from ..hosts.places import Places
 from ..rank.interrupts import uninterrupted
 from ..region import current
 from ..spec import Layout
+from .between_hosts import MovedBetweenHosts
 from .moved import Moved, bytes_to_move
-from .newcomers import Newcomers
+from .newcomers import TRIES, Died, Newcomers
 
 logger = logging.getLogger("spmd")
 
@@ -34,7 +36,7 @@ logger = logging.getLogger("spmd")
 class MeshView(Protocol):
     """The mesh, as far as it is seen from here."""
 
-    hosts: Any
+    hosts: Places | None
     at_close: list[concurrent.futures.Future]
 
     @property
@@ -44,7 +46,7 @@ class MeshView(Protocol):
     @property
     def driver(self) -> DriverSession: ...
     def describe(self) -> str: ...
-    def set_layout(self, layout: Layout, threads: int) -> None: ...
+    def set_layout(self, layout: Layout, threads: int, hosts: Places | None) -> None: ...
     def threads_for(self, layout: Layout) -> int: ...
 
 
@@ -59,7 +61,9 @@ def resize(self: MeshView, axes: dict[str, int], *, wait: bool = True) -> None:
 
     New ranks start and import while calls under way go on; those that there are end. With `shards=` the run's bits are
     what they would have been. Values keep their specs where the new sizes divide their dimensions, and become
-    replicated where not. What ranks keep besides values (module globals, caches) begins anew.
+    replicated where not. What ranks keep besides values (module globals, caches) begins anew. Over several hosts each
+    has ranks in proportion to what `hosts=` gave it, one at least; where there are more hosts than ranks, the last are
+    left, until the mesh grows again.
 
     Args:
         axes: the new sizes of axes of the mesh; those not named stay.
@@ -67,18 +71,24 @@ def resize(self: MeshView, axes: dict[str, int], *, wait: bool = True) -> None:
             ranks are ready, so that the program goes on until then. Another `resize` takes its place.
 
     Raises:
-        MeshError: for ranks that a launcher has started, on GPUs or several hosts, over objects of `mesh.remote`; there
-            is no such axis or size; a dimension is cut over several axes at once; new ranks cannot be had, or old ones
-            are busy.
+        MeshError: for ranks that a launcher has started, on GPUs, over objects of `mesh.remote`; there is no such axis
+            or size; a dimension is cut over several axes at once; new ranks cannot be had, or old ones are busy; too
+            few hosts are left for `copies=`. The mesh is as it was then.
     """
+    _resize(self, axes, wait)
+
+
+def _resize(self: MeshView, axes: dict[str, int], wait: bool, leaving: Collection[int] = ()) -> None:
+    """As `resize`, where these ranks are those that leave, if it matters which."""
     layout = _checked(self, axes)
     driver = self.driver
+    places = _places(self, layout, leaving)
     before, driver.resizing = driver.resizing, None
     if before is not None:
         before.cancel()
     if layout == self.layout:
         return
-    resizing = Resizing(self, driver, layout)
+    resizing = Resizing(self, driver, layout, places)
     if not wait:
         driver.resizing = resizing
         return
@@ -87,6 +97,8 @@ def resize(self: MeshView, axes: dict[str, int], *, wait: bool = True) -> None:
 
 def retire(self: MeshView, rank: int) -> None:
     """Have a rank leave the mesh, which goes on with one less along its batch axis; ranks are numbered anew.
+
+    Over several hosts it is that rank's host that has one less.
 
     >>> with Mesh({"data": 2}) as mesh:
     ...     mesh.retire(1)
@@ -106,7 +118,8 @@ def retire(self: MeshView, rank: int) -> None:
     if layout.axes[axis] == 1:
         problem = f"the mesh has nothing left without rank {rank}: axis {axis!r} has one place"
         raise MeshError(message(problem, where=self.describe(), remedy="close the mesh"))
-    resize(self, {axis: layout.axes[axis] - 1})
+    others = tuple(name for name in layout.names if name != axis)
+    _resize(self, {axis: layout.axes[axis] - 1}, True, layout.group(rank, others))
 
 
 def _checked(mesh: MeshView, axes: dict[str, int]) -> Layout:
@@ -125,12 +138,25 @@ def _checked(mesh: MeshView, axes: dict[str, int]) -> Layout:
             raise MeshError(message(f"resize got a bad size for axis {name!r}", got=repr(size), expected=expected))
     driver = mesh.driver
     driver.ready()
-    if not driver.lasting or mesh.hosts is not None:
-        problem = "a mesh of GPUs or over several hosts cannot be resized"
+    if not driver.lasting:
+        problem = "a mesh of GPUs cannot be resized"
         remedy = "save, close the mesh, and restore on one of the other size"
         raise MeshError(message(problem, where=where, remedy=remedy))
     _check_remote(driver)
     return Layout(tuple((name, int(axes.get(name, size))) for name, size in mesh.layout.sizes))
+
+
+def _places(mesh: MeshView, layout: Layout, leaving: Collection[int]) -> Places | None:
+    """The hosts that ranks of another layout are on, if there are several."""
+    if mesh.hosts is None:
+        return None
+    places = mesh.hosts.without(leaving) if leaving else mesh.hosts.spread(layout.size)
+    copies, left = mesh.driver.options["copies"], len(places.names)
+    if copies >= left < len(mesh.hosts.names):
+        problem = f"the mesh cannot be resized: values have copies on {copies} other hosts, and fewer would be left"
+        got, remedy = f"{layout.size} ranks on {left} hosts", "leave ranks on more hosts than that"
+        raise MeshError(message(problem, got=got, where=mesh.describe(), remedy=remedy))
+    return places
 
 
 def _check_remote(driver: DriverSession) -> None:
@@ -142,10 +168,10 @@ def _check_remote(driver: DriverSession) -> None:
 class Resizing:
     """New ranks that get ready on a thread, and the switch to them."""
 
-    def __init__(self, mesh: MeshView, driver: DriverSession, layout: Layout):
-        self._mesh, self._driver, self._layout = mesh, driver, layout
+    def __init__(self, mesh: MeshView, driver: DriverSession, layout: Layout, places: Places | None):
+        self._mesh, self._driver, self._layout, self._places = mesh, driver, layout, places
         self._threads = mesh.threads_for(layout)
-        self._newcomers = Newcomers(driver, layout, self._threads, *bytes_to_move(driver, layout))
+        self._newcomers = Newcomers(driver, layout, self._threads, *bytes_to_move(driver, layout), places)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._prepare, name="spmd-newcomers", daemon=True)
         self._thread.start()
@@ -185,12 +211,26 @@ class Resizing:
             raise
         try:
             concurrent.futures.wait(self._mesh.at_close)  # checkpoints that the old ranks are writing
-            began = self._switch()
+            began = self._switched()
         except BaseException:
             if self._driver.ranks is not self._newcomers.ranks:
                 self._newcomers.give_up()
             raise
         logger.info("%s: has gone on after %.0f ms", self._mesh.describe(), 1e3 * (time.monotonic() - began))
+
+    def _switched(self) -> float:
+        """Switch; again, with others, where ranks or hosts die in the middle of it. When it began."""
+        for left in reversed(range(TRIES)):
+            try:
+                return self._switch()
+            except Died as error:
+                self._newcomers.give_up()
+                if not left:
+                    problem = f"the mesh cannot be resized: what moves values dies, {TRIES} times in a row"
+                    remedy = "see the error output; the mesh goes on as it was"
+                    raise MeshError(message(problem, got=f"the last: {error}", remedy=remedy)) from None
+            self._newcomers.prepare()
+        raise AssertionError
 
     def _switch(self) -> float:
         driver, ranks = self._driver, self._newcomers.ranks
@@ -198,14 +238,18 @@ class Resizing:
         with _quiet(driver):
             began = time.monotonic()
             _check_remote(driver)
-            moved = Moved(driver, arena, self._layout)
+            moved: Moved | MovedBetweenHosts
+            if self._places is None:
+                moved = Moved(driver, arena, self._layout)
+            else:
+                moved = MovedBetweenHosts(driver, self._newcomers)
             with uninterrupted():
                 driver.switching = threading.get_ident()
                 reruns, driver.reruns = driver.reruns, True
                 driver.tell(protocol.Exit())  # of all values there is a copy, or memory that is not theirs
                 driver.hand_over(ranks, self._layout)
+                self._mesh.set_layout(self._layout, self._threads, self._places)
                 open_sessions.follow(driver)
-                self._mesh.set_layout(self._layout, self._threads)
                 for said, packet in driver.shipped.for_newcomer(self._newcomers.known):
                     driver.tell(said, packet)
                 puts = moved.put(driver)

@@ -31,6 +31,9 @@ from test_hosts import Mesh, host_process, trained
 {before}
 with Mesh({{"data": 4}}, hosts={hosts}, timeout=60) as mesh:
     print(json.dumps([trained(mesh, 4), mesh.hosts.by_rank(), mesh.run(os.getpid) + mesh.run(host_process)]))
+    for size in (3, 4):  # while processes of the other size are still there
+        mesh.resize({{"data": size}})
+        assert len(set(mesh.run(os.getpid))) == size
 {after}
 """
 

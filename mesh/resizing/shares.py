@@ -1,0 +1,222 @@
+"""The values of a call, as ranks on several hosts have them that are about to leave: each new rank takes its shards.
+
+It asks the processes that hold those ranks for the parts that it needs, over connections of its own, and of what
+several of them have the nearest. Invariant: what it has then lies in its memory as if it had been put there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import pickle
+import socket
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from ...kernels.errors import MeshError, PeerLost, message
+from .. import strides, wire
+from ..hosts.coded import NotOfThisMesh
+from ..hosts.link import GREETING_SECONDS, Link, greet_driver
+from ..hosts.protocol import SendParts
+from ..rank.lasting_values import Leaf
+from ..spec import Layout, P
+from .offer import secret_of
+from .pieces import Box, box_of, shared, sizes_of, within
+
+_MOST_BYTES = 32 << 20  # that are asked for at once, but for a part that is larger
+Room = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """A value.
+
+    Attributes:
+        shape, spec: of the whole, and how the ranks that leave have it cut.
+        itemsize: of its elements.
+        missing: of those ranks, who lacks it.
+    """
+
+    shape: tuple[int, ...]
+    spec: P
+    itemsize: int
+    missing: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """What is needed of a shard: by whom it is had, where it lies in the whole, and which part of that is needed."""
+
+    rank: int
+    index: int
+    shard: Box
+    box: Box
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shares:
+    """The values of a call.
+
+    Attributes:
+        before: the layout of the ranks that leave.
+        at: of each of them where its host offers what it has: address and port.
+        call: the number of the call.
+        values: None for what is needed no more.
+    """
+
+    before: Layout
+    at: tuple[tuple[str, int], ...]
+    call: int
+    values: tuple[Share | None, ...]
+
+    def take(
+        self, layout: Layout, specs: Sequence[P], rank: int, who: tuple[str, bytes], room: Room
+    ) -> list[torch.Tensor]:
+        """A rank's shards, cut so.
+
+        Args:
+            who: the rank's address, and the key of its mesh.
+            room: gives memory for so many elements of a tensor's kind.
+        """
+        taken: list[torch.Tensor | None] = [None] * len(self.values)
+        boxes: list[Box] = []
+        parts: list[_Part] = []
+        for index, (one, spec) in enumerate(zip(self.values, specs, strict=True)):
+            boxes.append([] if one is None else box_of(layout, one.shape, spec, rank))
+            parts += () if one is None else self._parts(index, one, boxes[index], rank, who[0])
+        with contextlib.closing(_Hosts(self.at, who[1], rank)) as hosts:
+            for some in _few(parts):
+                for part, (leaf, data) in zip(some, hosts.ask(self.call, some), strict=True):
+                    index, shard = part.index, taken[part.index]
+                    if leaf.gone:
+                        raise MeshError(f"rank {part.rank} does not have value {index} of call {self.call}")
+                    if leaf.pickled:
+                        taken[index] = self._unpickled(index, data)
+                        continue
+                    if shard is None:
+                        shard = taken[index] = _room(leaf, self._shape(index), boxes[index], room)
+                    if len(data):
+                        shard.data[within(boxes[index], part.box)].copy_(_laid_out(data, leaf, sizes_of(part.box)))
+        return [torch.empty(0) if shard is None else shard for shard in taken]
+
+    def _unpickled(self, index: int, data: memoryview) -> torch.Tensor:
+        """A value that travels as a pickle: one that is sparse, or quantized."""
+        one = self.values[index]
+        if one is None or one.spec.entries:
+            raise MeshError(
+                message("a value that is no plain tensor is cut", got=f"{one}", remedy="fetch and delete it")
+            )
+        found: torch.Tensor = wire.from_bytes(bytes(data))
+        return found
+
+    def _shape(self, index: int) -> tuple[int, ...]:
+        one = self.values[index]
+        assert one is not None
+        return one.shape
+
+    def _parts(self, index: int, one: Share, box: Box, rank: int, address: str) -> list[_Part]:
+        """What a rank needs for its part of a value; of one without elements something, to know how it lies."""
+        found: list[_Part] = []
+        for owner in self.before.owners(one.spec):
+            its = box_of(self.before, one.shape, one.spec, owner)
+            if (both := shared(box, its)) is not None:
+                donor = self._donor(one, owner, rank, address)
+                found += [_Part(donor, index, its, some, _nbytes(some, one)) for some in _split(both, one)]
+        if not found:
+            donor = self._donor(one, 0, rank, address)
+            its = box_of(self.before, one.shape, one.spec, donor)
+            found.append(_Part(donor, index, its, [(start, start) for start, _ in its], 0))
+        return found
+
+    def _donor(self, one: Share, owner: int, rank: int, address: str) -> int:
+        """Who has the same as this rank: on the host of who asks, if one is; else not the same one for all who ask."""
+        having = [other for other in self.before.replicas(one.spec, owner) if other not in one.missing]
+        near = [other for other in having if self.at[other][0] == address] or having
+        return near[rank % len(near)]
+
+
+class _Hosts:
+    """Connections of a rank to the hosts of another mesh."""
+
+    def __init__(self, at: Sequence[tuple[str, int]], key: bytes, rank: int):
+        self._at, self._secret, self._rank = at, secret_of(key), rank
+        self._links: dict[tuple[str, int], Link] = {}
+
+    def ask(self, call: int, parts: Sequence[_Part]) -> list[tuple[Leaf, memoryview]]:
+        """Of each part how the shard lies that it is one of, and its bytes; raises `PeerLost`."""
+        found: dict[int, tuple[Leaf, memoryview]] = {}
+        for where in {self._at[part.rank] for part in parts}:
+            its = [place for place, part in enumerate(parts) if self._at[part.rank] == where]
+            try:
+                said, content = self._link(where).ask(SendParts(call, tuple(_named(parts[place]) for place in its)))
+            except (OSError, NotOfThisMesh) as error:
+                raise PeerLost(f"what holds ranks at {where[0]} port {where[1]} can't be reached: {error}") from None
+            view, at = memoryview(content), 0
+            for place, (head, nbytes) in zip(its, said.sizes, strict=True):
+                found[place] = pickle.loads(view[at : at + head]), view[at + head : at + head + nbytes]
+                at += head + nbytes
+        return [found[place] for place in range(len(parts))]
+
+    def _link(self, where: tuple[str, int]) -> Link:
+        if where not in self._links:
+            connection = socket.create_connection(where, timeout=GREETING_SECONDS)
+            try:
+                self._links[where] = greet_driver(connection, self._secret, self._rank)
+            except BaseException:
+                connection.close()
+                raise
+        return self._links[where]
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+
+def _named(part: _Part) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    """A part as a host is asked for it."""
+    inside = within(part.shard, part.box)
+    return part.rank, part.index, tuple(one.start for one in inside), tuple(one.stop for one in inside)
+
+
+def _nbytes(box: Box, one: Share) -> int:
+    return math.prod(sizes_of(box)) * one.itemsize
+
+
+def _split(box: Box, one: Share) -> Iterator[Box]:
+    """A part of a value in smaller ones, of some of its rows each, where it is large."""
+    (start, stop), *rest = box or [(0, 1)]
+    rows = max(1, _MOST_BYTES * (stop - start) // max(1, _nbytes(box, one)))
+    for at in range(start, stop, rows):
+        yield [(at, min(at + rows, stop)), *rest] if box else []
+
+
+def _few(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """All of them, in order, no more at once than are to be asked for together."""
+    some: list[_Part] = []
+    left = _MOST_BYTES
+    for part in parts:
+        if some and part.nbytes > left:
+            yield some
+            some, left = [], _MOST_BYTES
+        some.append(part)
+        left -= part.nbytes
+    if some:
+        yield some
+
+
+def _room(leaf: Leaf, shape: tuple[int, ...], box: Box, room: Room) -> torch.Tensor:
+    """Memory for a part of a value, a shard of which lies so."""
+    sizes = sizes_of(box)
+    order = strides.joined(shape, leaf.shape, strides.dense(leaf.shape, leaf.stride))
+    found = room(math.prod(sizes), torch.empty(0, dtype=leaf.dtype)).as_strided(sizes, strides.dense(sizes, order))
+    return torch.nn.Parameter(found, requires_grad=False) if leaf.frozen else found
+
+
+def _laid_out(data: memoryview, leaf: Leaf, sizes: tuple[int, ...]) -> torch.Tensor:
+    """The bytes of a part of a shard that lies so, as a tensor."""
+    room = torch.empty(len(data), dtype=torch.uint8)
+    room.numpy()[:] = data
+    return room.view(leaf.dtype).as_strided(sizes, strides.dense(sizes, strides.dense(leaf.shape, leaf.stride)))
