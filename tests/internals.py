@@ -280,3 +280,25 @@ def at_the_switch(monkeypatch: Any, do: Callable[[list[int]], None]) -> None:
         take(self, *args)
 
     monkeypatch.setattr(newcomers.Newcomers, "take", called)
+
+
+def ask_while_ranks_start(monkeypatch: Any) -> None:
+    """Another thread asks a host for its status when that has just said which ranks it has started anew."""
+    import threading
+
+    from patience import HANGS
+
+    from spmd.mesh.hosts import protocol, rank_host
+
+    ask = rank_host.RankHost.ask
+
+    def ask_twice(host: Any, said: Any) -> Any:
+        answer = ask(host, said)
+        if isinstance(said, protocol.BeginAnew):
+            other = threading.Thread(target=ask, args=(host, protocol.Ask("status")))
+            other.start()
+            other.join(1.0)  # if it does not have to wait it is answered by then
+        return answer
+
+    monkeypatch.setattr(rank_host.RankHost, "ask", ask_twice)
+    monkeypatch.setattr(rank_host, "_ANSWER_SECONDS", 100 * HANGS)

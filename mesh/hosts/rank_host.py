@@ -117,7 +117,7 @@ class RankHost:
         self.hears: dict[int, tuple[str, int]] = {}  # where its ranks are called by others
         self._ranks: dict[int, RemoteRank] = {}
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # one question at a time
+        self._lock = threading.RLock()  # one question at a time, and no other before its ranks are known
         self._said: queue.SimpleQueue[Any] = queue.SimpleQueue()  # by ranks
         self._threads = [
             threading.Thread(target=target, name=f"spmd-host-{name}", daemon=True)
@@ -134,16 +134,17 @@ class RankHost:
         return self._forked(protocol.BeginAnew(generation))
 
     def _forked(self, said: Any) -> list[RemoteRank]:
-        answer = self.ask(said)
-        if isinstance(answer, protocol.Refused):
-            raise MeshError(message(f"host {self.name} can't start ranks", got=answer.why))
-        started = [RemoteRank(rank, pid, self) for rank, pid, _ in answer.ranks]
-        address = self.link.connection.getpeername()[0]
-        self.copies = address, answer.copies
-        self.hears.update({rank: (address, port) for rank, _, port in answer.ranks})
-        for rank in started:
-            self._ranks[rank.rank] = rank
-        self._known.set()
+        with self._lock:
+            answer = self.ask(said)
+            if isinstance(answer, protocol.Refused):
+                raise MeshError(message(f"host {self.name} can't start ranks", got=answer.why))
+            started = [RemoteRank(rank, pid, self) for rank, pid, _ in answer.ranks]
+            address = self.link.connection.getpeername()[0]
+            self.copies = address, answer.copies
+            self.hears.update({rank: (address, port) for rank, _, port in answer.ranks})
+            for rank in started:
+                self._ranks[rank.rank] = rank
+            self._known.set()
         return started
 
     def ask(self, said: Any) -> Any:

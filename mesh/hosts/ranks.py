@@ -38,6 +38,7 @@ from .places import Places
 from .rank_host import RankHost, RemoteRank, Together
 
 AGAIN_SECONDS = 30.0  # for a host that was lost to come again
+_LOST = "lost with its host"  # what a rank does that another is yet to replace
 _TRIES = 5  # to have all hosts there, where another is lost while one comes again
 
 
@@ -148,8 +149,8 @@ class HostRanks(Ranks):
 
     def overwritten(self, region: int) -> bool:
         found = False
-        for place, host in enumerate(self._hosts):
-            with self._unless_lost(place):
+        for host in self._hosts:
+            with _unless_lost(host):
                 found = found or bool(host.ask(protocol.Ask("overwritten", region)).text)
         return found
 
@@ -175,8 +176,8 @@ class HostRanks(Ranks):
 
     def copies(self) -> dict[tuple[int, int, int], tuple[str, int]]:
         found = {}
-        for place, host in enumerate(self._hosts if self.request.copies else ()):
-            with self._unless_lost(place):
+        for host in self._hosts if self.request.copies else ():
+            with _unless_lost(host):
                 found.update(dict.fromkeys(host.ask(protocol.ListCopies()).names, host.copies))
         return found
 
@@ -225,7 +226,7 @@ class HostRanks(Ranks):
                 if place not in begun
             }
             for place, result in results.items():
-                with self._unless_lost(place):
+                with _unless_lost(self._hosts[place]):
                     begun[place] = result()
             if len(begun) == len(self._hosts):
                 break
@@ -241,15 +242,6 @@ class HostRanks(Ranks):
         if bare:
             self._tell_where()
         return [rank.rank for rank in started]
-
-    @contextlib.contextmanager
-    def _unless_lost(self, place: int) -> Iterator[None]:
-        """Pass over the error of a host that is lost with this."""
-        try:
-            yield
-        except MeshError:
-            if not self._hosts[place].lost:
-                raise
 
     def _start_again(self, places: list[int]) -> None:
         """Have other processes hold the ranks of hosts whose own are lost."""
@@ -270,14 +262,23 @@ class HostRanks(Ranks):
     def status(self) -> Status:
         """See `Mesh.status`."""
         rows = []
-        for host in self._hosts:
-            told = host.ask(protocol.Ask("status"))
-            rows += [dataclasses.replace(RankStatus(*row), host=host.name) for row in told.rows]
+        for host, ranks in zip(self._hosts, self.places.ranks(), strict=True):
+            found = [RankStatus(rank, host.name, 0, 0, _LOST, 0) for rank in ranks]
+            with _unless_lost(host):
+                told = host.ask(protocol.Ask("status")).rows
+                found = [dataclasses.replace(RankStatus(*row), host=host.name) for row in told]
+            rows += found
         return Status(rows)
 
     def stacks(self) -> str:
         """See `Mesh.stacks`."""
-        return "\n\n".join(host.ask(protocol.Ask("stacks")).text for host in self._hosts)
+        texts = []
+        for host, ranks in zip(self._hosts, self.places.ranks(), strict=True):
+            text = "\n\n".join(f"rank {rank}: {_LOST}" for rank in ranks)
+            with _unless_lost(host):
+                text = host.ask(protocol.Ask("stacks")).text
+            texts.append(text)
+        return "\n\n".join(texts)
 
     def kill(self) -> None:
         for rank in self.all:
@@ -293,6 +294,16 @@ class HostRanks(Ranks):
             self.places.launcher.stop(host.handle)
         self._hosts.clear()
         self._store = None
+
+
+@contextlib.contextmanager
+def _unless_lost(host: RankHost) -> Iterator[None]:
+    """Pass over the error of a host that is lost with this."""
+    try:
+        yield
+    except MeshError:
+        if not host.lost:
+            raise
 
 
 def ranks_of(places: Places | None, layout: Layout, options: dict[str, Any], receiving: Receiving) -> Ranks:

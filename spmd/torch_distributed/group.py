@@ -48,7 +48,7 @@ class ProcessGroup(_Base):
         self._sequence = 0
         self._coalesced: list[Work] | None = None
         self._barrier = MonitoredBarrier(world.store_of(self._channel, store), rank, len(ranks))
-        if rank == 0 or not world.opens_alone:  # so that none of the others has to wait for it when they begin
+        if world.opens_early(rank):
             self._comm("cpu")
 
     def getBackendName(self) -> str:

@@ -30,6 +30,7 @@ from ..mesh.launch.secret import secret_of_user
 from ..mesh.rank.memory import keep_freed_memory
 from ..mesh.rank.session import RankSession
 
+_MEETING = ("gloo", "mpi")  # backends whose ranks wait for each other to open a group, on one host, too
 # How often each set of a mesh's ranks has made a group; a rank that replaces one that died begins anew, as all do.
 _times: weakref.WeakKeyDictionary[RankSession, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
@@ -105,7 +106,14 @@ class World:
     @property
     def opens_alone(self) -> bool:
         """Whether the first rank of a group opens it without waiting for the others."""
-        return isinstance(self.watch, Arena)
+        return isinstance(self.watch, Arena) and self.backend not in _MEETING
+
+    def opens_early(self, rank: int) -> bool:
+        """Whether a group is opened by this one of its ranks as it is made, so that nobody waits when it is used.
+
+        Not by a rank of a network that replaces one that died: the others have the group, and open it afresh on use.
+        """
+        return rank == 0 if self.opens_alone else not self.adopted or self.watch.generation == 1
 
     def communicator(self, ranks: tuple[int, ...], channel: str, timeout: float, device: str) -> Communicator:
         """The communicator of some of the ranks, this one with them."""

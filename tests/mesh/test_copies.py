@@ -196,6 +196,19 @@ def test_the_same_bits_after_a_host_is_lost_while_nothing_runs(mesh, undisturbed
     assert training.steps(STEPS, between) == undisturbed(None)
 
 
+def test_what_is_said_of_ranks_while_their_host_is_lost(mesh):
+    """The mesh goes on, so nobody is told to make a new one."""
+    before, doing, stacks = mesh.driver.ranks.generation, set(), ""
+    kill_hosts(mesh, [1])
+    while mesh.driver.ranks.generation == before or mesh.driver._recovery.under_way:
+        rows = mesh.status()
+        assert [row.rank for row in rows] == [0, 1, 2, 3]
+        doing.add((rows[2].doing, rows[3].doing))
+        stacks = stacks or (text if "rank 2: lost with its host\n\nrank 3: lost" in (text := mesh.stacks()) else "")
+    assert ("lost with its host",) * 2 in doing and stacks.startswith("rank 0: process")
+    assert mesh.run(int) == [0] * 4
+
+
 @pytest.mark.parametrize("moment", ["forward", "reduced", "updated"])
 @pytest.mark.parametrize("donate", [(), ("params", "state")])
 def test_the_same_bits_after_a_host_is_lost_in_a_step(mesh, undisturbed, tmp_path, moment, donate):

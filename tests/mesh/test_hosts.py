@@ -20,6 +20,7 @@ import optree
 import pytest
 import torch
 from host_processes import arena_held_by, host_process
+from internals import ask_while_ranks_start
 from patience import HANGS, end_within, quick, running, until
 from torch import nn
 
@@ -315,6 +316,14 @@ def test_a_rank_dies(mesh: Mesh, tmp_path: Path) -> None:
     large = put(torch.arange(float(1 << 18)), P("data"), mesh=mesh)
     os.kill(after[0], signal.SIGKILL)
     assert torch.equal(large.full(), torch.arange(float(1 << 18)))
+
+
+def test_a_host_is_asked_while_ranks_start_there(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the new ranks say is heard all the same."""
+    before = mesh.driver.ranks.all[3]
+    ask_while_ranks_start(monkeypatch)
+    assert isinstance(mesh.submit(os._exit, 3, rank=3).exception(), PeerLost)
+    assert until(lambda: (now := mesh.driver.ranks.all[3]) is not before and now.ready)
 
 
 def test_a_call_runs_again_when_a_rank_dies(mesh: Mesh, shared_mesh: Callable[..., Mesh], tmp_path: Path) -> None:

@@ -267,3 +267,14 @@ def test_a_metric_by_operators(shared_mesh: Any) -> None:
 
     x = torch.arange(6.0)
     assert float(((predict(x) - put(3 * x, mesh=mesh)) ** 2).mean()) == 0.0
+
+
+@pytest.mark.parametrize("options", [{"backend": "gloo"}, {"hosts": "local:2x1"}])
+def test_ranks_that_meet_over_a_network_are_replaced(make_mesh, options):
+    """A new rank makes torch's process groups, which the others have; a group is opened by all of them together."""
+    mesh = make_mesh({"data": 2}, **options)
+    x = put(torch.arange(4.0), P("data"), mesh=mesh)
+    assert x.sum().item() == 6
+    for rank in range(2):
+        assert mesh.submit(os._exit, 3, rank=rank).exception() is not None
+        assert (x + 1).sum().item() == 10
