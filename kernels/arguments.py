@@ -10,6 +10,8 @@ import torch
 
 from .errors import SpecError, message
 
+NO_TENSOR = object()  # where no tensor goes with what is checked
+
 
 def is_number(x: Any) -> bool:
     """Whether it is a real number; True and False are none."""
@@ -35,12 +37,25 @@ def check_function(what: str, f: Any, remedy: str) -> None:
         raise SpecError(message(problem, got=got, remedy="write def, without async or yield, and return the results"))
 
 
-def check_rank(name: str, argument: str, rank: int, size: int) -> None:
-    """Refuse a rank that is not of the group."""
-    if not 0 <= rank < size:
+def check_rank(name: str, argument: str, rank: int, size: int, tensor: Any = NO_TENSOR, tag: int = 0) -> None:
+    """Refuse a rank that is not of the group, and, where they go with it, what is no tensor and no tag."""
+    if tensor is not NO_TENSOR:
+        check_tensor(name, "tensor", tensor)
+    if type(tag) is not int and not is_whole(tag):
+        raise SpecError(message(f'{name} got a bad "tag"', got=repr(tag), expected="a whole number"))
+    if (type(rank) is not int and not is_whole(rank)) or not 0 <= rank < size:
         raise SpecError(
-            message(f'{name} got a bad "{argument}"', got=rank, expected=f"a rank of the group, 0 to {size - 1}")
+            message(f'{name} got a bad "{argument}"', got=repr(rank), expected=f"a rank of the group, 0 to {size - 1}")
         )
+
+
+def check_tensor(name: str, argument: str, x: Any) -> None:
+    """Refuse what has no bytes to communicate."""
+    if isinstance(x, torch.Tensor) and x.layout is torch.strided:
+        return
+    got = f"a tensor of layout {x.layout}" if isinstance(x, torch.Tensor) else type(x).__name__
+    remedy = "move its indices and values by themselves" if isinstance(x, torch.Tensor) else "make a tensor of it"
+    raise SpecError(message(f'{name} got a bad "{argument}"', got=got, expected="a dense tensor", remedy=remedy))
 
 
 def check_list(
@@ -58,8 +73,9 @@ def check_list(
     if tensors is None or len(tensors) != size:
         got = "None" if tensors is None else f"{len(tensors)} tensors"
         raise SpecError(message(f'{name} got a bad "{argument}"', got=got, expected=f"{size} tensors, one per rank"))
-    for index, tensor in enumerate(tensors if dtype is not None else ()):
-        if tensor.dtype != dtype:
+    for index, tensor in enumerate(tensors):
+        check_tensor(name, f"{argument}[{index}]", tensor)
+        if dtype is not None and tensor.dtype != dtype:
             raise SpecError(
                 message(f'{name} got a bad "{argument}"', got=f"{tensor.dtype} at {index}", expected=f"{dtype}")
             )

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import numbers
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -96,6 +97,7 @@ class Array:
 
     # Without a `__del__`: Python ignores what that raises, and so a Ctrl-C that came then would be lost.
     __slots__ = ("__weakref__", "_index", "_shard", "_source", "mesh")
+    __array_priority__ = 1000  # as torch's tensors have it: `array + x` of NumPy's leaves the sum to `x`
 
     def __init__(self, mesh: Any, source: Source, index: int, shard: torch.Tensor | None = None):
         self.mesh, self._source, self._index = mesh, source, index
@@ -191,6 +193,9 @@ class Array:
 
     def __int__(self) -> int:
         return int(self.item())  # type: ignore[arg-type]
+
+    def __index__(self) -> int:
+        return operator.index(self.full())
 
     def __bool__(self) -> bool:
         return bool(self.full())

@@ -167,7 +167,7 @@ class Mesh:
     def coords(self, rank: int | None = None) -> dict[str, int]:
         """A rank's coordinates by axis name (this rank's own, on a rank)."""
         rank = self.rank if rank is None else rank
-        if rank is None or not 0 <= rank < self.size:
+        if rank is None or rank not in range(self.size):
             raise MeshError(message("coords got a bad rank", got=repr(rank), expected=f"0 to {self.size - 1}"))
         return self._layout.coords(rank)
 

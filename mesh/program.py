@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,9 +22,11 @@ from .agreement import path_in
 from .ambient import Ambient, under
 from .array import Array
 from .batch import BatchSplit
-from .rank.captured import Captured
+from .purity.captured import Captured
+from .purity.captured_state import CapturedState
+from .purity.writes import Watched
 from .rank.session import RankSession
-from .region import Region, generators, inside, reseed, restore_generators
+from .region import Region, generators, inside, is_dropped, reseed, restore_generators
 from .replication.following import follow
 from .replication.net import Net, Varying, marked
 from .replication.values import Check
@@ -144,14 +147,19 @@ class CompiledCall:
         net = _net_over(session, self._treedef, local) if check is Check.TYPES else None
         args, kwargs = trees.unflatten(self._treedef, local)
         first = not self._results.known
+        captured_state: CapturedState | None = None
+        watched: Watched | None = None
         if first:
-            self._captured = Captured([self._program.body, *values], (type(self._mesh), Array))
+            whole = (type(self._mesh), Array)
+            self._captured = Captured([self._program.body, *values], whole)
+            captured_state = None if session.launched else CapturedState([self._program.body], whole)
+            watched = self._watched(local)
         region = Region(session, key, self._mesh, self._plan.batch, pure=True, looked_at=self._looked_at)
-        region.captured = self._captured.trainable
+        region.captured, region.updates = self._captured.trainable, [] if first else None
         state = generators() if session.launched else None
         reseed(region, session.rank)
         try:
-            with inside(region), under(self._plan.ambient), follow(net):
+            with inside(region), under(self._plan.ambient), follow(net, watched):
                 result = self._program.body(*args, **kwargs)
         finally:
             if state is not None:
@@ -159,8 +167,12 @@ class CompiledCall:
         # A donated one whose memory was taken is no plain tensor any more, and may have been written to.
         if donation.DonatedTensor in map(type, tensors) or versions(tensors) != entered:
             self._check_unwritten(local, tensors, entered)
-        if first:
+        if watched is not None:
+            watched.compare()
+            self._check_updates(region, local, result)
             self._captured.check(self._program.name, session.where())
+            if captured_state is not None:
+                captured_state.check(self._program.name, session.where())
         outcome = self._results.kept(result, net, check)
         donation.settle(values, local, outcome.leaves, donating=self._donating)
         return outcome
@@ -231,15 +243,38 @@ class CompiledCall:
         """Refuse a body that has written to its arguments, but for donated ones."""
         for tensor, before in zip(tensors, entered, strict=True):
             if type(tensor) is not donation.DonatedTensor and version(tensor) != before:
-                index = next(index for index, leaf in enumerate(local) if leaf is tensor)
-                where = describe_path(path_in(self._treedef, index))
-                raise SpecError(
-                    message(
-                        f"{self._program.name} changed its input {where} in place",
-                        where=self._session.where(),
-                        remedy="a step must be pure: write x = x + y instead of x += y, or clone the input first",
-                    )
+                self._refuse_write(next(index for index, leaf in enumerate(local) if leaf is tensor))
+
+    def _check_updates(self, region: Region, local: list[Any], result: Any) -> None:
+        """Refuse a body that returns the parameters as they were, and drops those that its optimizer made of them."""
+        results = trees.leaves(result) if region.updates else []
+        if any(is_dropped(update, local, results) for update in region.updates or ()):
+            raise SpecError(
+                message(
+                    f"{self._program.name} returns parameters as it was given them, and drops those that opt.step made "
+                    "of them: nothing would be trained",
+                    where=self._session.where(),
+                    remedy="params, opt_state = opt.step(params, grads, opt_state), and return these",
                 )
+            )
+
+    def _watched(self, local: list[Any]) -> Watched:
+        """What the body may not write to, which is seen before it does at the first call of a signature."""
+        inputs = [
+            (leaf, functools.partial(self._refuse_write, index))
+            for index, leaf in enumerate(local)
+            if isinstance(leaf, torch.Tensor) and not donation.may_take(leaf)
+        ]
+        return Watched([*inputs, *self._captured.watched(self._program.name, self._session.where())])
+
+    def _refuse_write(self, index: int) -> NoReturn:
+        raise SpecError(
+            message(
+                f"{self._program.name} changed its input {describe_path(path_in(self._treedef, index))} in place",
+                where=self._session.where(),
+                remedy="a step must be pure: write x = x + y instead of x += y, or clone the input first",
+            )
+        )
 
 
 def _net_over(session: RankSession, treedef: Any, local: list[Any]) -> Net:

@@ -59,7 +59,7 @@ def put(tree: Any, spec: Any = REPLICATED, *, mesh: Mesh | None = None) -> Any:
     [tensor([0, 1]), tensor([2, 3])]
 
     Args:
-        tree: of tensors, NumPy arrays, numbers or Arrays.
+        tree: of tensors, NumPy arrays, numbers or Arrays; None stays None.
         spec: a P, or a prefix tree of P.
         mesh: None is the enclosing or default mesh.
 
@@ -103,6 +103,8 @@ def place(mesh: Mesh, tree: Any, spec: Any) -> Any:
     placed: list[Any] = [None] * len(leaves)
     todo: list[tuple[int, torch.Tensor, P]] = []
     for index, (leaf, its_spec) in enumerate(zip(leaves, specs, strict=True)):
+        if leaf is None and len(leaves) > 1:
+            continue
         its_spec = REPLICATED if its_spec is None else its_spec
         if isinstance(leaf, Array):
             if leaf.mesh is mesh and leaf.spec == its_spec:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,15 @@ from ..kernels.errors import MeshError, message
 from ..kernels.word_key import word_key
 from .batch import BatchSplit
 from .rank.session import RankSession
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Update:
+    """One step of an optimizer: the parameters it was given, and the parameters and state that it made."""
+
+    given: Sequence[torch.Tensor]
+    made: Sequence[torch.Tensor]
+    state: Sequence[torch.Tensor]
 
 
 @dataclasses.dataclass(slots=True)
@@ -33,6 +43,7 @@ class Region:
         looked_at: what was looked at in calls of this signature, and need not be again (`transforms._first_call`).
         looks: how many functions there were so far that may be looked at.
         captured: ids of the tensors that the function refers to besides its arguments and that require gradients.
+        updates: what optimizers have made, at the first call of a signature (see `is_dropped`); None at later ones.
     """
 
     session: RankSession
@@ -46,6 +57,7 @@ class Region:
     pure: bool = False
     looked_at: set[Any] = dataclasses.field(default_factory=set)
     looks: int = 0
+    updates: list[Update] | None = None
 
 
 _regions = threading.local()
@@ -122,6 +134,28 @@ def restore_generators(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])
+
+
+# -- updates that are dropped ------------------------------------------------------------------------------------------
+
+
+def note_update(given: Sequence[torch.Tensor], made: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> None:
+    """Note a step of an optimizer, at the first call of a signature."""
+    region = current()
+    if region is not None and region.updates is not None:
+        region.updates.append(Update(given, made, state))
+
+
+def is_dropped(update: Update, arguments: Sequence[Any], results: Sequence[Any]) -> bool:
+    """Whether a step returns the parameters that it was called with, its optimizer's new state, and no new parameters.
+
+    A step that skips an update returns the old state as well.
+    """
+    returned = {id(leaf) for leaf in results}
+    at = {leaf.untyped_storage().data_ptr() for leaf in results if isinstance(leaf, torch.Tensor)}
+    unchanged = returned & {id(leaf) for leaf in update.given} & {id(leaf) for leaf in arguments}
+    kept = any(made.untyped_storage().data_ptr() in at for made in update.made)
+    return bool(unchanged) and not kept and (not update.state or any(id(one) in returned for one in update.state))
 
 
 # -- values that are carried from one virtual shard to the next -----------------------------------------------------

@@ -166,7 +166,7 @@ class Request:
             if leaf.mesh is not self.mesh:
                 raise SpecError(
                     message(
-                        f"{self.where(index)} is on another mesh",
+                        f"{self.where(index)} is on another mesh{', which is closed' if leaf.mesh.closed else ''}",
                         got=leaf.mesh.describe(),
                         expected=self.mesh.describe(),
                         remedy="give mesh= where it is left out (there it means the enclosing `with mesh:`, else the "

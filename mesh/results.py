@@ -8,7 +8,8 @@ is kept has no graph, and nothing that was set on the body's tensors.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import types
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,7 @@ class Results:
             if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
                 leaf = torch.from_numpy(leaf)
             if not isinstance(leaf, torch.Tensor):
+                self._refuse_unfit(treedef, index, leaf)
                 leaves[index] = leaf = plain_number(leaf)
                 about = OutputMeta(None, value=leaf)
                 if last is not None and last.spec is None and same(about, last):
@@ -215,6 +217,19 @@ class Results:
                 )
             ) from None
         return treedef, [own or spec or REPLICATED for own, spec in zip(declared, specs, strict=True)]
+
+    def _refuse_unfit(self, treedef: Any, index: int, leaf: Any) -> None:
+        """Refuse what is no value: code, what has yet to run, and modules, which would come as other objects."""
+        if isinstance(leaf, types.FunctionType | types.MethodType | Iterator | types.CoroutineType | torch.nn.Module):
+            raise SpecError(
+                message(
+                    f"result {path_in(treedef, index)} of {self._name} is no value",
+                    got=type(leaf).__name__,
+                    expected="tensors, numbers, strings or None, in dicts, lists, tuples or dataclasses",
+                    where=self._session.where(),
+                    remedy="return list(...) of what yields, a module's parameters instead of it, and call functions",
+                )
+            )
 
     def _check_result(self, treedef: Any, index: int, leaf: torch.Tensor, spec: P) -> None:
         self._session.layout.check(spec, where=f"out_specs of {self._name}")

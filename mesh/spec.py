@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -78,6 +78,12 @@ class P:
         """The axes that cut dimension `dim`, major first."""
         entry = self.entries[dim] if dim < len(self.entries) else None
         return () if entry is None else (entry,) if isinstance(entry, str) else entry
+
+    def __iter__(self) -> Iterator[str | tuple[str, ...] | None]:
+        return iter(self.entries)
+
+    def __getitem__(self, dim: Any) -> Any:
+        return self.entries[dim]
 
     def __repr__(self) -> str:
         return f"P({', '.join(map(repr, self.entries))})"

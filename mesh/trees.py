@@ -242,3 +242,20 @@ def travels_by_name(obj: Any) -> bool:
     for name in obj.__qualname__.split("."):
         found = getattr(found, name, None)
     return found is obj
+
+
+_Cached = type(functools.lru_cache(lambda: None))
+
+
+def caching_anew(obj: Any) -> tuple[Any, ...] | None:
+    """How a `functools.cache` or `lru_cache` of a function that travels by value is pickled: with an empty cache.
+
+    Python's own way is by name, which the receiver's `__main__` does not have.
+    """
+    if type(obj) is not _Cached or travels_by_name(obj):
+        return None
+    return _cached, (obj.__wrapped__, dict(obj.cache_parameters()))
+
+
+def _cached(function: Callable, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)

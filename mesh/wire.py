@@ -32,7 +32,7 @@ from ..kernels.errors import MeshError
 from ..kernels.limits import named_limits
 from ..kernels.mapped_files import opened_elsewhere
 from ..kernels.processes import ThreadBuffer
-from . import strides
+from . import strides, trees
 from .readers.stacked import Stacked
 
 INLINE_BYTES = 1 << 16
@@ -84,7 +84,7 @@ class _Pickler(cloudpickle.Pickler):
         self.kept: list[Any] = []  # ids stay unique only while the objects live
 
     def reducer_override(self, obj: Any) -> Any:
-        found = torch_compiled.taken_apart(obj) or opened_elsewhere(obj)
+        found = torch_compiled.taken_apart(obj) or opened_elsewhere(obj) or trees.caching_anew(obj)
         return super().reducer_override(obj) if found is None else found
 
     def persistent_id(self, obj: Any) -> Any:

@@ -76,6 +76,14 @@ def data_parallel(
         )
     if not is_number(bucket_mb) or not bucket_mb > 0:
         raise SpecError(message("data_parallel got a bad bucket_mb", got=repr(bucket_mb), expected="MiB, more than 0"))
+    if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
+        raise SpecError(
+            message(
+                "data_parallel got a bad wire_dtype",
+                got=repr(wire_dtype),
+                expected="a floating-point torch.dtype, such as torch.bfloat16, or None",
+            )
+        )
     position = _position(inspect.signature(f), batch, getattr(f, "__name__", "the step"))
     argument = BatchArgument(batch, position, axis, check_count(shards))
     return DataParallel(f, argument, Plan(bucket_mb=bucket_mb, wire_dtype=wire_dtype))

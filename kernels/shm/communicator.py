@@ -260,8 +260,8 @@ class ShmCommunicator(Communicator):
             return kind(tensor)
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
-        operations = self._operations
-        if async_op or self._debug or operations.queue or operations.generation != self.arena.generation:
+        operations, dense = self._operations, isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+        if not dense or async_op or self._debug or operations.queue or operations.generation != self.arena.generation:
             return super().all_reduce(tensor, op, async_op=async_op)
         with turn:
             kind = self._kinds.get((tensor.shape, tensor.dtype, op)) or self._kind(tensor, op)

@@ -1,6 +1,6 @@
 """What a function refers to: its code, defaults, closure, the globals it names, and some levels into what those hold.
 
-`driver.snapshot` looks at it to find what has changed since it was sent, `captured` for what a body must not change.
+`driver.snapshot` looks at it to find what has changed since it was sent, `purity` for what a body must not change.
 Invariant: functions and classes that other processes import by name are not looked into.
 """
 

@@ -68,16 +68,24 @@ class LoadedModules:
 
 def _own_modules() -> dict[str, str]:
     found = {}
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py") or name in ("__main__", "__mp_main__"):
-            continue
-        if getattr(getattr(module, "__spec__", None), "name", None) != name or is_our_file(file):
-            continue
-        # First as it is called: of hundreds of modules, following the links in each one's path takes 0.1 s.
-        if not _is_installed(file) and not _is_installed(os.path.realpath(file)) and os.path.exists(file):
+    for name in list(sys.modules):
+        file = own_file(name)
+        if file is not None:
             found[name] = file
     return found
+
+
+def own_file(name: str) -> str | None:
+    """The file of a module that the program has imported and that belongs to it; None of other modules."""
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or not file.endswith(".py") or name in ("__main__", "__mp_main__"):
+        return None
+    if getattr(getattr(module, "__spec__", None), "name", None) != name or is_our_file(file):
+        return None
+    # First as it is called: of hundreds of modules, following the links in each one's path takes 0.1 s.
+    installed = _is_installed(file) or _is_installed(os.path.realpath(file))
+    return file if not installed and os.path.exists(file) else None
 
 
 def _is_installed(path: str) -> bool:

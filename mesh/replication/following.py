@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ...kernels.torch_compiled import eagerly
 from ...kernels.torch_private import DispatchMode, arguments, operation_name, storage, without_torch_function
 from ...kernels.word_key import word_key
+from ..purity.writes import Watched, tensors_in
 from ..region import current
 from .net import NOWHERE, Net, Varying, activate, joined, nbytes
 from .numbers import numbers_in
@@ -32,25 +33,47 @@ _PROBABILITIES = ("dropout_p", "dropout", "p")
 
 
 @contextlib.contextmanager
-def follow(net: Net | None) -> Iterator[None]:
-    """Follow what a `with` block computes."""
+def follow(net: Net | None, watched: Watched | None = None) -> Iterator[None]:
+    """Follow what a `with` block computes, and refuse what would write to what is watched."""
     if net is None:
-        yield
+        if watched is None:
+            yield
+            return
+        with eagerly(), _Writes(watched):
+            yield
         return
-    with activate(net), eagerly(), _Operations(net), _Numbers(net):
+    with activate(net), eagerly(), _Operations(net, watched), _Numbers(net):
         yield
+
+
+class _Writes(DispatchMode):
+    """Refuses writes to what is watched, where nothing else is followed."""
+
+    def __init__(self, watched: Watched):
+        super().__init__()
+        self._watched = watched
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with without_torch_function():
+            for index, argument in enumerate(arguments(func)):
+                written = argument.alias_info is not None and argument.alias_info.is_write
+                if written and not _only_scales(argument.name, kwargs):
+                    self._watched.check_all(args[index] if index < len(args) else kwargs.get(argument.name))
+        return func(*args, **kwargs)
 
 
 class _Operations(DispatchMode):
-    def __init__(self, net: Net):
+    def __init__(self, net: Net, watched: Watched | None):
         super().__init__()
-        self._net = net
+        self._net, self._watched = net, watched
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._net.paused:
             return func(*args, **kwargs)
         with without_torch_function():
             joins = _Join(self._net, func, args, kwargs)
+            if self._watched is not None:
+                self._watched.check_all(joins.changed)
         result = func(*args, **kwargs)
         with without_torch_function():
             joins.settle(result)
@@ -67,6 +90,7 @@ class _Join:
         overwrites = self._name in _OVERWRITES or overload.endswith("out")
         self.reads: list[tuple[Varying, list[Varying] | None]] = []  # of a list: each on its own as well
         self.written: list[Any] = []
+        self.changed: list[Any] = []  # of these what is written to in fact
         self._inputs: set[int] = set()
         for index, argument in enumerate(arguments(func)):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
@@ -77,6 +101,8 @@ class _Join:
                 written and argument.name != "state_steps"
             ):  # counts, of which fused optimizers read nothing but themselves
                 self.written.append(value)
+                if not _only_scales(argument.name, kwargs):
+                    self.changed.append(value)
             self._inputs.update(_key(tensor) for tensor in tensors_in(value))
             if written and overwrites:
                 continue
@@ -87,6 +113,7 @@ class _Join:
                 self.reads.append((joined(each), each))
         if self._name == "native_batch_norm" and args[5]:  # training; the schema does not tell that these are written
             self.written += [stat for stat in args[3:5] if stat is not None]
+            self.changed += self.written
         self._overwrites = overwrites
         shapes_only = self._name in _SHAPES_ONLY
         self._all = NOWHERE if shapes_only else joined(whole for whole, _ in self.reads)
@@ -123,16 +150,13 @@ class _Join:
                     net.made(tensor, varying)
 
 
+def _only_scales(argument: str, kwargs: dict) -> bool:
+    """Whether an argument is gradients that fused optimizers scale in place, and there is no scale."""
+    return argument == "grads" and kwargs.get("grad_scale") is None
+
+
 def _key(tensor: Tensor) -> int:
     return storage(tensor) or id(tensor)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def _draws(func: Any, args: tuple, kwargs: dict) -> bool:

@@ -117,7 +117,13 @@ class Loader:
         Raises:
             SpecError: there is no such position.
         """
-        epoch, step = int(state["epoch"]), int(state["step"])
+        try:
+            epoch, step = int(state["epoch"]), int(state["step"])
+        except (KeyError, TypeError, ValueError):
+            expected, remedy = '{"epoch": ..., "step": ...}', "pass what a Loader's state_dict() returned"
+            raise SpecError(
+                message("Loader got a bad state", got=repr(state)[:60], expected=expected, remedy=remedy)
+            ) from None
         self._epoch, self._yielded, self._position = self._batches.checked(epoch, step, state.get("streams"))
         self._resume = self._yielded, self._position
         self._loads += 1

@@ -69,16 +69,21 @@ def _members(which: Any, names: list[str], leaves: list[Any], treedef: optree.Py
         raise SpecError(message(problem, got=trees.shown(which), expected=expected)) from None
 
 
-def check_params(params: Any, options: Sequence[str]) -> None:
-    """Refuse what torch's constructors take: groups, a module's parameters one after another."""
+def refuse_module(what: str, params: Any) -> None:
+    """Refuse a module, and what `module.parameters()` gives, whose parameters no step could return."""
     if isinstance(params, nn.Module | Iterator):
         raise SpecError(
             message(
-                "opt.init takes the tree of parameters",
+                f"{what} takes the tree of parameters",
                 got=f"a {type(params).__name__}",
                 remedy="apply, params = functional(model), and opt.init(params)",
             )
         )
+
+
+def check_params(params: Any, options: Sequence[str]) -> None:
+    """Refuse what torch's constructors take: groups, a module's parameters one after another."""
+    refuse_module("opt.init", params)
     grouped = isinstance(params, Sequence) and bool(params)
     if grouped and all(isinstance(one, Mapping) and "params" in one for one in params):
         named = next((name for one in params for name in one if name != "params" and name in options), None)

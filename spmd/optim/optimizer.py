@@ -21,7 +21,7 @@ from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh import donation, trees
 from ..mesh.array import Array
-from ..mesh.region import current
+from ..mesh.region import current, note_update
 from . import clipping, parts
 from . import groups as grouping
 from .engine import Engine
@@ -167,6 +167,7 @@ def _step(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, Any])
 
 
 def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    grouping.refuse_module("opt.step", params)
     leaves, treedef = trees.flatten(params)
     state, hypers, count = _read(recipe, opt_state)
     step = settle(recipe.kinds, recipe.shard, recipe.groups, (leaves, treedef), grads, state)
@@ -185,6 +186,7 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     new_opt_state = {"state": new_state, **_written(recipe, kept_hypers, hypers)}
     if count is not None:
         new_opt_state["count"] = count + 1
+    note_update(step.params, new_params, trees.leaves(new_state))
     return trees.unflatten(treedef, leaves), new_opt_state
 
 

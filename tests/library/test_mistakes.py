@@ -57,6 +57,10 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "submit nothing": (lambda m: m.submit(None, rank=0), "mesh.submit takes a function"),
     "ranks": (lambda m: m.run(int, ranks=1), r"no list of ranks .*write ranks=\[1\]"),
     "rank": (lambda m: m.submit(int, rank="a"), "no such rank .*'a'"),
+    "coords": (lambda m: m.coords("a"), "coords got a bad rank .*'a'"),
+    "wire_dtype": (lambda m: data_parallel(torch.add, wire_dtype="bf16"), "bad wire_dtype .*'bf16'"),
+    "whole wire_dtype": (lambda m: data_parallel(torch.add, wire_dtype=torch.int8), "bad wire_dtype .*torch.int8"),
+    "loader's state": (lambda m: Loader(X, 2, mesh=m).load_state_dict({"a": 1}), "Loader got a bad state .*{'a': 1}"),
     "size": (lambda m: m.resize(3), "resize got bad axes .*got 3"),
     "bucket_mb": (lambda m: data_parallel(torch.add, bucket_mb="1"), "bad bucket_mb .*'1'"),
     "optimizer": (lambda m: ema("adam"), r"ema takes what optimizer\(\) gave .*str"),
@@ -71,11 +75,42 @@ def test_a_mistake_is_refused_in_words(mesh: Mesh, name: str) -> None:
         written(mesh)
 
 
+def test_a_value_of_a_mesh_that_is_closed(mesh: Mesh) -> None:
+    with Mesh({"data": 2}) as other:
+        value = put(X, mesh=other)
+    with pytest.raises(SpmdError, match="argument 0 of sum is on another mesh, which is closed"):
+        spmd.spmd(torch.sum, mesh=mesh)(value)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda comm: comm.all_reduce(3), 'all_reduce got a bad "tensor" .*got int'),
+        (lambda comm: comm.all_reduce(X.to_sparse()), 'all_reduce got a bad "tensor" .*layout torch.sparse_coo'),
+        (lambda comm: comm.broadcast("x"), 'broadcast got a bad "tensor" .*got str'),
+        (lambda comm: comm.broadcast(X, "a"), "broadcast got a bad \"src\" .*'a'"),
+        (lambda comm: comm.send(X, 1 - comm.rank, tag="a"), "isend got a bad \"tag\" .*'a'"),
+        (lambda comm: comm.recv(None, 0), 'irecv got a bad "tensor" .*NoneType'),
+        (lambda comm: comm.scatter(3), 'scatter got a bad "tensor"'),
+        (lambda comm: comm.gather(3), 'gather got a bad "tensor"'),
+        (lambda comm: comm.reduce(3), 'reduce got a bad "tensor"'),
+        (lambda comm: comm.all_gather([1, 2], X), r'all_gather got a bad "tensor_list\[0\]" .*got int'),
+        (lambda comm: comm.reduce_scatter(1, []), 'reduce_scatter got a bad "output"'),
+    ],
+)
+def test_messages_of_what_is_no_tensor(mesh: Mesh, call: Callable[[Any], Any], words: str) -> None:
+    with pytest.raises(SpmdError, match=words):
+        mesh.run(lambda: call(mesh.comm()))
+
+
 def test_what_is_no_mistake(mesh: Mesh) -> None:
     assert mesh.run(int, ranks=np.arange(2)) == [0, 0]
     assert mesh.submit(int, rank=np.int64(1)).result() == 0
     assert torch.equal(spmd.spmd(lambda x: x + 1, mesh=mesh, donate=None)(X).full(), X + 1)
     assert put({"x": X, "y": X}, {"x": P("data"), "y": None}, mesh=mesh)["x"].spec == P("data")
+    assert put({"x": X, "bias": None}, P("data"), mesh=mesh)["bias"] is None
+    assert [*P("data", None, ("a", "b"))] == ["data", None, ("a", "b")] and P("data")[0] == "data" and bool(P())
+    assert mesh.coords(np.int64(1)) == {"data": 1}
     model = nn.Linear(4, 1)
     assert spmd.spmd(model, mesh=mesh)(X).full().shape == (1,)
     assert ema(optimizer(torch.optim.SGD, lr=1.0)).init({"w": X})["ema"]["w"].equal(X)

@@ -190,3 +190,18 @@ def test_what_logs_numbers_takes_a_loss(shared_mesh):
         assert bar.postfix == "loss=0.25"
         bar.set_postfix(row=row)
         assert "1.0, 1.0, 1.0" in bar.postfix
+
+
+def test_a_number_counts_and_indexes(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+    number = put(torch.tensor(2), mesh=mesh)
+    assert ["a", "b", "c"][number] == "c" and list(range(number)) == [0, 1]
+    with pytest.raises(TypeError, match="index"):
+        [1][put(torch.tensor(2.0), mesh=mesh)]
+
+
+def test_numpy_leaves_operators_to_arrays(shared_mesh):
+    x = torch.arange(4.0)
+    array = put(x, P("data"), mesh=shared_mesh({"data": 2}))
+    for result in (np.ones(4, np.float32) + array, np.float32(1) + array, array + np.ones(4, np.float32)):
+        assert isinstance(result, Array) and torch.equal(result.full(), x + 1)

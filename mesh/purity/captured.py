@@ -12,7 +12,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...kernels.errors import SpecError, message
 from ...kernels.torch_private import clipping_functions, version
 from .. import trees
+from ..rank.references import SCALARS, inside_of
 from ..region import current
-from .references import SCALARS, inside_of
 
 _LOOKED_AT = 4096  # objects in all
 _TRAIN = (
@@ -94,10 +94,16 @@ class Captured:
                     message(f"{name} {what}", got=f"a gradient of {before.what}", where=where, remedy=_TRAIN)
                 )
             if now.version != before.version:
-                what = "changes what it captures in place: the change stays on its rank, and the caller never sees it"
-                raise SpecError(
-                    message(f"{name} {what}", got=f"a change of {before.what}", where=where, remedy=_remedy(before))
-                )
+                _refuse_change(name, where, before)
+
+    def watched(self, name: str, where: str) -> list[tuple[Tensor, Callable[[], NoReturn]]]:
+        """The tensors, each with what refuses to change it."""
+        return [(known.tensor, functools.partial(_refuse_change, name, where, known)) for known in self._known]
+
+
+def _refuse_change(name: str, where: str, changed: _Known) -> NoReturn:
+    what = "changes what it captures in place: the change stays on its rank, and the caller never sees it"
+    raise SpecError(message(f"{name} {what}", got=f"a change of {changed.what}", where=where, remedy=_remedy(changed)))
 
 
 def _remedy(changed: _Known) -> str:

@@ -1,0 +1,193 @@
+"""What of Python's own a function refers to, and a refusal of bodies that change it.
+
+A driver's rank has a copy of it all: `losses.append(loss)`, `count += 1` or a draw from a captured generator would be
+lost without a word, and come out otherwise when a call is run again. (A launched rank runs the script itself, and shows
+it.) Invariant: what is usually a memo passes: another key, another member of a set, what was None or a flag before.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import random
+import types
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...kernels import torch_compiled
+from ...kernels.errors import SpecError, message
+from .. import trees
+from ..rank.references import DEPTH, LOOKED_INTO, SCALARS, used_by
+from ..rank.reloading import own_file
+
+_LOOKED_AT = 4096  # objects in all
+_ARRAY_BYTES = 1 << 16
+_BUILT_IN = (list, tuple, dict, set, deque)
+_TORCH = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_WAY = "pass it as an argument, and return its new value"
+_FOR_RANDOM = "torch.rand and its like draw from the generator that each step seeds; or make a generator in the step"
+
+_Change = tuple[str, str]  # what has changed, and the remedy
+_Look = Callable[[], _Change | None]
+
+
+class CapturedState:
+    """Containers, numbers, objects, arrays and generators that functions refer to, as they are now.
+
+    Args:
+        functions: may be wrapped, bound or partial.
+        whole: types whose instances are not looked into.
+    """
+
+    def __init__(self, functions: Sequence[Any], whole: tuple[type, ...]):
+        self._looks: list[_Look] = []
+        seen: set[int] = set()
+        held: list[Any] = []  # ids stay unique only while the objects live
+        todo: list[tuple[Any, str, int]] = [(one, "", 0) for one in functions]
+        while todo and len(held) < _LOOKED_AT:
+            obj, name, depth = todo.pop()
+            if id(obj) in seen or isinstance(obj, (*SCALARS, *whole, Tensor, nn.Module, types.ModuleType)):
+                continue
+            seen.add(id(obj))
+            held.append(obj)
+            self._looks += _looks_at(obj, name)
+            inside = list(_inside(obj, name)) if depth < DEPTH else []
+            if len(inside) <= LOOKED_INTO:
+                level = (
+                    depth if isinstance(obj, types.FunctionType | types.MethodType | functools.partial) else depth + 1
+                )
+                todo += [(item, its, level) for item, its in inside]
+
+    def check(self, name: str, where: str) -> None:
+        """Refuse a body that has changed any of it.
+
+        Raises:
+            SpecError: it has.
+        """
+        for look in self._looks:
+            change = look()
+            if change is not None:
+                what, remedy = change
+                raise SpecError(
+                    message(
+                        f"{name} changes what it captures: the change stays on its rank, and the caller never sees it",
+                        got=what,
+                        where=where,
+                        remedy=remedy,
+                    )
+                )
+
+
+def _inside(obj: Any, name: str) -> Iterator[tuple[Any, str]]:
+    """What to look at inside an object, with its name in the program."""
+    if isinstance(obj, types.FunctionType):
+        compiled = torch_compiled.original(obj)
+        if compiled is not None:
+            yield compiled, name
+        elif _is_users(obj):
+            yield from ((value, named) for named, value in used_by(obj).items())
+            defaults = (*(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values())
+            yield from ((value, f"a default argument of {obj.__qualname__}") for value in defaults)
+    elif isinstance(obj, functools.partial):
+        yield obj.func, name
+        yield from ((value, "an argument of a partial") for value in (*obj.args, *obj.keywords.values()))
+    elif isinstance(obj, types.MethodType):
+        yield obj.__func__, name
+        yield obj.__self__, "self"
+    elif "__wrapped__" in getattr(obj, "__dict__", {}):  # one that `functools.update_wrapper` made
+        yield obj.__wrapped__, name
+    elif type(obj) is dict or (isinstance(obj, dict) and _is_users(type(obj))):
+        yield from ((value, f"{name}[{key!r}]") for key, value in obj.items())
+    elif isinstance(obj, _BUILT_IN):
+        yield from ((value, f"{name}[{index}]") for index, value in enumerate(obj))
+    elif _is_users(type(obj)) or isinstance(obj, _TORCH):
+        yield from ((value, f"{name}.{key}") for key, value in getattr(obj, "__dict__", {}).items())
+
+
+def _is_users(obj: types.FunctionType | type) -> bool:
+    """Whether a function or a class belongs to the program, not to a package that may keep what it likes in itself."""
+    return not trees.travels_by_name(obj) or own_file(obj.__module__) is not None
+
+
+def _looks_at(obj: Any, name: str) -> list[_Look]:
+    """What tells later whether an object itself has changed."""
+    if isinstance(obj, types.FunctionType):
+        return [_names_of(lambda: {**used_by(obj), **vars(obj)}, "{}")] if _is_users(obj) else []
+    if isinstance(obj, list | deque):
+        return [_items_of(obj, name)] if len(obj) <= LOOKED_INTO else []
+    if isinstance(obj, Counter):
+        return [_value_of(functools.partial(dict, obj), f"a count of {name}", _WAY)]
+    if isinstance(obj, dict):
+        return [_names_of(lambda: obj, name + "[{!r}]")] if len(obj) <= LOOKED_INTO else []
+    if isinstance(obj, np.ndarray):
+        plain = obj.nbytes <= _ARRAY_BYTES and not obj.dtype.hasobject
+        return [_value_of(obj.tobytes, f"an element of {name}", _WAY)] if plain else []
+    if isinstance(obj, torch.Generator):
+        return [_value_of(lambda: bytes(obj.get_state().numpy()), f"numbers drawn from {name}", _FOR_RANDOM)]
+    if isinstance(obj, np.random.Generator | np.random.RandomState):
+        bits = obj.bit_generator if isinstance(obj, np.random.Generator) else obj
+        state = functools.partial(_state_of, bits)
+        return [_value_of(state, f"numbers drawn from {name}", _FOR_RANDOM)]
+    if isinstance(obj, random.Random):
+        return [_value_of(obj.getstate, f"numbers drawn from {name}", _FOR_RANDOM)]
+    if hasattr(type(obj), "__next__") and hasattr(type(obj), "__length_hint__"):
+        return [_value_of(lambda: operator.length_hint(obj), f"items taken from {name}", _WAY)]
+    if _is_users(type(obj)) or isinstance(obj, _TORCH):
+        return [_names_of(functools.partial(_attributes_of, obj), name + ".{}")]
+    return []
+
+
+def _attributes_of(obj: Any) -> dict[str, Any]:
+    """An object's own, and those of its class that it would hide."""
+    found: dict[str, Any] = {}
+    for cls in reversed(type(obj).__mro__):
+        found.update(vars(cls))
+    return {**found, **getattr(obj, "__dict__", {})}
+
+
+def _state_of(bits: Any) -> str:
+    with np.printoptions(threshold=1 << 20):
+        return repr(bits.get_state(legacy=False) if isinstance(bits, np.random.RandomState) else bits.state)
+
+
+def _value_of(state: Callable[[], Any], what: str, remedy: str) -> _Look:
+    before = state()
+    return lambda: None if state() == before else (what, remedy)
+
+
+def _items_of(items: list[Any] | deque[Any], name: str) -> _Look:
+    before = list(items)
+
+    def look() -> _Change | None:
+        if len(items) != len(before):
+            return f"{name} with {len(before)} entries before, and {len(items)} after", _WAY
+        changed = [index for index, (old, new) in enumerate(zip(before, items, strict=True)) if _is_other(old, new)]
+        return (f"another {name}[{changed[0]}]", _WAY) if changed else None
+
+    return look
+
+
+def _names_of(names: Callable[[], dict[Any, Any]], shown: str) -> _Look:
+    """Of names with values: one that had a number, a string or a tensor, and has another value, or is gone."""
+    before = {key: value for key, value in names().items() if isinstance(value, (*SCALARS, Tensor))}
+
+    def look() -> _Change | None:
+        now = names()
+        for key, old in before.items():
+            if key not in now or _is_other(old, now[key]):
+                return f"another {shown.format(key)}", _WAY
+        return None
+
+    return look
+
+
+def _is_other(old: Any, new: Any) -> bool:
+    """Whether a value was exchanged, but for None and flags, which are where lazy values and warnings begin."""
+    if old is new or old is None or isinstance(old, bool):
+        return False
+    return not (isinstance(old, SCALARS) and type(old) is type(new) and (old == new or (old != old and new != new)))

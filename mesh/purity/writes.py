@@ -1,0 +1,92 @@
+"""A refusal of operations that would write to what a step was given or captures, before they do.
+
+A rank's shard may be memory that all ranks of a host see, and a step that failed can only be run again if its inputs
+are whole. Counting changes afterwards finds most such writes too late, and those through `tensor.data` not at all;
+those through `tensor.numpy()` are found afterwards, by comparing bytes, and only in small tensors.
+Invariant: what overlaps no watched memory, and what the library itself writes, passes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ...kernels.flat import as_bytes
+
+_SMALL = 1 << 16  # bytes of tensors that are compared
+Refuse = Callable[[], NoReturn]
+_Span = tuple[int, int, Refuse]
+
+
+class Watched:
+    """Memory that a region may not write to.
+
+    >>> def refuse():
+    ...     raise ValueError("no")
+    >>> kept = torch.zeros(4)
+    >>> watched = Watched([(kept, refuse)])
+    >>> watched.check(torch.zeros(4))
+    >>> watched.check(kept.data[2:])
+    Traceback (most recent call last):
+    ValueError: no
+
+    Args:
+        tensors: each with what raises the error.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[Tensor, Refuse]]):
+        spans = [(*span, refuse) for tensor, refuse in tensors if (span := _span_of(tensor)) is not None]
+        self._spans: list[_Span] = sorted(spans, key=lambda one: one[:2])
+        self._small = [
+            (tensor, refuse, bytes(as_bytes(tensor).numpy()))
+            for tensor, refuse in tensors
+            if tensor.is_cpu and tensor.nbytes <= _SMALL and _span_of(tensor) is not None
+        ]
+        self._starts = [start for start, _, _ in self._spans]
+        self._furthest = list(itertools.accumulate((end for _, end, _ in self._spans), max))
+
+    def check_all(self, tensors: Any) -> None:
+        """`check` each tensor in an operation's argument."""
+        for tensor in tensors_in(tensors):
+            self.check(tensor)
+
+    def compare(self) -> None:
+        """Refuse what was written past torch, where bytes were kept to see it."""
+        for tensor, refuse, before in self._small:
+            if bytes(as_bytes(tensor).numpy()) != before:
+                refuse()
+
+    def check(self, tensor: Tensor) -> None:
+        """Refuse to write to this tensor if any of it is watched."""
+        span = _span_of(tensor)
+        if span is None:
+            return
+        before = bisect.bisect_left(self._starts, span[1])
+        if before and self._furthest[before - 1] > span[0]:
+            next(refuse for _, end, refuse in self._spans[:before] if end > span[0])()
+
+
+def _span_of(tensor: Tensor) -> tuple[int, int] | None:
+    """The addresses between which a tensor's elements lie; None of one that has none."""
+    if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
+        return None
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # one without values
+        return None
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (start, start + (last + 1) * tensor.element_size()) if start else None
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in an operation's argument."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)

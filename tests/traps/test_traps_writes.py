@@ -1,0 +1,405 @@
+"""Steps that write to what they were given, or change what of Python's own they capture: before anything is lost."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripts import launched, run, script
+from torch import Tensor, nn
+
+from spmd import Mesh, P, SpecError, SpmdError, data_parallel, functional, optimizer, put, spmd, value_and_grad
+
+X = torch.arange(4.0)
+
+
+@pytest.fixture
+def mesh(shared_mesh: Callable[..., Mesh]) -> Mesh:
+    return shared_mesh({"data": 2})
+
+
+# -- what a step is given ---------------------------------------------------------------------------------------------
+
+
+def added(x):
+    x += 1
+
+
+def added_below(x):
+    x.data.add_(1)
+
+
+def added_to_a_view(x):
+    x.view(2, 2)[0].mul_(2)
+
+
+def added_to_each(x):
+    torch._foreach_add_([x], 1.0)
+
+
+def written_out(x):
+    torch.add(x, 1, out=x)
+
+
+def rectified(x):
+    nn.functional.relu_(x.sub_(2))
+
+
+WRITES = [added, added_below, added_to_a_view, added_to_each, written_out, rectified]
+
+
+@pytest.mark.parametrize("check", ["first", "never"])
+@pytest.mark.parametrize("write", WRITES)
+def test_arguments_stay_whole(mesh: Mesh, write: Callable, check: str) -> None:
+    """A value that all ranks of a host see, and a cut one, are what they were after the step was refused."""
+    for spec in (P(), P("data")):
+        x = put(X, spec, mesh=mesh)
+        if write is added_to_a_view and spec.entries:
+            continue
+
+        def step(x):
+            write(x)
+            return 0
+
+        with pytest.raises(SpecError, match="step changed its input argument 0 in place"):
+            spmd(step, mesh=mesh, check=check)(x)
+        assert torch.equal(x.full(), X)
+
+
+def test_an_argument_written_through_numpy(mesh: Mesh) -> None:
+    """Torch knows nothing of that: it is found, though not prevented."""
+
+    def step(x):
+        x.numpy()[0] = 7
+        return 0
+
+    with pytest.raises(SpecError, match="step changed its input argument 0 in place"):
+        spmd(step, mesh=mesh)(put(X, mesh=mesh))
+
+
+def test_an_operation_in_place_on_an_array(mesh: Mesh) -> None:
+    x = put(X - 2, P("data"), mesh=mesh)
+    with pytest.raises(SpecError, match="in place"):
+        nn.functional.relu(x, inplace=True).full()
+    assert torch.equal(x.full(), X - 2)
+
+
+def test_a_captured_tensor_written_below_torch_s_count(mesh: Mesh) -> None:
+    weight = torch.ones(4)
+
+    @spmd(mesh=mesh)
+    def step(x):
+        weight.data.add_(x)
+        return x
+
+    with pytest.raises(SpecError, match=r"step changes what it captures in place.*a tensor of shape \[4\]"):
+        step(X)
+
+
+def test_what_a_step_makes_itself_may_be_written(mesh: Mesh) -> None:
+    @spmd(mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    def step(x):
+        y = x.clone()
+        y[0] = 5
+        y.data.mul_(2)
+        return torch.relu_(y.sub_(1))
+
+    assert step(X).full().tolist() == [9, 1, 9, 5]
+
+
+PROGRAM = """
+import torch
+from spmd import Mesh, SpecError, spmd
+
+mesh, x = Mesh({"data": 2}), torch.ones(3)
+
+
+@spmd(mesh=mesh)
+def step(x):
+    return x.add_(1)
+
+
+try:
+    step(x)
+except SpecError as error:
+    print("in place" in str(error), x.tolist())
+calls = []  # launched ranks run the script, and show it
+spmd(lambda x: (calls.append(1), x)[1], mesh=mesh)(x)
+print(len(calls))
+"""
+
+
+def test_launched_ranks_keep_their_tensors(tmp_path: Any) -> None:
+    status, out, err = launched(2, script(tmp_path, PROGRAM))
+    assert status == 0, err
+    assert sorted(out.split("\n")) == ["", "1", "1", "True [1.0, 1.0, 1.0]", "True [1.0, 1.0, 1.0]"]
+
+
+# -- what of Python's own a step captures -----------------------------------------------------------------------------
+
+total = 0
+
+
+class Trainer:
+    rate = 0.5
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return x
+
+    def halve(self, x: Tensor) -> Tensor:
+        self.rate = self.rate / 2  # the class has it
+        return x
+
+
+def appends() -> Callable:
+    losses: list[Tensor] = []
+    return lambda x: (losses.append(x.sum()), x)[1]
+
+
+def appends_deeper() -> Callable:
+    history = {"loss": [1.0]}
+    return lambda x: (history["loss"].append(2.0), x)[1]
+
+
+def exchanges() -> Callable:
+    best = [3.0]
+
+    def step(x):
+        best[0] = 2.0
+        return x
+
+    return step
+
+
+def counts() -> Callable:
+    seen: collections.Counter[str] = collections.Counter()
+    return lambda x: (seen.update(["x"]), x)[1]
+
+
+def queues() -> Callable:
+    recent: collections.deque[float] = collections.deque([1.0, 2.0], maxlen=2)
+    return lambda x: (recent.append(3.0), x)[1]
+
+
+def rebinds() -> Callable:
+    weight = torch.ones(4)
+
+    def step(x):
+        nonlocal weight
+        weight = weight - x
+        return weight
+
+    return step
+
+
+def counts_globally() -> Callable:
+    def step(x):
+        global total
+        total += 1
+        return x
+
+    return step
+
+
+def keeps_in_a_default() -> Callable:
+    def step(x, memory=[0]):  # noqa: B006
+        memory.append(1)
+        return x
+
+    return step
+
+
+def writes_numpy() -> Callable:
+    table = np.zeros(4)
+
+    def step(x):
+        table[0] += 1
+        return x
+
+    return step
+
+
+def draws(generator: Any, draw: Callable[[Any], Any]) -> Callable[[], Callable]:
+    return lambda: lambda x: x + float(draw(generator))
+
+
+def iterates() -> Callable:
+    batches = iter([1.0, 2.0])
+    return lambda x: x + next(batches)
+
+
+def schedules() -> Callable:
+    opt = torch.optim.SGD([torch.ones(1)], lr=0.5)
+
+    def step(x):
+        opt.param_groups[0]["lr"] *= 0.5
+        return x
+
+    return step
+
+
+CHANGES = {
+    "a list": (appends, "losses with 0 entries before, and 1 after"),
+    "a list in a dictionary": (appends_deeper, r"history\['loss'\] with 1 entries before, and 2 after"),
+    "an entry": (exchanges, r"another best\[0\]"),
+    "a counter": (counts, "a count of seen"),
+    "a deque": (queues, r"another recent\[0\]"),
+    "a variable": (rebinds, "another weight"),
+    "a global": (counts_globally, "another total"),
+    "a default": (keeps_in_a_default, "a default argument of"),
+    "an attribute": (lambda: Trainer().step, "another self.steps"),
+    "a class's attribute": (lambda: Trainer().halve, "another self.rate"),
+    "an array": (writes_numpy, "an element of table"),
+    "a generator of torch": (draws(torch.Generator(), lambda g: torch.rand((), generator=g)), "drawn from generator"),
+    "a generator of NumPy": (draws(np.random.default_rng(0), lambda g: g.random()), "drawn from generator"),
+    "an old generator of NumPy": (draws(np.random.RandomState(0), lambda g: g.rand()), "drawn from generator"),
+    "a generator of Python": (draws(random.Random(0), lambda g: g.random()), "drawn from generator"),
+    "an iterator": (iterates, "items taken from batches"),
+    "a learning rate": (schedules, r"another opt.param_groups\[0\]\['lr'\]"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_that_would_stay_on_a_rank(mesh: Mesh, name: str) -> None:
+    make, words = CHANGES[name]
+    with pytest.raises(
+        SpecError,
+        match=f"changes what it captures: the change stays on its rank.*{words}.*return its|"
+        f"changes what it captures: the change stays on its rank.*{words}.*torch.rand",
+    ):
+        spmd(make(), mesh=mesh)(X)
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+def test_changes_in_a_loss(mesh: Mesh, shards: int | None) -> None:
+    losses: list[float] = []
+
+    def loss(params, batch):
+        losses.append(1.0)
+        return loss_fn(params, batch)
+
+    @spmd(mesh=mesh)
+    @data_parallel(shards=shards)
+    def step(params, batch):
+        return value_and_grad(loss)(params, batch)
+
+    with pytest.raises(SpecError, match=r"step changes what it captures.*got losses with 0 entries before"):
+        step({"w": torch.ones(1)}, X)
+
+
+def memoizes() -> Callable:
+    masks: dict[int, Tensor] = {}
+    lazy: Any = None
+    warned = False
+    seen: set[str] = set()
+    flags = [None, False]
+
+    def step(x):
+        nonlocal lazy, warned
+        if len(x) not in masks:
+            masks[len(x)] = torch.ones(len(x))
+        if lazy is None:
+            lazy = torch.ones(1)
+        if not warned:
+            warned = True
+        seen.add("x")
+        flags[:] = [1, True]
+        return x * masks[len(x)] * lazy
+
+    return step
+
+
+def test_memos_are_no_mistake(mesh: Mesh) -> None:
+    assert torch.equal(spmd(memoizes(), mesh=mesh)(X).full(), X)
+    apply, params = functional(nn.Linear(4, 1))
+    spmd(lambda params, x: apply(params, x), mesh=mesh)(params, X)
+
+
+SCRIPT = """
+import functools, torch
+from spmd import Mesh, spmd
+
+
+@functools.lru_cache(maxsize=8)
+def mask(length):
+    return torch.full((length,), 2.0)
+
+
+mesh = Mesh({"data": 2})
+print(spmd(lambda x: x * mask(len(x)), mesh=mesh)(torch.ones(3)).tolist())
+print(mesh.run(lambda: mask.cache_parameters()["maxsize"]))
+"""
+
+
+def test_a_cached_function_of_the_script(tmp_path: Any) -> None:
+    """Pickled as Python pickles it, it would be looked for in the rank's own `__main__`."""
+    status, out, err = run(script(tmp_path, SCRIPT))
+    assert (status, out) == (0, "[2.0, 2.0, 2.0]\n[8, 8]\n"), err
+
+
+# -- what a step returns ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda x: lambda: x, "function"),
+        (lambda x: (i for i in range(3)), "generator"),
+        (lambda x: map(int, [1]), "map"),
+        (lambda x: nn.Linear(1, 1), "Linear"),
+    ],
+)
+def test_results_that_are_no_values(mesh: Mesh, make: Callable, kind: str) -> None:
+    with pytest.raises(SpecError, match=rf"result \['of'\]\[1\] of <lambda> is no value.*got {kind}"):
+        spmd(lambda x: {"of": [x, make(x)]}, mesh=mesh)(X)
+
+
+def loss_fn(params, batch):
+    return (params["w"] * batch).square().mean()
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
+def test_new_parameters_that_are_dropped(mesh: Mesh, cls: Any) -> None:
+    opt = optimizer(cls, lr=0.1)
+    params = {"w": torch.ones(1)}
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, state, batch, keep):
+        loss, grads = value_and_grad(loss_fn)(params, batch)
+        new, state = opt.step(params, grads, state)
+        return params, state, loss, *((new,) if keep else ())
+
+    with pytest.raises(SpecError, match=r"step returns parameters as it was given them, and drops those that opt.step"):
+        step(params, opt.init(params), X, False)
+    assert step(params, opt.init(params), X, True)[3]["w"].item() < 1
+
+
+def test_an_update_that_is_skipped(mesh: Mesh) -> None:
+    opt = optimizer(torch.optim.AdamW, lr=0.1)
+    params = {"w": torch.ones(1)}
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, state, batch):
+        loss, grads = value_and_grad(loss_fn)(params, batch)
+        new = opt.step(params, grads, state)
+        return new if loss < 0 else (params, state)
+
+    assert step(params, opt.init(params), X)[0]["w"].item() == 1
+
+
+def test_a_module_given_to_an_optimizer_s_step() -> None:
+    opt = optimizer(torch.optim.AdamW, lr=0.1)
+    params = {"w": torch.ones(1)}
+    with pytest.raises(SpmdError, match=r"opt.step takes the tree of parameters \(got a Linear\)"):
+        opt.step(nn.Linear(1, 1), params, opt.init(params))
