@@ -172,7 +172,7 @@ class CompiledCall:
             self._check_updates(region, local, result)
             self._captured.check(self._program.name, session.where())
             if captured_state is not None:
-                captured_state.check(self._program.name, session.where())
+                captured_state.check(self._program.name, self._program.body)
         outcome = self._results.kept(result, net, check)
         donation.settle(values, local, outcome.leaves, donating=self._donating)
         return outcome

@@ -63,9 +63,9 @@ def spmd(
         A function of the same arguments, whose tensors come back as `Array`.
 
     Raises:
-        SpecError: a spec does not fit, a result differs between ranks, `f` would write to its arguments or changes what
-            it captures (a module, by `backward()` or a torch optimizer's step; with a driver a list or a number).
-            Whatever `f` raises on a rank, as its own type.
+        SpecError: a spec does not fit, a result differs between ranks, `f` would write to its arguments or to tensors
+            that it captures (of a module, by `backward()` or a torch optimizer's step). Whatever `f` raises on a rank,
+            as its own type.
     """
     if f is None:
         return functools.partial(spmd, mesh=mesh, in_specs=in_specs, out_specs=out_specs, donate=donate, check=check)

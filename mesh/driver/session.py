@@ -188,8 +188,8 @@ class DriverSession(Owned):
         chosen = tuple(range(layout.size)) if ranks is None else tuple(ranks)
         others = () if ranks is None else tuple(rank for rank in range(layout.size) if rank not in chosen)
         while True:
+            generation = self.ranks.generation  # before all that is asked of it
             self.ready()
-            generation = self.ranks.generation
             for needed, *which in needs():
                 needed.restore(*which)
             packet = wire.Packet(b"") if content is None else content()

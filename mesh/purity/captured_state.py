@@ -1,4 +1,4 @@
-"""What of Python's own a function refers to, and a refusal of bodies that change it.
+"""What of Python's own a function refers to, and a warning of bodies that change it.
 
 A driver's rank has a copy of it all: `losses.append(loss)`, `count += 1` or a draw from a captured generator would be
 lost without a word, and come out otherwise when a call is run again. (A launched rank runs the script itself, and shows
@@ -8,9 +8,11 @@ it.) Invariant: what is usually a memo passes: another key, another member of a 
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import random
 import types
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import torch_compiled
-from ...kernels.errors import SpecError, message
+from ...kernels.errors import message
 from .. import trees
 from ..rank.references import DEPTH, LOOKED_INTO, SCALARS, used_by
 from ..rank.reloading import own_file
@@ -63,24 +65,18 @@ class CapturedState:
                 )
                 todo += [(item, its, level) for item, its in inside]
 
-    def check(self, name: str, where: str) -> None:
-        """Refuse a body that has changed any of it.
+    def check(self, name: str, function: Any) -> None:
+        """Warn, at a function's first line, if its body has changed any of it: some count calls, and know it.
 
-        Raises:
-            SpecError: it has.
+        Args:
+            name: of the function.
         """
-        for look in self._looks:
-            change = look()
-            if change is not None:
-                what, remedy = change
-                raise SpecError(
-                    message(
-                        f"{name} changes what it captures: the change stays on its rank, and the caller never sees it",
-                        got=what,
-                        where=where,
-                        remedy=remedy,
-                    )
-                )
+        change = next((change for look in self._looks if (change := look()) is not None), None)
+        if change is not None:
+            problem = f"{name} changes what it captures: the change stays on its rank, and the caller never sees it"
+            code = getattr(inspect.unwrap(function), "__code__", None)
+            file, line = ("spmd", 1) if code is None else (code.co_filename, code.co_firstlineno)
+            warnings.warn_explicit(message(problem, got=change[0], remedy=change[1]), UserWarning, file, line)
 
 
 def _inside(obj: Any, name: str) -> Iterator[tuple[Any, str]]:

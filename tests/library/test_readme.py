@@ -140,17 +140,6 @@ def unpicklable(mesh: Mesh) -> None:
     step(torch.ones(4))
 
 
-def appended(mesh: Mesh) -> None:
-    losses: list[torch.Tensor] = []
-
-    @spmd(mesh=mesh)
-    def step(x):
-        losses.append(x.sum())
-        return x
-
-    step(torch.ones(4))
-
-
 def changed_in_place(mesh: Mesh) -> None:
     @spmd(mesh=mesh)
     def step(params):
@@ -205,7 +194,6 @@ PROVOKED: dict[str, Callable[[Mesh], None]] = {
     "a function that can't be pickled": unpicklable,
     "a forgotten `psum`, though the values agree": forgotten_psum,
     "an input changed in place": changed_in_place,
-    "a captured list that a step changes": appended,
     "ranks that disagree on a collective": disagreement,
     "a collective that one rank leaves out": left_out,
     "a rank that falls silent, under `Mesh(timeout=2)`": silent,

@@ -271,11 +271,8 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_that_would_stay_on_a_rank(mesh: Mesh, name: str) -> None:
     make, words = CHANGES[name]
-    with pytest.raises(
-        SpecError,
-        match=f"changes what it captures: the change stays on its rank.*{words}.*return its|"
-        f"changes what it captures: the change stays on its rank.*{words}.*torch.rand",
-    ):
+    kept = "changes what it captures: the change stays on its rank"
+    with pytest.warns(UserWarning, match=f"{kept}.*{words}.*return its|{kept}.*{words}.*torch.rand"):
         spmd(make(), mesh=mesh)(X)
 
 
@@ -292,7 +289,7 @@ def test_changes_in_a_loss(mesh: Mesh, shards: int | None) -> None:
     def step(params, batch):
         return value_and_grad(loss)(params, batch)
 
-    with pytest.raises(SpecError, match=r"step changes what it captures.*got losses with 0 entries before"):
+    with pytest.warns(UserWarning, match=r"step changes what it captures.*got losses with 0 entries before"):
         step({"w": torch.ones(1)}, X)
 
 
@@ -318,10 +315,11 @@ def memoizes() -> Callable:
     return step
 
 
-def test_memos_are_no_mistake(mesh: Mesh) -> None:
+def test_memos_are_no_mistake(mesh: Mesh, recwarn: pytest.WarningsRecorder) -> None:
     assert torch.equal(spmd(memoizes(), mesh=mesh)(X).full(), X)
     apply, params = functional(nn.Linear(4, 1))
     spmd(lambda params, x: apply(params, x), mesh=mesh)(params, X)
+    assert not recwarn.list
 
 
 SCRIPT = """
