@@ -258,9 +258,10 @@ def asked_of_a_lost_zygote(mesh: Any) -> tuple[str, int | None]:
 
     from spmd.mesh.driver import spawn
 
-    one, pid, rank = spawn.zygote(), zygote_of(mesh), mesh.driver.pids[0]
-    os.kill(pid, signal.SIGKILL)
-    assert until(lambda: not one.alive and not running(rank))
+    one, rank = mesh.driver.ranks.all[0]._zygote, mesh.driver.pids[0]
+    os.kill(one._process.pid, signal.SIGKILL)
+    assert until(lambda: not one.alive), "the zygote lives on"
+    assert until(lambda: not running(rank)), "its rank lives on"
     spawn.zygote()  # another mesh finds it lost first
     try:
         one.fork(mesh.driver.ranks.request, [])

@@ -124,6 +124,11 @@ class RankHost:
             for target in (self._read, self._hand_on)
         ]
 
+    @property
+    def begun(self) -> bool:
+        """Whether it has ranks, and answers."""
+        return bool(self._ranks)
+
     def begin(self, begin: protocol.Begin) -> list[RemoteRank]:
         for thread in self._threads:
             thread.start()

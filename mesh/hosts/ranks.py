@@ -262,21 +262,23 @@ class HostRanks(Ranks):
     def status(self) -> Status:
         """See `Mesh.status`."""
         rows = []
-        for host, ranks in zip(self._hosts, self.places.ranks(), strict=True):
+        for host, ranks in zip(list(self._hosts), self.places.ranks(), strict=False):
             found = [RankStatus(rank, host.name, 0, 0, _LOST, 0) for rank in ranks]
             with _unless_lost(host):
-                told = host.ask(protocol.Ask("status")).rows
-                found = [dataclasses.replace(RankStatus(*row), host=host.name) for row in told]
+                if host.begun:
+                    told = host.ask(protocol.Ask("status")).rows
+                    found = [dataclasses.replace(RankStatus(*row), host=host.name) for row in told]
             rows += found
         return Status(rows)
 
     def stacks(self) -> str:
         """See `Mesh.stacks`."""
         texts = []
-        for host, ranks in zip(self._hosts, self.places.ranks(), strict=True):
+        for host, ranks in zip(list(self._hosts), self.places.ranks(), strict=False):
             text = "\n\n".join(f"rank {rank}: {_LOST}" for rank in ranks)
             with _unless_lost(host):
-                text = host.ask(protocol.Ask("stacks")).text
+                if host.begun:
+                    text = host.ask(protocol.Ask("stacks")).text
             texts.append(text)
         return "\n\n".join(texts)
 

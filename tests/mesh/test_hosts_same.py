@@ -27,7 +27,7 @@ from test_donation import trained as trained_in_place
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from spmd import Loader, Mesh, MeshError, P, axis_index, fetch, put, restore, save
+from spmd import Loader, Mesh, P, axis_index, fetch, put, restore, save
 
 
 @pytest.fixture(scope="module")
@@ -169,13 +169,6 @@ def test_workers_read_for_their_rank(mesh: Mesh, shared_mesh: Callable[..., Mesh
     assert len(pids) == 8
     mesh.run(lambda: None)
     assert until(lambda: not any(map(running, pids)))  # they go with their Loader
-
-
-def test_another_size_is_refused_in_words(mesh: Mesh) -> None:
-    for change in (lambda: mesh.resize({"data": 2}), lambda: mesh.retire(0)):
-        with pytest.raises(MeshError, match=r"over several hosts cannot be resized.*save, close the mesh, and restore"):
-            change()
-    assert mesh.run(lambda: mesh.rank) == [0, 1, 2, 3]
 
 
 def test_stacks_of_ranks_that_wait(mesh: Mesh, tmp_path: Path) -> None:
