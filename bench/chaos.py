@@ -44,7 +44,7 @@ from spmd import Mesh
 
 HANG_SECONDS = 60.0
 CALM_STEPS = 2  # between two faults
-GRACE = 2.0
+GRACE = 0.5
 WAITS = {"a batch read": 0.003, "values fetched": 0.005, "a checkpoint written": 0.02, "a resize": 0.3}
 NUMBERS = itertools.count()  # of checkpoints
 TRIES = 3  # of a program that calls again

@@ -3,8 +3,9 @@
     python bench/chaos_hosts.py    # needs root and iproute2; or chaos.py --hosts
 
 Two network namespaces (`namespaces.py`) with two ranks each, launched, and driven by a program in the first of them
-(`Mesh(hosts=)`). They train until the fault; then all that still run must end, with an `SpmdError`, within the timeout
-and a few seconds. Prints how long that took, and how many processes were left.
+(`Mesh(hosts=, on_loss="raise")`; for one that goes on see `chaos_copies.py`). They train until the fault; then all that
+still run must end, with an `SpmdError`, within the timeout and a few seconds. Prints how long that took, and how many
+processes were left.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Namespaces:
         process.kill()
         process.wait()
 
-with Mesh({{"data": 4}}, hosts=Namespaces(), threads=1, timeout={TIMEOUT}) as mesh:
+with Mesh({{"data": 4}}, hosts=Namespaces(), threads=1, timeout={TIMEOUT}, on_loss="raise") as mesh:
     for pid in (os.getpid(), *mesh.run(os.getpid), *set(mesh.run(os.getppid))):
         (marks / f"pid {{pid}}").touch()
     train(mesh)

@@ -8,9 +8,11 @@ noticed; each operation is preceded by a header, so that a disagreement is told 
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import re
 import socket
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +31,15 @@ from .interface import address_of
 from .mailbox import Mailbox
 
 _LONG = datetime.timedelta(days=1)  # as operations go; one that was given up and that Gloo forgot ends then
+
+_all: weakref.WeakSet[GlooCommunicator] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_what_is_under_way() -> None:
+    """Torch would wait for it when the program ends, whoever is gone."""
+    for comm in [*_all]:
+        comm.end_what_is_under_way()
 
 
 class GlooCommunicator(NetworkedCommunicator):
@@ -57,7 +68,9 @@ class GlooCommunicator(NetworkedCommunicator):
         self._owned = Owned()
         self._group: Any = None  # torch's stubs leave out what is used of it
         self._sockets: gloo_group.Sockets = set()
+        self._under_way: set[dist.Work] = set()
         self._mailbox: Mailbox | None = None
+        _all.add(self)
         self._open()
 
     def _open(self) -> None:
@@ -99,17 +112,25 @@ class GlooCommunicator(NetworkedCommunicator):
         self._disconnect()
         super().close()
 
+    def end_what_is_under_way(self) -> None:
+        """Close if an operation has begun that nobody has seen the end of."""
+        if self._under_way:
+            self.close()
+
     def _disconnect(self) -> None:
         if self._mailbox is not None:
             self._mailbox.close()
             self._mailbox = None
         if self._group is None or self._owned.foreign:  # a child's connections are its parent's
             return
+        self._under_way.clear()
         ended, self._group = [self._group], None
         gloo_group.end(ended, self._sockets)
 
     def _done(self, work: dist.Work) -> Steps:
+        self._under_way.add(work)
         yield work.is_completed
+        self._under_way.discard(work)
         try:
             work.wait()
         except RuntimeError as error:

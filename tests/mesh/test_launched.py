@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
-from scripts import run, script
+from scripts import HANGS, run, script
 
 COMMON = """
 import time
@@ -276,3 +279,37 @@ def test_the_end(told):
 def test_a_rank_that_dies_is_noticed(told):
     rank, text, soon = told["lost"][0]
     assert rank == 1 and "rank 1" in text and soon and 1 not in told["lost"]
+
+
+STOPPED = """
+import os, signal, torch
+from spmd import Mesh, psum, spmd
+def train(mesh):
+    step = spmd(lambda x: psum(x, "data"), mesh=mesh)
+    for number in range(30):
+        if number == 20 and mesh.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        step(torch.ones(100_000)).full()
+train(Mesh(backend="gloo", timeout=2))
+"""
+
+
+def test_a_program_ends_though_an_operation_is_under_way(tmp_path):
+    """torch would wait for it at the end of the interpreter, for a peer that is stopped."""
+    told = {"SPMD_SIZE": "2", "SPMD_INIT_METHOD": f"file://{tmp_path}/meet", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script(tmp_path, STOPPED)],
+            env={**os.environ, **told, "SPMD_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert "PeerLost" in ranks[0].communicate(timeout=HANGS)[1]
+        assert ranks[0].returncode == 1
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
