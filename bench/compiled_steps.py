@@ -1,12 +1,15 @@
 """A training step whose loss is compiled by `torch.compile`, beside the same step in eager, in turn, on the same ranks.
 
 `python bench/compiled_steps.py | tee bench/results/compiled_steps.txt`: milliseconds a step, median and quartiles of
-rounds, and how often as fast the compiled one is. The GPT has many small operations, the others few large ones.
+rounds, and how often as fast the compiled one is. The GPT has many small operations, the others few large ones. Beside
+it is what torch's compiler makes of the loss by itself: its forward and backward pass over half of the batch, in this
+process, with one thread.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import platform
 import statistics
 import sys
@@ -77,7 +80,7 @@ class Contender:
         return (time.perf_counter() - begin) / steps
 
 
-def contender(mesh: Mesh, model: Callable[[], Any], compiled: bool) -> Contender:
+def contender(mesh: Mesh, *, model: Callable[[], Any], compiled: bool) -> Contender:
     module, x, y = model()
     apply, params = functional(module)
     opt = optimizer(torch.optim.AdamW, lr=1e-3)
@@ -98,7 +101,31 @@ def contender(mesh: Mesh, model: Callable[[], Any], compiled: bool) -> Contender
     return Contender(step, put(params, mesh=mesh), opt.init(params), batch)
 
 
-def tensor_parallel(mesh: Mesh, compiled: bool) -> Contender:
+def alone(model: Callable[[], Any]) -> float:
+    """How often as fast the compiled loss is without a mesh."""
+    module, x, y = model()
+    x, y = x[: len(x) // 2], y[: len(y) // 2].flatten()
+    params = dict(module.named_parameters())
+
+    def loss_fn(params: Any) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(module, params, (x,)), y)
+
+    losses = {"eager": loss_fn, "compiled": torch.compile(loss_fn)}
+    times: dict[str, list[float]] = {kind: [] for kind in losses}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for turn in range(WARM + ROUNDS):
+        for kind, loss in losses.items():
+            begin = time.perf_counter()
+            for _ in range(STEPS):
+                torch.autograd.grad(loss(params), [*params.values()])
+            if turn >= WARM:
+                times[kind].append(time.perf_counter() - begin)
+    torch.set_num_threads(threads)
+    return statistics.median(times["eager"]) / statistics.median(times["compiled"])
+
+
+def tensor_parallel(mesh: Mesh, *, compiled: bool) -> Contender:
     """Eight layers of two small products and a psum, each rank with half of the features."""
 
     def loss_fn(params: Any, batch: Any) -> Tensor:
@@ -124,22 +151,24 @@ def tensor_parallel(mesh: Mesh, compiled: bool) -> Contender:
     return Contender(step, params, None, put({"x": torch.randn(256, WIDTH), "y": torch.randn(256, WIDTH)}, mesh=mesh))
 
 
-CASES: dict[str, Callable[[Mesh, bool], Contender]] = {
-    "GPT, 8 layers, d=64, batch of 2": lambda mesh, compiled: contender(mesh, lambda: gpt(2), compiled),
-    "GPT, 8 layers, d=64, batch of 16": lambda mesh, compiled: contender(mesh, lambda: gpt(16), compiled),
-    "tensor-parallel, 8 layers, d=64": tensor_parallel,
-    "mlp_1k": lambda mesh, compiled: contender(mesh, mlp_1k, compiled),
-    "mlp_4k": lambda mesh, compiled: contender(mesh, mlp_4k, compiled),
-    "encoder": lambda mesh, compiled: contender(mesh, encoder, compiled),
+MODELS: dict[str, Callable[[], Any]] = {
+    "GPT, 8 layers, d=64, batch of 2": lambda: gpt(2),
+    "GPT, 8 layers, d=64, batch of 16": lambda: gpt(16),
+    "mlp_1k": mlp_1k,
+    "mlp_4k": mlp_4k,
+    "encoder": encoder,
 }
+TENSOR_PARALLEL = "tensor-parallel, 8 layers, d=64"
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
     print(f"{platform.machine()}, torch {torch.__version__}, 2 ranks, {ROUNDS} rounds of {STEPS} steps in turn")
-    for name in sys.argv[1:] or CASES:
+    for name in sys.argv[1:] or [*MODELS, TENSOR_PARALLEL]:
+        model = MODELS.get(name)
         with Mesh({"data": 2}) as mesh:
-            sides = {kind: CASES[name](mesh, kind == "compiled") for kind in ("eager", "compiled")}
+            make = tensor_parallel if model is None else functools.partial(contender, model=model)
+            sides = {kind: make(mesh, compiled=kind == "compiled") for kind in ("eager", "compiled")}
             for side in sides.values():
                 side.run(WARM)
             times: dict[str, list[float]] = {kind: [] for kind in sides}
@@ -151,7 +180,8 @@ def main() -> None:
             low, middle, high = statistics.quantiles(found, n=4)
             shown.append(f"{kind} {middle:8.2f} ms ({low:.2f} to {high:.2f})")
         gain = statistics.median(times["eager"]) / statistics.median(times["compiled"])
-        print(f"{name:32} {', '.join(shown)}: {gain:.2f} times as fast", flush=True)
+        torchs = "" if model is None else f", torch alone {alone(model):.2f}"
+        print(f"{name:32} {', '.join(shown)}: {gain:.2f} times as fast{torchs}", flush=True)
 
 
 if __name__ == "__main__":

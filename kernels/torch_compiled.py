@@ -11,9 +11,11 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 from . import torch_private
 
@@ -136,3 +138,36 @@ def eagerly() -> Iterator[None]:
     finally:
         if _compiler() is not None:  # which the block has imported, and met functions with
             torch.compiler.reset()
+
+
+def rewrite_graphs(rewrite: Callable[[fx.Graph], None], source: Path) -> bool:
+    """Have Inductor hand each graph of forward and backward to `rewrite`, after what the program has it do with them.
+
+    Returns whether it is so from now on: if the program has imported Inductor. Public way: a backend of one's own that
+    calls Inductor, which the program would have to name.
+
+    Args:
+        source: the file that `rewrite` is written in, by which Inductor knows what it has compiled with another one.
+    """
+    config: Any = sys.modules.get("torch._inductor.config")
+    before = None if config is None else config.joint_custom_post_pass
+    if config is None or getattr(before, "rewrite", None) is rewrite:
+        return config is not None
+    passes: Any = sys.modules["torch._inductor.custom_graph_pass"]
+
+    class Pass(passes.CustomGraphPass):
+        def __init__(self) -> None:
+            self.rewrite = rewrite
+
+        def __call__(self, graph: fx.Graph) -> None:
+            if before is not None:
+                before(graph)
+            rewrite(graph)
+
+        def uuid(self) -> Any:
+            """Of both; None, for which Inductor keeps nothing on disk, where the program's pass has none."""
+            other = None if before is None else before.uuid() if hasattr(before, "uuid") else None
+            return (passes.get_hash_for_files((str(source),)), other) if before is None or other is not None else None
+
+    config.joint_custom_post_pass = Pass()
+    return True

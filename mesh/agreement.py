@@ -57,6 +57,16 @@ class Result:
 Outputs = tuple[Any, list[OutputMeta]]  # the results' treedef, and one for each leaf
 
 
+def tensors_among(leaves: Sequence[Any], metas: Sequence[OutputMeta]) -> list[Any]:
+    """The leaves that are tensors."""
+    return [leaf for leaf, about in zip(leaves, metas, strict=True) if about.spec is not None]
+
+
+def specs_of(metas: Sequence[OutputMeta]) -> list[P]:
+    """Those of the leaves that are tensors."""
+    return [about.spec for about in metas if about.spec is not None]
+
+
 def encode(treedef: Any, metas: list[OutputMeta]) -> bytes:
     """What a rank tells of its results; mostly equal bytes on all ranks, so that they are decoded once."""
     return cloudpickle.dumps((trees.pack(treedef), metas))

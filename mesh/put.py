@@ -187,7 +187,7 @@ def fill(
 
         def here() -> Any:
             metas = [meta(about.whole or about.shape, about.dtype, about.spec) for about in of_tensors]
-            tensors = [leaf for leaf, about in zip(leaves, outputs, strict=True) if about.spec is not None]
+            tensors = agreement.tensors_among(leaves, outputs)
             hints = [unsure(about) for about in metas] if ragged else metas
             source = LocalValues(session, tensors, metas, [*map(shapes, of_tensors)], hints=hints, deal=deal)
             arrays = iter(source.arrays(mesh))

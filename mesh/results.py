@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..kernels.errors import SpecError, message
-from . import trees
+from . import agreement, trees
 from .agreement import OutputMeta, path_in, same
 from .array import Array
 from .rank.lasting_values import KnownLayout
@@ -52,14 +52,14 @@ class Outcome:
         """Those of the results that are tensors."""
         if self.known is not None and len(self.known.specs) == len(self.leaves):
             return self.leaves
-        return [leaf for leaf, about in zip(self.leaves, self.metas, strict=True) if about.spec is not None]
+        return agreement.tensors_among(self.leaves, self.metas)
 
     @property
     def specs(self) -> list[P]:
         """Of the tensors."""
         if self.known is not None:
             return list(self.known.specs)
-        return [about.spec for about in self.metas if about.spec is not None]
+        return agreement.specs_of(self.metas)
 
 
 _NUMBERS = frozenset({bool, int, float, complex, str, type(None)})  # and what else is the same when it is equal
@@ -85,7 +85,7 @@ class _Kind:
         if not self.numbers:
             found = leaves
         elif all(same(OutputMeta(None, value=leaves[index]), self.metas[index]) for index in self.numbers):
-            found = [leaf for leaf, about in zip(leaves, self.metas, strict=True) if about.spec is not None]
+            found = agreement.tensors_among(leaves, self.metas)
         else:
             return None
         return found if self.layout.fits(found) else None
@@ -156,8 +156,7 @@ class Results:
 
     def _kind_of(self, result: Any, treedef: Any, leaves: list[Any], metas: list[OutputMeta]) -> _Kind | None:
         structure = trees.Structure.of(result)
-        tensors = [leaf for leaf, about in zip(leaves, metas, strict=True) if about.spec is not None]
-        layout = KnownLayout.of(tensors, [about.spec for about in metas if about.spec is not None])
+        layout = KnownLayout.of(agreement.tensors_among(leaves, metas), agreement.specs_of(metas))
         numbers = tuple(index for index, about in enumerate(metas) if about.spec is None)
         return None if structure is None or layout is None else _Kind(structure, treedef, metas, layout, numbers)
 

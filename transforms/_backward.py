@@ -23,6 +23,7 @@ from ._linear_weights import linear_weights
 from ._reductions import psum
 from ._sums import Hook, Place, Sums, home_of
 from ._tokens import Chain, chain, forget_undefined
+from .compiled import weight_gradients
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,6 +102,8 @@ class Plain:
         return call.evaluate(call.args, call.kwargs)
 
     def solve(self, call: Call) -> Solution:
+        if call.region is not None and call.region.session.layout.size > 1:
+            weight_gradients.prepare()
         hooks = hooks_made()
         with chain() as collectives:
             out = self.evaluate(call)
@@ -175,7 +178,7 @@ def _in_place(f: Evaluated, sums: Sums, ends: list[Tensor], primals: Primals, ha
         return primals
     places = {id(primal): place for primal, place in primals}
     weights = linear_weights(
-        ends, [primal for primal, _ in primals], lambda leaf: sums.takes_products(places[id(leaf)])
+        ends, [primal for primal, _ in primals], lambda leaf: sums.takes_products(places[id(leaf)]), handles
     )
     for weight in weights:
         place = places.pop(id(weight.leaf))

@@ -24,9 +24,10 @@ from torch import Tensor
 from ..kernels import torch_private
 from ..kernels.torch_private import Node
 from ._plan import Plan
+from .compiled import weight_gradients
+from .compiled.weight_gradients import GraphWeight
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_LARGE = 1 << 17  # bytes; below, a copy costs less than finding out
 _LEAST = 1 << 21  # elements; a smaller gradient stays in the cache from the product to the sum
 _FEW = 4  # times the elements of the factors must go into those of the weight
 _ROWS = 64  # of the weight, for each rank
@@ -58,12 +59,13 @@ class LinearWeight:
 
 
 def linear_weights(
-    ends: Iterable[Tensor], leaves: Sequence[Tensor], wanted: Callable[[Tensor], bool]
-) -> list[LinearWeight]:
+    ends: Iterable[Tensor], leaves: Sequence[Tensor], wanted: Callable[[Tensor], bool], handles: list[Any]
+) -> list[LinearWeight | GraphWeight]:
     """Those of the leaves `leaves` that are `wanted`, and nothing but the weight of one linear layer each.
 
     Args:
         ends: where the backward pass begins, whose `inputs` the other leaves will be.
+        handles: takes those of hooks that note what compiled graphs do.
     """
     if torch.is_anomaly_enabled():  # which looks at what nodes return
         return []
@@ -71,9 +73,19 @@ def linear_weights(
     if not large:
         return []
     uses = _uses(end.grad_fn for end in ends)
-    found = []
+    found: list[LinearWeight | GraphWeight] = []
     for node in uses:
-        saved = _INPUTS.get(type(node).__name__)
+        kind = type(node).__name__
+        if kind == weight_gradients.NODE:
+            edges = {
+                edge: large[_leaf_of(below)]
+                for edge, (below, _) in enumerate(node.next_functions)
+                if below is not None and uses[below] == 1 and _leaf_of(below) in large
+            }
+            found += weight_gradients.graph_weights(node, edges)
+            handles += weight_gradients.learn(node, edges)
+            continue
+        saved = _INPUTS.get(kind)
         if saved is None:
             continue
         transposed = node.next_functions[-1][0]
@@ -101,7 +113,7 @@ def _eligible(leaf: Tensor) -> bool:
         and min(leaf.shape) > 1
         and leaf.dtype.is_floating_point
         and leaf.is_contiguous()
-        and leaf.numel() * leaf.element_size() >= _LARGE
+        and leaf.numel() * leaf.element_size() >= weight_gradients.LARGE
     )
 
 

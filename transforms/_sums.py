@@ -118,8 +118,12 @@ class Sums:
         _, wire_dtype, device = place[0]
         return place[0] in self._open and wire_dtype is None and device == "cpu"
 
-    def fill_product(self, place: Place, left: Tensor, right: Tensor) -> None:
-        """A leaf's value is `left.t() @ right`, which is computed where it is summed, here or by all ranks together."""
+    def fill_product(self, place: Place, left: Tensor, right: Tensor, *, borrowed: bool = False) -> None:
+        """A leaf's value is `left.t() @ right`, which is computed where it is summed, here or by all ranks together.
+
+        Args:
+            borrowed: their memory is another's as soon as this returns.
+        """
         group, index = place
         self.filled += 1
         self._follow(place, left, right)
@@ -127,7 +131,7 @@ class Sums:
         with unfollowed():
             factors = self._factors.get(group)
             if factors is not None and factors.pay(index, left, right):
-                buckets.fill_product(index, left, right)
+                buckets.fill_product(index, *((left.clone(), right.clone()) if borrowed else (left, right)))
             else:
                 torch.mm(left.t(), right, out=buckets.grad_view(index))
                 buckets.mark_ready(index)

@@ -70,8 +70,7 @@ def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) 
 
 def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet) -> Answer:
     treedef, leaves, metas, *more = state.shipped(task.reader)(state.session, *task.arguments)
-    kept = [(leaf, about.spec) for leaf, about in zip(leaves, metas, strict=True) if about.spec is not None]
-    tensors, specs = [leaf for leaf, _ in kept], [spec for _, spec in kept]
+    tensors, specs = agreement.tensors_among(leaves, metas), agreement.specs_of(metas)
     state.values.keep(task.out, tensors, specs, lasts=False)  # it can be read again
     data = agreement.encode_batch(state.description(task.reader, treedef, metas), more)
     return protocol.Metadata(task.number, data, lasting=False), None

@@ -162,9 +162,39 @@ def test_as_in_eager_on_a_driver(shared_mesh, program, backend):
     check(shared_mesh({"data": 2}), program, backend)
 
 
+def large_weights(mesh, compiled, **options):
+    """Of linear layers, some used in another way besides; their gradients come as factors, or as products."""
+    torch.manual_seed(0)
+    rows = {"once": 2048, "next": 2048, "third": 2048, "tied": 256, "decayed": 300, "last": 8}
+    params = {name: torch.randn(count, 2048, dtype=torch.float64) / 40 for name, count in rows.items()}
+
+    def loss_fn(p, x, y):
+        for name in ("once", "next", "third"):
+            x = torch.tanh(x @ p[name].t())
+        tied = torch.tanh(x @ p["tied"].t()) @ p["tied"]
+        decay = torch.nn.functional.linear(x, p["decayed"]).square().mean() + 1e-3 * p["decayed"].square().sum()
+        return 1e3 * (torch.nn.functional.linear(x + tied, p["last"]) - y).square().mean() + decay
+
+    run, outside = compiled(loss_fn, **options), []
+
+    @spmd.spmd(mesh=mesh)
+    @data_parallel
+    def step(p, batch):
+        return value_and_grad(lambda p, b: run(p, *b) + (p["once"][0].sum() if b[0].sum() > 0 else 0.0))(p, batch)
+
+    for number in range(5):
+        batch = torch.randn(15, 2048).double() + number % 2 / 10 - 0.05, torch.randn(15, 8)
+        outside.append(step(params, batch))
+    # Two leaves with the same memory, in the same graph.
+    same = {**params, "decayed": params["once"][:300].contiguous()}
+    same["tied"] = same["decayed"]
+    return outside, step(same, batch)
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_inductor(shared_mesh):
-    check(shared_mesh({"data": 2}), loss_and_grads, "inductor")
+@pytest.mark.parametrize("program", [loss_and_grads, large_weights])
+def test_inductor(shared_mesh, program):
+    check(shared_mesh({"data": 2}), program, "inductor")
 
 
 LAUNCHED = """
