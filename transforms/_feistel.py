@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 _MASK = (1 << 64) - 1
+_IN_CACHE = 4096  # ids that are computed at a time
 # The increment and the finalizer of splitmix64, which passes BigCrush: Steele, Lea and Flood, "Fast splittable
 # pseudorandom number generators", OOPSLA 2014, with the constants of Stafford's variant 13.
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -85,14 +86,24 @@ def numbered(key: int, index: int) -> int:
 
 def _network(index: npt.NDArray[np.uint64], bits: int, keys: list[int]) -> npt.NDArray[np.uint64]:
     """A bijection of range(2**bits). With an odd number of bits the halves differ by one, and no bit is left out."""
+    found = np.empty_like(index)
+    for first in range(0, len(index), _IN_CACHE):
+        part = slice(first, first + _IN_CACHE)
+        found[part] = _network_of_few(index[part], bits, keys)
+    return found
+
+
+def _network_of_few(index: npt.NDArray[np.uint64], bits: int, keys: list[int]) -> npt.NDArray[np.uint64]:
     low_bits = np.uint64((bits + 1) // 2)
     high_mask, low_mask = np.uint64((1 << bits // 2) - 1), np.uint64((1 << (bits + 1) // 2) - 1)
     high, low = index >> low_bits, index & low_mask
+    words, shifted = np.empty_like(index), np.empty_like(index)
     for number, key in enumerate(keys):
-        if number % 2:
-            low = low ^ (_mix_array(high + np.uint64(key)) & low_mask)
-        else:
-            high = high ^ (_mix_array(low + np.uint64(key)) & high_mask)
+        source, target, mask = (high, low, low_mask) if number % 2 else (low, high, high_mask)
+        np.add(source, np.uint64(key), out=words)
+        _mix_array(words, shifted)
+        words &= mask
+        target ^= words
     return high << low_bits | low
 
 
@@ -102,11 +113,10 @@ def _mix(word: int) -> int:
     return word ^ word >> 31
 
 
-def _mix_array(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """`_mix` of every element; unsigned arrays wrap by themselves. In place: `words` is the caller's temporary."""
-    words ^= words >> np.uint64(30)
-    words *= np.uint64(_FIRST)
-    words ^= words >> np.uint64(27)
-    words *= np.uint64(_SECOND)
-    words ^= words >> np.uint64(31)
-    return words
+def _mix_array(words: npt.NDArray[np.uint64], shifted: npt.NDArray[np.uint64]) -> None:
+    """`_mix` of every element, in place; `shifted` is memory to use. Unsigned arrays wrap by themselves."""
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
+        np.right_shift(words, np.uint64(shift), out=shifted)
+        words ^= shifted
+        if factor is not None:
+            words *= np.uint64(factor)

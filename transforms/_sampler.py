@@ -23,7 +23,7 @@ from ._feistel import derive_key, permute
 _LONGEST = 2**63 - 1  # ids are torch.int64
 _ORDERS = ("feistel", "torch")
 _STEPS_DRAWN = 5
-_AT_ONCE, _MOST_STEPS = 4096, 256  # ids that a rank computes together, of at most so many steps
+_AT_ONCE, _MOST_STEPS = 16384, 256  # ids that a rank computes together, of at most so many steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
