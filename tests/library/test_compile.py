@@ -197,6 +197,23 @@ def test_inductor(shared_mesh, program):
     check(shared_mesh({"data": 2}), program, "inductor")
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_of_large_weights_come_by_an_operator(shared_mesh):
+    """Else torch has moved where Inductor takes a rewriting of its graphs, and they come at the end of each graph."""
+    run = torch.compile(lambda p, x: torch.tanh(x @ p["large"].t() + p["bias"]).square().mean())
+
+    @spmd.spmd(mesh=shared_mesh({"data": 2}))
+    @data_parallel(batch="x")
+    def step(p, x):
+        with torch.profiler.profile() as profile:
+            _, grads = value_and_grad(run)(p, x)
+        return grads, sum(event.name == "spmd::weight_gradient" for event in profile.events())
+
+    params = {"large": torch.randn(300, 512) / 20, "bias": torch.zeros(300)}
+    found = [step(params, torch.ones(4, 512))[1] for _ in range(4)]
+    assert (found[0], found[2:]) == (0, [1, 1])  # the first call is in eager; while it compiles, the second traces some
+
+
 LAUNCHED = """
 import sys, warnings
 sys.path.insert(0, sys.argv[1])
