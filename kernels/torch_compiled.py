@@ -150,24 +150,24 @@ def rewrite_graphs(rewrite: Callable[[fx.Graph], None], source: Path) -> bool:
         source: the file that `rewrite` is written in, by which Inductor knows what it has compiled with another one.
     """
     config: Any = sys.modules.get("torch._inductor.config")
-    before = None if config is None else config.joint_custom_post_pass
+    before = getattr(config, "joint_custom_post_pass", None)
     if config is None or getattr(before, "rewrite", None) is rewrite:
         return config is not None
     passes: Any = sys.modules["torch._inductor.custom_graph_pass"]
+    others: list[Any] = [*before] if isinstance(before, list | tuple) else [] if before is None else [before]
 
     class Pass(passes.CustomGraphPass):
         def __init__(self) -> None:
             self.rewrite = rewrite
 
         def __call__(self, graph: fx.Graph) -> None:
-            if before is not None:
-                before(graph)
-            rewrite(graph)
+            for each in (*others, rewrite):
+                each(graph)
 
         def uuid(self) -> Any:
-            """Of both; None, for which Inductor keeps nothing on disk, where the program's pass has none."""
-            other = None if before is None else before.uuid() if hasattr(before, "uuid") else None
-            return (passes.get_hash_for_files((str(source),)), other) if before is None or other is not None else None
+            """Of all; None, for which Inductor keeps nothing on disk, where one of the program's has none."""
+            found = [each.uuid() if hasattr(each, "uuid") else None for each in others]
+            return None if None in found else (passes.get_hash_for_files((str(source),)), *found)
 
     config.joint_custom_post_pass = Pass()
     return True

@@ -33,7 +33,7 @@ from .manifest import FORMAT
 
 POLL_SECONDS = 0.01
 ASK_SECONDS = 0.5  # that a rank may take to write its part until it is asked for a sign of life
-TRIES = 3  # of beginning to write, on ranks that are lost meanwhile
+TRIES = 5  # of beginning to write: ranks that are killed again while they are replaced are two losses, or three
 STORE_SECONDS = 0.05  # between two questions to the process that has the store, of every rank
 
 

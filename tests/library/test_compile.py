@@ -9,7 +9,7 @@ from scripts import launched, script
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import spmd
-from spmd import P, SpecError, all_gather, data_parallel, functional, grad, optimizer, psum, value_and_grad
+from spmd import P, SpecError, all_gather, data_parallel, functional, grad, optimizer, pmean, psum, value_and_grad
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -177,18 +177,18 @@ def large_weights(mesh, compiled, **options):
 
     run, outside = compiled(loss_fn, **options), []
 
-    @spmd.spmd(mesh=mesh)
-    @data_parallel
-    def step(p, batch):
+    def step_of(p, batch):
         return value_and_grad(lambda p, b: run(p, *b) + (p["once"][0].sum() if b[0].sum() > 0 else 0.0))(p, batch)
 
+    step = spmd.spmd(data_parallel(lambda p, batch: step_of(p, batch)), mesh=mesh)
     for number in range(5):
         batch = torch.randn(15, 2048).double() + number % 2 / 10 - 0.05, torch.randn(15, 8)
         outside.append(step(params, batch))
-    # Two leaves with the same memory, in the same graph.
-    same = {**params, "decayed": params["once"][:300].contiguous()}
-    same["tied"] = same["decayed"]
-    return outside, step(same, batch)
+    # Two leaves with the same memory in one graph, of which the first is used outside of it, too.
+    same = spmd.spmd(lambda p, batch: step_of({**p, "third": p["once"]}, batch), mesh=mesh, in_specs=(P(), P("data")))
+    evaluate = spmd.spmd(lambda p, batch: pmean(run(p, *batch), "data"), mesh=mesh, in_specs=(P(), P("data")))
+    even = torch.randn(16, 2048).double() + 0.1, torch.randn(16, 8)
+    return outside, [same(params, even) for _ in range(3)], [evaluate(params, even) for _ in range(2)]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -34,7 +34,7 @@ _made: weakref.WeakKeyDictionary[type, set[int]] = weakref.WeakKeyDictionary()
 
 
 class _Running(threading.local):
-    """Of the graph whose backward runs on this thread: what takes factors, by address, and weights that were met."""
+    """Of the graph whose backward runs on this thread, by the `id` of weights: what takes factors, and what was met."""
 
     def __init__(self) -> None:
         self.fills: dict[int, Fill] = {}
@@ -67,10 +67,13 @@ _registered: Any = None
 
 
 def _weight_gradient(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
-    """`left.t() @ right`, or memory that nobody looks at where a sum has taken the factors."""
-    address = weight.data_ptr()
-    _running.met.add(address)
-    fill = _running.fills.pop(address, None)
+    """`left.t() @ right`, or memory that nobody looks at where a sum has taken the factors.
+
+    Args:
+        weight: the very leaf that the graph was given, of which torch keeps no copy.
+    """
+    _running.met.add(id(weight))
+    fill = _running.fills.pop(id(weight), None)
     if fill is None:
         return left.t() @ right
     fill(left, right, borrowed=True)
@@ -81,9 +84,10 @@ def _rewrite(graph: fx.Graph) -> None:
     """Put the operator where a product is all of the gradient of a large matrix that the graph is given."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     primals = [node for node in inputs if str(node.target).startswith("primals")]
-    (results,) = next(node for node in graph.nodes if node.op == "output").args
-    if len(primals) == len(inputs) or len(results) < len(primals):  # nothing is to be differentiated
+    tangents = [node for node in inputs if str(node.target).startswith("tangents")]
+    if not primals or not tangents or len(primals) + len(tangents) < len(inputs):  # not what torch differentiates
         return
+    (results,) = next(node for node in graph.nodes if node.op == "output").args
     for primal, gradient in zip(primals, results[-len(primals) :], strict=True):
         if isinstance(gradient, fx.Node) and _is_large_matrix(primal) and results.count(gradient) == 1:
             factors = _factors(gradient)
@@ -141,50 +145,47 @@ class GraphWeight:
 
     def hook(self, fill: Fill) -> Any:
         """Have the backward pass give the factors of the gradient to `fill(left, right)`; the handle that ends it."""
+        key = id(self.leaf)
 
         def begin(_: Any) -> None:
             # A backward of the function's own, within this one and over the same tape, has to keep it.
             if not torch_private.backward_keeps_tape():
-                _running.fills[self.leaf.data_ptr()] = fill
+                _running.fills[key] = fill
 
         def end(*_: Any) -> None:
-            if _running.fills.pop(self.leaf.data_ptr(), None) is not None:  # else the gradient would silently be zero
+            if _running.fills.pop(key, None) is not None:  # else the gradient would silently be zero
                 raise RuntimeError("a compiled graph that made a weight's gradient by an operator does so no more")
 
-        return _Handles(self.node.register_prehook(begin), self.node.register_hook(end))
+        return _Hook(self.node.register_prehook(begin), self.node.register_hook(end), key)
 
 
 def graph_weights(node: Node, leaves: dict[int, Tensor]) -> list[GraphWeight]:
     """Those of the leaves, by the edge of the graph's node that alone leads to each, of which it is known."""
-    known = _made.get(type(node), ()) if _apart(leaves) else ()
+    known = _made.get(type(node), ())
     return [GraphWeight(leaf, node) for edge, leaf in leaves.items() if edge in known]
 
 
 def learn(node: Node, leaves: dict[int, Tensor]) -> list[Any]:
     """Note which leaves' gradients operators make when this node runs, if it is not known; the handles that end it."""
-    if type(node) in _made or not _apart(leaves):
+    if type(node) in _made:
         return []
 
     def begin(_: Any) -> None:
         _running.met.clear()
 
     def end(*_: Any) -> None:
-        _made[type(node)] = {edge for edge, leaf in leaves.items() if leaf.data_ptr() in _running.met}
+        _made[type(node)] = {edge for edge, leaf in leaves.items() if id(leaf) in _running.met}
 
     return [node.register_prehook(begin), node.register_hook(end)]
 
 
-def _apart(leaves: dict[int, Tensor]) -> bool:
-    """Whether an address says which leaf is meant."""
-    return len({leaf.data_ptr() for leaf in leaves.values()}) == len(leaves)
+class _Hook:
+    """Torch's handles of what a node does for a leaf, and what is left of that if the node has failed."""
 
-
-class _Handles:
-    """Several of torch's."""
-
-    def __init__(self, *handles: Any):
-        self._handles = handles
+    def __init__(self, before: Any, after: Any, key: int):
+        self._before, self._after, self._key = before, after, key
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._before.remove()
+        self._after.remove()
+        _running.fills.pop(self._key, None)
