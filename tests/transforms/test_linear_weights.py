@@ -211,18 +211,18 @@ HOOKED = [
 def test_which_leaves(program: Callable[..., Tensor]) -> None:
     p = {name: leaf.requires_grad_() for name, leaf in leaves().items()}
     loss = program(p, batch()).square().mean()
-    found = {id(weight.leaf) for weight in linear_weights([loss], list(p.values()), lambda leaf: True)}
+    found = {id(weight.leaf) for weight in linear_weights([loss], list(p.values()), lambda leaf: True, [])}
     assert {name for name, leaf in p.items() if id(leaf) in found} == PROGRAMS[program]
 
 
 def test_only_what_is_wanted_large_and_not_looked_at() -> None:
     p = {name: leaf.requires_grad_() for name, leaf in leaves().items()}
     loss = two_layers(p, batch()).square().mean()
-    assert not linear_weights([loss], list(p.values()), lambda leaf: False)
+    assert not linear_weights([loss], list(p.values()), lambda leaf: False, [])
     with torch.autograd.set_detect_anomaly(True):
-        assert not linear_weights([loss], list(p.values()), lambda leaf: True)
+        assert not linear_weights([loss], list(p.values()), lambda leaf: True, [])
     small = torch.randn(8, 8, requires_grad=True), torch.randn(8, requires_grad=True)
-    assert not linear_weights([F.linear(batch()[:, :8], *small).sum()], small, lambda leaf: True)
+    assert not linear_weights([F.linear(batch()[:, :8], *small).sum()], small, lambda leaf: True, [])
 
 
 def equal(x: Any, y: Any) -> bool:
