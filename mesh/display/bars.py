@@ -127,7 +127,7 @@ class Bars:
         """A task is over: its bars stay as they are."""
         for key in [key for key, shown in self._shown.items() if shown.task is task]:
             self._close(key)
-        for rank in task.ranks:
+        for rank in task.ranks if self._latest else ():
             self._latest.pop((task, rank), None)
 
     @contextlib.contextmanager

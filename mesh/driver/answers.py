@@ -118,9 +118,8 @@ class Answers(Owned):
             task = session.pending.tasks.get(answer.task)
             if task is None:
                 return
-            for rank, value in zip(ranks, values, strict=True):
-                if session.ranks.has(rank):
-                    self._note(task, rank.rank, answer, kind, value)
+            found = {rank.rank: value for rank, value in zip(ranks, values, strict=True) if session.ranks.has(rank)}
+            self._note(task, found, answer, kind)
             if self._recovery.under_way:
                 self._recovery.carry_on()
             elif task.complete:
@@ -128,26 +127,26 @@ class Answers(Owned):
 
     def _values(self, packet: wire.Packet, count: int) -> list[Any]:
         """What a packet brings, an object for each of so many ranks."""
-        found = [None] * count if not packet.data else [wire.loads(packet, self._session.values.object_of)]
-        while len(found) < count:
-            shared = type(found[0]) in _SHARED
-            found.append(found[0] if shared else wire.loads(packet, self._session.values.object_of))
-        return found
+        value = wire.loads(packet, self._session.values.object_of) if packet.data else None
+        if type(value) in _SHARED:
+            return [value] * count
+        return [value, *(wire.loads(packet, self._session.values.object_of) for _ in range(count - 1))]
 
-    def _note(self, task: Task, rank: int, answer: Any, kind: str, value: Any) -> None:
-        """Note the answer of a rank, whose content is a value; with the lock."""
+    def _note(self, task: Task, found: dict[int, Any], answer: Any, kind: str) -> None:
+        """Note the answer of ranks, whose content is a value for each; with the lock."""
         if isinstance(answer, protocol.Metadata | protocol.Unchanged):
-            task.prints[rank] = answer.prints
+            task.prints.update(dict.fromkeys(found, answer.prints))
         if isinstance(answer, protocol.Metadata):
-            value = answer.data
+            found = dict.fromkeys(found, answer.data)
             if answer.lasting:
-                task.told[rank] = value
+                task.told.update(found)
         elif isinstance(answer, protocol.Unchanged):
-            value = task.told[rank]
-        task.answers[rank] = (kind, value)
-        own_fault = not task.region and isinstance(value, Failure) and value.kind == "error"
-        if kind != "ok" and not own_fault:
-            self._recovery.begin(first_failed=task.number)
+            found = {rank: task.told[rank] for rank in found}
+        task.answers.update({rank: (kind, value) for rank, value in found.items()})
+        for value in found.values() if kind != "ok" else ():
+            own_fault = not task.region and isinstance(value, Failure) and value.kind == "error"
+            if not own_fault:
+                self._recovery.begin(first_failed=task.number)
 
     def _bar(self, rank: Rank, progress: protocol.Progress) -> None:
         with self._session.lock:

@@ -186,7 +186,7 @@ class DriverSession(Owned):
         """
         layout = layout or self.layout
         chosen = tuple(range(layout.size)) if ranks is None else tuple(ranks)
-        others = () if ranks is None else tuple(rank for rank in range(layout.size) if rank not in chosen)
+        others = tuple(sorted({*range(layout.size)}.difference(chosen)))
         while True:
             generation = self.ranks.generation  # before all that is asked of it
             self.ready()
@@ -211,7 +211,7 @@ class DriverSession(Owned):
                         # What nothing here refers to any more goes with the task.
                         freed, forgotten = self.values.freed(), self.shipped.unused()
                         self.pending.tasks[number] = task
-                        self.tell(make(number, at, freed, forgotten), packet, ranks and chosen)
+                        self.tell(make(number, at, freed, forgotten), packet, chosen if others else None)
                         if others and region:
                             rest = Task(next(self.numbers), others, at)
                             self.pending.tasks[rest.number] = rest

@@ -49,11 +49,12 @@ class RemoteRank(Rank):
         self._how = ""
         self._fed = self._heard = 0  # messages, before and behind the socket
         self._feeding = threading.Lock()
+        self._printed_before = False
         self.pipes = {"stdout": out, "stderr": err}
         self._listen()
 
     def send(self, packet: wire.Packet, parts: list[memoryview]) -> bool:
-        self._host.send_to([self], packet)
+        self._host.send_to([self], framed(packet))
         return True
 
     def flush(self) -> bool:
@@ -74,6 +75,9 @@ class RemoteRank(Rank):
     def said_more(self) -> bool:
         return self._heard < self._fed
 
+    def has_printed(self) -> bool:
+        return self._printed_before and super().has_printed()
+
     # -- for the host's thread -----------------------------------------------------------------------------------------
 
     def feed(self, content: bytes) -> None:
@@ -84,6 +88,7 @@ class RemoteRank(Rank):
             self._fed += 1
 
     def print(self, stream: str, data: bytes) -> None:
+        self._printed_before = True
         with self._feeding, contextlib.suppress(OSError):
             while data and stream in self._ends:
                 data = data[os.write(self._ends[stream], data) :]
@@ -169,10 +174,11 @@ class RankHost:
         remedy = "see the output from there; make a new mesh, on hosts that are up"
         return MeshError(message(f"host {self.name} is lost", got=self.lost, remedy=remedy))
 
-    def send_to(self, ranks: Iterable[Rank], packet: wire.Packet) -> None:
-        alive = tuple(rank.rank for rank in ranks if rank.alive)
+    def send_to(self, ranks: Iterable[Rank], pieces: Sequence[Any]) -> None:
+        """Send a packet, in pieces of bytes (`framed`), for those of the ranks that are alive."""
+        alive = tuple([rank.rank for rank in ranks if rank.alive])
         if alive:
-            self.link.send(protocol.ToRanks(alive), *framed(packet))
+            self.link.send(protocol.ToRanks(alive), *pieces)
 
     def _read(self) -> None:
         """A thread's main function: until the connection ends."""

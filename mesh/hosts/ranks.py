@@ -30,6 +30,7 @@ from ..driver.ranks import Rank, Ranks, request_of
 from ..driver.receiving import Receiving
 from ..spec import Layout
 from . import protocol
+from .framing import framed
 from .joining import CALLS
 from .launchers import DialledHosts
 from .link import mesh_key
@@ -136,12 +137,13 @@ class HostRanks(Ranks):
         by_host: dict[RankHost, list[Rank]] = {}
         for rank in self.all if ranks is None else [self.all[rank] for rank in ranks]:
             by_host.setdefault(self._host_of[rank.rank], []).append(rank)
+        pieces = framed(packet)
         dropped = tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
         if dropped:
             for host in self._hosts:
                 host.link.send(protocol.DropGiven(dropped))
         for host, its in by_host.items():
-            host.send_to(its, packet)
+            host.send_to(its, pieces)
         return []
 
     def region_of(self, rank: int) -> int:
