@@ -83,20 +83,24 @@ class Host:
 
     def start(self, ranks: Sequence[int]) -> None:
         """Fork ranks, and say so."""
+        forked: list[Rank] = []
         try:
             for number in ranks:
                 with named_limits():
-                    rank = self._ranks[number] = Rank(number, self._request, self._arena_fd, [self._heard[number]])
-                self._selector.register(rank.connection, _READ, ("rank", rank))
-                self._selector.register(rank.pidfd, _READ, ("death", rank))
-                for stream, fd in rank.pipes.items():
-                    self._selector.register(fd, _READ, (stream, rank))
+                    forked.append(Rank(number, self._request, self._arena_fd, [self._heard[number]]))
         except Exception as error:
+            for rank in forked:
+                rank.signal(signal.SIGKILL)
+                rank.close()
             self._link.send(protocol.Refused(f"{type(error).__name__}: {error}"))
             return
-        pids = {number: self._ranks[number].pid for number in ranks}
-        ports = {number: self._heard[number].getsockname()[1] for number in ranks}
-        started = tuple((number, pids[number], ports[number]) for number in ranks)
+        for rank in forked:
+            self._ranks[rank.rank] = rank
+            self._selector.register(rank.connection, _READ, ("rank", rank))
+            self._selector.register(rank.pidfd, _READ, ("death", rank))
+            for stream, fd in rank.pipes.items():
+                self._selector.register(fd, _READ, (stream, rank))
+        started = tuple((rank.rank, rank.pid, self._heard[rank.rank].getsockname()[1]) for rank in forked)
         self._link.send(protocol.Started(started, 0 if self._holder is None else self._holder.port))
 
     def serve(self) -> None:

@@ -81,7 +81,14 @@ class HostRanks(Ranks):
     def start(self, size: int) -> None:
         self._hosts = self._come(self.places, START_SECONDS)
         begun = [self._begun(place) for place in range(len(self._hosts))]
-        self.all = [rank for result in begun for rank in result()]
+        refused = []
+        for result in begun:
+            try:
+                self.all += result()  # to be closed with these, if another host refuses
+            except MeshError as error:
+                refused.append(error)
+        if refused:
+            raise refused[0]
         for rank in self.all:
             self._watch(rank)
         self._tell_where()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.arguments import is_number
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
 from ..mesh.array import Array
@@ -41,7 +42,7 @@ def ema(opt: Optimizer, decay: float = 0.999) -> Optimizer:
     if not isinstance(opt, Optimizer):
         remedy = "write ema(optimizer(torch.optim.AdamW, lr=1e-3))"
         raise SpecError(message("ema takes what optimizer() gave", got=type(opt).__name__, remedy=remedy))
-    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
+    if not is_number(decay) or not 0 <= decay <= 1:
         raise SpecError(message("ema got an unexpected argument 'decay'", got=repr(decay), expected="a number, 0 to 1"))
 
     def init(params: Any) -> dict[str, Any]:
@@ -67,4 +68,4 @@ def _copied(leaf: Any) -> Any:
 def _averaged(old: Any, new: Any, decay: float) -> Any:
     if not isinstance(new, Tensor) or not (new.is_floating_point() or new.is_complex()):
         return new
-    return torch.lerp(old, new, 1 - decay)
+    return torch.lerp(old, new, float(1 - decay))

@@ -4,6 +4,7 @@ import doctest
 import sys
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -333,5 +334,6 @@ def test_what_is_refused_with_the_parameters():
         opt.step(params, params, optimizer(optim.AdamW).init(params))
     with pytest.raises(SpecError, match="ema got an unexpected argument 'decay'"):
         ema(opt, 2.0)
+    assert ema(opt, np.float32(0.5)).init(params)["ema"]["w"].equal(params["w"])
     with pytest.raises(SpecError, match="opt_state has no 'ema'"):
         ema(opt).step(params, params, opt.init(params))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -213,6 +215,23 @@ def test_a_host_with_other_versions_or_none(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(MeshError, match="a did not come"):
         Mesh({"data": 1}, hosts=nothing)
     assert older.stopped == nothing.stopped == 1
+
+
+def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SPMD_INTERFACE", "127.0.0.1")
+    few = Other(lambda command: ["bash", "-c", 'ulimit -n $1; exec "${@:2}"', "-", next(limits), *command])
+    few.hosts = ["a:2", "b:8"]
+
+    def refused() -> int:
+        with pytest.raises(MeshError, match=r"host b can't start ranks .*open files .*with a limit of 40"):
+            Mesh({"data": 10}, hosts=few)
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    limits = itertools.cycle(["1000", "40"])
+    assert refused() >= refused()  # descriptors of this process
+    assert few.stopped == 4
+    assert capfd.readouterr().err == ""
 
 
 def greeted(ours: bytes, theirs: bytes) -> tuple[Any, Any]:
