@@ -12,6 +12,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ...kernels.errors import MeshError, message
@@ -23,7 +24,6 @@ from .places import Places
 from .protocol import Hello
 from .versions import versions
 
-START_SECONDS = 120.0  # for all hosts to come: importing torch from a slow disk takes its time
 _STRANGERS = 32  # connections at once that have not proved anything
 DIAL_SECONDS = 30.0  # for a host to listen that is dialled
 _LOOK_SECONDS = 0.1
@@ -36,10 +36,12 @@ class Meeting:
         places: the hosts.
         secret: of the mesh.
         seconds: for all of them to come.
+        check_wanted: raises once nobody waits for them any more.
     """
 
-    def __init__(self, places: Places, secret: bytes, seconds: float = START_SECONDS):
+    def __init__(self, places: Places, secret: bytes, seconds: float, check_wanted: Callable[[], None]):
         self._places, self._secret, self._seconds = places, secret, seconds
+        self._check_wanted = check_wanted
         self.address = _address(places)
         self._listener: socket.socket | None = None
         self._came = threading.Condition()
@@ -74,6 +76,7 @@ class Meeting:
         end, names = time.monotonic() + self._seconds, self._places.names
         with self._came:
             while len(self._links) < len(names):
+                self._check_wanted()
                 missing = [place for place in range(len(names)) if place not in self._links]
                 ended = {place: why for place in missing if (why := self._why_ended(place)) is not None}
                 if ended or time.monotonic() > end:

@@ -34,10 +34,11 @@ from .framing import framed
 from .joining import CALLS
 from .launchers import DialledHosts
 from .link import mesh_key
-from .meeting import START_SECONDS, Dialling, Meeting
+from .meeting import Dialling, Meeting
 from .places import Places
 from .rank_host import RankHost, RemoteRank, Together
 
+START_SECONDS = 120.0  # for all hosts to come: importing torch from a slow disk takes its time
 AGAIN_SECONDS = 30.0  # for a host that was lost to come again
 _LOST = "lost with its host"  # what a rank does that another is yet to replace
 _TRIES = 5  # to have all hosts there, where another is lost while one comes again
@@ -50,6 +51,7 @@ class HostRanks(Ranks):
         places: the hosts.
         together: hears what several ranks of a host say alike; None: nobody does so far (`listened_to`).
         secret: of those whose values these are to take over; of their own by default.
+        check_wanted: raises once nobody waits for them to start any more.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class HostRanks(Ranks):
         started: Callable[[Rank], None],
         together: Together | None,
         secret: bytes | None = None,
+        check_wanted: Callable[[], None] = lambda: None,
     ):
         self.generation, self.places, self._started, self._together = 1, places, started, together
+        self._check_wanted = check_wanted
         self.arena = None  # nothing is shared with the ranks
         self._title = f"Mesh({layout.axes}, backend={options['backend']!r}) on {len(places.names)} hosts"
         own = places.launcher.secret if isinstance(places.launcher, DialledHosts) else secrets.token_bytes(32)
@@ -95,7 +99,7 @@ class HostRanks(Ranks):
 
     def _come(self, places: Places, seconds: float) -> list[RankHost]:
         """Have hosts started, and wait for them."""
-        meeting = (Dialling if places.dialled else Meeting)(places, self.secret, seconds)
+        meeting = (Dialling if places.dialled else Meeting)(places, self.secret, seconds, self._check_wanted)
         try:
             meeting.begin()
             if self._store is None:

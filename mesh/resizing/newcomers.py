@@ -96,7 +96,7 @@ class Newcomers:
         if self._places is None:
             return Ranks(self.layout, options, lambda rank: None)
         assert isinstance(old, HostRanks)
-        return HostRanks(self._places, self.layout, options, lambda rank: None, None, old.secret)
+        return HostRanks(self._places, self.layout, options, lambda rank: None, None, old.secret, self._check_wanted)
 
     def cancel(self) -> None:
         """Have `prepare` end soon."""

@@ -97,7 +97,7 @@ def many():
         x = slow(x, zero)
 
 interrupted("calls", many, 0.3)
-short = put(torch.tensor(0.05), mesh=mesh)  # three of them are over before ranks are interrupted, late as they may be
+short = put(torch.tensor(0.02), mesh=mesh)  # three of them are over before ranks are interrupted, late as they may be
 x = slow(value, short)
 
 def loop():

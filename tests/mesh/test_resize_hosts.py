@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,37 @@ def counts(mesh: Mesh) -> list[int]:
     """How many ranks each host has, as they see it themselves."""
     hosts = mesh.run(host_process)
     return [hosts.count(host) for host in dict.fromkeys(hosts)]
+
+
+class NoMore:
+    """A launcher that starts each host once, and from then on what never comes."""
+
+    hosts: Sequence[str] = ["a:1", "b:1"]
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+
+    def start(self, name: str, command: Sequence[str], stdin: bytes) -> subprocess.Popen:
+        command = ["sleep", "infinity"] if name in self.started else command
+        self.started.append(name)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        assert process.stdin is not None
+        process.stdin.write(stdin)
+        process.stdin.close()
+        return process
+
+    def stop(self, handle: subprocess.Popen) -> None:
+        handle.kill()
+        handle.wait()
+
+
+def test_closed_while_hosts_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPMD_INTERFACE", "127.0.0.1")
+    monkeypatch.setattr("spmd.mesh.hosts.ranks.START_SECONDS", 2 * HANGS)
+    launcher = NoMore()
+    with Mesh({"data": 2}, hosts=launcher, timeout=HANGS) as mesh:
+        mesh.resize({"data": 4}, wait=False)
+        assert until(lambda: len(launcher.started) == 4)
 
 
 def to(mesh: Mesh, size: int) -> Callable[[], None]:
