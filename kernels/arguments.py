@@ -10,8 +10,6 @@ import torch
 
 from .errors import SpecError, message
 
-NO_TENSOR = object()  # where no tensor goes with what is checked
-
 
 def is_number(x: Any) -> bool:
     """Whether it is a real number; True and False are none."""
@@ -37,16 +35,20 @@ def check_function(what: str, f: Any, remedy: str) -> None:
         raise SpecError(message(problem, got=got, remedy="write def, without async or yield, and return the results"))
 
 
-def check_rank(name: str, argument: str, rank: int, size: int, tensor: Any = NO_TENSOR, tag: int = 0) -> None:
-    """Refuse a rank that is not of the group, and, where they go with it, what is no tensor and no tag."""
-    if tensor is not NO_TENSOR:
-        check_tensor(name, "tensor", tensor)
-    if type(tag) is not int and not is_whole(tag):
-        raise SpecError(message(f'{name} got a bad "tag"', got=repr(tag), expected="a whole number"))
+def check_rank(name: str, argument: str, rank: int, size: int) -> None:
+    """Refuse a rank that is not of the group."""
     if (type(rank) is not int and not is_whole(rank)) or not 0 <= rank < size:
         raise SpecError(
             message(f'{name} got a bad "{argument}"', got=repr(rank), expected=f"a rank of the group, 0 to {size - 1}")
         )
+
+
+def check_message(name: str, argument: str, rank: int, size: int, tensor: Any, tag: int = 0) -> None:
+    """Refuse what is no tensor, no tag, or no rank of the group to send it to or have it from."""
+    check_tensor(name, "tensor", tensor)
+    if type(tag) is not int and not is_whole(tag):
+        raise SpecError(message(f'{name} got a bad "tag"', got=repr(tag), expected="a whole number"))
+    check_rank(name, argument, rank, size)
 
 
 def check_tensor(name: str, argument: str, x: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from . import collectives, debug
-from .arguments import check_list, check_rank, check_tensor
+from .arguments import check_list, check_message, check_tensor
 from .call import Call, absent
 from .callsite import call_site
 from .errors import PeerLost, SpmdError, message
@@ -213,12 +213,12 @@ class Communicator(abc.ABC):
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
         """Start sending; the tensor must not change before `wait()`."""
-        check_rank("isend", "dst", dst, self.size, tensor, tag)
+        check_message("isend", "dst", dst, self.size, tensor, tag)
         return self._start_message(f"send to {dst}", self._send(as_bytes(tensor), dst, tag), (dst,))
 
     def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> Work:
         """Start receiving; `wait()` returns the source."""
-        check_rank("irecv", "src", 0 if src is None else src, self.size, tensor, tag)
+        check_message("irecv", "src", 0 if src is None else src, self.size, tensor, tag)
         others = [rank for rank in range(self.size) if rank != self.rank]
         return self._start_message(
             f"recv from {'any rank' if src is None else src}",
@@ -235,7 +235,7 @@ class Communicator(abc.ABC):
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Any:
         """Overwrite `tensor` on all ranks with that of rank `src`."""
-        check_rank("broadcast", "src", src, self.size, tensor)
+        check_message("broadcast", "src", src, self.size, tensor)
         call = Call("broadcast", tensor.dtype, tuple(tensor.shape), f"src={src}")
         return self._start(call.text, collectives.broadcast(self, call, tensor, src), async_op)
 
@@ -258,7 +258,7 @@ class Communicator(abc.ABC):
 
     def reduce(self, tensor: torch.Tensor, dst: int = 0, op: Op = "sum", *, async_op: bool = False) -> Any:
         """Overwrite rank `dst`'s tensor with the reduction of all; the others' stay as they are."""
-        check_rank("reduce", "dst", dst, self.size, tensor)
+        check_message("reduce", "dst", dst, self.size, tensor)
         check_op(op, tensor.dtype)
         call = Call("reduce", tensor.dtype, tuple(tensor.shape), f"{op}, dst={dst}")
         return self._start(call.text, collectives.reduce(self, call, tensor, dst, op), async_op)
@@ -272,7 +272,7 @@ class Communicator(abc.ABC):
         async_op: bool = False,
     ) -> Any:
         """Fill rank `dst`'s `gather_list` with the tensors of all ranks (shapes may differ between ranks)."""
-        check_rank("gather", "dst", dst, self.size, tensor)
+        check_message("gather", "dst", dst, self.size, tensor)
         outs = check_list("gather", "gather_list", gather_list, self.size, dtype=tensor.dtype, wanted=self.rank == dst)
         call = Call("gather", tensor.dtype, None, f"dst={dst}", shown=tensor.shape)
         return self._start(call.text, collectives.gather(self, call, tensor, outs, dst), async_op)
@@ -286,7 +286,7 @@ class Communicator(abc.ABC):
         async_op: bool = False,
     ) -> Any:
         """Overwrite each rank's `tensor` with its entry of rank `src`'s `scatter_list` (shapes may differ)."""
-        check_rank("scatter", "src", src, self.size, tensor)
+        check_message("scatter", "src", src, self.size, tensor)
         ins = check_list(
             "scatter", "scatter_list", scatter_list, self.size, dtype=tensor.dtype, wanted=self.rank == src
         )

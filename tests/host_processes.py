@@ -1,10 +1,41 @@
-"""The processes of a mesh over several hosts: who holds a host's ranks, and what it holds open."""
+"""The processes of a mesh over several hosts: what starts them, who holds a host's ranks, and what it holds open."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+
+class Changed:
+    """A launcher whose hosts are processes of this machine, and run something else.
+
+    Args:
+        hosts: their names, and how many ranks each has.
+        change: host, command and who was started so far -> what is run there.
+    """
+
+    def __init__(self, hosts: Sequence[str], change: Callable[[str, Sequence[str], list[str]], Sequence[str]]):
+        self.hosts, self._change = hosts, change
+        self.started: list[str] = []
+        self.stopped = 0
+
+    def start(self, name: str, command: Sequence[str], stdin: bytes) -> subprocess.Popen:
+        command = self._change(name, command, self.started)
+        self.started.append(name)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(stdin)
+            process.stdin.close()
+        return process
+
+    def stop(self, handle: subprocess.Popen) -> None:
+        handle.kill()
+        handle.wait()
+        self.stopped += 1
 
 
 def parent_of(pid: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import itertools
 import json
 import os
 import signal
@@ -21,7 +20,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from host_processes import arena_held_by, host_process
+from host_processes import Changed, arena_held_by, host_process
 from internals import ask_while_ranks_start
 from patience import HANGS, end_within, quick, running, until
 from torch import nn
@@ -180,38 +179,18 @@ def test_what_is_refused(mesh: Mesh) -> None:
             Mesh({"data": 4}, **options)
 
 
-class Other:
-    """A launcher whose hosts run something else."""
-
-    hosts: Sequence[str] = ["a:1"]
-
-    def __init__(self, change: Callable[[Sequence[str]], Sequence[str]]):
-        self._change, self.stopped = change, 0
-
-    def start(self, name: str, command: Sequence[str], stdin: bytes) -> subprocess.Popen:
-        process = subprocess.Popen(self._change(command), stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(stdin)
-            process.stdin.close()
-        return process
-
-    def stop(self, handle: subprocess.Popen) -> None:
-        handle.kill()
-        handle.wait()
-        self.stopped += 1
-
-
 def test_a_host_with_other_versions_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPMD_INTERFACE", "127.0.0.1")
     code = (
         "import spmd.mesh.hosts.process as process; real = process.versions\n"
         "process.versions = lambda: real() | {'torch': '0.1'}; process.main()"
     )
-    older = Other(lambda command: [*command[: command.index(sys.executable)], sys.executable, "-c", code])
+    older = Changed(
+        ["a:1"], lambda _, command, __: [*command[: command.index(sys.executable)], sys.executable, "-c", code]
+    )
     with pytest.raises(MeshError, match=r"host a runs another torch than this program \(got torch 0.1 there"):
         Mesh({"data": 1}, hosts=older)
-    nothing = Other(lambda command: ["false"])
+    nothing = Changed(["a:1"], lambda *_: ["false"])
     with pytest.raises(MeshError, match="a did not come"):
         Mesh({"data": 1}, hosts=nothing)
     assert older.stopped == nothing.stopped == 1
@@ -219,8 +198,11 @@ def test_a_host_with_other_versions_or_none(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("SPMD_INTERFACE", "127.0.0.1")
-    few = Other(lambda command: ["bash", "-c", 'ulimit -n $1; exec "${@:2}"', "-", next(limits), *command])
-    few.hosts = ["a:2", "b:8"]
+    limits = {"a": "1000", "b": "40"}
+    few = Changed(
+        ["a:2", "b:8"],
+        lambda name, command, _: ["bash", "-c", 'ulimit -n $1; exec "${@:2}"', "-", limits[name], *command],
+    )
 
     def refused() -> int:
         with pytest.raises(MeshError, match=r"host b can't start ranks .*open files .*with a limit of 40"):
@@ -228,7 +210,6 @@ def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
-    limits = itertools.cycle(["1000", "40"])
     assert refused() >= refused()  # descriptors of this process
     assert few.stopped == 4
     assert capfd.readouterr().err == ""
@@ -421,31 +402,16 @@ def test_a_call_runs_again_when_a_host_is_lost(mesh: Mesh, shared_mesh: Callable
     assert after[:2] == pids[:2] and not {*after[2:]} & {*pids[2:]}
 
 
-class Once:
-    """A launcher that starts each host once, as if its machine were gone afterwards."""
-
-    hosts: Sequence[str] = ["a:1", "b:1"]
-
-    def __init__(self) -> None:
-        self.started: list[str] = []
-
-    def start(self, name: str, command: Sequence[str], stdin: bytes) -> subprocess.Popen:
-        if name in self.started:
-            raise OSError("its machine is off")
-        self.started.append(name)
-        process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        assert process.stdin is not None
-        process.stdin.write(stdin)
-        process.stdin.close()
-        return process
-
-    def stop(self, handle: subprocess.Popen) -> None:
-        handle.wait(HANGS)
+def once(name: str, command: Sequence[str], started: list[str]) -> Sequence[str]:
+    """As if the host's machine were gone once it was started."""
+    if name in started:
+        raise OSError("its machine is off")
+    return command
 
 
 def test_a_host_that_does_not_come_again_ends_the_mesh(make_mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPMD_INTERFACE", "127.0.0.1")
-    mesh = make_mesh({"data": 2}, hosts=Once())
+    mesh = make_mesh({"data": 2}, hosts=Changed(["a:1", "b:1"], once))
     pids, hosts = mesh.run(os.getpid), mesh.run(host_process)
     os.kill(hosts[1], signal.SIGKILL)
     assert until(lambda: mesh.closed)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from host_processes import host_process, parent_of
+from host_processes import Changed, host_process, parent_of
 from internals import at_the_switch, newcomers_of
 from patience import HANGS, end_within, until
 from test_copies import Training, cut, kill_hosts, undisturbed
@@ -55,32 +54,11 @@ def counts(mesh: Mesh) -> list[int]:
     return [hosts.count(host) for host in dict.fromkeys(hosts)]
 
 
-class NoMore:
-    """A launcher that starts each host once, and from then on what never comes."""
-
-    hosts: Sequence[str] = ["a:1", "b:1"]
-
-    def __init__(self) -> None:
-        self.started: list[str] = []
-
-    def start(self, name: str, command: Sequence[str], stdin: bytes) -> subprocess.Popen:
-        command = ["sleep", "infinity"] if name in self.started else command
-        self.started.append(name)
-        process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        assert process.stdin is not None
-        process.stdin.write(stdin)
-        process.stdin.close()
-        return process
-
-    def stop(self, handle: subprocess.Popen) -> None:
-        handle.kill()
-        handle.wait()
-
-
 def test_closed_while_hosts_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPMD_INTERFACE", "127.0.0.1")
     monkeypatch.setattr("spmd.mesh.hosts.ranks.START_SECONDS", 2 * HANGS)
-    launcher = NoMore()
+    twice = ["sleep", "infinity"]  # what never comes
+    launcher = Changed(["a:1", "b:1"], lambda name, command, started: twice if name in started else command)
     with Mesh({"data": 2}, hosts=launcher, timeout=HANGS) as mesh:
         mesh.resize({"data": 4}, wait=False)
         assert until(lambda: len(launcher.started) == 4)
