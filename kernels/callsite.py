@@ -16,15 +16,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _LIBRARY = ("spmd", "torch", "optree", "cloudpickle", "concurrent", "threading")
 
-
-_OUR_FOLDERS = tuple(
-    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), folder, "")
-    for folder in ("spmd", "transforms", "mesh", "kernels")
-)
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# In a checkout the folders lie side by side, installed they lie in one that is the package.
+_FOLDERS = ("",) if os.path.exists(os.path.join(_ROOT, "__init__.py")) else ("spmd", "transforms", "mesh", "kernels")
+_OUR_FOLDERS = tuple(os.path.join(_ROOT, folder, "") for folder in _FOLDERS)
 
 
 def is_our_file(name: str) -> bool:
-    """Whether a source file is this library's (in a checkout the folders lie side by side, installed in one)."""
+    """Whether a source file is this library's, or optree's."""
     return name.startswith(_OUR_FOLDERS) or "/optree/" in name
 
 

@@ -24,19 +24,21 @@ from ..kernels import torch_private
 from ..kernels.errors import SpecError, message
 from ..kernels.torch_private import Node
 from ..mesh import trees
+from ..mesh.purity.captured import NOT_REENTRANT
 from ..mesh.put import as_tensor
 from ..mesh.rank.references import content_of
 from ..mesh.region import generators, restore_generators
 from ._auxiliary import Auxiliary
 from ._call import Call, Output
 
-_looked_at: set[tuple[Any, ...]] = set()
+_MOST = 4096  # functions that are remembered of those that were looked at
+_looked_at: set[Any] = set()  # in regions that have no signature: of `mesh.run`
 
 
 def look(
     call: Call, args: Any, kwargs: Any, out: Output, aux: Auxiliary, batch: Sequence[Any], communicates: bool
 ) -> None:
-    """Look at what a function returned, unless one with the same code has been looked at.
+    """Look at what a function returned, unless one with the same code has been looked at in calls of this signature.
 
     Args:
         args, kwargs: what it was called with.
@@ -48,6 +50,7 @@ def look(
     """
     if call.region is None or call.nested:
         return
+    looked_at = call.region.looked_at if call.region.pure else _looked_at
     sizes = call.region.session.layout.axes
     split = {name for name in call.plan.samples if name in call.over and sizes[name] > 1}
     place: Any = None
@@ -59,7 +62,7 @@ def look(
             return
         batch, split = _cut_by_specs(call, args, kwargs, sizes)
     key = (*_code(call.function), call.over, len(aux.leaves), tuple(call.plan.samples.items()), *sorted(split))
-    if key in _looked_at:
+    if key in looked_at:
         call.region.looked_at.add(place)
         return
     _look_at_tape(call, out)
@@ -75,9 +78,9 @@ def look(
                 _check_sum(call, out, twice, _repeated(call, args, kwargs, batch, 3))
             if has_rows and twice is not None:
                 _check_rows(call, out, aux, twice, split)
-    if len(_looked_at) >= 4096:
-        _looked_at.clear()
-    _looked_at.add(key)
+    if len(looked_at) >= _MOST:
+        looked_at.clear()
+    looked_at.add(key)
 
 
 def _code(function: Any) -> tuple[Any, ...]:
@@ -109,7 +112,7 @@ def _look_at_tape(call: Call, out: Output) -> None:
             raise SpecError(
                 message(
                     f"{call.name} uses reentrant activation checkpointing, which can't be differentiated by arguments",
-                    remedy="torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+                    remedy=NOT_REENTRANT,
                 )
             )
         leaf = getattr(node, "variable", None) if name == "AccumulateGrad" else None

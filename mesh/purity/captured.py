@@ -25,6 +25,10 @@ from ..rank.references import SCALARS, inside_of
 from ..region import current
 
 _LOOKED_AT = 4096  # objects in all
+NOT_REENTRANT = (
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); for a model of Transformers "
+    'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
+)
 _TRAIN = (
     "apply, params = functional(model), then in the step loss, grads = value_and_grad(loss_fn)(params, batch), "
     "params, opt_state = opt.step(params, grads, opt_state) with spmd's optimizer, and return them"
@@ -203,7 +207,7 @@ def _watch_checkpointing() -> None:
                     "reentrant activation checkpointing of inputs that need no gradients, as before the first layer "
                     "that is trained: the parameters in it would get none",
                     where=region.session.where(),
-                    remedy="torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+                    remedy=NOT_REENTRANT,
                 )
             )
         look(inputs)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 from patience import end_within
-from scripts import run, script
+from scripts import HERE, run, script
+
+ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import collections, dataclasses, os
@@ -197,3 +202,30 @@ print(library.mesh.run(library.where))
     assert lines[0] == "12.0 [0, 1]" and lines[2] == "[0, 1]", err
     assert "MeshError a rank made a Mesh, most likely by importing a module that makes one" in lines[1]
     assert "expected those of Mesh({'data': 2}" in lines[1] and "got axes {'data': 3}" in lines[1]
+
+
+def test_installed_in_a_folder_of_its_own(tmp_path):
+    """As by `pip install --target`: neither site-packages nor a checkout."""
+    package = tmp_path / "packages" / "spmd"
+    for source, folder in (("spmd", package), *((name, package / name) for name in ("transforms", "mesh", "kernels"))):
+        shutil.copytree(ROOT / source, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    program = """
+import sys, torch
+import spmd as library
+from spmd import Mesh, data_parallel, functional, grad, spmd
+print(library.__file__)
+apply, params = functional(torch.nn.Linear(2, 1))
+
+@spmd(mesh=Mesh({"data": 2}))
+@data_parallel
+def step(params, zero, batch):
+    return grad(lambda params, x: apply(params, x).mean() / (1 / zero))(params, batch)
+
+step(params, 1, torch.ones(4, 2))["weight"].full()
+step(params, 0, torch.ones(4, 2))
+"""
+    environ = {"PYTHONPATH": f"{package.parent}{os.pathsep}{HERE}"}
+    code, out, err = run("-W", "always", script(tmp_path, program), env=environ)
+    assert code == 1 and out == f"{package}/__init__.py\n"
+    assert "ZeroDivisionError" in err and "Warning" not in err
+    assert not re.findall(r'File ".*/packages/spmd/.*", line', err), err

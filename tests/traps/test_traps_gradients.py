@@ -285,6 +285,33 @@ def test_reentrant_checkpointing(mesh: Mesh) -> None:
         )
 
 
+class Checkpointed(nn.Sequential):
+    """Computed again in the backward pass, or not, as `gradient_checkpointing_enable` has models do."""
+
+    again = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        forward = super().forward
+        return checkpoint(forward, x.detach().requires_grad_(), use_reentrant=True) if self.again else forward(x)
+
+
+def test_what_changes_a_function_that_was_looked_at_before(mesh: Mesh) -> None:
+    """Each step is looked at, though its functions have the code of another's: a part of the model trains nothing."""
+    module = nn.Sequential(Checkpointed(nn.Linear(3, 4), nn.Tanh()), nn.Linear(4, 1))
+    for again in (False, True):
+        module[0].again = again
+        apply, params = functional(module)
+
+        def loss_fn(params, batch, apply=apply):
+            return apply(params, batch).square().mean()
+
+        if again:
+            with pytest.raises(SpecError, match=r"reentrant activation checkpointing.*use_reentrant=False"):
+                gradients(mesh, loss_fn, params, X)
+        else:
+            gradients(mesh, loss_fn, params, X)
+
+
 class Dropped(nn.Module):
     """Two blocks with dropout, the first one computed again in the backward pass or not."""
 
