@@ -264,6 +264,9 @@ class Array:
     def __getitem__(self, index: Any) -> Any:
         return _operated(torch.Tensor.__getitem__, self, index)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _operated(torch.Tensor.__setitem__, self, index, value)
+
     def __iter__(self) -> Iterator[Any]:
         return (self[index] for index in range(len(self)))
 
@@ -275,7 +278,7 @@ class Array:
     __deepcopy__ = __copy__
 
     def __reduce__(self) -> Any:
-        raise MeshError(message("an Array cannot be pickled: its data is on a mesh", remedy="pickle array.full()"))
+        raise MeshError(message("an Array cannot be pickled: its data is on a mesh", remedy="pickle fetch(tree)"))
 
     def _repr_html_(self) -> str:
         if self._donated is not None:

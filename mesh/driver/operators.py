@@ -88,9 +88,9 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         )
     if _writes(func, name, kwargs):
         if is_array(args[0] if args else None) or any(map(is_array, trees.leaves(kwargs.get("out"), is_leaf=is_array))):
-            raise SpecError(
-                message(f"torch's {name} would change an Array, whose value never changes", remedy="write x = x + y")
-            )
+            remedy = "write x = torch.where(here, y, x)" if name == "setitem" else "write x = x + y"
+            problem = f"torch's {name} would change an Array, whose value never changes"
+            raise SpecError(message(problem, remedy=f"{remedy}, or change a tensor in an @spmd function"))
         return func(*fetch(args), **fetch(kwargs))
     if any(isinstance(leaf, np.ndarray) for leaf in leaves):
         leaves = list(map(as_tensor, leaves))

@@ -180,6 +180,8 @@ def test_what_is_refused_says_what_to_write(shared_mesh: Any) -> None:
         x.add_(1)
     with pytest.raises(SpecError, match="would change an Array"):
         torch.add(x, 1, out=x)
+    with pytest.raises(SpecError, match=r"setitem would change an Array, .*: write x = torch.where\(here, y, x\)"):
+        x[0] = 2.0
     with pytest.raises(AttributeError, match=r"no attribute 'weight'; \.full\(\) is the whole value"):
         _ = x.weight
     with pytest.raises(RuntimeError, match="must match"):
