@@ -296,8 +296,11 @@ def _skeleton(module: nn.Module, *emptied: dict[str, Tensor]) -> nn.Module:
 
 
 def _duplicate(skeleton: nn.Module) -> nn.Module:
-    """A copy with the same constants: nothing writes to them, and storage pickles with its address."""
-    return copy.deepcopy(skeleton, {id(buffer): buffer for buffer in skeleton.buffers()})
+    """A copy with the same tensors in its tables: nothing writes to them, and storage pickles with its address.
+
+    A copy of them, made while a transform of `torch.func` is at work, would be one of the transform's own.
+    """
+    return copy.deepcopy(skeleton, {id(tensor): tensor for tensor in (*skeleton.parameters(), *skeleton.buffers())})
 
 
 def _without_parametrized_classes(skeleton: nn.Module) -> nn.Module:

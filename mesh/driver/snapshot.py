@@ -90,9 +90,16 @@ def _changes_of(tensors: Sequence[torch.Tensor]) -> bytes:
     try:
         numbers += map(torch.Tensor.data_ptr, tensors)
     except RuntimeError:  # of one without memory of its own
-        numbers += [tensor.data_ptr() if tensor.layout is torch.strided else 0 for tensor in tensors]
+        numbers += map(_address_of, tensors)
     numbers += [id(tensor.dtype) for tensor in tensors]
     return array.array("Q", numbers).tobytes()
+
+
+def _address_of(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _state_of(module: torch.nn.Module) -> list[Any]:

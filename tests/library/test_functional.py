@@ -11,7 +11,7 @@ from patience import HANGS
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from spmd import SpecError, SpmdError, functional, functional_with_buffers
+from spmd import SpecError, SpmdError, data_parallel, functional, functional_with_buffers, grad, spmd
 
 
 class Tied(nn.Module):
@@ -320,6 +320,31 @@ def test_torch_func_transforms_work_on_apply():
     stacked = {name: torch.stack([value, 2 * value]) for name, value in params.items()}
     both = torch.func.vmap(apply, in_dims=(0, None))(stacked, xs)
     assert torch.allclose(both[1], 2 * both[0])
+
+
+@pytest.mark.parametrize("own", [grad, torch.func.grad])
+def test_a_step_after_a_transform_of_torch(shared_mesh, own):
+    """What the first call of all, within a transform, leaves in `apply` is nothing of the transform's."""
+    apply, params = functional(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2).eval()))
+    xs = torch.randn(4, 3)
+
+    def loss(params, batch):
+        return apply(params, batch).square().mean()
+
+    wanted = torch.func.grad(loss)(params, xs)
+    step = spmd(data_parallel(lambda params, batch: grad(loss)(params, batch)), mesh=shared_mesh({"data": 2}))
+    torch.testing.assert_close({name: value.full() for name, value in step(params, xs).items()}, wanted)
+    assert torch.equal(apply(params, xs), apply(params, xs))
+
+    def adapted(params, batch, own=own):
+        gradients = own(loss)(params, batch)
+        return loss({name: value - gradients[name] for name, value in params.items()}, batch)
+
+    outer = spmd(data_parallel(lambda params, batch: grad(adapted)(params, batch)), mesh=shared_mesh({"data": 2}))
+    found = {name: value.full() for name, value in outer(params, xs).items()}
+    parts = (xs,) if own is grad else (xs[:2], xs[2:])  # torch's is of a rank's own samples
+    each = [torch.func.grad(adapted)(params, part, torch.func.grad) for part in parts]
+    torch.testing.assert_close(found, {name: sum(one[name] for one in each) / len(each) for name in found})
 
 
 def test_hooks_run():
