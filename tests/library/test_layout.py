@@ -377,7 +377,7 @@ def test_docstring(name: str) -> None:
 @pytest.mark.parametrize("name", MODULES)
 def test_doctests(name: str) -> None:
     module = importlib.import_module(name)
-    names = {key: value for key, value in vars(spmd).items() if not key.startswith("_") and not inspect.ismodule(value)}
+    names = {key: getattr(spmd, key) for key in spmd.__all__}
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     report: list[str] = []
     for test in doctest.DocTestFinder().find(module, globs={"torch": torch, "np": np, **names, **vars(module)}):
