@@ -30,6 +30,8 @@ from .lasting_values import KnownLayout, LastingValues
 from .memory import keep_freed_memory, release_freed_memory
 from .placement import spread
 
+_PAGEABLE_BYTES = 1 << 16  # which CUDA copies to a GPU without waiting, wherever they lie
+
 
 class RankSession(Owned):
     """What one rank knows of its mesh.
@@ -205,10 +207,16 @@ class RankSession(Owned):
             self.leases.overwrite()
 
     def placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on this rank's device: itself, if it is there."""
-        return (
-            tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=self.device.type == "cuda")
-        )
+        """A tensor on this rank's device: itself, if it is there.
+
+        A GPU copies by itself what lies in pinned memory; for the rest, unless it is small, this process would wait.
+        """
+        if tensor.device == self.device:
+            return tensor
+        to_gpu = self.device.type == "cuda"
+        if to_gpu and tensor.is_cpu and tensor.layout is torch.strided and tensor.nbytes > _PAGEABLE_BYTES:
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=to_gpu)
 
     def check(self) -> None:
         """Raise what went wrong in operations that GPUs had not finished when they were started."""

@@ -340,3 +340,7 @@ def test_placed_batches(mesh: Mesh, device: str) -> None:
     array = put(torch.arange(6.0), P("data"), mesh=mesh)
     assert on_mesh(lambda x: x.device.type, mesh=mesh, in_specs=P("data"))(array) == device
     assert array.full().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    large = torch.arange(1 << 18)  # by way of pinned memory
+    assert torch.equal(
+        on_mesh(lambda x: x + 1, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(large).full(), large + 1
+    )

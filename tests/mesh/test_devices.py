@@ -20,6 +20,7 @@ from spmd.kernels.cuda import nccl_library
 from spmd.kernels.cuda.nccl_library import Library
 from spmd.mesh.launch.environments import Launch, detect
 from spmd.mesh.rank import devices
+from spmd.mesh.rank.session import RankSession
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -234,3 +235,28 @@ def test_the_zygote_stays_away_from_cuda() -> None:
     source = "import spmd.mesh.rank.zygote, sys, torch; print(torch.cuda.is_initialized(), 'cupy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=HANGS)
     assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+def test_what_is_large_goes_to_a_gpu_by_way_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = object.__new__(RankSession)
+    session.device = torch.device("cuda", 0)
+    pinned: list[int] = []
+    moved: list[tuple[torch.device, bool]] = []
+
+    def pin_memory(self: torch.Tensor) -> torch.Tensor:
+        pinned.append(self.nbytes)
+        return self.clone()
+
+    def to(self: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
+        moved.append((device, non_blocking))
+        return self
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    small, large, sparse = torch.zeros(3), torch.zeros(1 << 16), torch.zeros(1 << 16).to_sparse()
+    assert session.placed(large) is not large
+    assert session.placed(small) is small and session.placed(sparse) is sparse
+    assert pinned == [large.nbytes]
+    assert moved == [(session.device, True)] * 3
+    session.device = torch.device("cpu")
+    assert session.placed(large) is large and len(moved) == 3
