@@ -2,8 +2,9 @@
 
     python bench/data_waits.py > bench/results/data_waits.txt
 
-Two ranks train; each sample takes a while to read, as from a disk or over a network, with and without a worker beside
-each rank. Shown is a step of the loop over a step on a batch that is there, medians of the same run: 1.00 is no wait.
+One rank trains on one core and leaves the other to who reads. Each sample takes a while to read, as from a disk or over a
+network, in the rank itself or in a worker beside it. Shown is a step of the loop over a step on a batch that is there,
+medians of the same run: 1.00 is no wait.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Slow(Dataset):
 
 
 def main() -> None:
-    mesh = Mesh({"data": 2})
+    mesh = Mesh({"data": 1}, threads=1)
     apply, params = functional(
         nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.Linear(1024, 1))
     )
@@ -67,7 +68,7 @@ def main() -> None:
     trained([there] * STEPS)
     alone = statistics.median(trained([there] * STEPS) for _ in range(ROUNDS))
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; a step alone {1e3 * alone:.1f} ms")
-    print(f"{'reading, of a step':>20}{'no worker':>12}{'a worker a rank':>18}")
+    print(f"{'reading, of a step':>20}{'no worker':>12}{'one worker':>18}")
     for part in PARTS:
         seconds = part * alone / (BATCH / mesh.size)
         row = f"{part:>20}"
