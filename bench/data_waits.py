@@ -2,9 +2,9 @@
 
     python bench/data_waits.py > bench/results/data_waits.txt
 
-One rank trains on one core and leaves the other to who reads. Each sample takes a while to read, as from a disk or over a
-network, in the rank itself or in a worker beside it. Shown is a step of the loop over a step on a batch that is there,
-medians of the same run: 1.00 is no wait.
+One rank trains on one core and leaves the other to who reads. Each sample takes a while to read, as from a disk or over
+a network, in the rank itself or in a worker beside it. Shown is a step of the loop over a step on a batch that is
+there, medians of the same run: 1.00 is no wait.
 """
 
 from __future__ import annotations
