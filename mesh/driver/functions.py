@@ -80,7 +80,7 @@ class ShippedObjects:
         self._naming_values: set[str] = set()
         self._unread: set[str] = set()  # by some rank, most often for want of files or of a module: sent again
         self._treedefs: dict[Any, Shipped] = {}
-        self._functions: weakref.WeakKeyDictionary[Any, tuple[list[Any], Shipped]] = weakref.WeakKeyDictionary()
+        self._functions: weakref.WeakKeyDictionary[Any, tuple[snapshot.Snapshot, Shipped]] = weakref.WeakKeyDictionary()
         self._path = list(sys.path)
         self._sources: dict[str, list[str]] = {}
         self.followed: dict[str, frozenset[str]] = {}
@@ -142,13 +142,13 @@ class ShippedObjects:
         return self._ship(function, program, holder)
 
     def _ship(self, function: Any, obj: Any, holder: Any) -> Shipped:
-        found = snapshot.snapshot(function, self._whole)
         try:
             known = self._functions.get(holder)
         except TypeError:  # it can't be hashed, or not referred to weakly
             known, holder = None, None
-        if known is not None and self.has(known[1]) and snapshot.unchanged(known[0], found):
+        if known is not None and self.has(known[1]) and known[0].unchanged(function):
             return known[1]
+        found = snapshot.Snapshot(function, self._whole)
         self._prepare(function)
         try:
             shipped = self.ship(obj, function)

@@ -4,6 +4,7 @@ Pickling a function at every call would cost more than a small step. So a functi
 when something it refers to was rebound or changed: its code, defaults, closure cells, the globals it names, and four
 levels into what those hold (a dict's entries, an object's attributes), tensors with their versions, modules with
 their parameters. A change deeper than that, or in a large container or NumPy array, is not noticed.
+The first look finds out where there is something to read, and later ones read there again.
 Invariant: a snapshot keeps nothing alive, but for small built-in values and containers too deep to look into.
 """
 
@@ -23,65 +24,115 @@ import torch
 
 from ...kernels import torch_private
 from .. import wire
-from ..rank.references import CONTAINERS, SCALARS, functions_of, inside_of, used_by
+from ..rank.references import CONTAINERS, DEPTH, SCALARS, Reader, functions_of, reader_of, used_by
 
 _LOOKED_AT = 4096  # values in all
 _DEEPEST = 16  # levels into what can't be pickled
 _ARRAY_BYTES = 1 << 16  # of a NumPy array that is compared by content
 
 
-def snapshot(function: Any, whole: tuple[type, ...] = ()) -> list[Any]:
-    """What `function` refers to, as a flat list; two snapshots are compared by `unchanged`.
+class Snapshot:
+    """What a function refers to, as it is now.
 
     Args:
         whole: types whose instances are not looked into.
+
+    Attributes:
+        size: how many values it has looked at.
     """
-    found: list[Any] = []
-    seen: dict[int, int] = {}  # id -> the least depth at which it was met
-    kept: list[Any] = []  # ids stay unique only while the objects live
-    todo: list[tuple[Any, int]] = [(function, 0)]
-    while todo:
-        obj, depth = todo.pop()
-        if isinstance(obj, SCALARS):
-            found.append(obj)
-            continue
-        inside = None if isinstance(obj, whole) or len(found) > _LOOKED_AT else inside_of(obj, depth)
-        if inside is not None and isinstance(obj, CONTAINERS):
-            # Its entries are compared, so it does not matter which object holds them.
-            found.append(f"{type(obj).__qualname__} of {len(obj)}")
-        else:
-            found.append(_identity(obj))
-        if seen.get(id(obj), depth + 1) <= depth:
-            continue
-        seen[id(obj)] = depth
-        kept.append(obj)
-        todo.extend(inside or ())
-        if isinstance(obj, torch.Tensor):
-            found.append(_changes_of([obj]))
-        elif isinstance(obj, torch.nn.Module):
-            found.extend(_state_of(obj))
-        elif isinstance(obj, np.ndarray) and obj.nbytes <= _ARRAY_BYTES and not obj.dtype.hasobject:
-            found.append(obj.tobytes())
-    return found
+
+    def __init__(self, function: Any, whole: tuple[type, ...] = ()):
+        # Where to read: at which of the things found so far, of which type that is, how, and how many are found there.
+        self._reads: list[tuple[int, type, Reader, int]] = []
+        found, depths = [function], [0]
+        seen: dict[int, int] = {}  # id -> the least depth at which it was met
+        into: set[int] = set()  # containers of which the entries are compared, and so no matter which object holds them
+        at = 0
+        while at < len(found):
+            obj, depth = found[at], depths[at]
+            at += 1
+            if isinstance(obj, (*SCALARS, *whole)) or len(found) > _LOOKED_AT:
+                continue
+            readers = _readers_of(obj, depth)
+            if readers and isinstance(obj, CONTAINERS):
+                into.add(at - 1)
+            if seen.get(id(obj), depth + 1) <= depth:
+                continue
+            seen[id(obj)] = depth
+            for read, level in readers:
+                parts = read(obj)
+                self._reads.append((at - 1, type(obj), read, len(parts)))
+                found += parts
+                depths += [level] * len(parts)
+        self.size = len(found)
+        self._compared(found, into)
+
+    def _compared(self, found: list[Any], into: set[int]) -> None:
+        """Keep what there is to compare of what was found."""
+        referred: list[int] = []
+        equal: list[int] = []
+        same: list[int] = []
+        self._references: list[weakref.ref[Any]] = []
+        for at, obj in enumerate(found):
+            if isinstance(obj, SCALARS):
+                equal.append(at)
+            elif at not in into:
+                try:
+                    self._references.append(weakref.ref(obj))
+                    referred.append(at)
+                except TypeError:
+                    same.append(at)
+        # At least two, or it gives no tuple.
+        self._referred = operator.itemgetter(0, 0, *referred)
+        self._equal, self._same = operator.itemgetter(0, 0, *equal), operator.itemgetter(0, 0, *same)
+        self._values, self._objects = self._equal(found)[2:], self._same(found)[2:]
+        self._types = tuple(map(type, self._values))
+
+    def unchanged(self, function: Any) -> bool:
+        """Whether all is as it was."""
+        found = [function]
+        for at, kind, read, count in self._reads:
+            obj = found[at]
+            if type(obj) is not kind:
+                return False
+            parts = read(obj)
+            if len(parts) != count:
+                return False
+            found += parts
+        values = self._equal(found)[2:]
+        return (
+            values == self._values
+            and tuple(map(type, values)) == self._types
+            and all(map(operator.is_, self._objects, self._same(found)[2:]))
+            and all(map(operator.is_, [refer() for refer in self._references], self._referred(found)[2:]))
+        )
 
 
-def unchanged(old: list[Any], new: list[Any]) -> bool:
-    if len(old) != len(new):
-        return False
-    others = [index for index, same in enumerate(map(operator.is_, old, new)) if not same]
-    return all(_alike(old[index], new[index]) for index in others)
+def _readers_of(obj: Any, depth: int) -> list[tuple[Reader, int]]:
+    """How to look at an object and inside it, and how deep what is found is."""
+    inside = reader_of(obj, depth)
+    readers = [] if inside is None else [inside]
+    if inside is not None and type(obj).__module__ == "__main__":
+        readers.append((_class_of, depth))
+    if isinstance(obj, torch.Tensor):
+        readers.append((_changes_of_one, DEPTH))
+    elif isinstance(obj, torch.nn.Module):
+        readers.append((_state_of, DEPTH))
+    elif isinstance(obj, np.ndarray) and obj.nbytes <= _ARRAY_BYTES and not obj.dtype.hasobject:
+        readers.append((_bytes_in, DEPTH))
+    return readers
 
 
-def _alike(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and isinstance(a, SCALARS) and (a == b or (a != a and b != b))
+def _class_of(obj: Any) -> list[Any]:
+    return [type(obj)]
 
 
-def _identity(obj: Any) -> Any:
-    """Something that is the same object for as long as `obj` is: a weak reference, where there can be one."""
-    try:
-        return weakref.ref(obj)
-    except TypeError:
-        return obj
+def _changes_of_one(tensor: Any) -> list[Any]:
+    return [_changes_of([tensor])]
+
+
+def _bytes_in(array: Any) -> list[Any]:
+    return [array.tobytes()]
 
 
 def _changes_of(tensors: Sequence[torch.Tensor]) -> bytes:
@@ -102,8 +153,11 @@ def _address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _state_of(module: torch.nn.Module) -> list[Any]:
-    """Everything of a module and its children that is likely to change: tensors, versions, the training flags."""
+def _state_of(module: Any) -> list[Any]:
+    """Everything of a module and its children that is likely to change: tensors' versions, the training flags.
+
+    Which tensors and modules they are is told by their addresses, and by how often these were changed.
+    """
     modules, seen = [module], {id(module)}
     tensors: list[Any] = []
     for one in modules:
@@ -114,10 +168,8 @@ def _state_of(module: torch.nn.Module) -> list[Any]:
         tensors += torch_private.parameters(one).values()
         tensors += torch_private.buffers(one).values()
     there = [tensor for tensor in tensors if tensor is not None]
-    found: list[Any] = [None if tensor is None else weakref.ref(tensor) for tensor in tensors]
-    found += map(weakref.ref, modules)
-    found += [bytes(one.training for one in modules), _changes_of(there)]
-    return found
+    training = bytes(one.training for one in modules)
+    return [*map(weakref.ref, modules), *map(weakref.ref, there), training, _changes_of(there)]
 
 
 # -- what goes with a function, and what is wrong with it --------------------------------------------------------------

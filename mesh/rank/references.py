@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,36 +26,78 @@ DEPTH = 4
 LOOKED_INTO = 256  # entries of a container, attributes of an object
 
 
-def inside_of(obj: Any, depth: int) -> list[tuple[Any, int]] | None:
-    """What to look at inside an object, and how deep that is; None if it counts as a whole."""
+Reader = Callable[[Any], list[Any]]
+"""What lies inside an object, of which it keeps nothing."""
+
+
+def reader_of(obj: Any, depth: int) -> tuple[Reader, int] | None:
+    """How to look inside an object, and how deep what lies there is; None if it counts as a whole."""
     if isinstance(obj, types.FunctionType):
         if travels_by_name(obj):
             return None
-        compiled = torch_compiled.original(obj)
-        if compiled is not None:
-            return [(compiled, 0)]
-        return [(item, 0) for item in (obj.__code__, obj.__defaults__, obj.__kwdefaults__, *used_by(obj).values())]
+        if torch_compiled.original(obj) is not None:
+            return _compiled_parts, 0
+        return functools.partial(_function_parts, names=_global_names(obj.__code__)), 0
     if isinstance(obj, functools.partial):
-        return [(item, 0) for item in (obj.func, obj.args, obj.keywords)]
+        return _partial_parts, 0
     if isinstance(obj, types.MethodType):
-        return [(obj.__func__, 0), (obj.__self__, 0)]
-    by_value = type(obj).__module__ == "__main__"  # a class that travels with its instances
-    inside: list[Any]
+        return _method_parts, 0
+    read: Reader
     if isinstance(obj, _OF_TORCH):
-        inside = []
+        read = _no_parts
     elif isinstance(obj, type):
-        inside = list(vars(obj).values()) if obj.__module__ == "__main__" else []
+        read = _attributes if obj.__module__ == "__main__" else _no_parts
     elif isinstance(obj, _AS_A_WHOLE) or depth >= DEPTH:
         return None
-    elif isinstance(obj, dict):
-        inside = [item for pair in obj.items() for item in pair]
     elif isinstance(obj, CONTAINERS):
-        inside = list(obj)
+        read = _entries if isinstance(obj, dict) else list
     else:
-        inside = list(getattr(obj, "__dict__", {}).values())
-    if len(inside) > LOOKED_INTO * (1 + isinstance(obj, dict)):
+        read = _attributes
+    if len(read(obj)) > LOOKED_INTO * (1 + isinstance(obj, dict)):
         return None
-    return [(item, depth + 1) for item in inside] + ([(type(obj), depth)] if by_value else [])
+    return read, depth + 1
+
+
+def inside_of(obj: Any, depth: int) -> list[tuple[Any, int]] | None:
+    """What to look at inside an object, and how deep that is; None if it counts as a whole."""
+    found = reader_of(obj, depth)
+    if found is None:
+        return None
+    read, level = found
+    its_class = [(type(obj), depth)] if type(obj).__module__ == "__main__" else []  # it travels with its instances
+    return [(item, level) for item in read(obj)] + its_class
+
+
+def _function_parts(function: Any, names: tuple[str, ...]) -> list[Any]:
+    around = function.__globals__
+    parts = [function.__code__, function.__defaults__, function.__kwdefaults__]
+    parts += [around[name] for name in names if name in around]
+    parts += map(content_of, function.__closure__ or ())
+    return parts
+
+
+def _compiled_parts(function: Any) -> list[Any]:
+    return [torch_compiled.original(function)]
+
+
+def _partial_parts(partial: Any) -> list[Any]:
+    return [partial.func, partial.args, partial.keywords]
+
+
+def _method_parts(method: Any) -> list[Any]:
+    return [method.__func__, method.__self__]
+
+
+def _no_parts(obj: Any) -> list[Any]:
+    return []
+
+
+def _attributes(obj: Any) -> list[Any]:
+    return list(getattr(obj, "__dict__", {}).values())
+
+
+def _entries(entries: Any) -> list[Any]:
+    return [*entries, *entries.values()]
 
 
 def content_of(cell: Any) -> Any:

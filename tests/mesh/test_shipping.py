@@ -15,7 +15,7 @@ import torch
 
 from spmd import Mesh, MeshError, put, spmd
 from spmd.mesh.driver import snapshot as shipping
-from spmd.mesh.driver.snapshot import snapshot, unchanged, unpicklable_part
+from spmd.mesh.driver.snapshot import Snapshot, unpicklable_part
 from spmd.mesh.rank import references
 
 RATE = 1.0
@@ -25,10 +25,10 @@ LIST = [1, 2]
 
 def changed(function, change) -> bool:
     """Whether a snapshot notices what `change()` does; nothing changing must not look like a change."""
-    before = snapshot(function)
-    assert unchanged(before, snapshot(function))
+    before = Snapshot(function)
+    assert before.unchanged(function)
     change()
-    return not unchanged(before, snapshot(function))
+    return not before.unchanged(function)
 
 
 class Settings:
@@ -141,7 +141,7 @@ def test_how_deep_and_how_far_it_looks():
     long = list(range(references.LOOKED_INTO + 1))
     assert not changed(lambda: long, lambda: long.append(1))
     wide = [[list(range(200)) for _ in range(200)] for _ in range(200)]
-    assert len(snapshot(lambda: wide)) < 3 * shipping._LOOKED_AT
+    assert Snapshot(lambda: wide).size < 3 * shipping._LOOKED_AT
 
 
 def test_numbers_that_are_not_equal_to_themselves():
@@ -156,7 +156,7 @@ def test_a_snapshot_keeps_nothing_alive():
 
     big = Big()
     function = lambda: big  # noqa: E731
-    found = snapshot(function)
+    found = Snapshot(function)
     alive = [weakref.ref(x) for x in (big, big.tensor, function)]
     big = function = None
     gc.collect()
@@ -166,9 +166,9 @@ def test_a_snapshot_keeps_nothing_alive():
 def test_instances_of_whole_types_are_not_looked_into():
     settings = Settings()
     function = lambda: settings  # noqa: E731
-    before = snapshot(function, (Settings,))
+    before = Snapshot(function, (Settings,))
     settings.rate = 7.0
-    assert unchanged(before, snapshot(function, (Settings,)))
+    assert before.unchanged(function)
 
 
 def test_classes_of_the_main_script_are_looked_into():
