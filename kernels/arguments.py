@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
+import types
 from typing import Any
 
 import torch
@@ -21,8 +22,13 @@ def is_whole(x: Any) -> bool:
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
+_UNFINISHED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
+
+
 def check_function(what: str, f: Any, remedy: str) -> None:
     """Refuse what is no function, such as the result of one, and a function that has not run when it has returned."""
+    if type(f) is types.FunctionType and not f.__code__.co_flags & _UNFINISHED:  # most are, and steps ask every time
+        return
     if not callable(f):
         got = f"a tensor of shape {tuple(f.shape)}" if isinstance(f, torch.Tensor) else type(f).__name__
         raise SpecError(message(f"{what} takes a function", got=got, expected="a callable", remedy=f"write {remedy}"))

@@ -184,18 +184,14 @@ class Layout:
     """
 
     sizes: tuple[tuple[str, int], ...]
+    axes: dict[str, int] = dataclasses.field(init=False, repr=False, compare=False)
+    names: tuple[str, ...] = dataclasses.field(init=False, repr=False, compare=False)
+    size: int = dataclasses.field(init=False, repr=False, compare=False)
 
-    @property
-    def axes(self) -> dict[str, int]:
-        return dict(self.sizes)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.sizes)
-
-    @property
-    def size(self) -> int:
-        return math.prod(size for _, size in self.sizes)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", dict(self.sizes))
+        object.__setattr__(self, "names", tuple(self.axes))
+        object.__setattr__(self, "size", math.prod(self.axes.values()))
 
     @property
     def batch_axis(self) -> str:
@@ -275,13 +271,7 @@ class Layout:
 
     def slices(self, shape: tuple[int, ...], spec: P, rank: int) -> tuple[slice, ...]:
         """Where `rank`'s shard lies in a global value of `shape`."""
-        index = []
-        for dim in range(len(spec.entries)):
-            axes = spec.dim_axes(dim)
-            blocks = split_sizes(shape[dim], self.parts(axes))
-            part = self.part(rank, axes)
-            index.append(slice(sum(blocks[:part]), sum(blocks[: part + 1])))
-        return tuple(index)
+        return _slices(self, shape, spec, rank)
 
     def cut(self, tensor: torch.Tensor, spec: P, rank: int) -> torch.Tensor:
         """`rank`'s shard of a global tensor, as a view."""
@@ -346,3 +336,14 @@ class Layout:
 @functools.lru_cache(maxsize=1024)
 def _owners(layout: Layout, spec: P) -> tuple[int, ...]:
     return tuple(sorted({layout.owner(spec, rank) for rank in range(layout.size)}))
+
+
+@functools.lru_cache(maxsize=1024)
+def _slices(layout: Layout, shape: tuple[int, ...], spec: P, rank: int) -> tuple[slice, ...]:
+    index = []
+    for dim in range(len(spec.entries)):
+        axes = spec.dim_axes(dim)
+        blocks = split_sizes(shape[dim], layout.parts(axes))
+        part = layout.part(rank, axes)
+        index.append(slice(sum(blocks[:part]), sum(blocks[: part + 1])))
+    return tuple(index)

@@ -24,16 +24,13 @@ from .exact.tracked import as_tracked
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """This rank's part of a batch: the tree, its number of samples and that of the whole."""
+    """This rank's part of a batch: the tree, its tensors, its number of samples and that of the whole."""
 
     tree: Any
+    leaves: tuple[Tensor, ...]
     here: int
     total: int
     virtual: VirtualShards | None
-
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        return tuple(leaf for leaf in trees.leaves(self.tree) if isinstance(leaf, Tensor))
 
 
 def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Part:
@@ -43,17 +40,15 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
         SpecError: a leaf has no dimension to split, leaves differ in length, or were dealt otherwise.
     """
     axis, session = argument.axis, region.session
-    cut: dict[str, int] = {}  # lengths by path of the leaves that are this rank's part already
-    whole: dict[str, int] = {}
-    for path, leaf in zip(trees.paths(tree), trees.leaves(tree), strict=True):
+    leaves, treedef = trees.flatten(tree)
+    cut: dict[int, int] = {}  # lengths of the leaves that are this rank's part already
+    whole: dict[int, int] = {}
+    for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             if not leaf.dim():
-                raise SpecError(
-                    message(
-                        f"batch{path} of {name} has no dimension to split", remedy="pass scalars in another argument"
-                    )
-                )
-            (cut if axis in (marked(leaf) or ()) else whole)[f"batch{path}"] = leaf.shape[0]
+                problem = f"{_called(tree, index)} of {name} has no dimension to split"
+                raise SpecError(message(problem, remedy="pass scalars in another argument"))
+            (cut if axis in (marked(leaf) or ()) else whole)[index] = leaf.shape[0]
     if cut and argument.shards is not None and region.batch.shards != argument.shards:
         dealt = region.batch.shards
         raise SpecError(
@@ -68,17 +63,22 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
             message(
                 f"the batch of {name} has leaves that are each rank's part already beside whole ones, whose rows would "
                 "be of different samples",
-                got=f"parts: {', '.join(cut)}; whole: {', '.join(whole)}",
+                got="; ".join(
+                    f"{kind}: {', '.join(_called(tree, index) for index in some)}"
+                    for kind, some in (("parts", cut), ("whole", whole))
+                ),
                 where=session.where(),
                 remedy="give all of it to the Loader's dataset, or pass all of it whole",
             )
         )
-    common_length({**cut, **whole}, name)
-    here, total = common_length(cut, name), common_length(whole, name)
+    if len({*cut.values(), *whole.values()}) > 1:
+        common_length({_called(tree, index): length for index, length in {**cut, **whole}.items()}, name)
+    here, total = next(iter(cut.values()), None), next(iter(whole.values()), None)
     if here is not None:
         known = region.batch.total if region.batch.axis == axis else None
         total = int(psum(torch.tensor(here), axis)) if known is None else known
-    refuse_lists(tree, total or 0, name)
+    if len(cut) + len(whole) < len(leaves):
+        refuse_lists(tree, total or 0, name)
     sizes, mine = split_sizes(total or 0, session.layout.axes[axis]), session.layout.coords(session.rank)[axis]
     virtual = None
     if argument.shards is not None:
@@ -108,7 +108,15 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
             virtual.batch.append(leaf)
         return leaf
 
-    tree = trees.map(part, tree)
+    if whole or virtual is not None:
+        leaves = [part(leaf) for leaf in leaves]
+        tree = trees.unflatten(treedef, leaves)
     if virtual is not None:
         virtual.tree = tree
-    return Part(tree, expected if here is None else here, total or 0, virtual)
+    tensors = tuple([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    return Part(tree, tensors, expected if here is None else here, total or 0, virtual)
+
+
+def _called(batch: Any, index: int) -> str:
+    """What a leaf of a batch is called."""
+    return f"batch{trees.paths(batch)[index]}"

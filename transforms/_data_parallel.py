@@ -101,7 +101,6 @@ class DataParallel(Transformable):
     def __init__(self, step: Callable, batch: BatchArgument, plan: Plan):
         functools.update_wrapper(self, step)
         self._step, self.batch, self._plan = step, batch, plan
-        self._signature = inspect.signature(step)
         self._name = getattr(step, "__name__", "the step")
 
     def __reduce__(self) -> Any:
@@ -117,14 +116,19 @@ class DataParallel(Transformable):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         region, argument = require("a data_parallel function"), self.batch
         region.session.axes(argument.axis, what="data_parallel")
-        bound = self._signature.bind(*args, **kwargs)
-        if argument.name not in bound.arguments:
+        place = argument.place(len(args))
+        if isinstance(place, str) and place not in kwargs:
+            bound = inspect.signature(self._step).bind(*args, **kwargs)  # what else is wrong is told first
             raise SpecError(
-                message(f"{self._name} was called without its batch", expected=f"an argument named {argument.name!r}")
+                message(
+                    f"{self._name} was called without its batch",
+                    got=f"({', '.join(bound.arguments)})",
+                    expected=f"an argument named {argument.name!r}",
+                )
             )
         around = plan_of(region)
         if agreed(around, argument.axis, argument.shards):
-            return self._step(*bound.args, **bound.kwargs)
+            return self._step(*args, **kwargs)
         if argument.shards is not None and region.session.device.type != "cpu":
             raise SpecError(
                 message(
@@ -134,16 +138,19 @@ class DataParallel(Transformable):
                     remedy='leave shards= out, or use Mesh(device="cpu")',
                 )
             )
-        part = part_of(region, bound.arguments[argument.name], argument, self._name)
-        bound.arguments[argument.name] = part.tree
+        part = part_of(region, kwargs[place] if isinstance(place, str) else args[place], argument, self._name)
+        if isinstance(place, str):
+            kwargs[place] = part.tree
+        else:
+            args = (*args[:place], part.tree, *args[place + 1 :])
         _check_weights(around, part, argument.axis, region.session.layout.axes[argument.axis], self._name)
         samples = around.splitting(argument.axis, part.here, part.total)
         plan = dataclasses.replace(self._plan, samples=samples, virtual=part.virtual, batch=part.leaves)
         with following(region, plan):
             if part.virtual is None:
-                return self._step(*bound.args, **bound.kwargs)
+                return self._step(*args, **kwargs)
             with stepping(region, part.virtual):
-                return without_batch(self._step(*bound.args, **bound.kwargs), self._name)
+                return without_batch(self._step(*args, **kwargs), self._name)
 
     def transformed(self, transform: Callable, argnums: Any, with_value: bool, has_aux: bool) -> DataParallel:
         return DataParallel(transform(self._step), self.batch, self._plan)

@@ -154,10 +154,7 @@ def _address_of(tensor: torch.Tensor) -> int:
 
 
 def _state_of(module: Any) -> list[Any]:
-    """Everything of a module and its children that is likely to change: tensors' versions, the training flags.
-
-    Which tensors and modules they are is told by their addresses, and by how often these were changed.
-    """
+    """Everything of a module and its children that is likely to change: tensors, versions, the training flags."""
     modules, seen = [module], {id(module)}
     tensors: list[Any] = []
     for one in modules:

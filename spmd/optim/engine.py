@@ -254,13 +254,16 @@ def _is_numeric(value: Any) -> bool:
 
 def _lent(options: dict[str, Any], hyper: Mapping[str, Any]) -> dict[str, Any]:
     """The hyper-parameters as torch wants them: the user may have put a tensor for a number, a list for a tuple."""
-    expected = [name for name, value in options.items() if _is_numeric(value)]
-    if hyper.keys() != set(expected):
-        name = min(hyper.keys() ^ set(expected))
+    expected = {name for name, value in options.items() if _is_numeric(value)}
+    if hyper.keys() != expected:
+        name = min(hyper.keys() ^ expected)
         problem = f"opt_state['hyper'] {'misses' if name in expected else 'has an unknown'} {name!r}"
-        raise SpecError(message(problem, expected=f"the names {expected}", remedy="pass what opt.init returned"))
+        expected_names = f"the names {sorted(expected)}"
+        raise SpecError(message(problem, expected=expected_names, remedy="pass what opt.init returned"))
 
     def lend(name: str, default: Any, value: Any) -> Any:
+        if type(value) is type(default) is float:
+            return value
         if isinstance(default, tuple) and isinstance(value, tuple | list) and len(value) == len(default):
             return tuple(lend(name, *pair) for pair in zip(default, value, strict=True))
         if isinstance(value, Tensor) and value.numel() == 1 and not isinstance(default, Tensor):
