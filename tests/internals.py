@@ -291,15 +291,20 @@ def ask_while_ranks_start(monkeypatch: Any) -> None:
 
     from spmd.mesh.hosts import protocol, rank_host
 
-    ask = rank_host.RankHost.ask
+    asked = rank_host.RankHost.asked
 
-    def ask_twice(host: Any, said: Any) -> Any:
-        answer = ask(host, said)
-        if isinstance(said, protocol.BeginAnew):
-            other = threading.Thread(target=ask, args=(host, protocol.Ask("status")))
+    def asked_twice(host: Any, said: Any) -> Any:
+        answer = asked(host, said)
+        if not isinstance(said, protocol.BeginAnew):
+            return answer
+
+        def late() -> Any:
+            other = threading.Thread(target=lambda: asked(host, protocol.Ask("status"))())
             other.start()
             other.join(1.0)  # if it does not have to wait it is answered by then
-        return answer
+            return answer()
 
-    monkeypatch.setattr(rank_host.RankHost, "ask", ask_twice)
+        return late
+
+    monkeypatch.setattr(rank_host.RankHost, "asked", asked_twice)
     monkeypatch.setattr(rank_host, "_ANSWER_SECONDS", 100 * HANGS)
