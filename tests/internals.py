@@ -260,7 +260,7 @@ def taken(said: list[tuple[str, int, tuple[int, ...]]]) -> list[tuple[str, tuple
     """What a driver takes of what hosts tell it: (the message's class, the task, the ranks that said so), in order."""
     from spmd.mesh import protocol
     from spmd.mesh.hosts.framing import framed
-    from spmd.mesh.hosts.inbox import Inbox
+    from spmd.mesh.hosts.hearing import Inbox
 
     inbox: Any = Inbox()
     for kind, task, ranks in said:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from .. import wire
 from ..display.bars import Bars, BarState
 from ..display.output import Collator, coordinates_label
-from ..hosts.inbox import Inbox
+from ..hosts.hearing import Inbox
 from ..spec import Layout
 from .pending import Task
 from .ranks import Rank, Ranks

@@ -21,8 +21,7 @@ from .coded import NotOfThisMesh
 from .launchers import dialled_address
 from .link import GREETING_SECONDS, Link, accepted, greet_host, listener
 from .places import Places
-from .protocol import Hello
-from .versions import versions
+from .protocol import Hello, versions
 
 _STRANGERS = 32  # connections at once that have not proved anything
 DIAL_SECONDS = 30.0  # for a host to listen that is dialled

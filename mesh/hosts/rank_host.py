@@ -1,6 +1,6 @@
 """One host of a mesh, as the driver holds it: the link to it, and its ranks.
 
-A thread reads the links to all hosts (`reading`); what ranks say it puts into the mesh's `Inbox`, and what a host
+A thread reads the links to all hosts (`hearing`); what ranks say it puts into the mesh's `Inbox`, and what a host
 answers goes to who has asked. Invariant: of each rank all is put there in the order in which it was said.
 """
 
@@ -20,7 +20,7 @@ from ..driver.ranks import Rank
 from . import protocol
 from .coded import NotOfThisMesh
 from .framing import framed
-from .inbox import Inbox
+from .hearing import Inbox
 from .link import Link
 from .tunnel import Tunnel
 

@@ -28,14 +28,13 @@ from ..driver.receiving import Receiving
 from ..spec import Layout
 from . import protocol
 from .framing import framed
-from .inbox import Inbox
+from .hearing import Inbox, Reading
 from .joining import CALLS
 from .launchers import DialledHosts
 from .link import mesh_key
 from .meeting import Dialling, Meeting
 from .places import Places
 from .rank_host import RankHost, RemoteRank
-from .reading import Reading
 
 START_SECONDS = 120.0  # for all hosts to come: importing torch from a slow disk takes its time
 AGAIN_SECONDS = 30.0  # for a host that was lost to come again
