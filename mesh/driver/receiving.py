@@ -170,6 +170,7 @@ class Receiving(threading.Thread):
                 self.read_output(rank)
         if self._inbox is not None:
             self._take_from(self._inbox)
+            self._inbox.heard_by(lambda: None)  # what wakes this thread is about to be closed
         self.show_output()
         self._selector.close()
         for fd in (self._wake_read, self._wake_write):

@@ -26,7 +26,6 @@ class Inbox:
     """What ranks have said, until it is taken.
 
     Attributes:
-        ring: called by the thread that reads, when there is something to take.
         ended: the ranks whose process has ended, whether or not that was taken yet.
     """
 
@@ -34,15 +33,16 @@ class Inbox:
         self._found: deque[Heard] = deque()
         self._rung = False
         self._changed = threading.Condition()
-        self.ring: Callable[[], None] = lambda: None
+        self._ring: Callable[[], None] = lambda: None  # called when there is something to take
         self.ended: set[Rank] = set()
 
     def put(self, kind: str, ranks: Sequence[Rank], what: Any = None) -> None:
         """Something that these ranks have said; an answer comes framed, and as bytes."""
         self._found.append((kind, ranks, what))
         if not self._rung:
-            self._rung = True
-            self.ring()
+            with self._changed:
+                self._rung = True
+                self._ring()
 
     def bury(self, rank: Rank) -> None:
         """Nothing more comes from a rank."""
@@ -62,9 +62,10 @@ class Inbox:
             self.ended.intersection_update(ranks)
 
     def heard_by(self, ring: Callable[[], None]) -> None:
-        """Have somebody else take it, from what has not been taken yet on."""
-        self.ring = ring
-        ring()
+        """Have somebody else take it, from what has not been taken yet on: who took it so far is rung for no more."""
+        with self._changed:
+            self._ring = ring
+            ring()
 
     def take(self) -> Iterator[Heard]:
         """What has come; answers that follow each other and are alike are one, whichever hosts they are from."""
