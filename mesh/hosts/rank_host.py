@@ -142,10 +142,6 @@ class RankHost:
 
         return given
 
-    def ask(self, said: Any) -> Any:
-        """Send what is answered; the answer. Raises MeshError if none comes."""
-        return self.asked(said)()
-
     def lost_error(self) -> MeshError:
         remedy = "see the output from there; make a new mesh, on hosts that are up"
         return MeshError(message(f"host {self.name} is lost", got=self.lost, remedy=remedy))
