@@ -168,7 +168,8 @@ class Newcomers:
 
     def _heard_here(self) -> Iterator[list[tuple[str, Rank, Any]]]:
         """What ranks of this host say, each time after a moment at most."""
-        look, sources = select.poll(), {}
+        look = select.poll()
+        sources: dict[int, tuple[str, Rank]] = {}
         for rank in self.ranks.all:
             for source, kind in rank.sources():
                 look.register(source, select.POLLIN)
