@@ -30,8 +30,8 @@ FORK = multiprocessing.get_context("forkserver")
 class Stubs:
     """A launcher of them."""
 
-    def __init__(self, hosts: int):
-        self.hosts = [f"stub{host}:{RANKS}" for host in range(hosts)]
+    def __init__(self, hosts: int, ranks: int):
+        self.hosts = [f"stub{host}:{ranks}" for host in range(hosts)]
         self.running: dict[str, Any] = {}
 
     def start(self, name: str, command: Any, stdin: bytes) -> Any:
@@ -60,15 +60,15 @@ def nothing() -> None:
     """What is called on all ranks."""
 
 
-def measured(hosts: int) -> dict[str, float]:
+def measured(hosts: int, ranks: int = RANKS) -> dict[str, float]:
     from spmd import Mesh, PeerLost
 
     gc.collect()
-    before, began, stubs = resident(), time.perf_counter(), Stubs(hosts)
-    with Mesh({"data": RANKS * hosts}, hosts=stubs, timeout=120) as mesh:
+    before, began, stubs = resident(), time.perf_counter(), Stubs(hosts, ranks)
+    with Mesh({"data": ranks * hosts}, hosts=stubs, timeout=120) as mesh:
         start = time.perf_counter() - began
         mesh.run(nothing)
-        memory = (resident() - before) / (RANKS * hosts)
+        memory = (resident() - before) / (ranks * hosts)
         spent = time.process_time()
         calls = [seconds(lambda: mesh.run(nothing)) for _ in range(CALLS)]
         spent = (time.process_time() - spent) / CALLS
@@ -97,6 +97,21 @@ def measured(hosts: int) -> dict[str, float]:
 def fitted(rows: dict[int, dict[str, float]], name: str) -> tuple[float, float]:
     """Seconds a mesh, and seconds a host more: a line by least squares."""
     return statistics.linear_regression([*rows], [row[name] for row in rows.values()])[::-1]  # type: ignore[return-value]
+
+
+def print_tree(rows: dict[int, dict[str, float]]) -> None:
+    """What a tree of hosts would save: to its driver 64 hosts over 8 of them would be 8 hosts of 8 times the ranks."""
+    few, tall = rows[8]["spent"], measured(8, 8 * RANKS)["spent"]
+    a_rank = max(0.0, (tall - few) / (7 * 8 * RANKS))
+    base, a_host = fitted(rows, "spent")
+    a_host -= RANKS * a_rank
+    print("\nover a tree with as many branches as each of them has hosts, of the driver's processor time:")
+    print(f"  8 hosts of {8 * RANKS} ranks: {1e3 * tall:.2f} ms a call; so {1e6 * a_rank:.2f} us a rank")
+    for hosts, branches in ((64, 8), (1000, 32)):
+        alone = base + hosts * a_host + hosts * RANKS * a_rank
+        root, relay = base + branches * a_host + hosts * RANKS * a_rank, hosts / branches * a_host
+        text = f"{1e3 * alone:.1f} ms without; {1e3 * root:.1f} ms with, and {1e3 * relay:.1f} ms of each branch"
+        print(f"  {hosts:,} hosts over {branches} branches, by the fit: {text}")
 
 
 def main() -> None:
@@ -132,6 +147,8 @@ def main() -> None:
         print(f"  {what}: {1e3 * base:.2f} ms + {1e3 * each:.3f} ms a host; 1,000 hosts: {base + 1000 * each:.2f} s")
     memory = rows[counts[-1]]["memory"]
     print(f"  memory of the driver: {memory / 1024:.1f} KiB a rank; 16,000 ranks: {16000 * memory / 2**20:.0f} MiB")
+    if 8 in rows:
+        print_tree(rows)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ from spmd.mesh import wire
 from spmd.mesh.hosts import protocol
 from spmd.mesh.hosts.framing import framed, unframed
 from spmd.mesh.hosts.link import greet_driver
-from spmd.mesh.hosts.versions import versions
 
-_HELLO = protocol.Hello(versions())
+_HELLO = protocol.Hello(protocol.versions())
 
 
 def stub(stdin: bytes) -> None:

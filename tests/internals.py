@@ -226,13 +226,6 @@ def gathered(said: list[tuple[str, int, int]], due: dict[int, list[int]]) -> lis
         message = protocol.decode(unframed(b"".join(content)).head)
         sent.append((f"{type(message).__name__} {message.task}", ranks))
 
-    kinds = {
-        "Answer": protocol.Answer,
-        "Failed": protocol.Failed,
-        "Unchanged": lambda task: protocol.Unchanged(task, b"print"),
-        "Other": lambda task: protocol.Unchanged(task, b"another"),
-        "Progress": lambda task: protocol.Progress(task, None),  # type: ignore[arg-type]
-    }
     gathering = Gathering(send)
     for task, ranks in due.items():
         message = protocol.PassThrough(task, task, (), ())
@@ -241,12 +234,45 @@ def gathered(said: list[tuple[str, int, int]], due: dict[int, list[int]]) -> lis
         if kind == "lost":
             gathering.lose(rank)
         else:
-            gathering.take(rank, wire.Packet(b"", head=protocol.encode(kinds[kind](task))))
+            gathering.take(rank, _said_of(kind, task))
     if gathering.left() is not None:
         sent.append(("held", ()))
         gathering.flush()
         assert gathering.left() is None
     return sent
+
+
+def _said_of(kind: str, task: int) -> Any:
+    """The packet of a message of a rank."""
+    from spmd.mesh import protocol, wire
+
+    kinds = {
+        "Answer": protocol.Answer,
+        "Failed": protocol.Failed,
+        "Unchanged": lambda task: protocol.Unchanged(task, b"print"),
+        "Other": lambda task: protocol.Unchanged(task, b"another"),
+        "Progress": lambda task: protocol.Progress(task, None),  # type: ignore[arg-type]
+    }
+    return wire.Packet(b"", head=protocol.encode(kinds[kind](task)))
+
+
+def taken(said: list[tuple[str, int, tuple[int, ...]]]) -> list[tuple[str, tuple[int, ...]]]:
+    """What a driver takes of what hosts tell it: (the message's class, the task, the ranks that said so), in order."""
+    from spmd.mesh import protocol
+    from spmd.mesh.hosts.framing import framed
+    from spmd.mesh.hosts.hearing import Inbox
+
+    inbox: Any = Inbox()
+    for kind, task, ranks in said:
+        if kind == "lost":
+            inbox.bury(ranks[0])
+        else:
+            inbox.put("answer", ranks, b"".join(framed(_said_of(kind, task))))
+    found = []
+    for what, ranks, packet in inbox.take():
+        message = None if packet is None else protocol.decode(packet.head)
+        found.append((what if message is None else f"{type(message).__name__} {message.task}", tuple(ranks)))
+    return found
 
 
 def asked_of_a_lost_zygote(mesh: Any) -> tuple[str, int | None]:
@@ -291,15 +317,20 @@ def ask_while_ranks_start(monkeypatch: Any) -> None:
 
     from spmd.mesh.hosts import protocol, rank_host
 
-    ask = rank_host.RankHost.ask
+    asked = rank_host.RankHost.asked
 
-    def ask_twice(host: Any, said: Any) -> Any:
-        answer = ask(host, said)
-        if isinstance(said, protocol.BeginAnew):
-            other = threading.Thread(target=ask, args=(host, protocol.Ask("status")))
+    def asked_twice(host: Any, said: Any) -> Any:
+        answer = asked(host, said)
+        if not isinstance(said, protocol.BeginAnew):
+            return answer
+
+        def late() -> Any:
+            other = threading.Thread(target=lambda: asked(host, protocol.Ask("status"))())
             other.start()
             other.join(1.0)  # if it does not have to wait it is answered by then
-        return answer
+            return answer()
 
-    monkeypatch.setattr(rank_host.RankHost, "ask", ask_twice)
+        return late
+
+    monkeypatch.setattr(rank_host.RankHost, "asked", asked_twice)
     monkeypatch.setattr(rank_host, "_ANSWER_SECONDS", 100 * HANGS)

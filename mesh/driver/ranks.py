@@ -73,6 +73,10 @@ class Rank(Owned):
             self._printed.register(fd, select.POLLIN)
         self.sender, self.receiver = wire.Sender(self.connection), wire.Receiver(self.connection)
 
+    def sources(self) -> list[tuple[Any, str]]:
+        """What is to be listened to for it, and for what."""
+        return [(self.connection, "answer"), (self.pidfd, "death"), *((fd, name) for name, fd in self.pipes.items())]
+
     def send(self, packet: wire.Packet, parts: list[memoryview]) -> bool:
         """Send a packet and its `frame` without waiting; whether it is wholly on its way (or never will be)."""
         return self._quietly(lambda: self.sender.send(packet, parts))
@@ -109,10 +113,6 @@ class Rank(Owned):
         if packets is None and not self.ended(0.2):
             self.signal(signal.SIGKILL)  # it can't be reached any more
         return packets
-
-    def said_more(self) -> bool:
-        """Whether something has come from it, for sure, that was not asked for yet."""
-        return False
 
     def last_answers(self) -> Iterator[wire.Packet]:
         """What it said before it died counts."""
@@ -235,10 +235,8 @@ class Ranks:
         """Whether a process is one of these, and not one whose place another has taken."""
         return rank.rank < len(self.all) and self.all[rank.rank] is rank
 
-    def listened_to(
-        self, started: Callable[[Rank], None], together: Callable[[Sequence[Rank], wire.Packet], None]
-    ) -> None:
-        """Have those that were started so far, and from now on every new one, heard; and what several say alike."""
+    def listened_to(self, started: Callable[[Rank], None], hear: Callable[[Any], None]) -> None:
+        """Have those that were started so far, and from now on every new one, heard; others' hosts have an inbox."""
         self._started = started
         for rank in self.all:
             started(rank)

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from .. import wire
 from ..display.bars import Bars, BarState
 from ..display.output import Collator, coordinates_label
+from ..hosts.hearing import Inbox
 from ..spec import Layout
 from .pending import Task
 from .ranks import Rank, Ranks
@@ -73,6 +74,7 @@ class Receiving(threading.Thread):
         self._selector.register(self._wake_read, selectors.EVENT_READ, ("wake", None))
         self._blocked: set[Rank] = set()
         self._soon: deque[Callable[[], None]] = deque()
+        self._inbox: Inbox | None = None  # of the ranks that there are, if they are on other hosts
 
     # -- for other threads -------------------------------------------------------------------------------------------
 
@@ -90,36 +92,37 @@ class Receiving(threading.Thread):
         self._soon.append(do)
         self.wake()
 
-    def together(self, ranks: Sequence[Rank], packet: wire.Packet) -> None:
-        """Take a message that these ranks have sent alike, in its place among what each has sent."""
-        self.soon(functools.partial(self._take_together, ranks, packet))
+    def hear(self, inbox: Inbox) -> None:
+        """Have what ranks of other hosts say taken by this thread."""
+        self._inbox = inbox
+        inbox.heard_by(functools.partial(self.soon, functools.partial(self._take_from, inbox)))
 
     # -- for this thread (or any, before it starts and after it ends) ------------------------------------------------
 
     def add(self, rank: Rank) -> None:
-        more = selectors.EVENT_WRITE if rank in self._blocked else 0
-        self._selector.register(rank.connection, selectors.EVENT_READ | more, ("answer", rank))
-        self._selector.register(rank.pidfd, selectors.EVENT_READ, ("death", rank))
-        for stream, fd in rank.pipes.items():
-            self._selector.register(fd, selectors.EVENT_READ, (stream, rank))
+        for source, kind in rank.sources():
+            more = selectors.EVENT_WRITE if kind == "answer" and rank in self._blocked else 0
+            self._selector.register(source, selectors.EVENT_READ | more, (kind, rank))
 
     def remove(self, rank: Rank) -> None:
         """Listen to a rank no more, after a last look at what it printed."""
         self.read_output(rank)
         self._blocked.discard(rank)
-        for source in (rank.connection, rank.pidfd, *rank.pipes.values()):
+        for source, _ in rank.sources():
             self._forget(source)
 
     def exchange(self, gone: Iterable[Rank], ranks: Ranks, layout: Layout) -> None:
         """Listen to other ranks than so far, of another layout."""
         for rank in gone:
             self.remove(rank)
+        if self._inbox is not None:
+            self._take_from(self._inbox)
         label = coordinates_label(layout)
         with self._showing:
             self._collator.flush()
             self._collator = Collator(self._print, layout.size, label=label)
             self._bars = Bars(label=label)
-        ranks.listened_to(self.add, self.together)
+        ranks.listened_to(self.add, self.hear)
 
     # -- what ranks show: for any thread -----------------------------------------------------------------------------
 
@@ -165,6 +168,9 @@ class Receiving(threading.Thread):
         for rank in ranks:
             with contextlib.suppress(OSError, ValueError):
                 self.read_output(rank)
+        if self._inbox is not None:
+            self._take_from(self._inbox)
+            self._inbox.heard_by(lambda: None)  # what wakes this thread is about to be closed
         self.show_output()
         self._selector.close()
         for fd in (self._wake_read, self._wake_write):
@@ -233,14 +239,17 @@ class Receiving(threading.Thread):
         for packet in packets:
             self._listener.answers.take([rank], packet)
 
-    def _take_together(self, ranks: Sequence[Rank], packet: wire.Packet) -> None:
-        if self._listener.closed is not None:
-            return
-        for rank in ranks:
-            while rank.alive and rank.said_more():
-                self._take_answers(rank)
-        self.show_printed(ranks)
-        self._listener.answers.take(ranks, packet)
+    def _take_from(self, inbox: Inbox) -> None:
+        for kind, ranks, what in inbox.take() if inbox is self._inbox else ():
+            if kind in ("stdout", "stderr"):
+                with self._showing:
+                    self._collator.feed(ranks[0].rank, kind, what)
+            elif self._listener.closed is not None:
+                continue
+            elif kind == "death":
+                self._bury(ranks[0])
+            else:
+                self._listener.answers.take(ranks, what)
 
     def _bury(self, rank: Rank) -> None:
         if not rank.alive:

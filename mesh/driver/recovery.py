@@ -230,14 +230,13 @@ class Recovery:
         generation, bare = session.ranks.generation, session.ranks.bare if session.lasting else {*replaced}
         undone = self._moves is not None and self._moves.take_back()
         kept, freed = session.values.needed()
-        for rank in range(session.layout.size):
-            if rank not in replaced:
-                session.tell(protocol.Renew(generation), ranks=[rank])
-                continue
-            session.tell(protocol.Renew(generation, kept), ranks=[rank])
-            session.tell(protocol.Free(freed, ()), ranks=[rank])
+        session.tell(protocol.Renew(generation), ranks={*range(session.layout.size)}.difference(replaced))
+        if replaced:
+            session.tell(protocol.Renew(generation, kept), ranks=replaced)
+            session.tell(protocol.Free(freed, ()), ranks=replaced)
             for message, packet in session.shipped.for_newcomer():
-                session.tell(message, packet, [rank])
+                session.tell(message, packet, replaced)
+        for rank in replaced:
             session.values.lost_on(rank, lasting=rank not in bare)
         if bare or undone:
             again = self._with_values(again, replaced)
@@ -273,9 +272,8 @@ class Recovery:
         held = [one for task in again for one in (*task.again.arguments, task.again.holds)]
         for values in session.values.unread(held):
             send_read(session, values)
-        for rank in replaced:
-            for message, packet in session.shipped.naming_values():
-                session.tell(message, packet, [rank])
+        for message, packet in session.shipped.naming_values():
+            session.tell(message, packet, replaced)
         for task in again:
             send_again(session, task, replaced)
         if freed := freed_meanwhile(again):

@@ -186,7 +186,7 @@ class DriverSession(Owned):
         """
         layout = layout or self.layout
         chosen = tuple(range(layout.size)) if ranks is None else tuple(ranks)
-        others = tuple(sorted({*range(layout.size)}.difference(chosen)))
+        others = () if ranks is None else tuple(sorted({*range(layout.size)}.difference(chosen)))
         while True:
             generation = self.ranks.generation  # before all that is asked of it
             self.ready()

@@ -7,7 +7,6 @@ import mmap
 import os
 import struct
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from .. import wire
@@ -50,8 +49,3 @@ def inlined(packet: wire.Packet) -> wire.Packet:
 def whole_packet(content: bytes) -> wire.Packet:
     """The packet, with all tensors beside the pickle."""
     return unframed(content, most=sys.maxsize)
-
-
-def local_frame(content: bytes) -> Sequence[memoryview]:
-    """The same bytes as a rank of this host would have sent them, but for where tensors are."""
-    return wire.frame(whole_packet(content))

@@ -19,6 +19,11 @@ _ENDS = (*_ANSWERS, ranks_protocol.Failed, ranks_protocol.Skipped)
 _MOST_BYTES = 1 << 12  # of an answer that is held
 
 
+def is_gathered(packet: wire.Packet) -> bool:
+    """Whether this is an answer, which several ranks may give alike."""
+    return isinstance(ranks_protocol.decode(packet.head), _ANSWERS)
+
+
 class Gathering:
     """What the ranks of a host say, on its way to the driver.
 

@@ -114,12 +114,16 @@ class Link(Owned):
 
     def send(self, message: Message, *content: Any) -> None:
         """Send a message, and its content in pieces of bytes; what the connection does not take at once goes later."""
+        self.send_encoded(encode(message), content)
+
+    def send_encoded(self, said: bytes, content: Sequence[Any]) -> None:
+        """As `send`, of what was encoded before."""
         if self.foreign:  # each message has its place among the parent's
             return
         with self._changed:
             if self.ended:
                 return
-            self._backlog.extend(self._framed(message, content))
+            self._backlog.extend(self._framed(said, content))
             if self._writer is None and not self._push():
                 self._writer = threading.Thread(target=self._write, name="spmd-link", daemon=True)
                 self._writer.start()
@@ -130,15 +134,14 @@ class Link(Owned):
         Raises:
             OSError: the connection has ended. NotOfThisMesh: what has come is not what the other end has sent.
         """
-        for piece in self._framed(message, content):
+        for piece in self._framed(encode(message), content):
             self.connection.sendall(piece)
         while not (found := self.receive()):
             if found is None:
                 raise ConnectionResetError("the other end has gone")
         return found[0]
 
-    def _framed(self, message: Message, content: Sequence[Any]) -> Iterator[memoryview]:
-        said = encode(message)
+    def _framed(self, said: bytes, content: Sequence[Any]) -> Iterator[memoryview]:
         return framed(len(said), [memoryview(piece).cast("B") for piece in (said, *content)], self._codes)
 
     def _push(self) -> bool:
@@ -179,16 +182,19 @@ class Link(Owned):
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 
-    def receive(self) -> list[tuple[Any, bytes]] | None:
+    def receive(self, flags: int = 0) -> list[tuple[Any, bytes]] | None:
         """The messages that are complete after one read, with their contents; None at the end.
+
+        Args:
+            flags: of the read, MSG_DONTWAIT if there may be nothing.
 
         Raises:
             NotOfThisMesh: what has come is not what the other end has sent.
         """
         try:
-            if not self._frames.read():
+            if not self._frames.read(flags):
                 return None
-        except InterruptedError:
+        except (BlockingIOError, InterruptedError):
             pass
         except OSError:
             return None
@@ -201,14 +207,17 @@ class Link(Owned):
         """Take a message, whose own bytes are the first of these, and its content."""
         self._received.append((decode(bytes(body[:said])), bytes(body[said:])))
 
-    def close(self) -> None:
+    def shut(self) -> None:
         """End the connection; a thread that reads finds its end."""
         if self.foreign:
-            self.connection.close()
             return
         with self._changed:
             self.ended = True
             self._backlog.clear()
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection, and give its file back."""
+        self.shut()
         self.connection.close()

@@ -21,8 +21,7 @@ from .coded import NotOfThisMesh
 from .launchers import dialled_address
 from .link import GREETING_SECONDS, Link, accepted, greet_host, listener
 from .places import Places
-from .protocol import Hello
-from .versions import versions
+from .protocol import Hello, versions
 
 _STRANGERS = 32  # connections at once that have not proved anything
 DIAL_SECONDS = 30.0  # for a host to listen that is dialled
@@ -47,6 +46,7 @@ class Meeting:
         self._came = threading.Condition()
         self._links: dict[int, Link] = {}
         self._strangers: collections.deque[socket.socket] = collections.deque()
+        self._most_strangers = max(_STRANGERS, 2 * len(places.names))  # all hosts may come at once
         self._closed = False
         self._handles: list[Any] = []
 
@@ -76,15 +76,17 @@ class Meeting:
         end, names = time.monotonic() + self._seconds, self._places.names
         with self._came:
             while len(self._links) < len(names):
+                if self._came.wait(_LOOK_SECONDS):
+                    continue  # one has come; which have not is looked at when none comes
                 self._check_wanted()
                 missing = [place for place in range(len(names)) if place not in self._links]
                 ended = {place: why for place in missing if (why := self._why_ended(place)) is not None}
                 if ended or time.monotonic() > end:
                     why = next(iter(ended.values()), f"nothing from there in {self._seconds:g} s")
                     raise self._did_not_come([names[place] for place in ended or missing], why)
-                self._came.wait(_LOOK_SECONDS)
+        mine = versions()
         for place, name in enumerate(names):
-            self._compare(name, self._links[place])
+            self._compare(name, self._links[place], mine)
         found = [(name, self._links[place], self._handles[place]) for place, name in enumerate(names)]
         self._links.clear()
         self._handles.clear()
@@ -101,14 +103,14 @@ class Meeting:
         )
         return MeshError(message(f"{', '.join(names)} did not come", got=why, where="Mesh(hosts=)", remedy=remedy))
 
-    def _compare(self, name: str, link: Link) -> None:
+    def _compare(self, name: str, link: Link, mine: dict[str, str]) -> None:
         found: Any = []
         with contextlib.suppress(NotOfThisMesh):
             while found == []:
                 found = link.receive()
         if not found or not isinstance(found[0][0], Hello):
             raise MeshError(message(f"host {name} has ended as it began", remedy="its error output says why"))
-        theirs, mine = found[0][0].versions, versions()
+        theirs = found[0][0].versions
         for what in mine:
             if theirs.get(what) != mine[what]:
                 raise MeshError(
@@ -126,7 +128,7 @@ class Meeting:
                     connection.close()
                     continue
                 self._strangers.append(connection)
-                if len(self._strangers) > _STRANGERS:  # the oldest makes room; its thread closes it
+                if len(self._strangers) > self._most_strangers:  # the oldest makes room; its thread closes it
                     with contextlib.suppress(OSError):
                         self._strangers.popleft().shutdown(socket.SHUT_RDWR)
             threading.Thread(target=self._greet, args=(connection,), name="spmd-greeting", daemon=True).start()

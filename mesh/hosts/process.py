@@ -38,8 +38,8 @@ from .framing import inlined, unframed
 from .gathering import Gathering
 from .holder import Holder
 from .link import GREETING_SECONDS, Link, greet_driver, listener, mesh_key
+from .protocol import versions
 from .tunnel import Tunnel
-from .versions import versions
 from .zygote import ForkedZygote
 
 _READ = selectors.EVENT_READ

@@ -7,6 +7,10 @@ sides take them in the order in which they were sent.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import platform
+
+import torch
 
 from ...kernels.network.codec import Codec, Message
 
@@ -16,6 +20,13 @@ class Hello(Message):
     """From a host, first of all: what runs there, by name."""
 
     versions: dict[str, str]
+
+
+def versions() -> dict[str, str]:
+    """What this process runs, by name: it has to be the same on all hosts, since it makes the bytes between them."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    spmd = importlib.metadata.version("spmd")
+    return {"spmd": spmd, "torch": torch.__version__, "python": python, "machine": platform.machine()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

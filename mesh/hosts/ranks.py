@@ -10,11 +10,8 @@ import dataclasses
 import datetime
 import itertools
 import json
-import queue
 import secrets
-import select
 import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -31,12 +28,13 @@ from ..driver.receiving import Receiving
 from ..spec import Layout
 from . import protocol
 from .framing import framed
+from .hearing import Inbox, Reading
 from .joining import CALLS
 from .launchers import DialledHosts
 from .link import mesh_key
 from .meeting import Dialling, Meeting
 from .places import Places
-from .rank_host import RankHost, RemoteRank, Together
+from .rank_host import RankHost, RemoteRank
 
 START_SECONDS = 120.0  # for all hosts to come: importing torch from a slow disk takes its time
 AGAIN_SECONDS = 30.0  # for a host that was lost to come again
@@ -49,7 +47,7 @@ class HostRanks(Ranks):
 
     Args:
         places: the hosts.
-        together: hears what several ranks of a host say alike; None: nobody does so far (`listened_to`).
+        hear: takes the inbox, where all comes that ranks say; None: nobody listens so far (`listened_to`).
         secret: of those whose values these are to take over; of their own by default.
         check_wanted: raises once nobody waits for them to start any more.
     """
@@ -60,24 +58,27 @@ class HostRanks(Ranks):
         layout: Layout,
         options: dict[str, Any],
         started: Callable[[Rank], None],
-        together: Together | None,
+        hear: Callable[[Inbox], None] | None,
         secret: bytes | None = None,
         check_wanted: Callable[[], None] = lambda: None,
     ):
-        self.generation, self.places, self._started, self._together = 1, places, started, together
+        self.generation, self.places, self._started = 1, places, started
+        self.inbox, self._reading = Inbox(), Reading()
+        if hear is not None:
+            hear(self.inbox)
         self._check_wanted = check_wanted
         self.arena = None  # nothing is shared with the ranks
         self._title = f"Mesh({layout.axes}, backend={options['backend']!r}) on {len(places.names)} hosts"
         own = places.launcher.secret if isinstance(places.launcher, DialledHosts) else secrets.token_bytes(32)
         self.secret = own if secret is None else secret
-        request = request_of(layout, options, "", places.ranks())
+        self._members = places.ranks()  # of each host
+        request = request_of(layout, options, "", self._members)
         self.number = request.key  # of which each host makes the key
         self.request = dataclasses.replace(request, key=mesh_key(self.secret, self.number))
         self.all: list[Rank] = []
         self._hosts: list[RankHost] = []
         self._host_of: dict[int, RankHost] = {}
         self._dropped: deque[int] = deque()  # calls whose values lay in memory of their hosts
-        self._deaths = select.poll()
         self.bare: frozenset[int] = frozenset()
         self._store: dist.Store | None = None
         self._store_at = ("", 0)
@@ -94,7 +95,7 @@ class HostRanks(Ranks):
         if refused:
             raise refused[0]
         for rank in self.all:
-            self._watch(rank)
+            self._started(rank)
         self._tell_where()
 
     def _come(self, places: Places, seconds: float) -> list[RankHost]:
@@ -105,18 +106,21 @@ class HostRanks(Ranks):
             if self._store is None:
                 self._keep_store(meeting)
             store = self._store_at if places.dialled else None
-            return [RankHost(*found, store, self._together) for found in meeting.hosts()]
+            hosts = [RankHost(*found, store, self.inbox) for found in meeting.hosts()]
+            for host in hosts:
+                self._reading.add(host)
+            return hosts
         finally:
             meeting.close()
             meeting.stop()
 
     def _begun(self, place: int) -> Callable[[], list[RemoteRank]]:
         """Begin to have a host fork its ranks; what gives them."""
-        host, ranks = self._hosts[place], self.places.ranks()[place]
+        host, ranks = self._hosts[place], self._members[place]
         self._host_of.update(dict.fromkeys(ranks, host))
         told = dataclasses.replace(self.request, generation=self.generation, key=self.number)
         request = ranks_protocol.encode(dataclasses.replace(told, store="") if self.places.dialled else told)
-        return _in_thread(host.begin, protocol.Begin(ranks, request, self._title, self.places.local))
+        return host.fork(protocol.Begin(ranks, request, self._title, self.places.local))
 
     def _tell_where(self) -> None:
         """Tell the ranks, by the store, where each of them hears calls."""
@@ -139,32 +143,36 @@ class HostRanks(Ranks):
         where = f"tcp://{f'[{address}]' if ':' in address else address}:{port}"
         self.request = dataclasses.replace(self.request, store=where)
 
-    def _watch(self, rank: Rank) -> None:
-        self._deaths.register(rank.pidfd, select.POLLIN)
-        self._started(rank)
-
     def send(self, packet: wire.Packet, parts: list[memoryview], ranks: Iterable[int] | None) -> list[Rank]:
         """Send a packet to ranks (None: all), once a host; nobody is held up."""
-        by_host: dict[RankHost, list[Rank]] = {}
-        for rank in self.all if ranks is None else [self.all[rank] for rank in ranks]:
-            by_host.setdefault(self._host_of[rank.rank], []).append(rank)
         pieces = framed(packet)
         dropped = tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
         if dropped:
             for host in self._hosts:
                 host.link.send(protocol.DropGiven(dropped))
-        for host, its in by_host.items():
+        every = zip(self._hosts, self._members, strict=False)  # there are none once this is closed
+        for host, its in every if ranks is None else self._by_host(ranks):
             host.send_to(its, pieces)
         return []
+
+    def _by_host(self, ranks: Iterable[int]) -> Iterable[tuple[RankHost, tuple[int, ...]]]:
+        found: dict[RankHost, list[int]] = {}
+        for rank in ranks:
+            found.setdefault(self._host_of[rank], []).append(rank)
+        return [(host, tuple(its)) for host, its in found.items()]
 
     def region_of(self, rank: int) -> int:
         return getattr(self.all[rank], "region", -1)
 
     def overwritten(self, region: int) -> bool:
-        found = False
-        for host in self._hosts:
+        return any(answer.text for _, answer in self._answers(protocol.Ask("overwritten", region)))
+
+    def _answers(self, said: Any) -> list[tuple[RankHost, Any]]:
+        """What the hosts that are there answer, which all are asked at once."""
+        found = []
+        for host, answer in [(host, host.asked(said)) for host in list(self._hosts) if host.begun]:
             with _unless_lost(host):
-                found = found or bool(host.ask(protocol.Ask("overwritten", region)).text)
+                found.append((host, answer()))
         return found
 
     def offered_to(self, others: HostRanks) -> tuple[tuple[str, int], ...]:
@@ -173,26 +181,22 @@ class HostRanks(Ranks):
         Raises:
             MeshError: a host is lost.
         """
-        ports = [host.ask(protocol.Offer(others.number)).port for host in self._hosts]
+        answers = [host.asked(protocol.Offer(others.number)) for host in self._hosts]
+        ports = [answer().port for answer in answers]
         return tuple(
-            (self._hosts[place].copies[0], ports[place]) for place, its in enumerate(self.places.ranks()) for _ in its
+            (self._hosts[place].copies[0], ports[place]) for place, its in enumerate(self._members) for _ in its
         )
 
-    def listened_to(self, started: Callable[[Rank], None], together: Together) -> None:
-        super().listened_to(started, together)
-        self._together = together
-        for host in self._hosts:
-            host.together = together
+    def listened_to(self, started: Callable[[Rank], None], hear: Callable[[Inbox], None]) -> None:
+        super().listened_to(started, hear)
+        hear(self.inbox)
 
     def copies_at(self) -> tuple[tuple[str, int], ...]:
         return tuple(host.copies for host in self._hosts)
 
     def copies(self) -> dict[tuple[int, int, int], tuple[str, int]]:
-        found = {}
-        for host in self._hosts if self.request.copies else ():
-            with _unless_lost(host):
-                found.update(dict.fromkeys(host.ask(protocol.ListCopies()).names, host.copies))
-        return found
+        answers = self._answers(protocol.ListCopies()) if self.request.copies else ()
+        return {name: host.copies for host, answer in answers for name in answer.names}
 
     def drop_given(self, number: int) -> None:
         self._dropped.append(number)  # told with what is sent next: here the garbage collector may be at work
@@ -207,7 +211,7 @@ class HostRanks(Ranks):
         return any(rank.alive and self._host_of[rank.rank].lost for rank in self.all)
 
     def all_run(self) -> bool:
-        return not self._deaths.poll(0)
+        return not any(map(self.has, list(self.inbox.ended)))
 
     def abort(self, why: str) -> None:
         for host in self._hosts:
@@ -220,21 +224,17 @@ class HostRanks(Ranks):
             MeshError: a host is lost.
         """
         self.generation += 1
-        dead = [rank for rank in self.all if not rank.alive]
-        for rank in dead:
-            self._deaths.unregister(rank.pidfd)
-            rank.close()
         bare: set[int] = set()
         begun: dict[int, list[RemoteRank]] = {}  # by host
         for _ in range(_TRIES):  # another may be lost meanwhile
             lost = [place for place, host in enumerate(self._hosts) if host.lost]
             if lost:
-                bare.update(rank for place in lost for rank in self.places.ranks()[place])
-                for rank in itertools.chain.from_iterable(begun.pop(place, ()) for place in lost):
-                    rank.close()
+                bare.update(rank for place in lost for rank in self._members[place])
+                for place in lost:
+                    begun.pop(place, None)
                 self._start_again(lost)
             results = {
-                place: self._begun(place) if place in lost else _in_thread(host.begin_anew, self.generation)
+                place: self._begun(place) if place in lost else host.fork(protocol.BeginAnew(self.generation))
                 for place, host in enumerate(self._hosts)
                 if place not in begun
             }
@@ -247,11 +247,10 @@ class HostRanks(Ranks):
             raise next(host for host in self._hosts if host.lost).lost_error()
         self.bare = frozenset(bare)
         started = [*itertools.chain.from_iterable(begun.values())]
-        for rank in started:
-            if (old := self.all[rank.rank]) not in dead:  # its host knew of its end before it was heard here
-                self._deaths.unregister(old.pidfd)
+        for rank in started:  # also where its host knew of the old one's end before that was heard here
             self.all[rank.rank] = rank
-            self._watch(rank)
+            self._started(rank)
+        self.inbox.forget(self.all)
         if bare:
             self._tell_where()
         return [rank.rank for rank in started]
@@ -274,26 +273,22 @@ class HostRanks(Ranks):
 
     def status(self) -> Status:
         """See `Mesh.status`."""
+        told = dict(self._answers(protocol.Ask("status")))
         rows = []
-        for host, ranks in zip(list(self._hosts), self.places.ranks(), strict=False):
-            found = [RankStatus(rank, host.name, 0, 0, _LOST, 0) for rank in ranks]
-            with _unless_lost(host):
-                if host.begun:
-                    told = host.ask(protocol.Ask("status")).rows
-                    found = [dataclasses.replace(RankStatus(*row), host=host.name) for row in told]
-            rows += found
+        for host, ranks in zip(list(self._hosts), self._members, strict=False):
+            if host in told:
+                rows += [dataclasses.replace(RankStatus(*row), host=host.name) for row in told[host].rows]
+            else:
+                rows += [RankStatus(rank, host.name, 0, 0, _LOST, 0) for rank in ranks]
         return Status(rows)
 
     def stacks(self) -> str:
         """See `Mesh.stacks`."""
-        texts = []
-        for host, ranks in zip(list(self._hosts), self.places.ranks(), strict=False):
-            text = "\n\n".join(f"rank {rank}: {_LOST}" for rank in ranks)
-            with _unless_lost(host):
-                if host.begun:
-                    text = host.ask(protocol.Ask("stacks")).text
-            texts.append(text)
-        return "\n\n".join(texts)
+        told = dict(self._answers(protocol.Ask("stacks")))
+        return "\n\n".join(
+            told[host].text if host in told else "\n\n".join(f"rank {rank}: {_LOST}" for rank in ranks)
+            for host, ranks in zip(list(self._hosts), self._members, strict=False)
+        )
 
     def kill(self) -> None:
         for rank in self.all:
@@ -301,10 +296,7 @@ class HostRanks(Ranks):
 
     def close(self) -> None:
         """End the per-host processes, and with them all that runs there."""
-        for host in self._hosts:
-            host.close()
-        for rank in self.all:
-            rank.close()
+        self._reading.close()
         for host in self._hosts:
             self.places.launcher.stop(host.handle)
         self._hosts.clear()
@@ -325,25 +317,4 @@ def ranks_of(places: Places | None, layout: Layout, options: dict[str, Any], rec
     """The ranks of a mesh on this host, or on several, heard by a thread; the arguments are those of `Ranks`."""
     if places is None:
         return Ranks(layout, options, receiving.add)
-    return HostRanks(places, layout, options, receiving.add, receiving.together)
-
-
-def _in_thread(call: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    """Begin a call; what is returned waits for its result, or raises what it has raised."""
-    results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            results.put((call(*args), None))
-        except BaseException as error:
-            results.put((None, error))
-
-    threading.Thread(target=run, name="spmd-hosts", daemon=True).start()
-
-    def result() -> Any:
-        value, error = results.get()
-        if error is not None:
-            raise error
-        return value
-
-    return result
+    return HostRanks(places, layout, options, receiving.add, receiving.hear)

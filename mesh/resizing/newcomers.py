@@ -9,7 +9,7 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from ...kernels.errors import MeshError, PeerLost, message
@@ -149,14 +149,8 @@ class Newcomers:
     def _wait(self, seconds: float, is_it: Callable[[protocol.Message], bool], count: int = 1) -> None:
         """Wait until each has said so many things of a kind."""
         left = dict.fromkeys((rank.rank for rank in self.ranks.all), count)
-        look = select.poll()
-        sources: dict[int, tuple[str, Rank]] = {}
-        for rank in self.ranks.all:
-            sources[rank.connection.fileno()] = sources[rank.pidfd] = ("", rank)
-            sources |= {fd: (stream, rank) for stream, fd in rank.pipes.items()}
-        for fd in sources:
-            look.register(fd, select.POLLIN)
         end = time.monotonic() + seconds
+        heard = self._heard_here() if self._places is None else self._heard_of_hosts()
         while any(count > 0 for count in left.values()):
             self._check_wanted()
             if time.monotonic() > end:
@@ -164,46 +158,68 @@ class Newcomers:
                 got = f"ranks {late} are not ready after {seconds:g} s"
                 remedy = "see what they import; the mesh goes on as it was"
                 raise MeshError(message("the mesh cannot be resized", got=got, remedy=remedy))
+            for kind, rank, what in next(heard):
+                if kind == "death":
+                    raise Died(f"rank {rank.rank} {rank.end_text()}")
+                if kind == "answer":
+                    left[rank.rank] -= is_it(self._said(rank, what))
+                else:
+                    self._printed.append((rank, kind, what))
+
+    def _heard_here(self) -> Iterator[list[tuple[str, Rank, Any]]]:
+        """What ranks of this host say, each time after a moment at most."""
+        look = select.poll()
+        sources: dict[int, tuple[str, Rank]] = {}
+        for rank in self.ranks.all:
+            for source, kind in rank.sources():
+                look.register(source, select.POLLIN)
+                sources[source if isinstance(source, int) else source.fileno()] = kind, rank
+        while True:
+            found: list[tuple[str, Rank, Any]] = []
             for rank in self.ranks.all:
                 rank.flush()
             for fd, _ in look.poll(1000 * _LOOK_SECONDS):
-                stream, rank = sources[fd]
-                if stream:
-                    self._take_output(rank, stream, look, fd)
-                elif fd == rank.pidfd:
-                    raise Died(f"rank {rank.rank} {rank.end_text()}")
+                kind, rank = sources[fd]
+                if kind == "answer":
+                    packets = rank.answers()
+                    if packets is None:
+                        rank.ended(1.0)
+                    found += [("death", rank, None)] if packets is None else [(kind, rank, one) for one in packets]
+                elif kind == "death":
+                    found.append((kind, rank, None))
                 else:
-                    left[rank.rank] -= sum(map(is_it, self._said(rank)))
+                    while data := rank.read(kind):
+                        found.append((kind, rank, data))
+                    if data is None:
+                        look.unregister(fd)
+            yield found
 
-    def _take_output(self, rank: Rank, stream: str, look: Any, fd: int) -> None:
-        while data := rank.read(stream):
-            self._printed.append((rank, stream, data))
-        if data is None:
-            look.unregister(fd)
+    def _heard_of_hosts(self) -> Iterator[list[tuple[str, Rank, Any]]]:
+        """The same of ranks of other hosts."""
+        assert isinstance(self.ranks, HostRanks)
+        inbox, bell = self.ranks.inbox, threading.Event()
+        inbox.heard_by(bell.set)
+        while True:
+            bell.wait(_LOOK_SECONDS)
+            bell.clear()
+            yield [(kind, rank, what) for kind, ranks, what in inbox.take() for rank in ranks]
 
-    def _said(self, rank: Rank) -> list[protocol.Message]:
-        packets = rank.answers()
-        if packets is None:
-            rank.ended(1.0)
-            raise Died(f"rank {rank.rank} {rank.end_text()}")
-        found = []
-        for packet in packets:
-            said = protocol.decode(packet.head)
-            found.append(said)
-            rank.ready = rank.ready or isinstance(said, protocol.Ready)
-            if isinstance(said, protocol.Ship):  # it could not read that: it is sent again at the switch
-                self.known.discard(said.key)
-            if isinstance(said, protocol.Failed):
-                failure = wire.loads(packet)
-                got = f"rank {rank.rank}: {failure.type_name}: {failure.text}"
-                if failure.type_name == PeerLost.__name__:
-                    raise Died(got)
-                remedy = "the mesh goes on as it was"
-                raise MeshError(message("the mesh cannot be resized: a new rank has failed", got=got, remedy=remedy))
-            packet.close()
+    def _said(self, rank: Rank, packet: wire.Packet) -> protocol.Message:
+        said = protocol.decode(packet.head)
+        rank.ready = rank.ready or isinstance(said, protocol.Ready)
+        if isinstance(said, protocol.Ship):  # it could not read that: it is sent again at the switch
+            self.known.discard(said.key)
+        if isinstance(said, protocol.Failed):
+            failure = wire.loads(packet)
+            got = f"rank {rank.rank}: {failure.type_name}: {failure.text}"
+            if failure.type_name == PeerLost.__name__:
+                raise Died(got)
+            remedy = "the mesh goes on as it was"
+            raise MeshError(message("the mesh cannot be resized: a new rank has failed", got=got, remedy=remedy))
+        packet.close()
         if self.ranks.arena is not None:
-            self.ranks.arena.answers.heard[rank.rank] += len(packets)
-        return found
+            self.ranks.arena.answers.heard[rank.rank] += 1
+        return said
 
     def printed(self) -> list[tuple[Rank, str, bytes]]:
         """What they have printed so far, to be shown when they are taken."""

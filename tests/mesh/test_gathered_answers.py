@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from internals import gathered
+from internals import gathered, taken
 
 from spmd import Mesh, P, put, spmd
 
@@ -56,6 +57,43 @@ def mesh() -> Iterator[Mesh]:
 )
 def test_what_a_host_tells(said: list[tuple[str, int, int]], sent: list[tuple[str, tuple[int, ...]]]) -> None:
     assert gathered(said, BOTH) == sent
+
+
+@pytest.mark.parametrize(
+    ("said", "taken_as"),
+    [
+        pytest.param([("Answer", 1, (0, 1)), ("Answer", 1, (2, 3))], [("Answer 1", (0, 1, 2, 3))], id="alike"),
+        pytest.param(
+            [("Unchanged", 1, (0,)), ("Other", 1, (1,)), ("Unchanged", 1, (2,))],
+            [("Unchanged 1", (0,)), ("Unchanged 1", (1,)), ("Unchanged 1", (2,))],
+            id="in order",
+        ),
+        pytest.param(
+            [("Progress", 1, (0,)), ("Progress", 1, (1,))],
+            [("Progress 1", (0,)), ("Progress 1", (1,))],
+            id="no answers",
+        ),
+        pytest.param(
+            [("Answer", 1, (0,)), ("lost", 0, (0,)), ("Answer", 1, (1,))],
+            [("Answer 1", (0,)), ("death", (0,)), ("Answer 1", (1,))],
+            id="a death between them",
+        ),
+    ],
+)
+def test_what_a_driver_takes_of_several_hosts(
+    said: list[tuple[str, int, tuple[int, ...]]], taken_as: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    assert taken(said) == taken_as
+
+
+def test_ranks_of_other_hosts_take_no_threads(make_mesh: Callable[..., Mesh]) -> None:
+    """Nor does a host: one reads the links to all."""
+    counts = []
+    for hosts in ("local:1x1", "local:2x2"):
+        mesh = make_mesh({"data": 4 if hosts.endswith("2x2") else 1}, hosts=hosts)
+        counts.append(threading.active_count())
+        mesh.close()
+    assert counts[0] == counts[1]
 
 
 def test_equal_results_are_objects_of_their_own(mesh: Mesh) -> None:
