@@ -149,11 +149,16 @@ class PutValues(Task):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FillValues(Task):
-    """Keep what a shipped `reader(session, *arguments)` reads: this rank's part of a batch."""
+    """Keep what a shipped `reader(session, *arguments)` reads: this rank's part of a batch.
+
+    Attributes:
+        brief: what there is to tell of it is not told again if it is as it was at the last such task of the reader.
+    """
 
     reader: str
     arguments: tuple
     out: int
+    brief: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -230,7 +235,7 @@ class Warned(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unchanged(Message):
-    """`CallProgram` is done; nothing is new of its results but `prints`, what is to be compared of them."""
+    """`CallProgram` or `FillValues` is done; nothing is new of its results but `prints`, what is to be compared."""
 
     task: int
     prints: bytes

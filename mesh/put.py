@@ -5,6 +5,7 @@ The same in the driver and on launched ranks, where each rank keeps its own part
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -168,18 +169,16 @@ def fill(
         return lambda: made
     driver, values = mesh.driver, mesh.driver.new_values()
     shipped, out = reader.to(driver.shipped), values.number  # and not the values, which will have `read`
-
-    def read(number: int, region: int, freed: protocol.Spans, forgotten: tuple[str, ...]) -> protocol.FillValues:
-        return protocol.FillValues(number, region, freed, forgotten, shipped.key, arguments, out)
-
+    read = functools.partial(protocol.FillValues, reader=shipped.key, arguments=arguments, out=out)
     values.read, layout = read, mesh.layout  # which is another by then, perhaps
-    task = driver.submit(read, name="a batch", values=values, layout=layout)
+    brief = functools.partial(read, brief=True)
+    task = driver.submit(brief, told=shipped.told, name="a batch", values=values, layout=layout)
     task.reported = True  # what fails is told who comes to this batch, and nobody if the loop was left before
 
     def there() -> Any:
-        descriptions, _ = agreement.decode_batch(driver.wait(task).values())
+        told = tuple(driver.wait(task).values())
         treedef, results = agreement.of_batch(
-            layout, descriptions, name=name, where=mesh.describe(), ragged=ragged, remedy=remedy
+            layout, told, name=name, where=mesh.describe(), ragged=ragged, remedy=remedy
         )
         arrays = iter(values.arrays(None, [result.meta for result in results if result.meta is not None], deal=deal))
         made = [result.value if result.meta is None else next(arrays) for result in results]
