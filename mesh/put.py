@@ -169,10 +169,15 @@ def fill(
         return lambda: made
     driver, values = mesh.driver, mesh.driver.new_values()
     shipped, out = reader.to(driver.shipped), values.number  # and not the values, which will have `read`
-    read = functools.partial(protocol.FillValues, reader=shipped.key, arguments=arguments, out=out)
+
+    def read(
+        number: int, region: int, freed: protocol.Spans, forgotten: tuple[str, ...], brief: bool = False
+    ) -> protocol.FillValues:  # and keeps what it reads with shipped
+        return protocol.FillValues(number, region, freed, forgotten, shipped.key, arguments, out, brief)
+
     values.read, layout = read, mesh.layout  # which is another by then, perhaps
-    brief = functools.partial(read, brief=True)
-    task = driver.submit(brief, told=shipped.told, name="a batch", values=values, layout=layout)
+    first = functools.partial(read, brief=True)
+    task = driver.submit(first, told=shipped.told, name="a batch", values=values, layout=layout)
     task.reported = True  # what fails is told who comes to this batch, and nobody if the loop was left before
 
     def there() -> Any:
