@@ -149,11 +149,7 @@ class PutValues(Task):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FillValues(Task):
-    """Keep what a shipped `reader(session, *arguments)` reads: this rank's part of a batch.
-
-    Attributes:
-        brief: what there is to tell of it is not told again if it is as it was at the last such task of the reader.
-    """
+    """Keep a shipped `reader(session, *arguments)`'s part of a batch; if `brief`, tell only what is new since the last."""
 
     reader: str
     arguments: tuple
