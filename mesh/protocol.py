@@ -2,8 +2,7 @@
 
 A message is a frozen dataclass. What it is travels as its *head*, a pickle of built-in types that any process can
 read; what a program has put in it (functions, arguments, results) is its *content*, a `wire.Packet` whose reading may
-fail, which the other side can then answer. Invariant: ranks take messages in the order in which they were sent, and
-answer every `Task` once.
+fail, which the other side can then answer. Invariant: ranks take messages in order, and answer every `Task` once.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ class PutValues(Task):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FillValues(Task):
-    """Keep a shipped `reader(session, *arguments)`'s part of a batch; if `brief`, tell only what is new since the last."""
+    """Keep what a shipped `reader(session, *arguments)` reads; if `brief`, tell what is new since the last."""
 
     reader: str
     arguments: tuple
