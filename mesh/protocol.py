@@ -2,8 +2,7 @@
 
 A message is a frozen dataclass. What it is travels as its *head*, a pickle of built-in types that any process can
 read; what a program has put in it (functions, arguments, results) is its *content*, a `wire.Packet` whose reading may
-fail, which the other side can then answer. Invariant: ranks take messages in the order in which they were sent, and
-answer every `Task` once.
+fail, which the other side can then answer. Invariant: ranks take messages in order, and answer every `Task` once.
 """
 
 from __future__ import annotations
@@ -149,11 +148,12 @@ class PutValues(Task):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FillValues(Task):
-    """Keep what a shipped `reader(session, *arguments)` reads: this rank's part of a batch."""
+    """Keep what a shipped `reader(session, *arguments)` reads; if `brief`, tell what is new since the last."""
 
     reader: str
     arguments: tuple
     out: int
+    brief: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ class Warned(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unchanged(Message):
-    """`CallProgram` is done; nothing is new of its results but `prints`, what is to be compared of them."""
+    """`CallProgram` or `FillValues` is done; nothing is new of its results but `prints`, what is to be compared."""
 
     task: int
     prints: bytes

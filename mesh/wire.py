@@ -39,6 +39,9 @@ INLINE_BYTES = 1 << 16
 LOST = -1  # in the place of a descriptor that has come when this process could open no more files
 _buffer = ThreadBuffer(1 << 18)  # for one read
 _SPACE = socket.CMSG_SPACE(16 * 4)  # for the descriptors that come with them
+# As numbers: those of the enumeration take longer to put together than a message to receive.
+_WAITING, _AT_ONCE = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+_CUT_SHORT = int(socket.MSG_CTRUNC)
 _HEADER = struct.Struct("<QQQB")  # bytes of the head, of the pickle, of inline tensors; number of descriptors
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _DEVICES = ("cpu", "cuda")  # those of GPUs arrive on the CPU, which the other side has for sure
@@ -310,11 +313,9 @@ class Receiver:
 
     def receive(self, *, block: bool) -> list[Packet] | None:
         """The packets that are complete after one read; None at the end of the stream."""
-        flags, chunk = 0 if block else socket.MSG_DONTWAIT, _buffer.data
+        flags, chunk = _WAITING if block else _AT_ONCE, _buffer.data
         try:
-            nbytes, ancillary, found, _ = self._connection.recvmsg_into(
-                [chunk], _SPACE, flags | socket.MSG_CMSG_CLOEXEC
-            )
+            nbytes, ancillary, found, _ = self._connection.recvmsg_into([chunk], _SPACE, flags)
         except BlockingIOError:
             return []
         except ConnectionError:
@@ -324,7 +325,7 @@ class Receiver:
                 numbers = array.array("i")
                 numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
                 self._fds.extend(numbers)
-        if found & socket.MSG_CTRUNC:  # the one that has come with this read: each packet has one
+        if found & _CUT_SHORT:  # the one that has come with this read: each packet has one
             self._fds.append(LOST)
         if not nbytes:
             return None

@@ -8,6 +8,8 @@ range follows one cycle of a bijection, and so ends at an index that no other on
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 
@@ -56,11 +58,16 @@ def permute(index: npt.NDArray[np.uint64], length: int, key: int) -> npt.NDArray
     # Few bits mix slowly: with 12 rounds the 120 orders of 5 things are visibly uneven, with 24 they are not.
     rounds = 24 if bits < 8 else 12
     keys = [_mix(key + number * _GAMMA & _MASK) for number in range(1, rounds + 1)]
-    found = _network(index, bits, keys)
+    half, tables = (bits + 1) // 2, None
+    if len(index) >> half > 1:  # what a round adds is worked out once for each value that a half can have
+        tables = np.arange(1 << half, dtype=np.uint64) + np.array(keys, dtype=np.uint64)[:, None]
+        _mix_array(tables, np.empty_like(tables))
+    network = functools.partial(_network, bits=bits, keys=keys, tables=tables)
+    found = network(index)
     # The domain is below twice the length, so a walk takes two steps on average at worst.
     outside = np.flatnonzero(found >= np.uint64(length))
     while outside.size:
-        found[outside] = _network(found[outside], bits, keys)
+        found[outside] = network(found[outside])
         outside = outside[found[outside] >= np.uint64(length)]
     return found
 
@@ -84,24 +91,35 @@ def numbered(key: int, index: int) -> int:
     return _mix(key + (index + 1) * _GAMMA & _MASK) >> 1
 
 
-def _network(index: npt.NDArray[np.uint64], bits: int, keys: list[int]) -> npt.NDArray[np.uint64]:
-    """A bijection of range(2**bits). With an odd number of bits the halves differ by one, and no bit is left out."""
+def _network(
+    index: npt.NDArray[np.uint64], bits: int, keys: list[int], tables: npt.NDArray[np.uint64] | None
+) -> npt.NDArray[np.uint64]:
+    """A bijection of range(2**bits). With an odd number of bits the halves differ by one, and no bit is left out.
+
+    Args:
+        tables: for each key what every value of a half comes to, before it is masked; None: computed for each index.
+    """
     found = np.empty_like(index)
     for first in range(0, len(index), _IN_CACHE):
         part = slice(first, first + _IN_CACHE)
-        found[part] = _network_of_few(index[part], bits, keys)
+        found[part] = _network_of_few(index[part], bits, keys, tables)
     return found
 
 
-def _network_of_few(index: npt.NDArray[np.uint64], bits: int, keys: list[int]) -> npt.NDArray[np.uint64]:
+def _network_of_few(
+    index: npt.NDArray[np.uint64], bits: int, keys: list[int], tables: npt.NDArray[np.uint64] | None
+) -> npt.NDArray[np.uint64]:
     low_bits = np.uint64((bits + 1) // 2)
     high_mask, low_mask = np.uint64((1 << bits // 2) - 1), np.uint64((1 << (bits + 1) // 2) - 1)
     high, low = index >> low_bits, index & low_mask
     words, shifted = np.empty_like(index), np.empty_like(index)
     for number, key in enumerate(keys):
         source, target, mask = (high, low, low_mask) if number % 2 else (low, high, high_mask)
-        np.add(source, np.uint64(key), out=words)
-        _mix_array(words, shifted)
+        if tables is None:
+            np.add(source, np.uint64(key), out=words)
+            _mix_array(words, shifted)
+        else:  # "wrap", or NumPy takes a copy first; signed, or it converts them
+            np.take(tables[number], source.view(np.int64), out=words, mode="wrap")
         words &= mask
         target ^= words
     return high << low_bits | low

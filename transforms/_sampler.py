@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 
 import numpy as np
@@ -137,8 +138,9 @@ class Sampler:
             return self._ids(epoch, self._positions(step, rank, size, shards))
         # Computing the order of a few ids takes as long as that of thousands: those of the steps around are kept.
         together = max(1, min(_AT_ONCE * size // self.batch_size, _MOST_STEPS))
-        found = _parts_of(self, epoch, step // together, together, rank, size, shards)
-        return torch.from_numpy(found[step % together].copy())
+        found, ends = _parts_of(self, epoch, step // together, together, rank, size, shards)
+        at = step % together
+        return torch.from_numpy(found[ends[at] : ends[at + 1]].copy())
 
     def _positions(self, step: int, rank: int, size: int, shards: int | None) -> np.ndarray:
         """Where a rank's part of a minibatch is in the epoch's order."""
@@ -194,12 +196,12 @@ class Sampler:
 @functools.lru_cache(maxsize=4)
 def _parts_of(
     sampler: Sampler, epoch: int, block: int, together: int, rank: int, size: int, shards: int | None
-) -> list[np.ndarray]:
-    """The ids of a rank's parts of some successive minibatches."""
+) -> tuple[np.ndarray, list[int]]:
+    """The ids of a rank's parts of some successive minibatches, one behind the other, and where they begin and end."""
     steps = range(block * together, min((block + 1) * together, len(sampler)))
     positions = [sampler._positions(step, rank, size, shards) for step in steps]
-    ends = np.cumsum([len(part) for part in positions])
-    return np.split(sampler._ids(epoch, np.concatenate(positions)).numpy(), ends[:-1])
+    ends = [0, *itertools.accumulate(map(len, positions))]
+    return sampler._ids(epoch, np.concatenate(positions)).numpy(), ends
 
 
 @functools.lru_cache(maxsize=1)

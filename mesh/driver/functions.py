@@ -26,7 +26,7 @@ class Shipped:
     """An object that the ranks know by `key`.
 
     Attributes:
-        told: of the plan of a call: rank -> what it last told of such calls' results; one for all that have this key.
+        told: of the plan of a call, or a reader: rank -> what it last told of its results; of all that have this key.
     """
 
     __slots__ = ("__weakref__", "key", "told")

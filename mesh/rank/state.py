@@ -34,6 +34,9 @@ class RankState:
     Args:
         own_path: where modules lie on this host, which may be another than the driver's.
         who: this host's address, if there are several, and the key of the mesh.
+
+    Attributes:
+        told: by reader what the driver was told of its last batch.
     """
 
     def __init__(self, session: RankSession, mesh: Any, *, own_path: Sequence[str] = (), who: tuple[str, bytes]):
@@ -43,6 +46,7 @@ class RankState:
         self._shipped: dict[str, Any] = {}
         self._calls: dict[str, CompiledCall] = {}
         self._described: dict[str, tuple[Any, list[OutputMeta], bytes]] = {}
+        self.told: dict[str, bytes] = {}
 
     def keep(self, key: str, packet: wire.Packet) -> bool:
         """Take a shipped object, under its key; whether it could be read."""
@@ -92,9 +96,11 @@ class RankState:
             self._shipped.pop(key, None)
             self._calls.pop(key, None)
             self._described.pop(key, None)
+            self.told.pop(key, None)
 
     def forget_told(self) -> None:
         """Have every call tell everything of its next results: the driver may not have heard of the last."""
+        self.told.clear()
         for call in self._calls.values():
             call.forget()
 

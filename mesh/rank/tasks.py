@@ -72,8 +72,13 @@ def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet
     treedef, leaves, metas, *more = state.shipped(task.reader)(state.session, *task.arguments)
     tensors, specs = agreement.tensors_among(leaves, metas), agreement.specs_of(metas)
     state.values.keep(task.out, tensors, specs, lasts=False)  # it can be read again
-    data = agreement.encode_batch(state.description(task.reader, treedef, metas), more)
-    return protocol.Metadata(task.number, data, lasting=False), None
+    data = state.description(task.reader, treedef, metas)
+    if not task.brief:
+        return protocol.Metadata(task.number, agreement.encode_batch(data, more), lasting=False), None
+    if state.told.get(task.reader) is data:
+        return protocol.Unchanged(task.number, b""), None
+    state.told[task.reader] = data
+    return protocol.Metadata(task.number, data, lasting=True), None
 
 
 def fetch_value(state: RankState, task: protocol.FetchValue, packet: wire.Packet) -> Answer:

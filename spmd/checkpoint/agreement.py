@@ -16,18 +16,19 @@ import torch
 
 from ..data.loader import Loader
 from ..kernels.errors import SpmdError, message
-from ..mesh import trees
 from ..mesh.array import Array
 from ..mesh.failure import ranks_text
 from ..mesh.mesh import Mesh
-from ..mesh.put import as_tensor, is_array
+from ..mesh.put import as_tensor
 from . import folder as folders
 from .write import attempt, begin
 
 SHOWN = 5  # of what differs
 
 
-def agree(mesh: Mesh, problem: Exception | None, asked: Mapping[str, Any], tree: Any, path: Path) -> Any:
+def agree(
+    mesh: Mesh, problem: Exception | None, asked: Mapping[str, Any], leaves: Mapping[str, Any], path: Path
+) -> Any:
     """Begin a checkpoint, or raise what went wrong on a rank, or what the ranks differ in.
 
     It is called by all ranks of a launched mesh, which meet once.
@@ -35,12 +36,13 @@ def agree(mesh: Mesh, problem: Exception | None, asked: Mapping[str, Any], tree:
     Args:
         problem: why this rank can't save.
         asked: the arguments of `save` by name.
+        leaves: by path; empty if this rank can't save.
         path: where checkpoints are.
 
     Returns:
         The folder and the number of it, or why the first rank can't make one.
     """
-    mine = {**{name: repr(value) for name, value in asked.items()}, **_leaves(tree)}
+    mine = {**{name: repr(value) for name, value in asked.items()}, **_kinds(leaves)}
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
     outcome = attempt(begin, path, asked["step"]) if mesh.rank == 0 and problem is None else None
     try:
@@ -71,12 +73,8 @@ def _itself(x: Any) -> Any:
     return x
 
 
-def _leaves(tree: Any) -> dict[str, str]:
-    leaves = trees.leaves(tree, is_leaf=is_array)
-    return {
-        f"leaf {path or 'the whole'}": _kind(as_tensor(leaf))
-        for path, leaf in zip(trees.paths(tree, is_leaf=is_array), leaves, strict=True)
-    }
+def _kinds(leaves: Mapping[str, Any]) -> dict[str, str]:
+    return {f"leaf {path or 'the whole'}": _kind(as_tensor(leaf)) for path, leaf in leaves.items()}
 
 
 def _kind(leaf: Any) -> str:

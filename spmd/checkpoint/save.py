@@ -76,7 +76,8 @@ def save(
             problem = error
     if mesh is not None and not mesh.is_driver:
         asked = {"step": step, "keep": keep, "background": background}
-        started = agree(mesh, problem, asked, tree, path)
+        by_path = {} if problem else {entry["path"]: leaf for entry, leaf in zip(entries, leaves, strict=True)}
+        started = agree(mesh, problem, asked, by_path, path)
     elif problem is not None:
         raise problem
     manifest = {"tree": structure, "leaves": entries, **of_run(mesh)}

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 
 from ..data.loader import Loader
 from ..kernels.errors import SpecError, message
-from ..mesh import trees
+from ..mesh import containers, trees
 from ..mesh.array import Array
 from ..mesh.put import as_tensor, is_array
 from ..transforms import Sampler
@@ -36,7 +38,7 @@ def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
     structure = structure_of(tree)
     entries, tensors = [], {}
     try:
-        places = list(named_leaves(structure))
+        places = _places(json.dumps(structure))
     except Invalid as error:
         raise SpecError(
             message("save got a tree that it cannot write", got=error.args[1], expected=error.args[2])
@@ -49,6 +51,12 @@ def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
                 raise _unwritable(ascii(path), "a name with half of a character", "names that UTF-8 has")
             tensors[key] = leaf
     return structure, entries, tensors
+
+
+@functools.lru_cache(maxsize=16)
+def _places(structure: str) -> list[tuple[str, str]]:
+    """(path, key) of every leaf of a structure, as JSON: the trees that a run saves are mostly alike."""
+    return list(named_leaves(json.loads(structure)))
 
 
 def _is_text(name: str) -> bool:
@@ -69,6 +77,8 @@ def structure_of(node: Any) -> Any:
         return found if type(node) is dict else {**found, "class": type(node).__name__}
     if type(node) in (list, tuple):
         return {type(node).__name__: [structure_of(value) for value in node]}
+    if type(node) is Array or containers.is_leaf_type(type(node)):
+        return "leaf"
     pieces, children, _ = _one_level(node)
     if len(children) == 1 and children[0] is node:
         return "leaf"

@@ -41,13 +41,13 @@ class MapBatches:
         tree = _tensors(dataset) if collate is None else None
         length = len(dataset) if tree is None else trees.leaves(tree)[0].shape[0]
         self.sampler = Sampler(length, batch_size, **options)
-        self.shards = shards
+        self.shards, self.steps = shards, len(self.sampler)
         self._reader = MapReader(dataset if tree is None else tree, tree is None, collate, self.sampler, shards, ahead)
         # Samples that are collated may be padded, on each rank to a length of its own.
         self._ragged = tree is None and shards is None
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return self.steps
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class MapBatches:
 
     def is_last(self, step: int) -> bool:
         """Whether an epoch is known to end with a step."""
-        return step + 1 == len(self)
+        return step + 1 == self.steps
 
     def begin(self, mesh: Mesh, epoch: int, step: int, position: None) -> _Feed:
         """Ask for the batches of an epoch from a step on."""
@@ -85,9 +85,10 @@ class _Feed:
 
     def ask(self) -> bool:
         """Ask for one more, if there is one."""
-        if self._next >= len(self._batches):
+        this = self._batches
+        if self._next >= this.steps:
             return False
-        where, this = (self._mesh.layout.batch_axis, self._epoch, self._next), self._batches
+        where = (self._mesh.layout.batch_axis, self._epoch, self._next)
         deal = Deal((self._epoch, self._next), this.shards)
         name = "the Loader's dataset"
         self._pending.append(fill(self._mesh, name, self._reader, where, deal, ragged=this._ragged, remedy=ONE_LENGTH))

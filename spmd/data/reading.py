@@ -54,10 +54,11 @@ class MapReader:
         self.sampler, self.shards = sampler, shards
         self._ahead = ahead
         self._queue: ReadAhead | None = None
+        self._columns: tuple[list[Any], Any] | None = None  # of a tree of tensors: its leaves and treedef, once read
         self._empty: Any = None  # a batch as this process last collated it, without its samples
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_queue": None, "_empty": None}
+        return {**vars(self), "_queue": None, "_columns": None, "_empty": None}
 
     def __call__(
         self, session: RankSession, axis: str, epoch: int, step: int
@@ -69,16 +70,29 @@ class MapReader:
                 pool = Pool(copy.copy(self).read, self._ahead[0], "reads for the Loader")
                 self._queue = ReadAhead(pool, *self._ahead[1:])
             (batch,) = self._queue.next((mine, parts, epoch, step), self._following)
-        else:
+        elif self.map_style:
             batch = self.read(mine, parts, epoch, step)
+        else:
+            leaves, treedef = self._rows(mine, parts, epoch, step)
+            leaves, total = list(map(session.placed, leaves)), self._total(step)
+            return treedef, leaves, [_cut(axis, leaf.shape, leaf.dtype, total) for leaf in leaves]
         return described(batch, session, axis, self._total(step), self.map_style and self.collate is None)
 
     def read(self, mine: int, parts: int, epoch: int, step: int) -> Any:
         """Part `mine` of `parts` of a minibatch."""
+        if not self.map_style:
+            leaves, treedef = self._rows(mine, parts, epoch, step)
+            return trees.unflatten(treedef, leaves)
         ids = self.sampler.shard(epoch, step, mine, parts, self.shards)
-        if self.map_style:
-            return self._collated(ids, epoch, step, self._groups(len(ids), mine, parts, self._total(step)))
-        return trees.map(lambda x: _rows(x, ids), self.data)
+        return self._collated(ids, epoch, step, self._groups(len(ids), mine, parts, self._total(step)))
+
+    def _rows(self, mine: int, parts: int, epoch: int, step: int) -> tuple[list[torch.Tensor], Any]:
+        """That of a tree of tensors, as leaves and treedef."""
+        if self._columns is None:
+            self._columns = trees.flatten(self.data)
+        leaves, treedef = self._columns
+        ids = self.sampler.shard(epoch, step, mine, parts, self.shards)
+        return [_rows_of(leaf, ids) for leaf in leaves], treedef
 
     def _following(self, request: tuple) -> Iterator[tuple[tuple, list[tuple]]]:
         """What will be asked for from a request on: the rest of the epoch."""
@@ -127,11 +141,12 @@ class MapReader:
             raise
 
 
-def _rows(leaf: Any, ids: torch.Tensor) -> Any:
+def _rows_of(leaf: Any, ids: torch.Tensor) -> torch.Tensor:
     """Some rows of a tensor, or of a mapped file, of which only these are read."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.index_select(0, ids) if leaf.dim() and leaf.is_contiguous() else leaf[ids]
-    return np.take(leaf.view(np.ndarray), ids.numpy(), axis=0)
+        return leaf.index_select(0, ids) if leaf.is_contiguous() else leaf[ids]
+    rows: torch.Tensor = as_tensor(leaf.view(np.ndarray).take(ids.numpy(), axis=0))
+    return rows
 
 
 class ReadAhead:
@@ -188,12 +203,12 @@ def described(
         only_tensors: refuse what is none.
     """
     leaves, treedef = trees.flatten(batch)
-    said, sharded = [], _along(axis)
+    said = []
     for index, leaf in enumerate(leaves):
         leaf = as_tensor(leaf)
         leaf = leaves[index] = session.placed(leaf) if isinstance(leaf, torch.Tensor) else leaf
         if isinstance(leaf, torch.Tensor) and leaf.dim():
-            said.append(OutputMeta(sharded, tuple(leaf.shape), leaf.dtype, whole=(total, *leaf.shape[1:])))
+            said.append(_cut(axis, leaf.shape, leaf.dtype, total))
         elif isinstance(leaf, torch.Tensor):
             said.append(OutputMeta(REPLICATED, tuple(leaf.shape), leaf.dtype))
         elif only_tensors:
@@ -209,9 +224,10 @@ def described(
     return treedef, leaves, said
 
 
-@functools.cache
-def _along(axis: str) -> P:
-    return P(axis)
+@functools.lru_cache(maxsize=1 << 10)
+def _cut(axis: str, shape: torch.Size, dtype: torch.dtype, total: int) -> OutputMeta:
+    """What there is to say of a rank's part of a tensor of `total` samples: of most batches the same."""
+    return OutputMeta(P(axis), tuple(shape), dtype, whole=(total, *shape[1:]))
 
 
 def joined(shards: list[Any]) -> Any:

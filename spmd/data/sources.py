@@ -6,13 +6,13 @@ import dataclasses
 import importlib
 import json
 import os
-import tarfile
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..kernels.errors import MeshError, message
+from . import tar_files
 from .rows import Columns, Row
 
 
@@ -137,9 +137,8 @@ class Tar:
     def __init__(self, path: str, at: int = 0):
         self._file = open(path, "rb")  # noqa: SIM115
         self._file.seek(at)
-        self._tar: Any = tarfile.open(fileobj=self._file, mode="r:")  # noqa: SIM115
-        self._start = at
-        self._next: tarfile.TarInfo | None = None
+        self._members = tar_files.members(self._file)
+        self._next: tuple[int, str, bytes] | None = None
         self._at: int | None = at
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -148,25 +147,20 @@ class Tar:
     def __next__(self) -> dict[str, Any]:
         sample: dict[str, Any] = {}
         while True:
-            member, self._next = self._next or self._tar.next(), None
-            self._tar.members.clear()  # or it keeps them all
+            member, self._next = self._next or next(self._members, None), None
             if member is None:
                 break
-            if not member.isfile():
-                continue
-            folder, name = os.path.split(member.name)
+            offset, path, content = member
+            folder, name = os.path.split(path)
             stem, _, extension = name.partition(".")
             key = os.path.join(folder, stem)
             if sample and sample["__key__"] != key:
-                self._next, self._at = member, member.offset
+                self._next, self._at = member, offset
                 return sample
-            content = self._tar.extractfile(member)
-            assert content is not None
             sample["__key__"] = key
-            sample[extension] = content.read()
+            sample[extension] = content
         self._at = None
         if not sample:
-            self._tar.close()
             self._file.close()
             raise StopIteration
         return sample

@@ -120,6 +120,12 @@ def test_the_order_is_pinned():
     assert Sampler(10**12, 3, seed=-5).batch(2, 4).tolist() == [756582303179, 202157711214, 516061339140]
 
 
+@pytest.mark.parametrize("length", [200, 60_000, 70_001, 2**20 + 1])
+def test_the_order_is_the_same_however_many_ids_are_asked_for(length):
+    many, few = Sampler(length, 10_000, seed=3).batch(1, 0), Sampler(length, 7, seed=3)
+    assert many[:700].tolist() == [one for step in range(min(100, len(few))) for one in few.batch(1, step).tolist()]
+
+
 # Minibatches.
 
 
