@@ -22,8 +22,11 @@ from .errors import PeerLost
 SPINS = 200
 YIELD_SECONDS = 2e-3
 PEER_CHECK_SECONDS = 5e-3
-TAKEN_SECONDS = 2e-4  # a core given away for longer was wanted by another process
-WANTED_SECONDS = 1.0  # how long that is taken to stay so
+YIELDS = 64
+TAKEN_SECONDS = 2e-4  # who is given a core and keeps it for longer does not wait, too
+LOST_SECONDS = 1e-2  # as much in a short time, and the cores are wanted by others
+LOST_SHARE = 0.25  # of the time, which may be lost for ever
+WANTED_SECONDS = 1e-2, 1.0  # how long that is taken to stay so, at first and at most
 
 turn: Any = threading.RLock()  # Any: what a Condition uses of it has no public type
 
@@ -59,23 +62,55 @@ def others() -> _Others:
     return _Others()
 
 
-class _Cores:
-    """Whether other processes want the cores: known from how long giving one away took."""
+class Cores:
+    """Whether other processes want the cores: known from how long giving one away takes.
+
+    Ranks that wait on one core for each other have it back in microseconds. One that computes keeps it, but not again
+    and again; where that happens another process has it, which is then left to the scheduler, for longer each time.
+    """
 
     def __init__(self) -> None:
-        self._wanted_until = 0.0
+        self._lost = self._since = self._wanted_until = 0.0
+        self._seconds = WANTED_SECONDS[0]
 
     def wanted(self, now: float) -> bool:
         return now < self._wanted_until
 
     def give_away(self, now: float) -> None:
-        with others():
-            os.sched_yield()
-        if time.monotonic() - now > TAKEN_SECONDS:
-            self._wanted_until = now + WANTED_SECONDS
+        os.sched_yield()
+        back = time.monotonic()
+        if back - now > TAKEN_SECONDS:
+            self.kept(now, back)
+
+    def kept(self, since: float, until: float) -> None:
+        """Note that a core that was given away was kept for long."""
+        self._lost = max(0.0, self._lost - LOST_SHARE * (since - self._since))
+        if not self._lost:
+            self._seconds = WANTED_SECONDS[0]
+        self._lost, self._since = self._lost + until - since, until
+        if self._lost > LOST_SECONDS:
+            self._lost = LOST_SECONDS
+            self._since = self._wanted_until = until + self._seconds
+            self._seconds = min(WANTED_SECONDS[1], 2 * self._seconds)
 
 
-_cores = _Cores()
+cores = Cores()
+
+
+def yielded(ready: Callable[[], bool]) -> bool:
+    """Give the core away until `ready()`, a few times at most, and while no other process wants it; whether it is.
+
+    For who waits for ranks on its own core, which are microseconds from what it waits for. Nothing else is looked at,
+    and other threads don't get their turn.
+    """
+    for _ in range(YIELDS):
+        if ready():
+            return True
+        now = time.monotonic()
+        if cores.wanted(now):
+            return False
+        cores.give_away(now)
+    return ready()
 
 
 class Watch(Protocol):
@@ -129,8 +164,9 @@ def wait_until(
     while not ready():
         watch.check()
         now = time.monotonic()
-        if now - start < YIELD_SECONDS and not gently and not (sleep is not None and _cores.wanted(now)):
-            _cores.give_away(now)
+        if now - start < YIELD_SECONDS and not gently and not (sleep is not None and cores.wanted(now)):
+            with others():
+                cores.give_away(now)
             continue
         if now >= next_look:
             try:
