@@ -24,8 +24,8 @@ YIELD_SECONDS = 2e-3
 PEER_CHECK_SECONDS = 5e-3
 YIELDS = 64
 TAKEN_SECONDS = 2e-4  # who is given a core and keeps it for longer does not wait, too
-LOST_SECONDS = 1e-2  # as much in a short time, and the cores are wanted by others
-LOST_SHARE = 0.25  # of the time, which may be lost for ever
+SAVED_SECONDS = 1e-4  # by a wait that needs no sleep, since ranks that share a core are woken so much later
+LOST_SECONDS = 1e-2  # more than was saved, and the cores are wanted by others
 WANTED_SECONDS = 1e-2, 1.0  # how long that is taken to stay so, at first and at most
 
 turn: Any = threading.RLock()  # Any: what a Condition uses of it has no public type
@@ -65,12 +65,16 @@ def others() -> _Others:
 class Cores:
     """Whether other processes want the cores: known from how long giving one away takes.
 
-    Ranks that wait on one core for each other have it back in microseconds. One that computes keeps it, but not again
-    and again; where that happens another process has it, which is then left to the scheduler, for longer each time.
+    Ranks that wait on one core for each other have it back in microseconds. Another process keeps it, for far longer
+    than it takes to be woken by a rank. Where more is lost so than saved, waits leave the cores to the scheduler, for
+    longer each time.
+
+    Attributes:
+        lost: seconds, by giving cores away instead of sleeping; who ends a wait so has saved `SAVED_SECONDS`.
     """
 
     def __init__(self) -> None:
-        self._lost = self._since = self._wanted_until = 0.0
+        self.lost = self._wanted_until = 0.0
         self._seconds = WANTED_SECONDS[0]
 
     def wanted(self, now: float) -> bool:
@@ -84,13 +88,13 @@ class Cores:
 
     def kept(self, since: float, until: float) -> None:
         """Note that a core that was given away was kept for long."""
-        self._lost = max(0.0, self._lost - LOST_SHARE * (since - self._since))
-        if not self._lost:
-            self._seconds = WANTED_SECONDS[0]
-        self._lost, self._since = self._lost + until - since, until
-        if self._lost > LOST_SECONDS:
-            self._lost = LOST_SECONDS
-            self._since = self._wanted_until = until + self._seconds
+        if self.lost <= 0.0 or since - self._wanted_until > WANTED_SECONDS[1]:
+            self.lost, self._seconds = 0.0, WANTED_SECONDS[0]
+        self.lost += until - since
+        self._wanted_until = until
+        if self.lost > LOST_SECONDS:
+            self.lost = LOST_SECONDS
+            self._wanted_until += self._seconds
             self._seconds = min(WANTED_SECONDS[1], 2 * self._seconds)
 
 
@@ -105,6 +109,7 @@ def yielded(ready: Callable[[], bool]) -> bool:
     """
     for _ in range(YIELDS):
         if ready():
+            cores.lost -= SAVED_SECONDS
             return True
         now = time.monotonic()
         if cores.wanted(now):

@@ -15,7 +15,7 @@ import torch
 from ..call import Call
 from ..collectives import ONE_PHASE_BYTES
 from ..reduction import Op
-from ..waiting import YIELDS, cores
+from ..waiting import SAVED_SECONDS, YIELDS, cores
 from .all_reduce import AllReduce
 from .slots import Slots
 
@@ -65,7 +65,9 @@ class NativeSum(AllReduce):
         else:
             began = time.monotonic()
             flags = small.run(sequence, source, target, 0 if cores.wanted(began) else YIELDS)
-            if flags & _small.KEPT:
+            if not flags:
+                cores.lost -= SAVED_SECONDS
+            elif flags & _small.KEPT:
                 cores.kept(began, time.monotonic())
         if flags & _small.UNREADY:
             if flags & _small.ASLEEP:
