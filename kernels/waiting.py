@@ -25,8 +25,8 @@ PEER_CHECK_SECONDS = 5e-3
 YIELDS = 64
 TAKEN_SECONDS = 2e-4  # who is given a core and keeps it for longer does not wait, too
 SAVED_SECONDS = 1e-4  # by a wait that needs no sleep, since ranks that share a core are woken so much later
-LOST_SECONDS = 1e-2  # more than was saved, and the cores are wanted by others
-WANTED_SECONDS = 1e-2, 1.0  # how long that is taken to stay so, at first and at most
+LOST_SECONDS = 2e-2  # more than was saved, and the cores are wanted by others
+WANTED_SECONDS = 5e-2, 1.0  # how long that is taken to stay so, at first and at most
 
 turn: Any = threading.RLock()  # Any: what a Condition uses of it has no public type
 
@@ -93,7 +93,7 @@ class Cores:
         self.lost += until - since
         self._wanted_until = until
         if self.lost > LOST_SECONDS:
-            self.lost = LOST_SECONDS
+            self.lost = 0.75 * LOST_SECONDS
             self._wanted_until += self._seconds
             self._seconds = min(WANTED_SECONDS[1], 2 * self._seconds)
 
