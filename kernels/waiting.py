@@ -1,8 +1,8 @@
 """Waiting for a condition that another process makes true: cheap when it is soon, gentle when it is late.
 
-First spin (only where each rank has a core of its own), then give the core away; where others take it, or nothing
-comes, sleep: until woken, if who is waited for can do that, else a little longer each time. Every round looks at the
-abort flag; every few milliseconds at the peers; the timeout ends it all.
+First spin (only where each rank has a core of its own), then give the core away; where others keep taking it, or
+nothing comes, sleep: until woken, if who is waited for can do that, else a little longer each time. Every round looks
+at the abort flag; every few milliseconds at the peers; the timeout ends it all.
 
 A program may communicate from several threads (a checkpoint that is written while training goes on, gradients that are
 reduced while they are computed). They take turns at what belongs to communicators. Invariant: who waits for another
