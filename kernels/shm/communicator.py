@@ -273,9 +273,8 @@ class ShmCommunicator(Communicator):
 
     def _kind(self, tensor: torch.Tensor, op: Op) -> AllReduce:
         check_op(op, tensor.dtype)
-        call = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op)
-        kind = all_reduction(self._slots, call, tensor.shape, tensor.dtype, op)
-        return self._keep((tensor.shape, tensor.dtype, op), kind)
+        call, key = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op), (tensor.shape, tensor.dtype, op)
+        return self._keep(key, all_reduction(self._slots, call, *key))
 
     def _keep(self, key: tuple, kind: AllReduce) -> AllReduce:
         if len(self._kinds) >= _KINDS:

@@ -54,10 +54,12 @@ class NativeSum(AllReduce):
         )
 
     def __call__(self, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Tensor | None:
-        if type(tensor) is not torch.Tensor or not tensor.is_contiguous() or tensor.is_neg():
+        plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+        source = tensor.data_ptr() if plain else 0
+        if not source:  # it may also be a tensor of zeros that has no memory
             return super().__call__(tensor, in_place=in_place)
         result = tensor if in_place else torch.empty_like(tensor)
-        source, target = tensor.data_ptr(), result.data_ptr()
+        target = result.data_ptr()
         slots, small = self._slots, self._small_sum
         sequence = slots.begin(self._call.text)
         if slots.spins:

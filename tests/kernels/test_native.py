@@ -124,13 +124,14 @@ def test_tensors_of_all_kinds(pair: Mesh) -> None:
         negative = torch.view_as_complex(torch.ones(1, 2)).conj().imag
         weight = torch.nn.Parameter(torch.ones(2))
         given = [torch.ones(2, 2)[:, 0], negative, weight, torch.ones(2, requires_grad=True), torch.ones(3)[1:]]
+        given.append(torch._efficientzerotensor(2))
         found = [comm.all_reduced(tensor) for tensor in given]
         with torch.inference_mode():
             inferred = torch.ones(2)
             comm.all_reduce(inferred)
         return [[*map(float, result)] for result in (*found, inferred)] + [[result.requires_grad for result in found]]
 
-    assert pair.run(body) == [[[2.0, 2.0], [-2.0], *[[2.0, 2.0]] * 4, [False] * 5]] * 2
+    assert pair.run(body) == [[[2.0, 2.0], [-2.0], *[[2.0, 2.0]] * 3, [0.0, 0.0], [2.0, 2.0], [False] * 6]] * 2
 
 
 def test_autograd_notices_what_is_overwritten(pair: Mesh) -> None:
