@@ -80,11 +80,15 @@ class Cores:
     def wanted(self, now: float) -> bool:
         return now < self._wanted_until
 
-    def give_away(self, now: float) -> None:
+    def give_away(self, now: float, *, shared: bool) -> None:
+        """Give the core away, `shared` with other ranks or not: then only another process can keep it."""
         os.sched_yield()
         back = time.monotonic()
         if back - now > TAKEN_SECONDS:
-            self.kept(now, back)
+            if shared:
+                self.kept(now, back)
+            else:
+                self._wanted_until = back + WANTED_SECONDS[1]
 
     def kept(self, since: float, until: float) -> None:
         """Note that a core that was given away was kept for long."""
@@ -114,7 +118,7 @@ def yielded(ready: Callable[[], bool]) -> bool:
         now = time.monotonic()
         if cores.wanted(now):
             return False
-        cores.give_away(now)
+        cores.give_away(now, shared=True)
     return ready()
 
 
@@ -171,7 +175,7 @@ def wait_until(
         now = time.monotonic()
         if now - start < YIELD_SECONDS and not gently and not (sleep is not None and cores.wanted(now)):
             with others():
-                cores.give_away(now)
+                cores.give_away(now, shared=oversubscribed)
             continue
         if now >= next_look:
             try:
