@@ -70,7 +70,7 @@ class Cores:
     longer each time.
 
     Attributes:
-        lost: seconds, by giving cores away instead of sleeping; who ends a wait so has saved `SAVED_SECONDS`.
+        lost: seconds, by giving cores away instead of sleeping; who ends a wait without has saved `SAVED_SECONDS`.
     """
 
     def __init__(self) -> None:
@@ -80,15 +80,11 @@ class Cores:
     def wanted(self, now: float) -> bool:
         return now < self._wanted_until
 
-    def give_away(self, now: float, *, shared: bool) -> None:
-        """Give the core away, `shared` with other ranks or not: then only another process can keep it."""
+    def give_away(self, now: float) -> None:
         os.sched_yield()
         back = time.monotonic()
         if back - now > TAKEN_SECONDS:
-            if shared:
-                self.kept(now, back)
-            else:
-                self._wanted_until = back + WANTED_SECONDS[1]
+            self.kept(now, back)
 
     def kept(self, since: float, until: float) -> None:
         """Note that a core that was given away was kept for long."""
@@ -118,7 +114,7 @@ def yielded(ready: Callable[[], bool]) -> bool:
         now = time.monotonic()
         if cores.wanted(now):
             return False
-        cores.give_away(now, shared=True)
+        cores.give_away(now)
     return ready()
 
 
@@ -175,7 +171,7 @@ def wait_until(
         now = time.monotonic()
         if now - start < YIELD_SECONDS and not gently and not (sleep is not None and cores.wanted(now)):
             with others():
-                cores.give_away(now, shared=oversubscribed)
+                cores.give_away(now)
             continue
         if now >= next_look:
             try:

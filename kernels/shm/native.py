@@ -62,15 +62,12 @@ class NativeSum(AllReduce):
         target = result.data_ptr()
         slots, small = self._slots, self._small_sum
         sequence = slots.begin(self._call.text)
-        if slots.spins:
-            flags = small.run(sequence, source, target, 0)
-        else:
-            began = time.monotonic()
-            flags = small.run(sequence, source, target, 0 if cores.wanted(began) else YIELDS)
-            if not flags:
-                cores.lost -= SAVED_SECONDS
-            elif flags & _small.KEPT:
-                cores.kept(began, time.monotonic())
+        began = time.monotonic()
+        flags = small.run(sequence, source, target, 0 if slots.spins or cores.wanted(began) else YIELDS)
+        if not flags:
+            cores.lost -= SAVED_SECONDS
+        elif flags & _small.KEPT:
+            cores.kept(began, time.monotonic())
         if flags & _small.UNREADY:
             if flags & _small.ASLEEP:
                 slots.wake()

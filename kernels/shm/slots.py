@@ -17,7 +17,7 @@ from ..call import Call, disagreement
 from ..collectives import ONE_PHASE_BYTES
 from ..operations import Operations, Ready
 from ..processes import nanoseconds_of, status_of
-from ..waiting import yielded
+from ..waiting import SAVED_SECONDS, cores, yielded
 from .arena import Arena
 from .blocks import Result, Staging
 from .board import WAITING
@@ -249,6 +249,7 @@ class Slots:
         for posted, said in self._peers[sequence % SLOTS]:
             for _ in self._spins:
                 if words[posted] >= sequence:
+                    cores.lost -= SAVED_SECONDS
                     break
             else:
                 self._wait(lambda posted=posted: words[posted] >= sequence, call.text)  # type: ignore[misc]
@@ -259,6 +260,7 @@ class Slots:
         """Wait for a step's condition, in a call that is not among the operations under way."""
         for _ in self._spins:
             if ready():
+                cores.lost -= SAVED_SECONDS
                 return
         if self.spins or not yielded(ready):
             self._wait(ready, call.text)
