@@ -121,7 +121,7 @@ $(VENV)/.real: $(VENV)/.made
 	touch $@
 
 # What the demo needs, with pip's own progress.
-$(VENV)/.demo: pyproject.toml constraints.txt
+$(VENV)/.demo: pyproject.toml setup.py kernels/shm/_small.c constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet -c constraints.txt setuptools
 	$(PY) -m pip install -c constraints.txt --no-build-isolation -e '.[demo]'
@@ -142,5 +142,5 @@ $(VENV)/.bench: $(VENV)/.made
 
 clean:
 	rm -rf $(VENV) .venv-gpu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/.hypothesis
-	rm -f notebooks/*.png
+	rm -f notebooks/*.png kernels/shm/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

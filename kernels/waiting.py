@@ -1,8 +1,8 @@
 """Waiting for a condition that another process makes true: cheap when it is soon, gentle when it is late.
 
-First spin (only where each rank has a core of its own), then give the core away; where others take it, or nothing
-comes, sleep: until woken, if who is waited for can do that, else a little longer each time. Every round looks at the
-abort flag; every few milliseconds at the peers; the timeout ends it all.
+First spin (only where each rank has a core of its own), then give the core away; where others keep taking it, or
+nothing comes, sleep: until woken, if who is waited for can do that, else a little longer each time. Every round looks
+at the abort flag; every few milliseconds at the peers; the timeout ends it all.
 
 A program may communicate from several threads (a checkpoint that is written while training goes on, gradients that are
 reduced while they are computed). They take turns at what belongs to communicators. Invariant: who waits for another
@@ -22,8 +22,11 @@ from .errors import PeerLost
 SPINS = 200
 YIELD_SECONDS = 2e-3
 PEER_CHECK_SECONDS = 5e-3
-TAKEN_SECONDS = 2e-4  # a core given away for longer was wanted by another process
-WANTED_SECONDS = 1.0  # how long that is taken to stay so
+YIELDS = 64
+TAKEN_SECONDS = 2e-4  # who is given a core and keeps it for longer does not wait, too
+SAVED_SECONDS = 1e-4  # by a wait that needs no sleep, since ranks that share a core are woken so much later
+LOST_SECONDS = 2e-2  # more than was saved, and the cores are wanted by others
+WANTED_SECONDS = 5e-2, 1.0  # how long that is taken to stay so, at first and at most
 
 turn: Any = threading.RLock()  # Any: what a Condition uses of it has no public type
 
@@ -59,23 +62,60 @@ def others() -> _Others:
     return _Others()
 
 
-class _Cores:
-    """Whether other processes want the cores: known from how long giving one away took."""
+class Cores:
+    """Whether other processes want the cores: known from how long giving one away takes.
+
+    Ranks that wait on one core for each other have it back in microseconds. Another process keeps it, for far longer
+    than it takes to be woken by a rank. Where more is lost so than saved, waits leave the cores to the scheduler, for
+    longer each time.
+
+    Attributes:
+        lost: seconds, by giving cores away instead of sleeping; who ends a wait without has saved `SAVED_SECONDS`.
+    """
 
     def __init__(self) -> None:
-        self._wanted_until = 0.0
+        self.lost = self._wanted_until = 0.0
+        self._seconds = WANTED_SECONDS[0]
 
     def wanted(self, now: float) -> bool:
         return now < self._wanted_until
 
     def give_away(self, now: float) -> None:
-        with others():
-            os.sched_yield()
-        if time.monotonic() - now > TAKEN_SECONDS:
-            self._wanted_until = now + WANTED_SECONDS
+        os.sched_yield()
+        back = time.monotonic()
+        if back - now > TAKEN_SECONDS:
+            self.kept(now, back)
+
+    def kept(self, since: float, until: float) -> None:
+        """Note that a core that was given away was kept for long."""
+        if self.lost <= 0.0 or since - self._wanted_until > WANTED_SECONDS[1]:
+            self.lost, self._seconds = 0.0, WANTED_SECONDS[0]
+        self.lost += until - since
+        self._wanted_until = until
+        if self.lost > LOST_SECONDS:
+            self.lost = 0.75 * LOST_SECONDS
+            self._wanted_until += self._seconds
+            self._seconds = min(WANTED_SECONDS[1], 2 * self._seconds)
 
 
-_cores = _Cores()
+cores = Cores()
+
+
+def yielded(ready: Callable[[], bool]) -> bool:
+    """Give the core away until `ready()`, a few times at most, and while no other process wants it; whether it is.
+
+    For who waits for ranks on its own core, which are microseconds from what it waits for. Nothing else is looked at,
+    and other threads don't get their turn.
+    """
+    for _ in range(YIELDS):
+        if ready():
+            cores.lost -= SAVED_SECONDS
+            return True
+        now = time.monotonic()
+        if cores.wanted(now):
+            return False
+        cores.give_away(now)
+    return ready()
 
 
 class Watch(Protocol):
@@ -129,8 +169,9 @@ def wait_until(
     while not ready():
         watch.check()
         now = time.monotonic()
-        if now - start < YIELD_SECONDS and not gently and not (sleep is not None and _cores.wanted(now)):
-            _cores.give_away(now)
+        if now - start < YIELD_SECONDS and not gently and not (sleep is not None and cores.wanted(now)):
+            with others():
+                cores.give_away(now)
             continue
         if now >= next_look:
             try:

@@ -23,6 +23,7 @@ from ..waiting import turn, wait_until
 from ..word_key import word_key
 from .all_reduce import AllReduce
 from .arena import Arena
+from .native import all_reduction
 from .products import Given, sum_of_products
 from .rings import Rings
 from .slots import INLINE, Slots, block_bytes
@@ -272,9 +273,8 @@ class ShmCommunicator(Communicator):
 
     def _kind(self, tensor: torch.Tensor, op: Op) -> AllReduce:
         check_op(op, tensor.dtype)
-        call = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op)
-        kind = AllReduce(self._slots, call, tensor.shape, tensor.dtype, op)
-        return self._keep((tensor.shape, tensor.dtype, op), kind)
+        call, key = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op), (tensor.shape, tensor.dtype, op)
+        return self._keep(key, all_reduction(self._slots, call, *key))
 
     def _keep(self, key: tuple, kind: AllReduce) -> AllReduce:
         if len(self._kinds) >= _KINDS:

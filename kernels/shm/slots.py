@@ -17,6 +17,7 @@ from ..call import Call, disagreement
 from ..collectives import ONE_PHASE_BYTES
 from ..operations import Operations, Ready
 from ..processes import nanoseconds_of, status_of
+from ..waiting import SAVED_SECONDS, cores, yielded
 from .arena import Arena
 from .blocks import Result, Staging
 from .board import WAITING
@@ -85,7 +86,7 @@ class Slots:
         self.staging = Staging(arena.heap, arena.results, leads=rank == 0, members=tuple(map(arena.participant, ranks)))
         self.sequence = 0  # operations begun
         self._operations, self._wait, self._site = operations, operations.wait_until, site
-        self._spins = range(SPINS if spin else 1)
+        self.spins, self._spins = spin, range(SPINS if spin else 1)
         self._free_through = SLOTS  # operations whose slots are known to be free
         self._inline = block + block_bytes(self.size)[0]
         self._lines = [block // 8 + each * _line_words(self.size) for each in range(self.size)]
@@ -106,6 +107,18 @@ class Slots:
     def inline(self, rank: int, sequence: int) -> int:
         """Where a rank's data lies that is small enough for its slot."""
         return self._inline + (rank * SLOTS + sequence % SLOTS) * INLINE
+
+    def places(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Of each rank, in bytes: where it says how far it has posted, its first slot, the data of that, its bell."""
+        bells = [self.arena.bells.at[self.arena.participant(member)] for member in self.ranks]
+        return tuple(
+            (8 * (line + _POSTED), 8 * self._slot(rank, 0), self.inline(rank, 0), 8 * bells[rank])
+            for rank, line in enumerate(self._lines)
+        )
+
+    def strides(self) -> tuple[int, int, int]:
+        """How many slots a rank has, and in bytes what each takes, and its data."""
+        return SLOTS, 8 * self._slot_words, INLINE
 
     # -- beginning and end of an operation -----------------------------------------------------------------------------
 
@@ -133,12 +146,12 @@ class Slots:
     def reduced(self, sequence: int) -> None:
         """This rank's slice of the result is there."""
         self.words[self._line + _REDUCED] = sequence
-        self._wake()
+        self.wake()
 
     def read(self, sequence: int) -> None:
         """This rank reads nothing of this operation any more."""
         self.words[self._line + _READ] = sequence
-        self._wake()
+        self.wake()
 
     def finish_small(self, sequence: int) -> None:
         """Both, of an operation without a second half, for which nobody waits."""
@@ -187,9 +200,9 @@ class Slots:
         """Say which call this is."""
         self.words[self._own[sequence % SLOTS]] = 0 if call is None else call.signature
         self.words[self._line + _POSTED] = sequence
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Wake who sleeps until this rank writes what it has just written."""
         for sleeping in self._sleeping:
             if self.words[sleeping]:
@@ -231,9 +244,12 @@ class Slots:
     def await_posted(self, sequence: int, call: Call) -> None:
         """Wait until every peer has posted this operation, in a call that makes no steps."""
         words, signature = self.words, call.signature
+        if not self.spins and yielded(self.posted(sequence, call)):
+            return
         for posted, said in self._peers[sequence % SLOTS]:
             for _ in self._spins:
                 if words[posted] >= sequence:
+                    cores.lost -= SAVED_SECONDS
                     break
             else:
                 self._wait(lambda posted=posted: words[posted] >= sequence, call.text)  # type: ignore[misc]
@@ -244,8 +260,10 @@ class Slots:
         """Wait for a step's condition, in a call that is not among the operations under way."""
         for _ in self._spins:
             if ready():
+                cores.lost -= SAVED_SECONDS
                 return
-        self._wait(ready, call.text)
+        if self.spins or not yielded(ready):
+            self._wait(ready, call.text)
 
     def parts(self, sequence: int) -> list[int]:
         """The words of the parts of all ranks, four of each."""
@@ -263,7 +281,7 @@ class Slots:
         words[slot + _SIGNATURE] = call.signature
         words[slot + _RESULT], words[slot + _RELEASE] = result
         words[self._line + _ANNOUNCED] = sequence
-        self._wake()
+        self.wake()
 
     def announced(self, sequence: int, call: Call) -> Ready:
         """A condition: the first rank has said where the result goes; raises if it makes another call."""

@@ -12,7 +12,17 @@ from patience import HANGS, soon
 from spmd import PeerLost
 from spmd.kernels import waiting
 from spmd.kernels.errors import Aborted
-from spmd.kernels.waiting import PEER_CHECK_SECONDS, SPINS, wait_until
+from spmd.kernels.waiting import (
+    LOST_SECONDS,
+    PEER_CHECK_SECONDS,
+    SAVED_SECONDS,
+    SPINS,
+    TAKEN_SECONDS,
+    YIELDS,
+    Cores,
+    wait_until,
+    yielded,
+)
 
 
 class FakeWatch:
@@ -52,6 +62,19 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
+
+
+class Yielding:
+    """A core that is given away comes back after so many seconds."""
+
+    def __init__(self, clock: Clock, monkeypatch: pytest.MonkeyPatch):
+        self.clock, self.seconds, self.count = clock, 0.0, 0
+        monkeypatch.setattr(waiting.os, "sched_yield", self)
+        monkeypatch.setattr(waiting, "cores", Cores())
+
+    def __call__(self) -> None:
+        self.count += 1
+        self.clock.sleep(self.seconds)
 
 
 @pytest.fixture
@@ -185,3 +208,42 @@ def test_a_long_wait_costs_little() -> None:
         )
     assert time.thread_time() - used < 0.1
     assert len(calls) < 20_000
+
+
+def test_cores_are_given_away_a_few_times(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among ranks that wait for each other on one core: it is back at once."""
+    core = Yielding(clock, monkeypatch)
+    assert not yielded(lambda: False)
+    assert core.count == YIELDS
+    assert yielded(lambda: core.count >= YIELDS + 3)
+    assert core.count == YIELDS + 3
+
+
+def test_cores_that_others_want_are_left_to_them(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are kept again and again: for longer each time, until more is saved than lost."""
+    core = Yielding(clock, monkeypatch)
+    core.seconds = 3e-3
+    away = []
+    for _ in range(3):
+        while not waiting.cores.wanted(clock.monotonic()):
+            assert not yielded(lambda: False)
+        assert core.count < YIELDS
+        began = clock.now
+        while waiting.cores.wanted(clock.monotonic()):
+            clock.sleep(1e-4)
+        away.append(clock.now - began)
+    assert away[0] < away[1] < away[2]
+    core.seconds = 1e-6
+    for _ in range(round(LOST_SECONDS / SAVED_SECONDS)):
+        assert yielded(lambda: True)
+    core.seconds = 3e-3
+    assert yielded(lambda count=core.count: core.count > count)
+    assert not waiting.cores.wanted(clock.monotonic())
+
+
+def test_a_core_that_is_kept_seldom_is_given_away(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that computes keeps it for a while, too."""
+    core = Yielding(clock, monkeypatch)
+    for turn in range(1000):
+        core.seconds = 20 * TAKEN_SECONDS if turn % 100 == 0 else 1e-6
+        assert yielded(lambda count=core.count: core.count > count)

@@ -152,9 +152,10 @@ def in_turn(
     try:
         for name, (group, variant, options) in contenders.items():
             group.ask("open", variant, work, options, case)
-            steps[name] = 1
-            once = max(group.ask("run", variant, 2))
-            steps[name] = max(1, min(MOST_STEPS, round(seconds / once)))
+            steps[name] = 2
+            for _ in range(2):  # the first steps of all take far longer than those that follow
+                once = max(group.ask("run", variant, steps[name]))
+                steps[name] = max(1, min(MOST_STEPS, round(seconds / once)))
         names = list(contenders)
         for turn in range(rounds):
             for place in range(len(names)):
