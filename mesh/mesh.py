@@ -150,7 +150,7 @@ class Mesh:
 
     @property
     def axes(self) -> dict[str, int]:
-        return self._layout.axes
+        return dict(self._layout.axes)
 
     @property
     def size(self) -> int:

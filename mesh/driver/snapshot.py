@@ -43,9 +43,11 @@ class Snapshot:
 
     def __init__(self, function: Any, whole: tuple[type, ...] = ()):
         # Where to read: at which of the things found so far, of which type that is, how, and how many are found there.
-        self._reads: list[tuple[int, type, Reader, int]] = []
+        self._reads: list[tuple[int, weakref.ref[type], Reader, int]] = []
+        # Containers that were found again, and where they were read.
+        self._again: list[tuple[int, int]] = []
         found, depths = [function], [0]
-        seen: dict[int, int] = {}  # id -> the least depth at which it was met
+        seen: dict[int, tuple[int, int]] = {}  # id -> the least depth at which it was met, and where
         into: set[int] = set()  # containers of which the entries are compared, and so no matter which object holds them
         at = 0
         while at < len(found):
@@ -54,14 +56,18 @@ class Snapshot:
             if isinstance(obj, (*SCALARS, *whole)) or len(found) > _LOOKED_AT:
                 continue
             readers = _readers_of(obj, depth)
-            if readers and isinstance(obj, CONTAINERS):
+            is_read = bool(readers) and isinstance(obj, CONTAINERS)
+            if is_read:
                 into.add(at - 1)
-            if seen.get(id(obj), depth + 1) <= depth:
+            least, first = seen.get(id(obj), (depth + 1, at - 1))
+            if least <= depth:
+                if is_read:
+                    self._again.append((at - 1, first))
                 continue
-            seen[id(obj)] = depth
+            seen[id(obj)] = depth, at - 1
             for read, level in readers:
                 parts = read(obj)
-                self._reads.append((at - 1, type(obj), read, len(parts)))
+                self._reads.append((at - 1, weakref.ref(type(obj)), read, len(parts)))
                 found += parts
                 depths += [level] * len(parts)
         self.size = len(found)
@@ -93,7 +99,7 @@ class Snapshot:
         found = [function]
         for at, kind, read, count in self._reads:
             obj = found[at]
-            if type(obj) is not kind:
+            if type(obj) is not kind():
                 return False
             parts = read(obj)
             if len(parts) != count:
@@ -101,11 +107,16 @@ class Snapshot:
             found += parts
         values = self._equal(found)[2:]
         return (
-            values == self._values
-            and tuple(map(type, values)) == self._types
+            tuple(map(type, values)) == self._types
+            and (values == self._values or all(map(_alike, values, self._values)))
+            and all(found[at] is found[first] for at, first in self._again)
             and all(map(operator.is_, self._objects, self._same(found)[2:]))
             and all(map(operator.is_, [refer() for refer in self._references], self._referred(found)[2:]))
         )
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return a == b or (a != a and b != b)
 
 
 def _readers_of(obj: Any, depth: int) -> list[tuple[Reader, int]]:
@@ -165,8 +176,9 @@ def _state_of(module: Any) -> list[Any]:
         tensors += torch_private.parameters(one).values()
         tensors += torch_private.buffers(one).values()
     there = [tensor for tensor in tensors if tensor is not None]
+    which = [None if tensor is None else weakref.ref(tensor) for tensor in tensors]
     training = bytes(one.training for one in modules)
-    return [*map(weakref.ref, modules), *map(weakref.ref, there), training, _changes_of(there)]
+    return [*map(weakref.ref, modules), *which, training, _changes_of(there)]
 
 
 # -- what goes with a function, and what is wrong with it --------------------------------------------------------------

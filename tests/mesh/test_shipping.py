@@ -147,6 +147,39 @@ def test_how_deep_and_how_far_it_looks():
 def test_numbers_that_are_not_equal_to_themselves():
     nan = float("nan")
     assert not changed(lambda: nan, lambda: None)
+    held = {"best": nan}
+    assert not changed(lambda: held, lambda: held.update(best=float("nan")))
+
+
+def test_what_is_found_twice_is_compared_twice():
+    both = [1, 2]
+    for name in ("first", "second"):
+        held = types.SimpleNamespace(first=both, second=both)
+        assert changed(lambda held=held: held, lambda held=held, name=name: setattr(held, name, [5, 6]))
+        held = types.SimpleNamespace(first=(), second=())  # one object
+        assert changed(lambda held=held: held, lambda held=held, name=name: setattr(held, name, (7,)))
+
+
+def test_a_parameter_in_the_place_of_another_that_is_none():
+    layer = torch.nn.Linear(2, 2)
+    layer.register_parameter("more", None)
+
+    def change():
+        layer.more, layer.bias = layer.bias, None
+
+    assert changed(lambda: layer, change)
+
+
+def test_a_snapshot_keeps_no_class_alive():
+    class Local:
+        pass
+
+    held, its = Local(), weakref.ref(Local)
+    function = lambda: held  # noqa: E731
+    found = Snapshot(function)
+    function = held = Local = None
+    gc.collect()
+    assert its() is None and found
 
 
 def test_a_snapshot_keeps_nothing_alive():
