@@ -7,7 +7,7 @@ What comes whole to a call is given the spec of its axis there (`Request`); what
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..kernels.errors import SpecError, message
@@ -65,8 +65,11 @@ class BatchSplit:
     sizes: tuple[int, ...] | None = None
 
 
-def common_length(lengths: Mapping[str, int], whose: str) -> int | None:
-    """Dimension 0 of a batch's leaves, by path; None if it has none.
+def common_length(lengths: Mapping[int, int], called: Callable[[int], str], whose: str) -> int | None:
+    """Dimension 0 of a batch's leaves, by index; None if it has none.
+
+    Args:
+        called: what a leaf is called, asked where that is told.
 
     Raises:
         SpecError: they differ.
@@ -75,7 +78,7 @@ def common_length(lengths: Mapping[str, int], whose: str) -> int | None:
         raise SpecError(
             message(
                 f"the leaves of the batch of {whose} differ in dimension 0",
-                got=", ".join(f"{path}: {length}" for path, length in lengths.items()),
+                got=", ".join(f"{called(index)}: {length}" for index, length in lengths.items()),
                 remedy="make them agree",
             )
         )

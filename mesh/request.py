@@ -116,9 +116,7 @@ class Request:
             )
         self._uneven = frozenset(lengths)
         self._check_order(argument.axis, lengths)
-        total = next(iter(lengths.values()), None)
-        if len(set(lengths.values())) > 1:
-            common_length({self.where(index): length for index, length in lengths.items()}, self.name)
+        total = common_length(lengths, self.where, self.name)
         if total is not None:
             if len(lengths) < sum(self._belonging_to([place])):
                 refuse_lists(batch, total, self.name)

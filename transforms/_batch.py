@@ -6,6 +6,7 @@ What was cut on the way in is this rank's part already; what is whole is cut her
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -39,14 +40,14 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
     Raises:
         SpecError: a leaf has no dimension to split, leaves differ in length, or were dealt otherwise.
     """
-    axis, session = argument.axis, region.session
+    axis, session, called = argument.axis, region.session, functools.partial(_called, tree)
     leaves, treedef = trees.flatten(tree)
     cut: dict[int, int] = {}  # lengths of the leaves that are this rank's part already
     whole: dict[int, int] = {}
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             if not leaf.dim():
-                problem = f"{_called(tree, index)} of {name} has no dimension to split"
+                problem = f"{called(index)} of {name} has no dimension to split"
                 raise SpecError(message(problem, remedy="pass scalars in another argument"))
             (cut if axis in (marked(leaf) or ()) else whole)[index] = leaf.shape[0]
     if cut and argument.shards is not None and region.batch.shards != argument.shards:
@@ -64,15 +65,13 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
                 f"the batch of {name} has leaves that are each rank's part already beside whole ones, whose rows would "
                 "be of different samples",
                 got="; ".join(
-                    f"{kind}: {', '.join(_called(tree, index) for index in some)}"
-                    for kind, some in (("parts", cut), ("whole", whole))
+                    f"{kind}: {', '.join(map(called, some))}" for kind, some in (("parts", cut), ("whole", whole))
                 ),
                 where=session.where(),
                 remedy="give all of it to the Loader's dataset, or pass all of it whole",
             )
         )
-    if len({*cut.values(), *whole.values()}) > 1:
-        common_length({_called(tree, index): length for index, length in {**cut, **whole}.items()}, name)
+    common_length({**cut, **whole}, called, name)
     here, total = next(iter(cut.values()), None), next(iter(whole.values()), None)
     if here is not None:
         known = region.batch.total if region.batch.axis == axis else None

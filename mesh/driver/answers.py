@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -143,7 +142,7 @@ class Answers(Owned):
                 task.told.update(found)
         elif isinstance(answer, protocol.Unchanged):
             found = {rank: task.told[rank] for rank in found}
-        task.answers.update(zip(found, zip(itertools.repeat(kind), found.values(), strict=False), strict=True))
+        task.answers.update({rank: (kind, value) for rank, value in found.items()})
         for value in found.values() if kind != "ok" else ():
             own_fault = not task.region and isinstance(value, Failure) and value.kind == "error"
             if not own_fault:

@@ -24,7 +24,7 @@ import torch
 
 from ...kernels import torch_private
 from .. import wire
-from ..rank.references import CONTAINERS, DEPTH, SCALARS, Reader, functions_of, reader_of, used_by
+from ..rank.references import CONTAINERS, DEPTH, SCALARS, Reader, functions_of, readers_of, used_by
 
 _LOOKED_AT = 4096  # values in all
 _DEEPEST = 16  # levels into what can't be pickled
@@ -121,10 +121,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 def _readers_of(obj: Any, depth: int) -> list[tuple[Reader, int]]:
     """How to look at an object and inside it, and how deep what is found is."""
-    inside = reader_of(obj, depth)
-    readers = [] if inside is None else [inside]
-    if inside is not None and type(obj).__module__ == "__main__":
-        readers.append((_class_of, depth))
+    readers = readers_of(obj, depth)
     if isinstance(obj, torch.Tensor):
         readers.append((_changes_of_one, DEPTH))
     elif isinstance(obj, torch.nn.Module):
@@ -132,10 +129,6 @@ def _readers_of(obj: Any, depth: int) -> list[tuple[Reader, int]]:
     elif isinstance(obj, np.ndarray) and obj.nbytes <= _ARRAY_BYTES and not obj.dtype.hasobject:
         readers.append((_bytes_in, DEPTH))
     return readers
-
-
-def _class_of(obj: Any) -> list[Any]:
-    return [type(obj)]
 
 
 def _changes_of_one(tensor: Any) -> list[Any]:

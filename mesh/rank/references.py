@@ -30,14 +30,14 @@ Reader = Callable[[Any], list[Any]]
 """What lies inside an object, of which it keeps nothing."""
 
 
-def reader_of(obj: Any, depth: int) -> tuple[Reader, int] | None:
+def _reader_of(obj: Any, depth: int) -> tuple[Reader, int] | None:
     """How to look inside an object, and how deep what lies there is; None if it counts as a whole."""
     if isinstance(obj, types.FunctionType):
         if travels_by_name(obj):
             return None
         if torch_compiled.original(obj) is not None:
             return _compiled_parts, 0
-        return functools.partial(_function_parts, names=_global_names(obj.__code__)), 0
+        return _function_parts, 0
     if isinstance(obj, functools.partial):
         return _partial_parts, 0
     if isinstance(obj, types.MethodType):
@@ -58,22 +58,22 @@ def reader_of(obj: Any, depth: int) -> tuple[Reader, int] | None:
     return read, depth + 1
 
 
+def readers_of(obj: Any, depth: int) -> list[tuple[Reader, int]]:
+    """How to look inside an object, and how deep what each finds is; none if it counts as a whole."""
+    inside = _reader_of(obj, depth)
+    if inside is None:
+        return []
+    return [inside, (_class_of, depth)] if type(obj).__module__ == "__main__" else [inside]
+
+
 def inside_of(obj: Any, depth: int) -> list[tuple[Any, int]] | None:
     """What to look at inside an object, and how deep that is; None if it counts as a whole."""
-    found = reader_of(obj, depth)
-    if found is None:
-        return None
-    read, level = found
-    its_class = [(type(obj), depth)] if type(obj).__module__ == "__main__" else []  # it travels with its instances
-    return [(item, level) for item in read(obj)] + its_class
+    readers = readers_of(obj, depth)
+    return [(item, level) for read, level in readers for item in read(obj)] if readers else None
 
 
-def _function_parts(function: Any, names: tuple[str, ...]) -> list[Any]:
-    around = function.__globals__
-    parts = [function.__code__, function.__defaults__, function.__kwdefaults__]
-    parts += [around[name] for name in names if name in around]
-    parts += map(content_of, function.__closure__ or ())
-    return parts
+def _function_parts(function: Any) -> list[Any]:
+    return [function.__code__, function.__defaults__, function.__kwdefaults__, *used_by(function).values()]
 
 
 def _compiled_parts(function: Any) -> list[Any]:
@@ -86,6 +86,10 @@ def _partial_parts(partial: Any) -> list[Any]:
 
 def _method_parts(method: Any) -> list[Any]:
     return [method.__func__, method.__self__]
+
+
+def _class_of(obj: Any) -> list[Any]:
+    return [type(obj)]  # it travels with its instances
 
 
 def _no_parts(obj: Any) -> list[Any]:
