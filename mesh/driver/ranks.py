@@ -30,6 +30,7 @@ from ..spec import Layout
 from .spawn import fork_rank, mesh_begins, mesh_ends
 
 END_SECONDS = 2.0  # for ranks that leave to end by themselves
+_LEAVING = 10  # the niceness of those, while others go on
 
 
 class Rank(Owned):
@@ -266,6 +267,12 @@ class Ranks:
     def kill(self) -> None:
         for rank in self.all:
             rank.signal(signal.SIGKILL)
+
+    def yield_processor(self) -> None:
+        """Have what they do from now on wait for others: giving back a process's memory takes as long as a step may."""
+        for rank in self.all:
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, rank.pid, _LEAVING)
 
     def leave(self) -> None:
         """Let those that have been told to leave end by themselves, and give back what they had."""

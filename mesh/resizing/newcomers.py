@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from ...kernels.errors import MeshError, PeerLost, message
 from ...kernels.processes import available_bytes
+from ...kernels.shm.heap import Heap
 from .. import protocol, wire
 from ..driver.functions import ShippedObjects
 from ..driver.ranks import Rank, Ranks
@@ -60,9 +61,9 @@ class Newcomers:
     def __init__(self, session: Session, layout: Layout, threads: int, shared: int, own: int, places: Places | None):
         self.layout, self._places = layout, places
         self._session, self._options = session, session.options | {"threads": threads}
-        # Their first step is taken to make as much as there is, in memory that they share and in their own. What other
-        # hosts have is not known here.
-        room = Populate(own, own + shared)
+        # Their first step is taken to make as much as there is, in memory that they share and in their own, and the
+        # gradients of what all have. What other hosts have is not known here.
+        room = Populate(*(Heap.rounded(nbytes) for nbytes in (own, own + 2 * shared)))
         fits = places is None and 2 * (shared + layout.size * (room.values + 2 * room.step)) < available_bytes()
         self._shared_bytes, self._room = (shared, room) if fits else (0, Populate(0, 0))
         self.known: set[str] = set()

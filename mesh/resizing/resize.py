@@ -246,6 +246,8 @@ class Resizing:
             with uninterrupted():
                 driver.switching = threading.get_ident()
                 reruns, driver.reruns = driver.reruns, True
+                if self._places is None:
+                    old.yield_processor()
                 driver.tell(protocol.Exit())  # of all values there is a copy, or memory that is not theirs
                 driver.hand_over(ranks, self._layout)
                 self._mesh.set_layout(self._layout, self._threads, self._places)
