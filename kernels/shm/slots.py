@@ -86,7 +86,7 @@ class Slots:
         self.staging = Staging(arena.heap, arena.results, leads=rank == 0, members=tuple(map(arena.participant, ranks)))
         self.sequence = 0  # operations begun
         self._operations, self._wait, self._site = operations, operations.wait_until, site
-        self.spins, self._spins = spin, range(SPINS if spin else 1)
+        self.spins, self._tries = spin, range(SPINS if spin else 1)
         self._free_through = SLOTS  # operations whose slots are known to be free
         self._inline = block + block_bytes(self.size)[0]
         self._lines = [block // 8 + each * _line_words(self.size) for each in range(self.size)]
@@ -247,7 +247,7 @@ class Slots:
         if not self.spins and yielded(self.posted(sequence, call)):
             return
         for posted, said in self._peers[sequence % SLOTS]:
-            for _ in self._spins:
+            for _ in self._tries:
                 if words[posted] >= sequence:
                     cores.lost -= SAVED_SECONDS
                     break
@@ -258,7 +258,7 @@ class Slots:
 
     def await_ready(self, ready: Ready, call: Call) -> None:
         """Wait for a step's condition, in a call that is not among the operations under way."""
-        for _ in self._spins:
+        for _ in self._tries:
             if ready():
                 cores.lost -= SAVED_SECONDS
                 return
