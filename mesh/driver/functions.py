@@ -54,6 +54,11 @@ class ShippedOnce:
             self.told = (0, {})
         return self._known[1]
 
+    def note_told(self, objects: ShippedObjects, task: int, told: dict[int, tuple]) -> None:
+        """Keep what the ranks of a mesh have told in a task, unless others have taken their place since."""
+        if self._known is not None and self._known[0] is objects:
+            self.told = task, told
+
 
 class Teller(Protocol):
     """What sends to the ranks: the driver's session."""

@@ -76,7 +76,7 @@ def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet
         try:
             treedef, leaves, metas, *more = read(state.session, *arguments)
         except Exception as error:
-            if not told:
+            if not told or state.session.foreign:
                 raise
             failure = capture(error)  # of this batch alone: those before it have been read
             break

@@ -113,15 +113,19 @@ class _Answers:
     def _taken(self) -> list[Told]:
         answers = self._driver.wait(self._task).values()
         if all(isinstance(answer, tuple) for answer in answers):  # nothing is new
-            self._reader.told = self._task.number, dict(enumerate(answers))
+            self._note(answers)
             return [_of_batch(answers)] * self._count
         decoded = [self._decoded(answer) for answer in answers]
         count = min(len(batches) for batches, _ in decoded)
         for rank, (batches, failure) in enumerate(decoded):
             if len(batches) == count and failure is not None:
                 self._failures[rank] = failure
-        self._reader.told = self._task.number, {rank: batches[-1][:1] for rank, (batches, _) in enumerate(decoded)}
+        self._note([batches[-1][:1] for batches, _ in decoded])
         return [_of_batch([batches[index] for batches, _ in decoded]) for index in range(count)]
+
+    def _note(self, last: Sequence[tuple]) -> None:
+        """Keep how each rank has described the last batch that it has read."""
+        self._reader.note_told(self._driver.shipped, self._task.number, dict(enumerate(last)))
 
     def _decoded(self, answer: Any) -> tuple[Sequence[tuple], Failure | None]:
         """Of one rank, batch by batch, and what has failed behind them."""

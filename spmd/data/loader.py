@@ -42,7 +42,7 @@ class Loader:
         collate_fn: makes a batch of a list of samples; None is torch's default. Tensors are sharded along dimension 0;
             what is no tensor (or has no dimension) must be the same on all ranks. It may pad, on each rank to the
             longest sample there: a step gets its own part, `shards()` are all, `full()` refuses.
-        prefetch: batches to have read ahead; with `workers`, for each of them.
+        prefetch: batches to have read ahead; with `workers`, for each of them. A driver asks for as many in a message.
         workers: processes beside each rank that read, collate and augment for it; 0 has the rank do it between steps.
             They are started anew, with torch imported once a rank, never as forks of a process that computes; what
             they read reaches the rank through shared memory. The batches are the same for any number.
