@@ -178,6 +178,25 @@ def test_a_rank_that_is_killed_between_batches_of_a_message_reads_them_again(mak
     assert [of(batch) for batch in loader] == found  # another epoch, on the rank that is there now
 
 
+def test_no_process_reads_a_sample_twice(make_mesh, tmp_path):
+    """Whether a rank takes the place of one that dies within a message, or after its batches were taken."""
+
+    class Noted(Numbers):
+        def __getitem__(self, index):
+            with open(tmp_path / f"read by {os.getpid()}", "a") as file:
+                file.write(f"{index}\n")
+            return super().__getitem__(index)
+
+    mesh = make_mesh({"data": 2})
+    loader = Loader(Noted(40, {21: die_once(tmp_path / "dead")}), 4, mesh=mesh, shuffle=False, prefetch=8)
+    batches = list(loader)
+    assert [of(batch) for batch in batches] == truth(loader)
+    os.kill(mesh.driver.pids[1], signal.SIGKILL)
+    assert [of(batch) for batch in batches] == truth(loader)
+    read = [[int(line) for line in path.read_text().split()] for path in tmp_path.glob("read by *")]
+    assert len(read) == 4 and all(len(each) == len({*each}) for each in read)
+
+
 def test_a_stream_loses_nothing_with_a_rank(make_mesh, tmp_path):
     def numbers(shard):
         yield from (torch.tensor(shard + i) for i in range(10))
