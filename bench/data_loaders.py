@@ -36,8 +36,10 @@ TOGETHER = 4  # batches that ranks read until they ask each other whether a turn
 WIDTH, ROWS = 784, 60_000  # of the tensors in memory
 MAPPED = 2 * 10**9 // (4 * WIDTH)  # rows of the mapped file
 COLUMNS, SIDE, CROP = 16, 96, 80
+AHEAD = 16  # batches that the driver may have read ahead, besides the default
 PEERS = {
     "spmd": "spmd, from a driver",
+    "spmd ahead": f"spmd, from a driver, prefetch={AHEAD}",
     "spmd launched": "spmd, in launched ranks",
     "torch": "torch DataLoader + DistributedSampler",
     "torch batched": "torch DataLoader, index lists as its sampler",
@@ -127,16 +129,17 @@ def mesh_of(case: str, folder: Path, rank: int | None) -> Any:
     return Mesh({"data": RANKS})
 
 
-def by_spmd(case: str, folder: Path, mesh: Any) -> Iterator[int]:
+def by_spmd(case: str, folder: Path, mesh: Any, **options: int) -> Iterator[int]:
     """In the driver how many samples the batches have over all ranks, in a launched rank its share of them."""
     from spmd import Loader, Stream
 
     share = 1 if mesh.is_driver else RANKS
     if case in ("memory", "memmap"):
         data: Any = rows(folder, case)
-        loader = Loader(data, BATCH * RANKS, mesh=mesh)
+        loader = Loader(data, BATCH * RANKS, mesh=mesh, **options)
     elif case == "parquet":
-        loader = Loader(Stream.parquet(paths_of(folder, case)).shuffle(1000), BATCH * RANKS, mesh=mesh, shards=8)
+        stream = Stream.parquet(paths_of(folder, case)).shuffle(1000)
+        loader = Loader(stream, BATCH * RANKS, mesh=mesh, shards=8, **options)
     else:
         stream = Stream.tar(paths_of(folder, case)).shuffle(100).map(decoded)
         loader = Loader(stream, BATCH * RANKS, mesh=mesh, shards=8, workers=1)
@@ -267,9 +270,10 @@ def of_datasets(sample: dict[str, Any]) -> dict[str, Any]:
 def contend(peer: str, case: str, folder: Path, rank: int) -> None:
     """In a process of a contender: read for so many seconds whenever a line asks for it."""
     torch.set_num_threads(1)
-    mesh = mesh_of(case, folder, None if peer == "spmd" else rank) if peer.startswith("spmd") else None
+    mesh = mesh_of(case, folder, rank if peer == "spmd launched" else None) if peer.startswith("spmd") else None
     made: dict[str, Callable[[], Iterator[int]]] = {
         "spmd": lambda: by_spmd(case, folder, mesh),
+        "spmd ahead": lambda: by_spmd(case, folder, mesh, prefetch=AHEAD),
         "spmd launched": lambda: by_spmd(case, folder, mesh),
         "torch": lambda: by_torch(case, folder, rank),
         "torch batched": lambda: by_torch(case, folder, rank, batched=True),
@@ -306,6 +310,8 @@ def left_out(peer: str, case: str) -> str | None:
         return "not installed"
     if case == "memmap" and peer == "datasets":
         return "reads Arrow files, not arrays"
+    if peer == "spmd ahead" and case == "tar":
+        return "as above: a worker of each rank reads ahead anyway"
     if peer == "torch batched" and case in ("parquet", "tar"):
         return "as above: records come one after another"
     return None
@@ -320,7 +326,7 @@ def measured(case: str, folder: Path) -> dict[str, list[float] | str]:
             found[peer] = why
             continue
         begin = [sys.executable, __file__, "--contend", peer, "--case", case, "--folder", str(folder), "--rank"]
-        count = 1 if peer == "spmd" else RANKS
+        count = 1 if peer in ("spmd", "spmd ahead") else RANKS
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         sides[peer] = [subprocess.Popen([*begin, str(rank)], **pipes) for rank in range(count)]
         if [heard(process) for process in sides[peer]] != ["ready"] * count:

@@ -19,7 +19,7 @@ import torch
 from ..kernels.errors import SpecError, message
 from . import trees
 from .array import Meta, meta
-from .failure import ranks_text
+from .failure import Failure, ranks_text
 from .replication import values
 from .replication.values import Check
 from .spec import Layout, P, ragged_shape
@@ -82,15 +82,18 @@ def decode_all(encoded: Sequence[bytes]) -> dict[int, Outputs]:
     return {rank: decoded[data] for rank, data in enumerate(encoded)}
 
 
-def encode_batch(description: bytes, more: Any) -> bytes:
-    """What a rank tells of its part of a batch: what `encode` gave of it, and more that is this batch's own."""
-    return pickle.dumps((description, more))
+def encode_batches(told: list[tuple], failure: Failure | None) -> bytes:
+    """What a rank tells of its parts of batches: of each what `encode` gave, and more of its own if there is any.
+
+    Args:
+        failure: of the batch behind them.
+    """
+    return pickle.dumps((told, failure))
 
 
-def decode_batch(encoded: Sequence[bytes]) -> tuple[tuple[bytes, ...], list[Any]]:
-    """What the ranks tell of a batch: each one's description, and each one's more."""
-    pairs = [pickle.loads(data) for data in encoded]
-    return tuple(description for description, _ in pairs), [more for _, more in pairs]
+def decode_batches(data: bytes) -> tuple[list[tuple], Failure | None]:
+    told, failure = pickle.loads(data)
+    return told, failure
 
 
 SHARDS_OF_ONE = "return shards of one global value, or declare another spec"

@@ -148,12 +148,12 @@ class PutValues(Task):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FillValues(Task):
-    """Keep what a shipped `reader(session, *arguments)` reads; if `brief`, tell what is new since the last."""
+    """Keep what a shipped `reader(session, *arguments)` reads for each of `batches`, which are (arguments, out); tell
+    nothing if each is described as the last one of the task `known` was."""
 
     reader: str
-    arguments: tuple
-    out: int
-    brief: bool = False
+    batches: tuple[tuple[tuple, int], ...]
+    known: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ class Unchanged(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Metadata(Message):
-    """`CallProgram` or `FillValues` is done; its results (`agreement.encode`), which `Unchanged` means if `lasting`."""
+    """`CallProgram` or `FillValues` is done; what it tells of its results, which `Unchanged` means if `lasting`."""
 
     task: int
     data: bytes

@@ -5,8 +5,6 @@ The same in the driver and on launched ranks, where each rank keeps its own part
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,14 +12,12 @@ import torch
 
 from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, message
-from . import agreement, protocol, trees
-from .array import Array, Meta, meta
-from .batch import Deal
+from . import trees
+from .array import Array, meta
 from .driver import giving
-from .driver.functions import ShippedOnce
 from .mesh import Mesh, resolve
 from .rank.local_values import LocalValues
-from .spec import RAGGED, REPLICATED, Layout, P, is_spec, split_sizes, strided_sizes
+from .spec import REPLICATED, P, is_spec
 
 
 def is_array(x: Any) -> bool:
@@ -144,83 +140,3 @@ def place(mesh: Mesh, tree: Any, spec: Any) -> Any:
     for (index, _, _), array in zip(todo, arrays, strict=True):
         placed[index] = array
     return trees.unflatten(treedef, placed)
-
-
-def fill(
-    mesh: Mesh,
-    name: str,
-    reader: ShippedOnce,
-    arguments: tuple,
-    deal: Deal | None,
-    *,
-    ragged: bool = False,
-    remedy: str,
-) -> Callable[[], Any]:
-    """Have every rank read its part of a batch; a function that waits for it and gives the tree of Arrays.
-
-    Args:
-        name: what is read, for messages.
-        reader: of `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each)`, called on every rank.
-        ragged: the parts may differ in more than dimension 0.
-        remedy: what to do where they do and may not.
-    """
-    if not mesh.is_driver:
-        made = _read_here(mesh, reader.obj, arguments, deal, ragged)
-        return lambda: made
-    driver, values = mesh.driver, mesh.driver.new_values()
-    shipped, out = reader.to(driver.shipped), values.number  # and not the values, which will have `read`
-
-    def read(
-        number: int, region: int, freed: protocol.Spans, forgotten: tuple[str, ...], brief: bool = False
-    ) -> protocol.FillValues:  # and keeps what it reads with shipped
-        return protocol.FillValues(number, region, freed, forgotten, shipped.key, arguments, out, brief)
-
-    values.read, layout = read, mesh.layout  # which is another by then, perhaps
-    first = functools.partial(read, brief=True)
-    task = driver.submit(first, told=shipped.told, name="a batch", values=values, layout=layout)
-    task.reported = True  # what fails is told who comes to this batch, and nobody if the loop was left before
-
-    def there() -> Any:
-        told = tuple(driver.wait(task).values())
-        treedef, results = agreement.of_batch(
-            layout, told, name=name, where=mesh.describe(), ragged=ragged, remedy=remedy
-        )
-        arrays = iter(values.arrays(None, [result.meta for result in results if result.meta is not None], deal=deal))
-        made = [result.value if result.meta is None else next(arrays) for result in results]
-        return trees.unflatten(treedef, made)
-
-    return there
-
-
-def _read_here(mesh: Mesh, reader: Any, arguments: tuple, deal: Deal | None, ragged: bool) -> Any:
-    """A launched rank's part of a batch, as Arrays."""
-    session = mesh.session
-    treedef, leaves, outputs = reader(session, *arguments)
-    of_tensors = [about for about in outputs if about.spec is not None]
-    metas = [meta(about.whole or about.shape, about.dtype, about.spec) for about in of_tensors]
-    shards = None if deal is None else deal.shards
-    shapes = None if shards is None else [_shapes(mesh.layout, about, shards) for about in of_tensors]
-    hints = [_unsure(about) for about in metas] if ragged and mesh.layout.size > 1 else metas
-    tensors = leaves if len(of_tensors) == len(leaves) else agreement.tensors_among(leaves, outputs)
-    arrays: list[Any] = LocalValues(session, tensors, metas, shapes, hints=hints, deal=deal).arrays(mesh)
-    if tensors is not leaves:
-        rest = iter(arrays)
-        arrays = [leaf if about.spec is None else next(rest) for leaf, about in zip(leaves, outputs, strict=True)]
-    return trees.unflatten(treedef, arrays)
-
-
-def _shapes(layout: Layout, about: agreement.OutputMeta, shards: int) -> tuple[tuple[int, ...], ...] | None:
-    """Of all ranks' parts, which virtual shards make other than even."""
-    if about.whole is None or about.spec is None:
-        return None
-    axes = about.spec.dim_axes(0)
-    parts = layout.parts(axes)
-    sizes, owned = strided_sizes(about.whole[0], shards), split_sizes(shards, parts)
-    held = [sum(sizes[sum(owned[:part]) : sum(owned[: part + 1])]) for part in range(parts)]
-    return tuple((held[layout.part(rank, axes)], *about.whole[1:]) for rank in range(layout.size))
-
-
-def _unsure(about: Meta) -> Meta:
-    """What all ranks know of a part that may be padded, without asking each other."""
-    shape = (about.shape[0], *(RAGGED for _ in about.shape[1:])) if about.spec.entries else about.shape
-    return meta(shape, about.dtype, about.spec)

@@ -98,7 +98,7 @@ class DriverCall:
             name=self._name,
             holds=self,
             arguments=tuple(leaves),
-            values=results,
+            values=(results,),
             layout=self._layout,
         )
         this.started = task

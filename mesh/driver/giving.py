@@ -34,7 +34,7 @@ class Session(Protocol):
         content: Callable[[], wire.Packet] | None = None,
         *,
         name: str | None = None,
-        values: CallValues | None = None,
+        values: Sequence[CallValues] = (),
     ) -> Task: ...
 
 
@@ -44,7 +44,7 @@ Make = Callable[[int, int, Spans, tuple[str, ...]], protocol.Task]
 def put(session: Session, values: CallValues, tensors: Sequence[torch.Tensor], specs: tuple[P, ...]) -> Task:
     """Have every rank keep its shards of whole tensors, as the values of a call."""
     make, content = message_of(session, values, tensors, specs)
-    return session.submit(make, content, name="put", values=values)
+    return session.submit(make, content, name="put", values=(values,))
 
 
 def message_of(

@@ -45,7 +45,7 @@ class Task:
         reported: somebody has been told of the failure.
         began: when it was made, by the clock on the wall.
         seconds: from then until its outcome was known.
-        told: rank -> what it last told of the results of such calls, all of one signature.
+        told: rank -> what it means if it says that nothing is new: what it last told of the results of such calls.
         prints: rank -> what is to be compared of its results.
         compare: asked what has failed where prints differ.
         context: of the caller; a notebook keeps in it which cell that is.
@@ -77,7 +77,7 @@ class Task:
         ranks: tuple[int, ...],
         region: int = 0,
         future: Future | None = None,
-        told: dict[int, bytes] | None = None,
+        told: dict[int, Any] | None = None,
         compare: Callable[[Task], Outcome] | None = None,
     ):
         self.number, self.ranks, self.region, self.future = number, ranks, region, future
@@ -86,7 +86,7 @@ class Task:
         self.failure: Outcome = None
         self.generation: int | None = None
         self.reported = False
-        self.told: dict[int, bytes] = {} if told is None else told
+        self.told: dict[int, Any] = {} if told is None else told
         self.prints: dict[int, bytes] = {}
         self.compare = compare
         self.began, self.seconds = time.time(), -time.monotonic()

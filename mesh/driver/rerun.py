@@ -38,7 +38,7 @@ class Again:
         make, packet: the message and its content.
         holds: what was compiled for the call, which must live until the task is over.
         arguments: its inputs.
-        values: its outputs.
+        values: its outputs; of several batches those of each.
         losses: how often it has lost ranks.
     """
 
@@ -47,7 +47,7 @@ class Again:
     packet: wire.Packet
     holds: Compiled | None
     arguments: Sequence[Any]
-    values: CallValues | None
+    values: Sequence[CallValues]
     losses: int = 0
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ def _lost(again: Again, checkpoint: str | None) -> str:
 
 def _order(task: Task) -> tuple[bool, bool, int]:
     """What makes values on its own comes first, then what fetches them, then regions."""
-    fetches = task.again is not None and task.again.values is None
+    fetches = task.again is not None and not task.again.values
     return task.region > 0, fetches, task.number
 
 
@@ -122,8 +122,8 @@ def send_again(session: Session, task: Task, replaced: Collection[int]) -> None:
     for rank in ranks:
         task.answers.pop(rank, None)
         task.prints.pop(rank, None)
-    if again.values is not None:
-        again.values.was_read(ranks)
+    for values in again.values:
+        values.was_read(ranks)
     session.tell(again.make(task.number, task.region, (), ()), again.packet, ranks)
 
 
@@ -134,7 +134,7 @@ def send_read(session: Session, values: CallValues) -> None:
     values.was_read(ranks)
     task = Task(next(session.numbers), tuple(ranks))
     task.reported = True
-    task.again = Again("a batch", values.read, wire.Packet(b""), None, (), values)
+    task.again = Again("a batch", values.read, wire.Packet(b""), None, (), (values,))
     session.pending.tasks[task.number] = task
     session.tell(values.read(task.number, 0, (), ()), ranks=ranks)
 
@@ -150,8 +150,7 @@ def freed_meanwhile(tasks: Sequence[Task]) -> Spans:
     """What of the outputs of these is needed no more, and would be there again."""
     spans: list[int] = []
     for task in tasks:
-        values = task.again.values if task.again is not None else None
-        if values is not None:
+        for values in task.again.values if task.again is not None else ():
             spans += values.freed_names()
     return tuple(spans)
 

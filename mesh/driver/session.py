@@ -161,13 +161,13 @@ class DriverSession(Owned):
         ranks: Sequence[int] | None = None,
         region: bool = False,
         future: Future | None = None,
-        told: dict[int, bytes] | None = None,
+        told: dict[int, Any] | None = None,
         compare: Callable[[Task], Outcome] | None = None,
         needs: Callable[[], Iterable[Sequence[Any]]] = tuple,
         name: str | None = None,
         holds: Any = None,
         arguments: Sequence[Any] = (),
-        values: CallValues | None = None,
+        values: Sequence[CallValues] = (),
         layout: Layout | None = None,
     ) -> Task:
         """Send a task to ranks (all by default).

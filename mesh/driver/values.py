@@ -131,7 +131,7 @@ class CallValues:
         ranks = sorted(self.unread_on)
         self.was_read(ranks)
         try:
-            self.session.wait(self.session.submit(read, ranks=ranks, name="a batch", values=self))
+            self.session.wait(self.session.submit(read, ranks=ranks, name="a batch", values=(self,)))
         except BaseException:
             self.not_read(ranks)
             raise

@@ -117,7 +117,7 @@ class Moves:
 def moves_of(session: Session, again: Iterable[Task]) -> Moves:
     """What has to go where, for all to have what they had; of calls that are over, and do not run again."""
     found, copies = Moves(remedy=remedy(session)), session.ranks.copies()
-    made = {id(task.again.values) for task in again}
+    made = {id(values) for task in again for values in task.again.values}
     for values in session.values.of_calls(read=False):
         if id(values) in made:
             continue

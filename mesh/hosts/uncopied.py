@@ -90,9 +90,9 @@ class Uncopied:
     def hold(self, task: Task) -> None:
         """A task went well: keep what it takes to run it again, if its results are still being copied."""
         again = task.again
-        if again is None or again.values is None or again.values.number not in self._waits:
+        if again is None or len(again.values) != 1 or again.values[0].number not in self._waits:
             return
-        self._held[again.values.number] = _Held(again, task.told, task.ranks, task.region > 0)
+        self._held[again.values[0].number] = _Held(again, task.told, task.ranks, task.region > 0)
         task.again = None
         if len(self._held) > _MOST:
             self._held.pop(next(iter(self._held))).again.close()

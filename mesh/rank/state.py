@@ -36,7 +36,7 @@ class RankState:
         who: this host's address, if there are several, and the key of the mesh.
 
     Attributes:
-        told: by reader what the driver was told of its last batch.
+        told: by reader how its last batch is described, and the first task since which that has not changed.
     """
 
     def __init__(self, session: RankSession, mesh: Any, *, own_path: Sequence[str] = (), who: tuple[str, bytes]):
@@ -46,7 +46,7 @@ class RankState:
         self._shipped: dict[str, Any] = {}
         self._calls: dict[str, CompiledCall] = {}
         self._described: dict[str, tuple[Any, list[OutputMeta], bytes]] = {}
-        self.told: dict[str, bytes] = {}
+        self.told: dict[str, tuple[bytes, int]] = {}
 
     def keep(self, key: str, packet: wire.Packet) -> bool:
         """Take a shipped object, under its key; whether it could be read."""
@@ -87,6 +87,20 @@ class RankState:
         if known is None or known[0] != treedef or any(about.spec is None for about in metas) or known[1] != metas:
             known = self._described[reader] = treedef, metas, encode(treedef, metas)
         return known[2]
+
+    def is_known(self, batches: list[tuple], reader: str, task: int, known: int) -> bool:
+        """Whether there is nothing new to tell of batches to who knows what was told in the task `known`.
+
+        Args:
+            batches: (description, and more of its own that is always new), at least one.
+            reader, task: what has read them, and in which task.
+        """
+        last = batches[-1][0]
+        described, since = self.told.get(reader, (b"", task))
+        if described is not last:
+            self.told[reader] = last, task
+            return False
+        return since <= known and all(len(batch) == 1 and batch[0] is last for batch in batches)
 
     def free(self, values: tuple[int, ...], keys: tuple[str, ...]) -> None:
         """Forget values and shipped objects that nothing in the driver refers to any more."""

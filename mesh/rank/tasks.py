@@ -13,6 +13,7 @@ import torch
 from ...kernels.shm.blocks import Result
 from .. import agreement, protocol, wire
 from ..ambient import under
+from ..failure import capture
 from ..region import Region, inside, reseed
 from ..replication.values import Check
 from ..resizing.pieces import Pieces
@@ -69,16 +70,21 @@ def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) 
 
 
 def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet) -> Answer:
-    treedef, leaves, metas, *more = state.shipped(task.reader)(state.session, *task.arguments)
-    tensors, specs = agreement.tensors_among(leaves, metas), agreement.specs_of(metas)
-    state.values.keep(task.out, tensors, specs, lasts=False)  # it can be read again
-    data = state.description(task.reader, treedef, metas)
-    if not task.brief:
-        return protocol.Metadata(task.number, agreement.encode_batch(data, more), lasting=False), None
-    if state.told.get(task.reader) is data:
+    read, failure = state.shipped(task.reader), None
+    told: list[tuple] = []  # of each batch
+    for arguments, out in task.batches:
+        try:
+            treedef, leaves, metas, *more = read(state.session, *arguments)
+        except Exception as error:
+            if not told or state.session.foreign:
+                raise
+            failure = capture(error)  # of this batch alone: those before it have been read
+            break
+        state.values.keep(out, agreement.tensors_among(leaves, metas), agreement.specs_of(metas), lasts=False)
+        told.append((state.description(task.reader, treedef, metas), *more))
+    if state.is_known(told, task.reader, task.number, task.known) and failure is None:
         return protocol.Unchanged(task.number, b""), None
-    state.told[task.reader] = data
-    return protocol.Metadata(task.number, data, lasting=True), None
+    return protocol.Metadata(task.number, agreement.encode_batches(told, failure), lasting=False), None
 
 
 def fetch_value(state: RankState, task: protocol.FetchValue, packet: wire.Packet) -> Answer:

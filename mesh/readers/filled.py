@@ -1,6 +1,7 @@
-"""A batch that every rank reads from its own virtual streams, whose lengths are known only once it is read.
+"""Batches that every rank reads from its own virtual streams, whose lengths are known only once they are read.
 
-Beside `put.fill`, which knows them beforehand. Invariant: all processes agree on how many samples each stream gave.
+Beside `sized`, for those of which they are known beforehand. Invariant: all processes agree on how many samples each
+stream gave.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from .. import agreement, protocol, trees
+from .. import agreement, trees
 from ..array import meta
 from ..batch import Deal
 from ..driver.functions import ShippedOnce
@@ -19,6 +20,7 @@ from ..launch import launched
 from ..mesh import Mesh
 from ..rank.local_values import LocalValues
 from ..spec import Layout, split_sizes, strided_sizes
+from .asking import Asked, ask
 
 Found = dict[int, tuple[int, Any]]
 """By virtual stream: how many samples it gave, and where it is now."""
@@ -28,45 +30,33 @@ def fill_streams(
     mesh: Mesh,
     name: str,
     reader: ShippedOnce,
-    arguments: tuple,
-    position: tuple[int, int],
+    requests: Sequence[tuple[tuple, tuple[int, int]]],
     shards: int | None,
     remedy: str,
-) -> Callable[[], tuple[Any, Found]]:
-    """Have every rank read its part of a batch; a function that waits for it and gives the tree of Arrays, or None.
+) -> list[Callable[[], tuple[Any, Found]]]:
+    """Have every rank read its part of batches; for each a function that waits for it and gives the tree of Arrays, or
+    None, and what was found.
 
     Args:
         name: what is read, for messages.
         reader: of `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each, Found)`, called on every rank.
-        position, shards: of the `Deal`.
+        requests: for each batch the arguments, and the position of its `Deal`.
+        shards: of the `Deal`.
         remedy: what to do where the ranks' parts do not fit together.
     """
     if not mesh.is_driver:
-        return functools.partial(_here, mesh, reader.obj, arguments, position, shards)
-    driver, values, layout = mesh.driver, mesh.driver.new_values(), mesh.layout  # which is another later, perhaps
-    shipped, out = reader.to(driver.shipped), values.number  # and not the values, which will have `read`
+        return [functools.partial(_here, mesh, reader.obj, *request, shards) for request in requests]
 
-    def read(number: int, region: int, freed: protocol.Spans, forgotten: tuple[str, ...]) -> protocol.FillValues:
-        return protocol.FillValues(number, region, freed, forgotten, shipped.key, arguments, out)
-
-    values.read = read
-    task = driver.submit(read, layout=layout)
-    task.reported = True  # what fails is told who comes to this batch, and nobody if the loop was left before
-
-    def there() -> tuple[Any, Found]:
-        descriptions, parts = agreement.decode_batch(driver.wait(task).values())
-        found: Found = {}
-        for (part,) in parts:
-            found |= part
+    def there(asked: Asked, position: tuple[int, int]) -> tuple[Any, Found]:
+        descriptions, parts = asked.told()
+        found = {stream: its for (part,) in parts for stream, its in part.items()}
         if not any(count for count, _ in found.values()):
             return None, found
-        treedef, results = agreement.of_batch(layout, descriptions, name=name, where=mesh.describe(), remedy=remedy)
-        deal = _deal(layout, found, position, shards)
-        arrays = iter(values.arrays(None, [result.meta for result in results if result.meta is not None], deal=deal))
-        made = [result.value if result.meta is None else next(arrays) for result in results]
-        return trees.unflatten(treedef, made), found
+        deal = _deal(asked.layout, found, position, shards)
+        return asked.tree(descriptions, deal, name=name, remedy=remedy), found
 
-    return there
+    asked = ask(mesh, reader, [arguments for arguments, _ in requests])
+    return [functools.partial(there, one, position) for one, (_, position) in zip(asked, requests, strict=True)]
 
 
 def _here(

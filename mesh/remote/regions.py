@@ -7,8 +7,9 @@ from typing import Any
 from .. import trees
 from ..agreement import OutputMeta
 from ..driver.functions import ShippedOnce
-from ..put import as_tensor, fill
+from ..put import as_tensor
 from ..rank.session import RankSession
+from ..readers.sized import fill
 from ..spec import P
 from .handle import named
 from .reference import Ref
@@ -24,14 +25,9 @@ def _on_ranks(mesh: Any, ref: Ref) -> Any:
     error = ref.exception()  # waits until it is done, and fetches nothing
     if error is not None:
         return ref.get()
-    return fill(
-        mesh,
-        f"the result of {ref.label}",
-        ShippedOnce(_read),
-        (name,),
-        None,
-        remedy="return tensors of the same shapes",
-    )()
+    remedy = "return tensors of the same shapes"
+    (value,) = fill(mesh, f"the result of {ref.label}", ShippedOnce(_read), [((name,), None)], remedy=remedy)
+    return value()
 
 
 def _read(session: RankSession, name: tuple) -> tuple[Any, list[Any], list[OutputMeta]]:

@@ -67,7 +67,7 @@ def _put(driver: DriverSession, values: CallValues, wholes: list[Any], specs: tu
     make, content = giving.message_of(driver, values, wholes, specs)
     task, packet = Task(next(driver.numbers), tuple(range(driver.layout.size))), content()
     task.reported = True  # who waits for it is told
-    task.again = Again("put", make, packet, None, (), None)
+    task.again = Again("put", make, packet, None, (), ())
     driver.pending.tasks[task.number] = task
     driver.tell(make(task.number, 0, (), ()), packet)
     return task

@@ -22,6 +22,8 @@ from .map_batches import MapBatches
 from .stream_batches import StreamBatches
 from .streams import Stream
 
+_MESSAGE = 4  # more batches are asked for when only one in so many of `prefetch` is left: most of them in one message
+
 
 class Loader:
     """Iterate over one epoch of minibatches, as Arrays that are already on the ranks.
@@ -40,7 +42,7 @@ class Loader:
         collate_fn: makes a batch of a list of samples; None is torch's default. Tensors are sharded along dimension 0;
             what is no tensor (or has no dimension) must be the same on all ranks. It may pad, on each rank to the
             longest sample there: a step gets its own part, `shards()` are all, `full()` refuses.
-        prefetch: batches to have read ahead; with `workers`, for each of them.
+        prefetch: batches to have read ahead; with `workers`, for each of them. A driver asks for as many in a message.
         workers: processes beside each rank that read, collate and augment for it; 0 has the rank do it between steps.
             They are started anew, with torch imported once a rank, never as forks of a process that computes; what
             they read reaches the rank through shared memory. The batches are the same for any number.
@@ -148,17 +150,18 @@ class Loader:
         loads, parts = self._loads, mesh.layout.axes[mesh.layout.batch_axis]
         feed = self._batches.begin(mesh, epoch, self._yielded, self._position)
         while self._loads == loads:
-            batch, position = feed.take() if len(feed) or feed.ask() else (None, None)
+            if not feed.asked:
+                feed.ask(1)
+            batch, position = feed.take()
             if batch is None and not self._yielded:
                 return  # an epoch of no batches, which leads nowhere
             if batch is None:
                 self._epoch, self._yielded, self._position = epoch + 1, 0, None
                 return
-            ahead = self.prefetch if mesh.is_driver else 0
-            if ahead and (nbytes := _nbytes(batch) // parts):
-                ahead = min(ahead, self._most_bytes // nbytes)
-            while len(feed) < ahead and feed.ask():
-                pass
+            if mesh.is_driver and _MESSAGE * feed.asked < self.prefetch and feed.more:
+                ahead = min(self.prefetch, self._most_bytes // max(1, _nbytes(batch) // parts))
+                if ahead > feed.asked:
+                    feed.ask(ahead - feed.asked)
             self._yielded, self._position = self._yielded + 1, position
             if self._batches.is_last(self._yielded - 1):
                 self._epoch, self._yielded = epoch + 1, 0

@@ -15,7 +15,8 @@ from ..mesh import trees
 from ..mesh.batch import Deal
 from ..mesh.driver.functions import ShippedOnce
 from ..mesh.mesh import Mesh
-from ..mesh.put import as_tensor, fill
+from ..mesh.put import as_tensor
+from ..mesh.readers.sized import fill
 from ..transforms import Sampler
 from .reading import ONE_LENGTH, MapReader
 
@@ -80,24 +81,28 @@ class _Feed:
         self._reader = ShippedOnce(batches._reader)  # what it reads is looked at for changes once an epoch
         self._pending: deque[Callable[[], Any]] = deque()
 
-    def __len__(self) -> int:
+    @property
+    def asked(self) -> int:
         return len(self._pending)
 
-    def ask(self) -> bool:
-        """Ask for one more, if there is one."""
-        this = self._batches
-        if self._next >= this.steps:
-            return False
-        where = (self._mesh.layout.batch_axis, self._epoch, self._next)
-        deal = Deal((self._epoch, self._next), this.shards)
-        name = "the Loader's dataset"
-        self._pending.append(fill(self._mesh, name, self._reader, where, deal, ragged=this._ragged, remedy=ONE_LENGTH))
-        self._next += 1
-        return True
+    @property
+    def more(self) -> bool:
+        """Whether there may be any that were not asked for."""
+        return self._next < self._batches.steps
+
+    def ask(self, count: int) -> None:
+        """Ask for so many more, as far as there are any."""
+        this, axis = self._batches, self._mesh.layout.batch_axis
+        steps = range(self._next, min(self._next + count, this.steps))
+        requests = [((axis, self._epoch, step), Deal((self._epoch, step), this.shards)) for step in steps]
+        if requests:
+            name = "the Loader's dataset"
+            self._pending += fill(self._mesh, name, self._reader, requests, ragged=this._ragged, remedy=ONE_LENGTH)
+        self._next += len(steps)
 
     def take(self) -> tuple[Any, None]:
-        """The first, and the position behind it as far as it is more than a number of batches."""
-        return self._pending.popleft()(), None
+        """The first, or None if the epoch is over, and the position behind it as far as it is more than a number."""
+        return (self._pending.popleft()() if self._pending else None), None
 
 
 def _tensors(dataset: Any) -> Any:

@@ -114,18 +114,22 @@ class _Feed:
         self._reader = ShippedOnce(batches._reader)
         self._pending: deque[Callable[[], Any]] = deque()
 
-    def __len__(self) -> int:
+    @property
+    def asked(self) -> int:
         return len(self._pending)
 
-    def ask(self) -> bool:
-        """Ask for one more."""
-        this = self._batches
-        where = (self._mesh.layout.batch_axis, self._run, self._epoch, self._next, self._known)
-        position = (self._epoch, self._next)
-        name = "the Loader's Stream"
-        self._pending.append(fill_streams(self._mesh, name, self._reader, where, position, this.shards, ONE_LENGTH))
-        self._next += 1
+    @property
+    def more(self) -> bool:
+        """Whether there may be any that were not asked for: that none is left is known when one is taken."""
         return True
+
+    def ask(self, count: int) -> None:
+        """Ask for so many more."""
+        axis, steps = self._mesh.layout.batch_axis, range(self._next, self._next + count)
+        requests = [((axis, self._run, self._epoch, step, self._known), (self._epoch, step)) for step in steps]
+        name, shards = "the Loader's Stream", self._batches.shards
+        self._pending += fill_streams(self._mesh, name, self._reader, requests, shards, ONE_LENGTH)
+        self._next += count
 
     def take(self) -> tuple[Any, Any]:
         """The first, or None if the epoch is over, and the position behind it."""

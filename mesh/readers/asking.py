@@ -1,0 +1,136 @@
+"""A driver asks its ranks for their parts of several batches at once: one message, one task, one answer of each rank.
+
+Invariants: each batch has values of its own, so that it alone is freed, or read again by a rank in a dead one's place;
+what fails is raised at the batch that it belongs to, after those before it. A rank that has nothing new to tell says so
+of an earlier task that the request names, whose answers the driver has kept with it: no others can be meant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from .. import agreement, protocol, trees
+from ..batch import Deal
+from ..driver.functions import ShippedOnce
+from ..driver.pending import Task
+from ..driver.session import DriverSession
+from ..driver.values import CallValues
+from ..failure import Failure, combine
+from ..mesh import Mesh
+from ..rank.interrupts import uninterrupted
+from ..spec import Layout
+
+Told = tuple[tuple[bytes, ...], list[list[Any]]]
+"""What the ranks tell of a batch: how each describes its part, and of each what more there is."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """A batch that the ranks were asked for.
+
+    Attributes:
+        layout: of the mesh, which may have another by the time that the batch is there.
+        values: its own.
+    """
+
+    layout: Layout
+    values: CallValues
+    _answers: _Answers
+    _index: int
+
+    def told(self) -> Told:
+        """What the ranks tell of it; waits for it."""
+        return self._answers.of(self._index)
+
+    def tree(
+        self, descriptions: tuple[bytes, ...], deal: Deal | None, *, name: str, ragged: bool = False, remedy: str
+    ) -> Any:
+        """Its tree of Arrays, of what each rank has described; for the arguments see `sized.fill`."""
+        where = self._answers.where
+        treedef, results = agreement.of_batch(
+            self.layout, descriptions, name=name, where=where, ragged=ragged, remedy=remedy
+        )
+        metas = [result.meta for result in results if result.meta is not None]
+        arrays: list[Any] = self.values.arrays(None, metas, deal=deal)
+        if len(metas) < len(results):
+            rest = iter(arrays)
+            arrays = [result.value if result.meta is None else next(rest) for result in results]
+        return trees.unflatten(treedef, arrays)
+
+
+def ask(mesh: Mesh, reader: ShippedOnce, requests: Sequence[tuple]) -> list[Asked]:
+    """Have every rank read its part of batches, one after another.
+
+    Args:
+        reader: of `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each, and more)`, called on every
+            rank.
+        requests: the arguments for each batch.
+    """
+    driver, layout = mesh.driver, mesh.layout
+    shipped, (known, told) = reader.to(driver.shipped), reader.told
+    with uninterrupted():
+        values = [driver.new_values() for _ in requests]
+    batches = tuple((arguments, own.number) for arguments, own in zip(requests, values, strict=True))
+
+    def read(
+        number: int,
+        region: int,
+        freed: protocol.Spans,
+        forgotten: tuple[str, ...],
+        batches: tuple[tuple[tuple, int], ...] = batches,
+        known: int = known,
+    ) -> protocol.FillValues:  # and keeps what it reads with shipped, but not the values, which have `read`
+        return protocol.FillValues(number, region, freed, forgotten, shipped.key, batches, known)
+
+    for batch, own in zip(batches, values, strict=True):
+        own.read = functools.partial(read, batches=(batch,), known=0)
+    task = driver.submit(read, told=told, name="a batch", values=tuple(values), layout=layout)
+    task.reported = True  # what fails is told who comes to this batch, and nobody if the loop was left before
+    answers = _Answers(driver, reader, task, len(batches))
+    return [Asked(layout, own, answers, index) for index, own in enumerate(values)]
+
+
+class _Answers:
+    """What the ranks tell of the batches of one task."""
+
+    def __init__(self, driver: DriverSession, reader: ShippedOnce, task: Task, count: int):
+        self._driver, self._reader, self._task, self._count = driver, reader, task, count
+        self._told: list[Told] | None = None  # of the batches that all ranks have read
+        self._failures: dict[int, Failure] = {}  # of the batch behind them
+        self.where = driver.describe()
+
+    def of(self, index: int) -> Told:
+        if self._told is None:
+            self._told = self._taken()
+        if index >= len(self._told):
+            self._driver.run_state.note_failure(self._task)
+            raise combine(self._failures, {}, self.where)
+        return self._told[index]
+
+    def _taken(self) -> list[Told]:
+        answers = self._driver.wait(self._task).values()
+        if all(isinstance(answer, tuple) for answer in answers):  # nothing is new
+            self._note(answers)
+            return [_of_batch(answers)] * self._count
+        decoded = [self._decoded(answer) for answer in answers]
+        count = min(len(batches) for batches, _ in decoded)
+        for rank, (batches, failure) in enumerate(decoded):
+            if len(batches) == count and failure is not None:
+                self._failures[rank] = failure
+        self._note([batches[-1][:1] for batches, _ in decoded])
+        return [_of_batch([batches[index] for batches, _ in decoded]) for index in range(count)]
+
+    def _note(self, last: Sequence[tuple]) -> None:
+        """Keep how each rank has described the last batch that it has read."""
+        self._reader.note_told(self._driver.shipped, self._task.number, dict(enumerate(last)))
+
+    def _decoded(self, answer: Any) -> tuple[Sequence[tuple], Failure | None]:
+        """Of one rank, batch by batch, and what has failed behind them."""
+        return ([answer] * self._count, None) if isinstance(answer, tuple) else agreement.decode_batches(answer)
+
+
+def _of_batch(told: Sequence[tuple]) -> Told:
+    return tuple(description for description, *_ in told), [more for _, *more in told]

@@ -1,0 +1,325 @@
+"""Several batches in one message of the driver's: each is as if it had been asked for alone."""
+
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import cloudpickle
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from spmd import Loader, P, Sampler, Stream, data_parallel, psum, spmd
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Numbers(Dataset):
+    """Sample i is i, as often as `lengths[i]` says; when some are read something happens before."""
+
+    def __init__(self, length, before=None, lengths=None):
+        self.length, self.before, self.lengths = length, before or {}, lengths
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if index in self.before:
+            self.before[index]()
+        return torch.full((1 if self.lengths is None else self.lengths[index],), index)
+
+
+def die_once(file: Path):
+    """What kills the process that calls it, the first time."""
+
+    def die():
+        if not file.exists():
+            file.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return die
+
+
+def fail(what):
+    def failing():
+        raise LookupError(what)
+
+    return failing
+
+
+def truth(loader, epoch=0, ranks=2):
+    """The batches of an epoch, as they are over two ranks."""
+    ids = [loader.sampler.batch(epoch, step) for step in range(len(loader))]
+    return [torch.cat([each[rank::ranks] for rank in range(ranks)]).tolist() for each in ids]
+
+
+def of(batch):
+    return batch.full().flatten().tolist()
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """By mesh how many batches each message has asked for."""
+    from spmd.mesh import protocol
+    from spmd.mesh.driver.session import DriverSession
+
+    found, tell = [], DriverSession.tell
+
+    def noted(self, message, *args, **options):
+        if isinstance(message, protocol.FillValues):
+            found.append(len(message.batches))
+        return tell(self, message, *args, **options)
+
+    monkeypatch.setattr(DriverSession, "tell", noted)
+    return found
+
+
+# -- how many ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_asks_for_several(shared_mesh, requests):
+    loader = Loader(torch.arange(80), 4, mesh=shared_mesh({"data": 2}), prefetch=8)
+    assert [of(batch) for batch in loader] == truth(loader)
+    assert requests == [1, 8, 7, 4]  # what the first one is like says how many may be asked for
+    requests.clear()
+    assert len(list(Loader(torch.arange(80), 4, mesh=shared_mesh({"data": 2})))) == 20
+    assert requests == [1] + 9 * [2] + [1]
+    requests.clear()
+    assert len(list(Loader(torch.arange(80), 4, mesh=shared_mesh({"data": 2}), prefetch=0))) == 20
+    assert requests == 20 * [1]
+
+
+@pytest.mark.parametrize("of_stream", [False, True])
+def test_no_more_is_held_than_may_be(shared_mesh, requests, of_stream):
+    """In numbers, and in megabytes: a batch has one on each rank."""
+    mesh, size = shared_mesh({"data": 2}), 1 << 18
+
+    def million(_):
+        yield from (torch.zeros(size // 2) for _ in range(20))
+
+    source = Stream([0, 1], million) if of_stream else [torch.zeros(size // 2)] * 40
+    for prefetch, megabytes, most in ((3, 100, 3), (8, 2.2, 2), (8, 0.1, 1)):
+        requests.clear()
+        taken = 0
+        for _ in Loader(source, 4, mesh=mesh, prefetch=prefetch, prefetch_mb=megabytes):
+            taken += 1
+            assert sum(requests) - taken <= (0 if megabytes < 1 else most)
+        assert taken == 10 and max(requests) == most
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("fails", [[20], [21], [20, 21], [20, 25], [29, 20], [21, 24]])
+def test_an_exception_is_raised_at_its_batch(shared_mesh, fails, workers):
+    """Whichever rank reads it, and whatever fails behind it; those before it are delivered."""
+    mesh = shared_mesh({"data": 2})
+    data = Numbers(40, {index: fail(f"no {index}") for index in fails})
+    loader = Loader(data, 4, mesh=mesh, shuffle=False, prefetch=8, workers=workers)
+    found = []
+    with pytest.raises(LookupError, match=r"no 2[01]") as caught:
+        for batch in loader:
+            found.append(of(batch))
+    assert found == truth(loader)[:5] and loader.state_dict() == {"epoch": 0, "step": 5}
+    assert "in failing" in str(caught.value.__cause__)
+    if sys.version_info >= (3, 11):
+        notes = "".join(caught.value.__notes__)
+        assert "[reading sample 2" in notes and "of the Loader's Numbers]" in notes and "[raised on rank" in notes
+
+    data.before.clear()
+    loader = Loader(data, 4, mesh=mesh, shuffle=False, prefetch=8, workers=workers)
+    loader.load_state_dict({"epoch": 0, "step": 5})
+    assert [of(batch) for batch in loader] == truth(loader)[5:]
+
+
+def test_a_stream_fails_at_its_batch(shared_mesh):
+    def failing(shard):
+        yield from (torch.tensor(shard + i) for i in range(5))
+        raise LookupError("no more")
+
+    loader, found = Loader(Stream([0, 10], failing), 2, shuffle=False, mesh=shared_mesh({"data": 2}), prefetch=8), []
+    with pytest.raises(LookupError, match="no more"):
+        for batch in loader:
+            found.append(of(batch))
+    assert found == [[i, 10 + i] for i in range(5)]
+
+
+def test_an_exception_that_nobody_comes_to_is_nobodys(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+    for batch in Loader(Numbers(40, {9: fail("no")}), 4, mesh=mesh, shuffle=False, prefetch=8):
+        if int(batch.full()[-1]) == 7:
+            break
+    assert mesh.run(lambda: 1) == [1, 1]
+
+
+@pytest.mark.parametrize("dies", [6, 19, 21])
+def test_a_rank_that_is_killed_between_batches_of_a_message_reads_them_again(make_mesh, tmp_path, dies):
+    mesh = make_mesh({"data": 2})
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def total(batch):
+        return psum(batch.sum(), "data")
+
+    data = Numbers(40, {dies: die_once(tmp_path / "dead")})
+    loader = Loader(data, 4, mesh=mesh, shuffle=False, prefetch=8)
+    found, totals = [], []
+    for batch in loader:
+        totals.append(total(batch))
+        found.append(of(batch))
+    assert (tmp_path / "dead").exists()
+    assert found == truth(loader) and [int(each) for each in totals] == [sum(each) for each in found]
+    assert [of(batch) for batch in loader] == found  # another epoch, on the rank that is there now
+
+
+def test_no_process_reads_a_sample_twice(make_mesh, tmp_path):
+    """Whether a rank takes the place of one that dies within a message, or after its batches were taken."""
+
+    class Noted(Numbers):
+        def __getitem__(self, index):
+            with open(tmp_path / f"read by {os.getpid()}", "a") as file:
+                file.write(f"{index}\n")
+            return super().__getitem__(index)
+
+    mesh = make_mesh({"data": 2})
+    loader = Loader(Noted(40, {21: die_once(tmp_path / "dead")}), 4, mesh=mesh, shuffle=False, prefetch=8)
+    batches = list(loader)
+    assert [of(batch) for batch in batches] == truth(loader)
+    os.kill(mesh.driver.pids[1], signal.SIGKILL)
+    assert [of(batch) for batch in batches] == truth(loader)
+    read = [[int(line) for line in path.read_text().split()] for path in tmp_path.glob("read by *")]
+    assert len(read) == 4 and all(len(each) == len({*each}) for each in read)
+
+
+def test_a_stream_loses_nothing_with_a_rank(make_mesh, tmp_path):
+    def numbers(shard):
+        yield from (torch.tensor(shard + i) for i in range(10))
+
+    die = die_once(tmp_path / "dead")
+
+    def dies(x):
+        if int(x) == 15:
+            die()
+        return x
+
+    loader = Loader(Stream([0, 10], numbers).map(dies), 2, shuffle=False, mesh=make_mesh({"data": 2}), prefetch=8)
+    assert [of(batch) for batch in loader] == [[i, 10 + i] for i in range(10)]
+    assert (tmp_path / "dead").exists()
+
+
+def test_ranks_that_are_killed_over_and_over_lose_and_repeat_nothing(make_mesh):
+    """While batches of other shapes come in turns, so that ranks have something new to tell, or nothing."""
+    mesh = make_mesh({"data": 2})
+    lengths = [1 + (index // 16) % 2 for index in range(240)]
+    lengths[100:140] = [3] * 40
+    loader = Loader(Numbers(240, lengths=lengths), 4, mesh=mesh, shuffle=False, prefetch=5)
+    found, expected = [], [(4, lengths[4 * step]) for step in range(60)]
+    for step, batch in enumerate(loader):
+        found.append((tuple(batch.shape), of(batch)))
+        if step % 9 == 4:
+            os.kill(mesh.driver.pids[step % 2], signal.SIGKILL)
+    assert [shape for shape, _ in found] == expected
+    samples = [ids for each in truth(loader) for ids in each]
+    assert list(itertools.chain(*(ids for _, ids in found))) == [i for i in samples for _ in range(lengths[i])]
+
+
+def test_what_is_not_new_is_that_of_the_task_that_the_request_names():
+    """Whatever answers the driver has missed or not taken yet."""
+    from spmd.mesh.rank.state import RankState
+
+    a, b = b"a", b"b"
+    steps = [  # batches, task, what the driver knows, whether that is all
+        ([a], 5, 0, False),
+        ([a, a], 6, 0, False),
+        ([a, a], 7, 5, True),
+        ([a, b], 8, 7, False),
+        ([b], 9, 7, False),  # the answer to 8 is on its way, or was dropped
+        ([b], 10, 8, True),
+        ([b], 11, 9, True),
+        ([a, b], 12, 11, False),
+        ([b, a], 13, 12, False),
+        ([a], 14, 12, False),
+        ([a], 15, 13, True),
+    ]
+    rank = SimpleNamespace(told={})
+    for batches, task, known, nothing_new in steps:
+        found = RankState.is_known(rank, [(each,) for each in batches], "reader", task, known)
+        assert found == nothing_new, task
+    assert not RankState.is_known(rank, [(a, "a position of its own")], "reader", 16, 15)
+    assert not RankState.is_known(rank, [(a,)], "another reader", 17, 16)
+
+
+def test_an_interrupt_while_batches_are_read_moves_no_position(make_mesh):
+    mesh = make_mesh({"data": 2})
+    loader = Loader(Numbers(40, {21: lambda: time.sleep(0.5)}), 4, mesh=mesh, shuffle=False, prefetch=8)
+    batches = iter(loader)
+    next(batches)
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    timer.join()
+    loader.load_state_dict(loader.state_dict())
+    assert [of(batch) for batch in loader] == truth(loader)[1:]
+
+
+# -- the loop ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_position_that_is_loaded_in_the_loop_is_the_next(shared_mesh):
+    loader = Loader(torch.arange(40), 4, mesh=shared_mesh({"data": 2}), prefetch=8)
+    found = []
+    for batch in loader:
+        found.append(of(batch))
+        if len(found) in (3, 5):
+            loader.load_state_dict({"epoch": 0, "step": 8 - len(found)})
+    whole = truth(loader)
+    assert found == whole[:3] + whole[5:7] + whole[3:]
+
+
+def test_breaking_off_and_starting_again(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+    loader = Loader(torch.arange(40), 4, mesh=mesh, prefetch=8)
+    before = len(mesh.driver.values)
+    for leave in (1, 2, 9):
+        for step, batch in enumerate(loader, 1):
+            assert of(batch) == truth(loader)[step - 1]
+            if step == leave:
+                break
+        assert loader.state_dict() == {"epoch": 0, "step": leave}
+    del batch
+    assert [of(batch) for batch in loader] == truth(loader)
+    assert len(mesh.driver.values) == before
+
+
+def test_two_loaders_and_steps_between_them_stay_in_order(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+    one, other = (Loader(torch.arange(43), 4, mesh=mesh, seed=seed, prefetch=6) for seed in (1, 2))
+
+    @spmd(mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
+    def step(total, a, b):
+        return total * 3 % 1009 + psum((a * a - 2 * b * b).sum(), "data")
+
+    total, expected = torch.tensor(0), 0
+    for a, b in zip(one, other, strict=True):
+        total = step(total, a, b)
+    for x, y in zip(truth(one), truth(other), strict=True):
+        expected = expected * 3 % 1009 + sum(i * i for i in x) - 2 * sum(i * i for i in y)
+    assert int(total) == expected
+
+
+def test_a_resize_between_batches_of_a_message(make_mesh):
+    mesh = make_mesh({"data": 2})
+    loader = Loader(torch.arange(46), 4, mesh=mesh, prefetch=8, seed=5)
+    found, sampler = [], Sampler(46, 4, seed=5)
+    for step, batch in enumerate(loader):
+        if step in (2, 6):
+            mesh.resize({"data": 3 if step == 2 else 1})
+        found.append(sorted(of(batch)))
+    assert found == [sorted(sampler.batch(0, step).tolist()) for step in range(12)]
