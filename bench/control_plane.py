@@ -2,6 +2,8 @@
 
     python bench/control_plane.py [--hosts 64] > bench/results/control_plane.txt
 
+Beyond 32 hosts some relay to the others; there each row is measured without relays, too, one after the other.
+
 Stub hosts (`stub_host`) are forked from one process, so that none imports torch. They share the cores of this machine
 with the driver: what they take of them is part of the latency, and would not be on hosts of their own; so the driver's
 own processor time, of all its threads, is given too.
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import math
 import multiprocessing
 import os
 import platform
@@ -23,7 +26,7 @@ from typing import Any
 
 import stub_host
 
-RANKS, CALLS = 16, 50
+RANKS, CALLS, DIRECT_HOSTS = 16, 50, 32
 FORK = multiprocessing.get_context("forkserver")
 
 
@@ -60,28 +63,23 @@ def nothing() -> None:
     """What is called on all ranks."""
 
 
-def measured(hosts: int, ranks: int = RANKS) -> dict[str, float]:
-    from spmd import Mesh, PeerLost
+def measured(hosts: int, ranks: int = RANKS, *, relays: bool = True) -> dict[str, float]:
+    from spmd import Mesh
+    from spmd.mesh.hosts.relaying import tree
 
+    tree.DIRECT_HOSTS = DIRECT_HOSTS if relays else hosts
     gc.collect()
     before, began, stubs = resident(), time.perf_counter(), Stubs(hosts, ranks)
     with Mesh({"data": ranks * hosts}, hosts=stubs, timeout=120) as mesh:
         start = time.perf_counter() - began
         mesh.run(nothing)
         memory = (resident() - before) / (ranks * hosts)
+        while hosts > tree.DIRECT_HOSTS and len(relayed(mesh)) < hosts - relays_of(hosts):
+            time.sleep(0.01)
         spent = time.process_time()
         calls = [seconds(lambda: mesh.run(nothing)) for _ in range(CALLS)]
         spent = (time.process_time() - spent) / CALLS
-        victim = next(iter(stubs.running.values()))
-        os.kill(victim.pid, signal.SIGKILL)
-        began = time.perf_counter()
-        while True:
-            try:
-                mesh.run(nothing)
-                break
-            except PeerLost:
-                pass
-        death = time.perf_counter() - began
+        death, relay_death = (death_of(stubs, f"stub{place}", mesh) for place in (hosts - 1, 0))
     quartiles = statistics.quantiles(calls, n=4)
     return {
         "start": start,
@@ -90,8 +88,28 @@ def measured(hosts: int, ranks: int = RANKS) -> dict[str, float]:
         "high": quartiles[2],
         "spent": spent,
         "death": death,
+        "relay": relay_death,
         "memory": memory,
     }
+
+
+def relayed(mesh: Any) -> list[int]:
+    """The hosts that have a relay now."""
+    return [place for place, host in enumerate(mesh.driver.ranks._hosts) if host.ordered._relayed]
+
+
+def death_of(stubs: Stubs, name: str, mesh: Any) -> float:
+    """Seconds from a host's death until a call goes well again."""
+    from spmd import PeerLost
+
+    os.kill(stubs.running[name].pid, signal.SIGKILL)
+    began = time.perf_counter()
+    while True:
+        try:
+            mesh.run(nothing)
+            return time.perf_counter() - began
+        except PeerLost:
+            pass
 
 
 def fitted(rows: dict[int, dict[str, float]], name: str) -> tuple[float, float]:
@@ -99,19 +117,24 @@ def fitted(rows: dict[int, dict[str, float]], name: str) -> tuple[float, float]:
     return statistics.linear_regression([*rows], [row[name] for row in rows.values()])[::-1]  # type: ignore[return-value]
 
 
-def print_tree(rows: dict[int, dict[str, float]]) -> None:
-    """What a tree of hosts would save: to its driver 64 hosts over 8 of them would be 8 hosts of 8 times the ranks."""
-    few, tall = rows[8]["spent"], measured(8, 8 * RANKS)["spent"]
-    a_rank = max(0.0, (tall - few) / (7 * 8 * RANKS))
+def relays_of(hosts: int) -> int:
+    """How many of them are relays, where there are any."""
+    return math.ceil(hosts / (math.isqrt(hosts - 1) + 1))
+
+
+def print_relays(rows: dict[int, dict[str, float]], hosts: int, spent: float) -> None:
+    """What the driver takes with relays, carried to 1,000 hosts: a message a relay, and what it notes of a host."""
     base, a_host = fitted(rows, "spent")
-    a_host -= RANKS * a_rank
-    print("\nover a tree with as many branches as each of them has hosts, of the driver's processor time:")
-    print(f"  8 hosts of {8 * RANKS} ranks: {1e3 * tall:.2f} ms a call; so {1e6 * a_rank:.2f} us a rank")
-    for hosts, branches in ((64, 8), (1000, 32)):
-        alone = base + hosts * a_host + hosts * RANKS * a_rank
-        root, relay = base + branches * a_host + hosts * RANKS * a_rank, hosts / branches * a_host
-        text = f"{1e3 * alone:.1f} ms without; {1e3 * root:.1f} ms with, and {1e3 * relay:.1f} ms of each branch"
-        print(f"  {hosts:,} hosts over {branches} branches, by the fit: {text}")
+    noted = (spent - base - relays_of(hosts) * a_host) / hosts
+    total = base + relays_of(1000) * a_host + 1000 * noted
+    print(f"  with {relays_of(1000)} relays: {1e3 * noted:.3f} ms a host more than to the relays; {total:.2f} s")
+
+
+def row_of(hosts: int, row: dict[str, float], relays: str) -> str:
+    call = f"{1e3 * row['call']:.2f} ({1e3 * row['low']:.2f}-{1e3 * row['high']:.2f})"
+    deaths = f"{row['death']:>14.2f}{row['relay']:>15.2f}"
+    sizes = f"{hosts:>5}{RANKS * hosts:>7}{relays:>8}{row['start']:>10.2f}"
+    return f"{sizes}{call:>26}{1e3 * row['spent']:>12.2f}{deaths}{row['memory'] / 1024:>12.1f}"
 
 
 def main() -> None:
@@ -128,13 +151,17 @@ def main() -> None:
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; {RANKS} stub ranks a host"
     )
     call = f"{'call, ms (middle half)':>26}{'driver, ms':>12}"
-    print(f"{'hosts':>5}{'ranks':>7}{'start, s':>10}{call}{'host dies, s':>14}{'KiB a rank':>12}")
+    deaths = f"{'last dies, s':>14}{'first dies, s':>15}"
+    print(f"{'hosts':>5}{'ranks':>7}{'relays':>8}{'start, s':>10}{call}{deaths}{'KiB a rank':>12}")
+    with_relays: dict[int, float] = {}
     for hosts in counts:
-        row = rows[hosts] = measured(hosts)
-        call = f"{1e3 * row['call']:.2f} ({1e3 * row['low']:.2f}-{1e3 * row['high']:.2f})"
-        rest = f"{1e3 * row['spent']:>12.2f}{row['death']:>14.2f}{row['memory'] / 1024:>12.1f}"
-        print(f"{hosts:>5}{RANKS * hosts:>7}{row['start']:>10.2f}{call:>26}{rest}", flush=True)
-    print("\nfitted, and carried to 1,000 hosts:")
+        rows[hosts] = measured(hosts, relays=False)
+        print(row_of(hosts, rows[hosts], "-"), flush=True)
+        if hosts > DIRECT_HOSTS:
+            row = measured(hosts)
+            with_relays[hosts] = row["spent"]
+            print(row_of(hosts, row, str(relays_of(hosts))), flush=True)
+    print("\nfitted without relays, and carried to 1,000 hosts:")
     for name, what in (
         ("start", "start"),
         ("call", "a call"),
@@ -147,8 +174,8 @@ def main() -> None:
         print(f"  {what}: {1e3 * base:.2f} ms + {1e3 * each:.3f} ms a host; 1,000 hosts: {base + 1000 * each:.2f} s")
     memory = rows[counts[-1]]["memory"]
     print(f"  memory of the driver: {memory / 1024:.1f} KiB a rank; 16,000 ranks: {16000 * memory / 2**20:.0f} MiB")
-    if 8 in rows:
-        print_tree(rows)
+    for hosts, spent in with_relays.items():
+        print_relays(rows, hosts, spent)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import socket
 from typing import Any
 
@@ -14,33 +15,62 @@ from spmd.mesh import protocol as ranks_protocol
 from spmd.mesh import wire
 from spmd.mesh.hosts import protocol
 from spmd.mesh.hosts.framing import framed, unframed
-from spmd.mesh.hosts.link import greet_driver
+from spmd.mesh.hosts.link import greet_driver, mesh_key
+from spmd.mesh.hosts.relaying.branch import Branch
 
 _HELLO = protocol.Hello(protocol.versions())
+_NOTHING = wire.dumps(None).data
 
 
 def stub(stdin: bytes) -> None:
     """A stub host, until the driver goes."""
     told = json.loads(stdin)
     connection = socket.create_connection((told["address"], told["port"]))
-    link = greet_driver(connection, bytes.fromhex(told["secret"]), told["place"])
+    secret = bytes.fromhex(told["secret"])
+    link = greet_driver(connection, secret, told["place"])
     link.send(_HELLO)
-    nothing = wire.dumps(None).data
-    while (messages := link.receive()) is not None:
-        for said, content in messages:
+    ranks: tuple[int, ...] = ()
+    branch: Any = None
+    selector = selectors.DefaultSelector()
+
+    def handle(said: Any, content: bytes) -> None:
+        if isinstance(said, protocol.BeginAnew):
+            branch.send(protocol.Started((), 0))
+        elif isinstance(said, protocol.Ask):
+            branch.send(protocol.Told((), ""))
+        elif isinstance(said, protocol.ToRanks):
+            task = ranks_protocol.decode(unframed(content).head)
+            if isinstance(task, ranks_protocol.Task):
+                answer = b"".join(framed(_packet(ranks_protocol.Answer(task.number), _NOTHING)))
+                if said.ranks:
+                    branch.send(protocol.FromRanks(said.ranks), answer)
+                else:
+                    branch.answer(ranks, (answer,), task.number)
+        else:
+            branch.handle(said, content)
+
+    def read() -> bool:
+        nonlocal ranks, branch
+        for said, content in (messages := link.receive()) or ():
             if isinstance(said, protocol.Begin):
-                link.send(protocol.Started(tuple((rank, os.getpid(), 1) for rank in said.ranks), 0))
-                for rank in said.ranks:
+                ranks = said.ranks
+                key = mesh_key(secret, ranks_protocol.decode(said.request).key)
+                branch = Branch(link, connection.getsockname()[0], key, len(ranks), selector, handle)
+                link.send(protocol.Started(tuple((rank, os.getpid(), 1) for rank in ranks), 0))
+                for rank in ranks:
                     link.send(protocol.FromRanks((rank,)), *framed(_packet(ranks_protocol.Ready())))
-            elif isinstance(said, protocol.BeginAnew):
-                link.send(protocol.Started((), 0))
-            elif isinstance(said, protocol.Ask):
-                link.send(protocol.Told((), ""))
-            elif isinstance(said, protocol.ToRanks):
-                task = ranks_protocol.decode(unframed(content).head)
-                if isinstance(task, ranks_protocol.Task):
-                    answer = framed(_packet(ranks_protocol.Answer(task.number), nothing))
-                    link.send(protocol.FromRanks(said.ranks), *answer)
+            else:
+                handle(said, content)
+        return messages is not None
+
+    selector.register(connection, selectors.EVENT_READ, (read, None))
+    while True:
+        left = None if branch is None or branch.left() == float("inf") else branch.left()
+        for key, _ in selector.select(left):
+            if not key.data[0]() and key.fileobj is connection:
+                return
+        if branch is not None:
+            branch.tick()
 
 
 def _packet(message: Any, content: bytes = b"") -> Any:

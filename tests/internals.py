@@ -226,7 +226,7 @@ def gathered(said: list[tuple[str, int, int]], due: dict[int, list[int]]) -> lis
         message = protocol.decode(unframed(b"".join(content)).head)
         sent.append((f"{type(message).__name__} {message.task}", ranks))
 
-    gathering = Gathering(send)
+    gathering = Gathering(send, lambda ranks, content, done: send(ranks, content))
     for task, ranks in due.items():
         message = protocol.PassThrough(task, task, (), ())
         gathering.expect(wire.Packet(b"", head=protocol.encode(message)), ranks)
@@ -235,10 +235,10 @@ def gathered(said: list[tuple[str, int, int]], due: dict[int, list[int]]) -> lis
             gathering.lose(rank)
         else:
             gathering.take(rank, _said_of(kind, task))
-    if gathering.left() is not None:
+    if gathering.left() < float("inf"):
         sent.append(("held", ()))
         gathering.flush()
-        assert gathering.left() is None
+        assert gathering.left() == float("inf")
     return sent
 
 
@@ -334,3 +334,40 @@ def ask_while_ranks_start(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(rank_host.RankHost, "asked", asked_twice)
     monkeypatch.setattr(rank_host, "_ANSWER_SECONDS", 100 * HANGS)
+
+
+@contextlib.contextmanager
+def relays_beyond(hosts: int) -> Iterator[None]:
+    """Meshes that are made meanwhile have relays if they have more hosts than this."""
+    from spmd.mesh.hosts.relaying import tree
+
+    before, tree.DIRECT_HOSTS = tree.DIRECT_HOSTS, hosts
+    try:
+        yield
+    finally:
+        tree.DIRECT_HOSTS = before
+
+
+def with_relays(mesh: Any) -> list[int]:
+    """Which of a mesh's hosts have a relay now."""
+    return [place for place, host in enumerate(mesh.driver.ranks._hosts) if host.ordered._relayed]
+
+
+@contextlib.contextmanager
+def links_sent_on(mesh: Any) -> Iterator[list[int]]:
+    """How many messages the driver sends meanwhile to each host itself."""
+    from spmd.mesh.hosts.link import Link
+
+    links = [host.link for host in mesh.driver.ranks._hosts]
+    counts, real = [0] * len(links), Link.send_encoded
+
+    def send(self: Any, said: bytes, content: Any) -> None:
+        if self in links:
+            counts[links.index(self)] += 1
+        real(self, said, content)
+
+    Link.send_encoded = send  # type: ignore[method-assign]
+    try:
+        yield counts
+    finally:
+        Link.send_encoded = real  # type: ignore[method-assign]

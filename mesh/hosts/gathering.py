@@ -29,18 +29,27 @@ class Gathering:
 
     Args:
         send: sends what several ranks, or one, have said, in pieces of bytes.
+        answer: sends what they have answered to a task of all hosts, and which task is answered with it, 0 if none.
     """
 
-    def __init__(self, send: Callable[[tuple[int, ...], Sequence[bytes]], None]):
-        self._send = send
+    def __init__(
+        self,
+        send: Callable[[tuple[int, ...], Sequence[bytes]], None],
+        answer: Callable[[tuple[int, ...], Sequence[bytes], int], None],
+    ):
+        self._send, self._answer = send, answer
+        self._everywhere: set[int] = set()  # tasks of all hosts
         self._due: dict[int, set[int]] = {}  # by task those ranks that have not answered
         self._held: dict[int, dict[bytes, list[int]]] = {}  # by task who has given which answer
         self._since = 0.0  # the first of them is held
 
-    def expect(self, packet: wire.Packet, ranks: Sequence[int]) -> None:
-        """Note what is about to be given to ranks."""
-        if len(ranks) > 1 and isinstance(said := ranks_protocol.decode(packet.head), ranks_protocol.Task):
+    def expect(self, packet: wire.Packet, ranks: Sequence[int], everywhere: bool = False) -> None:
+        """Note what is about to be given to ranks, and whether all hosts are given it."""
+        several = len(ranks) > 1 or everywhere
+        if several and isinstance(said := ranks_protocol.decode(packet.head), ranks_protocol.Task):
             self._due[said.number] = set(ranks)
+            if everywhere:
+                self._everywhere.add(said.number)
 
     def take(self, rank: int, packet: wire.Packet) -> None:
         """Something that a rank has said, which may be closed then."""
@@ -66,15 +75,25 @@ class Gathering:
         for due in self._due.values():
             due.discard(rank)
         self._due = {task: due for task, due in self._due.items() if due}
+        self._everywhere &= self._due.keys()
 
     def _complete(self, task: int) -> None:
         del self._due[task]
         for other in sorted(self._held):
             if other <= task:
                 self._let_go(other)
+        self._everywhere.discard(task)
 
     def _let_go(self, task: int) -> None:
-        for content, ranks in self._held.pop(task).items():
+        *others, last = self._held.pop(task).items()
+        for content, ranks in others:
+            self._let_go_of(task, ranks, content, 0)
+        self._let_go_of(task, last[1], last[0], 0 if task in self._due else task)
+
+    def _let_go_of(self, task: int, ranks: list[int], content: bytes, done: int) -> None:
+        if task in self._everywhere:
+            self._answer(tuple(ranks), (content,), done)
+        else:
             self._send(tuple(ranks), (content,))
 
     def flush(self) -> None:
@@ -82,6 +101,6 @@ class Gathering:
         for task in sorted(self._held):
             self._let_go(task)
 
-    def left(self) -> float | None:
-        """In how many seconds to `flush`; None: there is nothing to."""
-        return max(0.0, self._since + MOMENT_SECONDS - time.monotonic()) if self._held else None
+    def left(self) -> float:
+        """In how many seconds to `flush`; infinite: there is nothing to."""
+        return max(0.0, self._since + MOMENT_SECONDS - time.monotonic()) if self._held else float("inf")

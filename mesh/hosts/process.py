@@ -39,6 +39,7 @@ from .gathering import Gathering
 from .holder import Holder
 from .link import GREETING_SECONDS, Link, greet_driver, listener, mesh_key
 from .protocol import versions
+from .relaying.branch import Branch
 from .tunnel import Tunnel
 from .zygote import ForkedZygote
 
@@ -66,7 +67,10 @@ class Host:
         self._arena_fd = arena_module.create(len(begin.ranks))
         self._arena = Arena(self._arena_fd, len(begin.ranks), len(begin.ranks))
         self._ranks: dict[int, Rank] = {}
-        self._gathering = Gathering(lambda ranks, content: link.send(protocol.FromRanks(ranks), *content))
+        self._branch = Branch(link, address, self._request.key, len(begin.ranks), self._selector, self.handle)
+        self._gathering = Gathering(
+            lambda ranks, content: self._branch.send(protocol.FromRanks(ranks), *content), self._branch.answer
+        )
         # Where other hosts call objects of a rank: as long as there is this process, whichever is the rank's now.
         self._heard = {number: listener(address) for number in begin.ranks}
         for one in self._heard.values():
@@ -92,7 +96,7 @@ class Host:
             for rank in forked:
                 rank.signal(signal.SIGKILL)
                 rank.close()
-            self._link.send(protocol.Refused(f"{type(error).__name__}: {error}"))
+            self._branch.send(protocol.Refused(f"{type(error).__name__}: {error}"))
             return
         for rank in forked:
             self._ranks[rank.rank] = rank
@@ -101,16 +105,18 @@ class Host:
             for stream, fd in rank.pipes.items():
                 self._selector.register(fd, _READ, (stream, rank))
         started = tuple((rank.rank, rank.pid, self._heard[rank.rank].getsockname()[1]) for rank in forked)
-        self._link.send(protocol.Started(started, 0 if self._holder is None else self._holder.port))
+        self._branch.send(protocol.Started(started, 0 if self._holder is None else self._holder.port))
 
     def serve(self) -> None:
         """Until the connection to the driver ends."""
         while True:
-            for key, events in self._selector.select(self._gathering.left()):
+            for key, events in self._selector.select(self._left()):
                 kind, rank = key.data
                 if rank is not None and not rank.alive:
                     continue  # its end was in this round, too
-                if kind == "link":
+                if callable(kind):  # a connection to another host
+                    kind()
+                elif kind == "link":
                     messages = self._link.receive()
                     if messages is None:
                         return
@@ -127,15 +133,21 @@ class Host:
                     self._read(rank, kind)
             if self._gathering.left() == 0:
                 self._gathering.flush()
+            self._branch.tick()
+
+    def _left(self) -> float | None:
+        left = min(self._gathering.left(), self._branch.left())
+        return None if left == float("inf") else left
 
     # -- from the driver -----------------------------------------------------------------------------------------------
 
     def handle(self, message: Any, content: bytes) -> None:
         if isinstance(message, protocol.ToRanks):
             packet = self._laid_out(unframed(content))
-            self._gathering.expect(packet, [number for number in message.ranks if self._ranks[number].alive])
+            ranks = message.ranks or self._members
+            self._gathering.expect(packet, [number for number in ranks if self._ranks[number].alive], not message.ranks)
             parts = wire.frame(packet)
-            for number in message.ranks:
+            for number in ranks:
                 rank = self._ranks[number]
                 if rank.alive and not self._send(rank, packet, parts):
                     self._watch(rank, _READ | selectors.EVENT_WRITE)
@@ -152,22 +164,24 @@ class Host:
                 self._ranks[number].close()
             self.start(dead)
         elif isinstance(message, protocol.Ask):
-            self._link.send(self._told(message))
+            self._branch.send(self._told(message))
         elif isinstance(message, protocol.Carried):
             if self._tunnel is not None:
                 self._tunnel.carry(message, content)
         elif isinstance(message, protocol.ListCopies):
-            self._link.send(protocol.CopiesHeld(() if self._holder is None else self._holder.names()))
+            self._branch.send(protocol.CopiesHeld(() if self._holder is None else self._holder.names()))
         elif isinstance(message, protocol.Offer):
             if self._offered is not None:
                 self._offered.close()
             key = mesh_key(self._secret, message.number)
             self._offered = Offered(self._request.address, key, self._arena, self._members)
-            self._link.send(protocol.Offered(self._offered.port))
+            self._branch.send(protocol.Offered(self._offered.port))
         elif isinstance(message, protocol.DropGiven):
             for call in message.calls:
                 if (result := self._given.pop(call, None)) is not None:
                     self._arena.given.drop(result)
+        else:
+            self._branch.handle(message, content)
 
     def _send(self, rank: Rank, packet: wire.Packet, parts: list[memoryview]) -> bool:
         """Send a packet; whether it is wholly on its way."""
@@ -224,7 +238,7 @@ class Host:
         for stream, fd in list(rank.pipes.items()):
             if only in (None, stream):
                 while data := rank.read(stream):
-                    self._link.send(protocol.Printed(rank.rank, stream), data)
+                    self._branch.send(protocol.Printed(rank.rank, stream), data)
                 if data is None:
                     self._forget(fd)
 
@@ -238,7 +252,7 @@ class Host:
         how = rank.end_text()
         rank.alive = False
         self._gathering.lose(rank.rank)
-        self._link.send(protocol.Died(rank.rank, how, self._arena.region(self._members.index(rank.rank))[0]))
+        self._branch.send(protocol.Died(rank.rank, how, self._arena.region(self._members.index(rank.rank))[0]))
 
     def _watch(self, rank: Rank, events: int) -> None:
         with contextlib.suppress(KeyError, ValueError):  # it is about to end
@@ -250,6 +264,7 @@ class Host:
 
     def close(self) -> None:
         """End the ranks."""
+        self._branch.close()
         for serving in (self._holder, self._offered):
             if serving is not None:
                 serving.close()

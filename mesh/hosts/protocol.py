@@ -68,14 +68,14 @@ class Refused(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToRanks(Message):
-    """To a host: hand the content, a packet, to these of its ranks."""
+    """To a host: hand the content, a packet, to these of its ranks; without any: to all, as all hosts are told to."""
 
     ranks: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FromRanks(Message):
-    """From a host: the content is a packet, framed, that each of these ranks has sent."""
+    """From a host: the content is a packet, framed, that each of these ranks has sent; without any: each of all."""
 
     ranks: tuple[int, ...]
 
@@ -233,9 +233,95 @@ class PartsSent(Message):
     sizes: tuple[tuple[int, int], ...]
 
 
+# -- over relays, where hosts are many: see `relaying` -----------------------------------------------------------------
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenRelay(Message):
+    """To a host: be a relay to hosts that will come."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Relaying(Message):
+    """From a host: it is one, and listens at this port."""
+
+    port: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DialRelay(Message):
+    """To a host: have the relay that listens there.
+
+    Attributes:
+        number: by which the relay and the driver know this host's process.
+    """
+
+    address: str
+    port: int
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HasRelay(Message):
+    """From a host: it has a relay from now on, or none any more."""
+
+    there: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Numbered(Message):
+    """Either way: a message, which comes after the one with the number before; its content is this one's."""
+
+    number: int
+    said: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Had(Message):
+    """Either way: messages up to this number were taken."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Forward(Message):
+    """To a relay: a message for it, and for these, as (host, number of the message for that)."""
+
+    numbers: tuple[tuple[int, int], ...]
+    said: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gathered(Message):
+    """To a relay, from a host: a `Numbered` for the driver.
+
+    Attributes:
+        done: the task that all ranks of the host have answered with this, 0 if none.
+    """
+
+    number: int
+    said: bytes
+    done: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bundle(Message):
+    """From a relay: what hosts have said, one content after another.
+
+    Attributes:
+        groups: of each content how long it is, and whose, as (host, number, said).
+    """
+
+    groups: tuple[tuple[int, tuple[tuple[int, int, bytes], ...]], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pulse(Message):
+    """From a relay, first of all and then again and again: it runs."""
+
+
 _codec = Codec(
     *(Hello, Begin, Started, Refused, ToRanks, FromRanks, Printed, Died, Signal, Abort, BeginAnew, Ask, Told),
     *(DropGiven, Carried, ListCopies, CopiesHeld, KeepCopies, DropCopies, Done, SendCopies, CopiesSent),
     *(Offer, Offered, SendParts, PartsSent),
+    *(OpenRelay, Relaying, DialRelay, HasRelay, Numbered, Had, Forward, Gathered, Bundle, Pulse),
 )
 encode, decode = _codec.encode, _codec.decode

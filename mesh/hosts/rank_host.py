@@ -6,6 +6,7 @@ answers goes to who has asked. Invariant: of each rank all is put there in the o
 
 from __future__ import annotations
 
+import itertools
 import queue
 import socket
 import threading
@@ -22,9 +23,11 @@ from .coded import NotOfThisMesh
 from .framing import framed
 from .hearing import Inbox
 from .link import Link
+from .relaying.ordered import Ordered
 from .tunnel import Tunnel
 
 _ANSWER_SECONDS = 60.0  # for a host to fork ranks, or to say what they do
+_numbers = itertools.count(1)
 
 
 class RemoteRank(Rank):
@@ -89,6 +92,9 @@ class RankHost:
         lost: why it can't be reached any more, "" as long as it can.
         copies: where it takes copies of other hosts' values: address and port.
         hears: where its ranks are called by others.
+        ordered: what is said to its ranks and asked.
+        number: of this process, whichever host it is on.
+        below: the hosts that it relays to, by that number.
     """
 
     def __init__(self, name: str, link: Link, handle: Any, store: tuple[str, int] | None, inbox: Inbox):
@@ -102,6 +108,7 @@ class RankHost:
         self._asked: deque[queue.SimpleQueue[Any]] = deque()  # who waits for answers, which come in order
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self.ordered, self.number, self.below = Ordered(link, self._take), next(_numbers), dict[int, RankHost]()
 
     @property
     def begun(self) -> bool:
@@ -127,7 +134,7 @@ class RankHost:
                 answer.put(None)
             else:
                 self._asked.append(answer)
-                self.link.send(said)
+                self.ordered.send(said)
 
         def given() -> Any:
             try:
@@ -153,7 +160,7 @@ class RankHost:
             said = protocol.encode(protocol.ToRanks(ranks))
             if len(ranks) == len(self._ranks):  # the others are many, and seldom
                 self._said_to[ranks] = said
-        self.link.send_encoded(said, pieces)
+        self.ordered.send_encoded(said, pieces)
 
     # -- for the thread that reads -------------------------------------------------------------------------------------
 
@@ -174,7 +181,8 @@ class RankHost:
 
     def _take(self, said: Any, content: bytes) -> None:
         if isinstance(said, protocol.FromRanks):
-            self.inbox.put("answer", [self._ranks[rank] for rank in said.ranks], content)
+            ranks = [self._ranks[rank] for rank in said.ranks] if said.ranks else list(self._ranks.values())
+            self.inbox.put("answer", ranks, content)
         elif isinstance(said, protocol.Printed):
             self.inbox.put(said.stream, (self._ranks[said.rank],), content)
         elif isinstance(said, protocol.Died):
@@ -182,8 +190,28 @@ class RankHost:
         elif isinstance(said, protocol.Carried):
             if self._tunnel is not None:
                 self._tunnel.carry(said, content)
+        elif isinstance(said, protocol.Numbered):
+            self.ordered.take(said.number, said.said, content)
+        elif isinstance(said, protocol.Bundle):
+            self._take_apart(said, content)
+        elif isinstance(said, protocol.Had):
+            self.ordered.had(said)
+        elif isinstance(said, protocol.HasRelay):
+            self.ordered.use_relay(said.there)
+        elif isinstance(said, protocol.Relaying):
+            for number, host in self.below.items():
+                host.link.send(protocol.DialRelay(self.link.connection.getpeername()[0], said.port, number))
         else:
             self._asked.popleft().put(self._started(said) if isinstance(said, protocol.Started) else said)
+
+    def _take_apart(self, said: protocol.Bundle, content: bytes) -> None:
+        start = 0
+        for nbytes, parts in said.groups:
+            of_all, start = content[start : start + nbytes], start + nbytes
+            for number, at, one in parts:
+                host = self.below.get(number)
+                if host is not None and not host.lost:
+                    host.ordered.take(at, one, of_all)
 
     def _started(self, said: protocol.Started) -> list[RemoteRank]:
         """The ranks, which are known from now on, before anything of theirs is read."""

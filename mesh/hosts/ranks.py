@@ -35,10 +35,12 @@ from .link import mesh_key
 from .meeting import Dialling, Meeting
 from .places import Places
 from .rank_host import RankHost, RemoteRank
+from .relaying.tree import Tree
 
 START_SECONDS = 120.0  # for all hosts to come: importing torch from a slow disk takes its time
 AGAIN_SECONDS = 30.0  # for a host that was lost to come again
 _LOST = "lost with its host"  # what a rank does that another is yet to replace
+_TO_ALL = protocol.encode(protocol.ToRanks(()))
 _TRIES = 5  # to have all hosts there, where another is lost while one comes again
 
 
@@ -78,6 +80,7 @@ class HostRanks(Ranks):
         self.all: list[Rank] = []
         self._hosts: list[RankHost] = []
         self._host_of: dict[int, RankHost] = {}
+        self._tree = Tree()
         self._dropped: deque[int] = deque()  # calls whose values lay in memory of their hosts
         self.bare: frozenset[int] = frozenset()
         self._store: dist.Store | None = None
@@ -97,6 +100,7 @@ class HostRanks(Ranks):
         for rank in self.all:
             self._started(rank)
         self._tell_where()
+        self._tree.grow(self._hosts)
 
     def _come(self, places: Places, seconds: float) -> list[RankHost]:
         """Have hosts started, and wait for them."""
@@ -148,8 +152,11 @@ class HostRanks(Ranks):
         pieces = framed(packet)
         dropped = tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
         if dropped:
-            for host in self._hosts:
-                host.link.send(protocol.DropGiven(dropped))
+            said = protocol.encode(protocol.DropGiven(dropped))
+            for host in () if self._tree.send(said, ()) else self._hosts:
+                host.ordered.send_encoded(said, ())
+        if ranks is None and self._tree.send(_TO_ALL, pieces):
+            return []
         every = zip(self._hosts, self._members, strict=False)  # there are none once this is closed
         for host, its in every if ranks is None else self._by_host(ranks):
             host.send_to(its, pieces)
@@ -253,6 +260,7 @@ class HostRanks(Ranks):
         self.inbox.forget(self.all)
         if bare:
             self._tell_where()
+            self._tree.grow(self._hosts)
         return [rank.rank for rank in started]
 
     def _start_again(self, places: list[int]) -> None:
@@ -300,6 +308,7 @@ class HostRanks(Ranks):
         for host in self._hosts:
             self.places.launcher.stop(host.handle)
         self._hosts.clear()
+        self._tree.grow(())
         self._store = None
 
 

@@ -50,6 +50,9 @@ class Serving:
             return
         finally:
             self._strangers.release()
+        self.welcome(rank, link)
+
+    def welcome(self, rank: int, link: Link) -> None:
         try:
             with contextlib.suppress(NotOfThisMesh):
                 self.serve(rank, link)

@@ -90,14 +90,14 @@ def test_the_mesh_s_key_does_not_travel(mesh: Mesh) -> None:
 
     ranks = mesh.driver.ranks
     sent: list[Any] = []
-    real = link.Link.send
+    real = link.Link.send_encoded
 
-    def send(self: Any, said: Any, *content: Any) -> None:
-        sent.append(said)
-        real(self, said, *content)
+    def send(self: Any, said: bytes, content: Any) -> None:
+        sent.append(hosts_protocol.decode(said))
+        real(self, said, content)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(link.Link, "send", send)
+        patch.setattr(link.Link, "send_encoded", send)
         os.kill(mesh.run(host_process)[3], signal.SIGKILL)
         with contextlib.suppress(PeerLost):
             mesh.run(os.getpid)

@@ -1,0 +1,113 @@
+"""A host that hands on what the driver says to all hosts, to some of them, and what these answer, together.
+
+Invariant: it keeps nothing that is not also kept where it comes from, so that with it nothing is lost.
+"""
+
+from __future__ import annotations
+
+import functools
+import selectors
+import socket
+import time
+from typing import Any
+
+from ....kernels.network.authentication import code
+from ..coded import NotOfThisMesh
+from ..gathering import MOMENT_SECONDS
+from ..link import Link
+from ..protocol import Bundle, Forward, Gathered, Numbered, Pulse
+from ..serving import Serving
+
+PULSE_SECONDS = 0.5  # between two signs that it runs
+
+
+def secret_of(key: bytes) -> bytes:
+    """What a relay and those that it relays to prove that they have, from the mesh's key."""
+    return code(key, b"relay")
+
+
+class Relay(Serving):
+    """Served by the thread that reads its host's link, but for those that come.
+
+    Args:
+        address: of this host.
+        key: of the mesh.
+        link: to the driver.
+        selector: has that thread call what is registered with a connection.
+    """
+
+    def __init__(self, address: str, key: bytes, link: Link, selector: selectors.BaseSelector):
+        self._link, self._selector = link, selector
+        self._below: dict[int, Link] = {}
+        self._held: dict[bytes, list[tuple[int, int, bytes]]] = {}  # by content who has said it
+        self._since = 0.0  # the first of them is held
+        self._done: dict[int, set[int]] = {}  # by task who has answered all of it
+        self._next_pulse = 0.0
+        super().__init__(address, secret_of(key), "spmd-relay")
+
+    def welcome(self, rank: int, link: Link) -> None:
+        """A host comes, which has this number."""
+        self._below[rank] = link
+        link.send(Pulse())
+        self._selector.register(
+            link.connection, selectors.EVENT_READ, (functools.partial(self._read, rank, link), None)
+        )
+
+    def forward(self, said: Forward, content: bytes) -> None:
+        for host, number in said.numbers:
+            if (link := self._below.get(host)) is not None:
+                link.send(Numbered(number, said.said), content)
+
+    def _read(self, host: int, link: Link) -> None:
+        messages: Any = None
+        try:
+            messages = link.receive(socket.MSG_DONTWAIT)
+        except NotOfThisMesh:
+            pass
+        if messages is None:
+            self._selector.unregister(link.connection)
+            link.close()
+            if self._below.get(host) is link:
+                del self._below[host]
+            return
+        for said, content in messages:
+            if isinstance(said, Gathered):
+                self._hold(host, said, content)
+
+    def _hold(self, host: int, said: Gathered, content: bytes) -> None:
+        if not self._held:
+            self._since = time.monotonic()
+        self._held.setdefault(content, []).append((host, said.number, said.said))
+        if not said.done:
+            return
+        done = self._done.setdefault(said.done, set())
+        done.add(host)
+        if done >= self._below.keys():
+            self._done = {task: hosts for task, hosts in self._done.items() if task > said.done}
+            self._flush()
+
+    def _flush(self) -> None:
+        held, self._held = self._held, {}
+        groups = tuple((len(content), tuple(parts)) for content, parts in held.items())
+        self._link.send(Bundle(groups), *held)
+
+    def tick(self) -> None:
+        """Do what is due."""
+        now = time.monotonic()
+        if self._held and now >= self._since + MOMENT_SECONDS:
+            self._flush()
+        if now >= self._next_pulse:
+            self._next_pulse = now + PULSE_SECONDS
+            for link in list(self._below.values()):
+                link.send(Pulse())
+
+    def left(self) -> float:
+        """In how many seconds something is due."""
+        due = min(self._next_pulse, self._since + MOMENT_SECONDS) if self._held else self._next_pulse
+        return max(0.0, due - time.monotonic())
+
+    def close(self) -> None:
+        """Relay nothing any more."""
+        super().close()
+        for link in list(self._below.values()):
+            link.shut()

@@ -1,0 +1,115 @@
+"""A host that has a relay: it dials it, hears through it what the driver says to all hosts, and answers through it.
+
+Invariant: a relay that ends, or from which nothing comes for a few seconds, is left, and the driver is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ..coded import NotOfThisMesh
+from ..link import GREETING_SECONDS, Link, greet_driver
+from ..protocol import DialRelay, Gathered, HasRelay, Numbered, Pulse
+from .ordered import Ordered
+from .relay import secret_of
+
+SILENT_SECONDS = 3.0  # of a relay that is left then
+_TRIES, _AGAIN_SECONDS = 3, 0.5
+
+
+class Relayed:
+    """The host's end, for the thread that reads its link.
+
+    Args:
+        key: of the mesh.
+        link: to the driver.
+        ordered: what is said over that.
+        selector: has that thread call what is registered with a connection.
+    """
+
+    def __init__(self, key: bytes, link: Link, ordered: Ordered, selector: selectors.BaseSelector):
+        self._key, self._link, self._ordered, self._selector = key, link, ordered, selector
+        self._relay: Link | None = None
+        self._dialled: DialRelay | None = None
+        self._heard = 0.0
+
+    def dial(self, said: DialRelay) -> None:
+        """Have this relay, if it can be reached; what can't be reached from here is done without."""
+        if self._relay is None or said != self._dialled:
+            self._dialled = said
+            threading.Thread(target=self._dial, args=(said,), name="spmd-relayed", daemon=True).start()
+
+    def _dial(self, said: DialRelay) -> None:
+        for _ in range(_TRIES):
+            with contextlib.suppress(OSError, NotOfThisMesh):
+                connection = socket.create_connection((said.address, said.port), timeout=GREETING_SECONDS)
+                try:
+                    link = greet_driver(connection, secret_of(self._key), said.number)
+                except BaseException:
+                    connection.close()
+                    raise
+                self._selector.register(connection, selectors.EVENT_READ, (functools.partial(self._read, link), None))
+                return
+            time.sleep(_AGAIN_SECONDS)
+
+    def _read(self, link: Link) -> None:
+        messages: Any = None
+        try:
+            messages = link.receive(socket.MSG_DONTWAIT)
+        except NotOfThisMesh:
+            pass
+        if messages is None:
+            self._end(link)
+            return
+        for said, content in messages:
+            self._heard = time.monotonic()
+            if isinstance(said, Pulse) and link is not self._relay:  # it has let this host in
+                self._leave()
+                self._relay = link
+                self._link.send(HasRelay(True))
+                self._ordered.use_relay(True)
+            elif isinstance(said, Numbered):
+                self._ordered.take(said.number, said.said, content)
+
+    def answer(self, said: bytes, content: Sequence[Any], done: int) -> None:
+        """Send an answer of ranks to what was said to all hosts; see `Gathered`."""
+        if self._relay is not None and (number := self._ordered.relayed(said, content)):
+            self._relay.send(Gathered(number, said, done), *content)
+        else:
+            self._ordered.send_encoded(said, content)
+
+    def tick(self) -> None:
+        """Do what is due."""
+        if self._relay is not None and not self.left():
+            self._read(self._relay)  # what has come while this thread had other things to do
+            if not self.left():
+                self._leave()
+
+    def left(self) -> float:
+        """In how many seconds something is due; infinite: nothing is."""
+        return float("inf") if self._relay is None else max(0.0, self._heard + SILENT_SECONDS - time.monotonic())
+
+    def _leave(self) -> None:
+        if self._relay is not None:
+            self._end(self._relay)
+
+    def _end(self, link: Link) -> None:
+        with contextlib.suppress(KeyError, ValueError):  # it was left in this round
+            self._selector.unregister(link.connection)
+        link.close()
+        if link is self._relay:
+            self._relay = None
+            self._ordered.use_relay(False)
+            self._link.send(HasRelay(False))
+
+    def close(self) -> None:
+        """It is all over."""
+        if self._relay is not None:
+            self._relay.shut()
