@@ -82,18 +82,19 @@ def decode_all(encoded: Sequence[bytes]) -> dict[int, Outputs]:
     return {rank: decoded[data] for rank, data in enumerate(encoded)}
 
 
-def encode_batches(told: list[tuple], failure: Failure | None) -> bytes:
+def encode_batches(described: list[tuple], failure: Failure | None, brief: bool) -> bytes:
     """What a rank tells of its parts of batches: of each what `encode` gave, and more of its own if there is any.
 
     Args:
         failure: of the batch behind them.
+        brief: they were read in no time.
     """
-    return pickle.dumps((told, failure))
+    return pickle.dumps((described, failure, brief))
 
 
-def decode_batches(data: bytes) -> tuple[list[tuple], Failure | None]:
-    told, failure = pickle.loads(data)
-    return told, failure
+def decode_batches(data: bytes) -> tuple[list[tuple], Failure | None, bool]:
+    described, failure, brief = pickle.loads(data)
+    return described, failure, brief
 
 
 SHARDS_OF_ONE = "return shards of one global value, or declare another spec"

@@ -149,11 +149,12 @@ class PutValues(Task):
 @dataclasses.dataclass(frozen=True, slots=True)
 class FillValues(Task):
     """Keep what a shipped `reader(session, *arguments)` reads for each of `batches`, which are (arguments, out); tell
-    nothing if each is described as the last one of the task `known` was."""
+    nothing if each is described as the last one of the task `known` was, and was read in `brief` seconds."""
 
     reader: str
     batches: tuple[tuple[tuple, int], ...]
     known: int
+    brief: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

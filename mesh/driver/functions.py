@@ -36,28 +36,17 @@ class Shipped:
 
 
 class ShippedOnce:
-    """An object that is looked at for changes when it is first shipped, and not again while the ranks have it.
-
-    Attributes:
-        told: of a reader the last task that all ranks have answered, and how each described the last batch of it.
-    """
+    """An object that is looked at for changes when it is first shipped, and not again while the ranks have it."""
 
     def __init__(self, obj: Any):
         self.obj = obj
-        self.told: tuple[int, dict[int, tuple]] = (0, {})
         self._known: tuple[ShippedObjects, Shipped] | None = None
 
     def to(self, objects: ShippedObjects) -> Shipped:
         """What it is known by on the ranks of a mesh."""
         if self._known is None or self._known[0] is not objects or not objects.has(self._known[1]):
             self._known = objects, objects.ship_function(self.obj)
-            self.told = (0, {})
         return self._known[1]
-
-    def note_told(self, objects: ShippedObjects, task: int, told: dict[int, tuple]) -> None:
-        """Keep what the ranks of a mesh have told in a task, unless others have taken their place since."""
-        if self._known is not None and self._known[0] is objects:
-            self.told = task, told
 
 
 class Teller(Protocol):

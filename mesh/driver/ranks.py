@@ -271,8 +271,8 @@ class Ranks:
     def yield_processor(self) -> None:
         """Have what they do from now on wait for others: giving back a process's memory takes as long as a step may."""
         for rank in self.all:
-            with contextlib.suppress(ProcessLookupError):
-                os.setpriority(os.PRIO_PROCESS, rank.pid, _LEAVING)
+            with contextlib.suppress(OSError):  # it has ended, or its user may not
+                os.setpriority(os.PRIO_PROCESS, rank.pid, max(_LEAVING, os.getpriority(os.PRIO_PROCESS, rank.pid)))
 
     def leave(self) -> None:
         """Let those that have been told to leave end by themselves, and give back what they had."""

@@ -34,9 +34,6 @@ class RankState:
     Args:
         own_path: where modules lie on this host, which may be another than the driver's.
         who: this host's address, if there are several, and the key of the mesh.
-
-    Attributes:
-        told: by reader how its last batch is described, and the first task since which that has not changed.
     """
 
     def __init__(self, session: RankSession, mesh: Any, *, own_path: Sequence[str] = (), who: tuple[str, bytes]):
@@ -46,7 +43,8 @@ class RankState:
         self._shipped: dict[str, Any] = {}
         self._calls: dict[str, CompiledCall] = {}
         self._described: dict[str, tuple[Any, list[OutputMeta], bytes]] = {}
-        self.told: dict[str, tuple[bytes, int]] = {}
+        # By reader: how its last batch is described, and the first task since which that has not changed.
+        self._last_described: dict[str, tuple[bytes, int]] = {}
 
     def keep(self, key: str, packet: wire.Packet) -> bool:
         """Take a shipped object, under its key; whether it could be read."""
@@ -88,19 +86,12 @@ class RankState:
             known = self._described[reader] = treedef, metas, encode(treedef, metas)
         return known[2]
 
-    def is_known(self, batches: list[tuple], reader: str, task: int, known: int) -> bool:
-        """Whether there is nothing new to tell of batches to who knows what was told in the task `known`.
-
-        Args:
-            batches: (description, and more of its own that is always new), at least one.
-            reader, task: what has read them, and in which task.
-        """
-        last = batches[-1][0]
-        described, since = self.told.get(reader, (b"", task))
-        if described is not last:
-            self.told[reader] = last, task
-            return False
-        return since <= known and all(len(batch) == 1 and batch[0] is last for batch in batches)
+    def described_since(self, reader: str, description: bytes, task: int) -> int:
+        """Note how a reader's last batch is described in a task; since which task that has been the same."""
+        known = self._last_described.get(reader)
+        if known is None or known[0] is not description:
+            known = self._last_described[reader] = description, task
+        return known[1]
 
     def free(self, values: tuple[int, ...], keys: tuple[str, ...]) -> None:
         """Forget values and shipped objects that nothing in the driver refers to any more."""
@@ -110,11 +101,11 @@ class RankState:
             self._shipped.pop(key, None)
             self._calls.pop(key, None)
             self._described.pop(key, None)
-            self.told.pop(key, None)
+            self._last_described.pop(key, None)
 
     def forget_told(self) -> None:
         """Have every call tell everything of its next results: the driver may not have heard of the last."""
-        self.told.clear()
+        self._last_described.clear()
         for call in self._calls.values():
             call.forget()
 

@@ -5,6 +5,7 @@ A function returns the message that answers, and its content if it has one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -70,21 +71,23 @@ def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) 
 
 
 def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet) -> Answer:
-    read, failure = state.shipped(task.reader), None
-    told: list[tuple] = []  # of each batch
+    read, failure, began = state.shipped(task.reader), None, time.monotonic()
+    described: list[tuple] = []  # each batch, and more of it that is always new
     for arguments, out in task.batches:
         try:
             treedef, leaves, metas, *more = read(state.session, *arguments)
         except Exception as error:
-            if not told or state.session.foreign:
+            if not described or state.session.foreign:  # a process that the reader has forked answers nothing
                 raise
             failure = capture(error)  # of this batch alone: those before it have been read
             break
         state.values.keep(out, agreement.tensors_among(leaves, metas), agreement.specs_of(metas), lasts=False)
-        told.append((state.description(task.reader, treedef, metas), *more))
-    if state.is_known(told, task.reader, task.number, task.known) and failure is None:
+        described.append((state.description(task.reader, treedef, metas), *more))
+    brief, last = time.monotonic() - began < task.brief * len(described), described[-1][0]
+    known = state.described_since(task.reader, last, task.number) <= task.known
+    if known and brief and failure is None and all(len(one) == 1 and one[0] is last for one in described):
         return protocol.Unchanged(task.number, b""), None
-    return protocol.Metadata(task.number, agreement.encode_batches(told, failure), lasting=False), None
+    return protocol.Metadata(task.number, agreement.encode_batches(described, failure, brief), lasting=False), None
 
 
 def fetch_value(state: RankState, task: protocol.FetchValue, packet: wire.Packet) -> Answer:

@@ -86,7 +86,8 @@ class Worker(Owned):
             state.values.copier.copy_to(said, state.values.kept)
         elif isinstance(said, Populate):
             assert state.session.arena is not None
-            state.session.arena.populate(0, said.values + said.step)
+            results = said.results if state.session.rank == 0 else 0
+            state.session.arena.populate(0, said.values + said.step + results)
             memory.populate(said.step)
         elif isinstance(said, protocol.SetSources):
             remember_sources(said.lines)

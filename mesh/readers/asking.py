@@ -1,5 +1,8 @@
 """A driver asks its ranks for their parts of several batches at once: one message, one task, one answer of each rank.
 
+Several only of batches that are read in no time (`BRIEF_SECONDS`). For others a message each costs nothing, while a
+task that takes long delays the first of its batches, is lost whole with a rank, and looks as if that were stuck.
+
 Invariants: each batch has values of its own, so that it alone is freed, or read again by a rank in a dead one's place;
 what fails is raised at the batch that it belongs to, after those before it. A rank that has nothing new to tell says so
 of an earlier task that the request names, whose answers the driver has kept with it: no others can be meant.
@@ -14,7 +17,7 @@ from typing import Any
 
 from .. import agreement, protocol, trees
 from ..batch import Deal
-from ..driver.functions import ShippedOnce
+from ..driver.functions import Shipped, ShippedObjects, ShippedOnce
 from ..driver.pending import Task
 from ..driver.session import DriverSession
 from ..driver.values import CallValues
@@ -23,8 +26,36 @@ from ..mesh import Mesh
 from ..rank.interrupts import uninterrupted
 from ..spec import Layout
 
+BRIEF_SECONDS = 0.005  # to read a batch: a message takes a tenth of that
+
 Told = tuple[tuple[bytes, ...], list[list[Any]]]
 """What the ranks tell of a batch: how each describes its part, and of each what more there is."""
+
+
+class Reader(ShippedOnce):
+    """What reads batches on the ranks, and what these have last said of it.
+
+    Attributes:
+        described: the last task that all ranks have answered, and how each described the last batch of it.
+        is_brief: all ranks have read the batches of that task in no time.
+    """
+
+    def __init__(self, obj: Any):
+        super().__init__(obj)
+        self.described: tuple[int, dict[int, tuple]] = (0, {})
+        self.is_brief = False
+
+    def to(self, objects: ShippedObjects) -> Shipped:
+        before = self._known
+        shipped = super().to(objects)
+        if self._known is not before:
+            self.described = (0, {})
+        return shipped
+
+    def note(self, objects: ShippedObjects, task: int, described: dict[int, tuple]) -> None:
+        """Keep how the ranks of a mesh have described a batch, unless others have taken their place since."""
+        if self._known is not None and self._known[0] is objects:
+            self.described = task, described
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +92,7 @@ class Asked:
         return trees.unflatten(treedef, arrays)
 
 
-def ask(mesh: Mesh, reader: ShippedOnce, requests: Sequence[tuple]) -> list[Asked]:
+def ask(mesh: Mesh, reader: Reader, requests: Sequence[tuple]) -> list[Asked]:
     """Have every rank read its part of batches, one after another.
 
     Args:
@@ -70,10 +101,11 @@ def ask(mesh: Mesh, reader: ShippedOnce, requests: Sequence[tuple]) -> list[Aske
         requests: the arguments for each batch.
     """
     driver, layout = mesh.driver, mesh.layout
-    shipped, (known, told) = reader.to(driver.shipped), reader.told
+    shipped, (known, described) = reader.to(driver.shipped), reader.described
     with uninterrupted():
         values = [driver.new_values() for _ in requests]
     batches = tuple((arguments, own.number) for arguments, own in zip(requests, values, strict=True))
+    brief = BRIEF_SECONDS
 
     def read(
         number: int,
@@ -83,11 +115,11 @@ def ask(mesh: Mesh, reader: ShippedOnce, requests: Sequence[tuple]) -> list[Aske
         batches: tuple[tuple[tuple, int], ...] = batches,
         known: int = known,
     ) -> protocol.FillValues:  # and keeps what it reads with shipped, but not the values, which have `read`
-        return protocol.FillValues(number, region, freed, forgotten, shipped.key, batches, known)
+        return protocol.FillValues(number, region, freed, forgotten, shipped.key, batches, known, brief)
 
     for batch, own in zip(batches, values, strict=True):
         own.read = functools.partial(read, batches=(batch,), known=0)
-    task = driver.submit(read, told=told, name="a batch", values=tuple(values), layout=layout)
+    task = driver.submit(read, told=described, name="a batch", values=tuple(values), layout=layout)
     task.reported = True  # what fails is told who comes to this batch, and nobody if the loop was left before
     answers = _Answers(driver, reader, task, len(batches))
     return [Asked(layout, own, answers, index) for index, own in enumerate(values)]
@@ -96,7 +128,7 @@ def ask(mesh: Mesh, reader: ShippedOnce, requests: Sequence[tuple]) -> list[Aske
 class _Answers:
     """What the ranks tell of the batches of one task."""
 
-    def __init__(self, driver: DriverSession, reader: ShippedOnce, task: Task, count: int):
+    def __init__(self, driver: DriverSession, reader: Reader, task: Task, count: int):
         self._driver, self._reader, self._task, self._count = driver, reader, task, count
         self._told: list[Told] | None = None  # of the batches that all ranks have read
         self._failures: dict[int, Failure] = {}  # of the batch behind them
@@ -112,24 +144,25 @@ class _Answers:
 
     def _taken(self) -> list[Told]:
         answers = self._driver.wait(self._task).values()
-        if all(isinstance(answer, tuple) for answer in answers):  # nothing is new
-            self._note(answers)
+        if all(isinstance(answer, tuple) for answer in answers):  # nothing is new, nor took long
+            self._note(answers, True)
             return [_of_batch(answers)] * self._count
         decoded = [self._decoded(answer) for answer in answers]
-        count = min(len(batches) for batches, _ in decoded)
-        for rank, (batches, failure) in enumerate(decoded):
+        count = min(len(batches) for batches, *_ in decoded)
+        for rank, (batches, failure, _) in enumerate(decoded):
             if len(batches) == count and failure is not None:
                 self._failures[rank] = failure
-        self._note([batches[-1][:1] for batches, _ in decoded])
-        return [_of_batch([batches[index] for batches, _ in decoded]) for index in range(count)]
+        self._note([batches[-1][:1] for batches, *_ in decoded], all(brief for *_, brief in decoded))
+        return [_of_batch([batches[index] for batches, *_ in decoded]) for index in range(count)]
 
-    def _note(self, last: Sequence[tuple]) -> None:
-        """Keep how each rank has described the last batch that it has read."""
-        self._reader.note_told(self._driver.shipped, self._task.number, dict(enumerate(last)))
+    def _note(self, last: Sequence[tuple], brief: bool) -> None:
+        """Keep how each rank has described the last batch that it has read, and whether that took no time."""
+        self._reader.note(self._driver.shipped, self._task.number, dict(enumerate(last)))
+        self._reader.is_brief = brief
 
-    def _decoded(self, answer: Any) -> tuple[Sequence[tuple], Failure | None]:
-        """Of one rank, batch by batch, and what has failed behind them."""
-        return ([answer] * self._count, None) if isinstance(answer, tuple) else agreement.decode_batches(answer)
+    def _decoded(self, answer: Any) -> tuple[Sequence[tuple], Failure | None, bool]:
+        """Of one rank, batch by batch, what has failed behind them, and whether they took no time."""
+        return ([answer] * self._count, None, True) if isinstance(answer, tuple) else agreement.decode_batches(answer)
 
 
 def _of_batch(told: Sequence[tuple]) -> Told:

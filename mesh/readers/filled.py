@@ -15,12 +15,11 @@ from typing import Any
 from .. import agreement, trees
 from ..array import meta
 from ..batch import Deal
-from ..driver.functions import ShippedOnce
 from ..launch import launched
 from ..mesh import Mesh
 from ..rank.local_values import LocalValues
 from ..spec import Layout, split_sizes, strided_sizes
-from .asking import Asked, ask
+from .asking import Asked, Reader, ask
 
 Found = dict[int, tuple[int, Any]]
 """By virtual stream: how many samples it gave, and where it is now."""
@@ -29,7 +28,7 @@ Found = dict[int, tuple[int, Any]]
 def fill_streams(
     mesh: Mesh,
     name: str,
-    reader: ShippedOnce,
+    reader: Reader,
     requests: Sequence[tuple[tuple, tuple[int, int]]],
     shards: int | None,
     remedy: str,

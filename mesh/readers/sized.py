@@ -12,17 +12,16 @@ from typing import Any
 from .. import agreement, trees
 from ..array import Meta, meta
 from ..batch import Deal
-from ..driver.functions import ShippedOnce
 from ..mesh import Mesh
 from ..rank.local_values import LocalValues
 from ..spec import RAGGED, Layout, split_sizes, strided_sizes
-from .asking import Asked, ask
+from .asking import Asked, Reader, ask
 
 
 def fill(
     mesh: Mesh,
     name: str,
-    reader: ShippedOnce,
+    reader: Reader,
     requests: Sequence[tuple[tuple, Deal | None]],
     *,
     ragged: bool = False,

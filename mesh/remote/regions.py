@@ -6,9 +6,9 @@ from typing import Any
 
 from .. import trees
 from ..agreement import OutputMeta
-from ..driver.functions import ShippedOnce
 from ..put import as_tensor
 from ..rank.session import RankSession
+from ..readers.asking import Reader
 from ..readers.sized import fill
 from ..spec import P
 from .handle import named
@@ -26,7 +26,7 @@ def _on_ranks(mesh: Any, ref: Ref) -> Any:
     if error is not None:
         return ref.get()
     remedy = "return tensors of the same shapes"
-    (value,) = fill(mesh, f"the result of {ref.label}", ShippedOnce(_read), [((name,), None)], remedy=remedy)
+    (value,) = fill(mesh, f"the result of {ref.label}", Reader(_read), [((name,), None)], remedy=remedy)
     return value()
 
 

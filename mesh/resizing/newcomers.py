@@ -63,9 +63,10 @@ class Newcomers:
         self._session, self._options = session, session.options | {"threads": threads}
         # Their first step is taken to make as much as there is, in memory that they share and in their own, and the
         # gradients of what all have. What other hosts have is not known here.
-        room = Populate(*(Heap.rounded(nbytes) for nbytes in (own, own + 2 * shared)))
-        fits = places is None and 2 * (shared + layout.size * (room.values + 2 * room.step)) < available_bytes()
-        self._shared_bytes, self._room = (shared, room) if fits else (0, Populate(0, 0))
+        room = Populate(*map(Heap.rounded, (own, own + shared, shared)))
+        needed = shared + room.results + layout.size * (room.values + 2 * room.step)
+        fits = places is None and 2 * needed < available_bytes()
+        self._shared_bytes, self._room = (shared, room) if fits else (0, Populate(0, 0, 0))
         self.known: set[str] = set()
         self._printed: list[tuple[Rank, str, bytes]] = []
         self._cancelled = threading.Event()

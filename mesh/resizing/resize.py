@@ -234,29 +234,28 @@ class Resizing:
 
     def _switch(self) -> float:
         driver, ranks = self._driver, self._newcomers.ranks
-        old, arena = driver.ranks, driver.ranks.arena
-        with _quiet(driver):
-            began = time.monotonic()
-            _check_remote(driver)
-            moved: Moved | MovedBetweenHosts
-            if self._places is None:
-                moved = Moved(driver, arena, self._layout)
-            else:
-                moved = MovedBetweenHosts(driver, self._newcomers)
-            with uninterrupted():
-                driver.switching = threading.get_ident()
-                reruns, driver.reruns = driver.reruns, True
-                if self._places is None:
-                    old.yield_processor()
-                driver.tell(protocol.Exit())  # of all values there is a copy, or memory that is not theirs
-                driver.hand_over(ranks, self._layout)
-                self._mesh.set_layout(self._layout, self._threads, self._places)
-                open_sessions.follow(driver)
-                for said, packet in driver.shipped.for_newcomer(self._newcomers.known):
-                    driver.tell(said, packet)
-                puts = moved.put(driver)
-                _read_again(driver)
+        old, arena, reruns = driver.ranks, driver.ranks.arena, driver.reruns
         try:
+            with _quiet(driver):
+                began = time.monotonic()
+                _check_remote(driver)
+                moved: Moved | MovedBetweenHosts
+                if self._places is None:
+                    moved = Moved(driver, arena, self._layout)
+                else:
+                    moved = MovedBetweenHosts(driver, self._newcomers)
+                with uninterrupted():
+                    driver.switching, driver.reruns = threading.get_ident(), True
+                    if self._places is None:
+                        old.yield_processor()
+                    driver.tell(protocol.Exit())  # of all values there is a copy, or memory that is not theirs
+                    driver.hand_over(ranks, self._layout)
+                    self._mesh.set_layout(self._layout, self._threads, self._places)
+                    open_sessions.follow(driver)
+                    for said, packet in driver.shipped.for_newcomer(self._newcomers.known):
+                        driver.tell(said, packet)
+                    puts = moved.put(driver)
+                    _read_again(driver)
             listening = threading.Event()
             driver.receiving.soon(functools.partial(self._listen, old.all, listening))
             for task in puts:

@@ -22,7 +22,7 @@ from .map_batches import MapBatches
 from .stream_batches import StreamBatches
 from .streams import Stream
 
-_MESSAGE = 4  # more batches are asked for when only one in so many of `prefetch` is left: most of them in one message
+_REFILL = 4  # brief batches are asked for in one message, when a quarter of what may be read ahead is left
 
 
 class Loader:
@@ -42,7 +42,8 @@ class Loader:
         collate_fn: makes a batch of a list of samples; None is torch's default. Tensors are sharded along dimension 0;
             what is no tensor (or has no dimension) must be the same on all ranks. It may pad, on each rank to the
             longest sample there: a step gets its own part, `shards()` are all, `full()` refuses.
-        prefetch: batches to have read ahead; with `workers`, for each of them. A driver asks for as many in a message.
+        prefetch: batches to have read ahead; with `workers`, for each of them. A driver asks for as many in a message,
+            if reading one takes no time.
         workers: processes beside each rank that read, collate and augment for it; 0 has the rank do it between steps.
             They are started anew, with torch imported once a rank, never as forks of a process that computes; what
             they read reaches the rank through shared memory. The batches are the same for any number.
@@ -158,9 +159,12 @@ class Loader:
             if batch is None:
                 self._epoch, self._yielded, self._position = epoch + 1, 0, None
                 return
-            if mesh.is_driver and _MESSAGE * feed.asked < self.prefetch and feed.more:
+            if mesh.is_driver and feed.more:
                 ahead = min(self.prefetch, self._most_bytes // max(1, _nbytes(batch) // parts))
-                if ahead > feed.asked:
+                if not feed.is_brief:
+                    for _ in range(feed.asked, ahead):
+                        feed.ask(1)
+                elif _REFILL * feed.asked < ahead:
                     feed.ask(ahead - feed.asked)
             self._yielded, self._position = self._yielded + 1, position
             if self._batches.is_last(self._yielded - 1):

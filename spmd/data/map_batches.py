@@ -13,9 +13,9 @@ from torch.utils.data import IterableDataset
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
 from ..mesh.batch import Deal
-from ..mesh.driver.functions import ShippedOnce
 from ..mesh.mesh import Mesh
 from ..mesh.put import as_tensor
+from ..mesh.readers.asking import Reader
 from ..mesh.readers.sized import fill
 from ..transforms import Sampler
 from .reading import ONE_LENGTH, MapReader
@@ -78,12 +78,17 @@ class _Feed:
 
     def __init__(self, batches: MapBatches, mesh: Mesh, epoch: int, step: int):
         self._batches, self._mesh, self._epoch, self._next = batches, mesh, epoch, step
-        self._reader = ShippedOnce(batches._reader)  # what it reads is looked at for changes once an epoch
+        self._reader = Reader(batches._reader)  # what it reads is looked at for changes once an epoch
         self._pending: deque[Callable[[], Any]] = deque()
 
     @property
     def asked(self) -> int:
         return len(self._pending)
+
+    @property
+    def is_brief(self) -> bool:
+        """Whether the ranks have read the last ones that were taken in no time."""
+        return self._reader.is_brief
 
     @property
     def more(self) -> bool:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..kernels.errors import SpecError, message
-from ..mesh.driver.functions import ShippedOnce
 from ..mesh.mesh import Mesh
+from ..mesh.readers.asking import Reader
 from ..mesh.readers.filled import fill_streams
 from .reading import ONE_LENGTH
 from .stream_reading import StreamReader
@@ -111,12 +111,17 @@ class _Feed:
         self._batches, self._mesh, self._epoch, self._next = batches, mesh, epoch, step
         self._known = step, position  # the last step up to which all was taken, and the position before it
         self._run = next(_runs)
-        self._reader = ShippedOnce(batches._reader)
+        self._reader = Reader(batches._reader)
         self._pending: deque[Callable[[], Any]] = deque()
 
     @property
     def asked(self) -> int:
         return len(self._pending)
+
+    @property
+    def is_brief(self) -> bool:
+        """Whether the ranks have read the last ones that were taken in no time."""
+        return self._reader.is_brief
 
     @property
     def more(self) -> bool:

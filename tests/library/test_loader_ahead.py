@@ -62,6 +62,16 @@ def of(batch):
     return batch.full().flatten().tolist()
 
 
+@pytest.fixture(autouse=True)
+def brief(monkeypatch):
+    """Batches count as read in no time, however busy the machine is; call it to have that measured."""
+    from spmd.mesh.readers import asking
+
+    measured = asking.BRIEF_SECONDS
+    monkeypatch.setattr(asking, "BRIEF_SECONDS", 1e9)
+    return lambda: monkeypatch.setattr(asking, "BRIEF_SECONDS", measured)
+
+
 @pytest.fixture
 def requests(monkeypatch):
     """By mesh how many batches each message has asked for."""
@@ -92,6 +102,28 @@ def test_a_message_asks_for_several(shared_mesh, requests):
     requests.clear()
     assert len(list(Loader(torch.arange(80), 4, mesh=shared_mesh({"data": 2}), prefetch=0))) == 20
     assert requests == 20 * [1]
+
+
+@pytest.mark.parametrize("of_stream", [False, True])
+def test_batches_that_take_long_to_read_are_asked_for_one_by_one(shared_mesh, requests, brief, of_stream):
+    brief()
+    slow = dict.fromkeys(range(12), lambda: time.sleep(0.01))
+
+    def numbers(shard):
+        yield from (Numbers(40, slow)[index] for index in range(shard, 40, 2))
+
+    source = Stream([0, 1], numbers) if of_stream else Numbers(40, slow)
+    asked = []
+    for _ in Loader(source, 4, mesh=shared_mesh({"data": 2}), shuffle=False, prefetch=4):
+        asked.append(sum(requests))
+    assert requests[:5] == [1] * 5  # of the first three batches nobody has been quick
+    assert asked[:3] == [5, 6, 7]
+
+
+def test_megabytes_leave_several_for_a_message(shared_mesh, requests):
+    batches = Loader([torch.zeros(1 << 15)] * 80, 4, mesh=shared_mesh({"data": 2}), prefetch=64, prefetch_mb=2.2)
+    assert len(list(batches)) == 20
+    assert len(requests) == 4 and max(requests) == 8
 
 
 @pytest.mark.parametrize("of_stream", [False, True])
@@ -178,11 +210,15 @@ def test_a_rank_that_is_killed_between_batches_of_a_message_reads_them_again(mak
     assert [of(batch) for batch in loader] == found  # another epoch, on the rank that is there now
 
 
-def test_no_process_reads_a_sample_twice(make_mesh, tmp_path):
+@pytest.mark.parametrize("seconds", [0, 0.15])
+def test_no_process_reads_a_sample_twice(make_mesh, tmp_path, brief, seconds):
     """Whether a rank takes the place of one that dies within a message, or after its batches were taken."""
+    if seconds:
+        brief()
 
     class Noted(Numbers):
         def __getitem__(self, index):
+            time.sleep(seconds)
             with open(tmp_path / f"read by {os.getpid()}", "a") as file:
                 file.write(f"{index}\n")
             return super().__getitem__(index)
@@ -247,12 +283,11 @@ def test_what_is_not_new_is_that_of_the_task_that_the_request_names():
         ([a], 14, 12, False),
         ([a], 15, 13, True),
     ]
-    rank = SimpleNamespace(told={})
+    rank = SimpleNamespace(_last_described={})
     for batches, task, known, nothing_new in steps:
-        found = RankState.is_known(rank, [(each,) for each in batches], "reader", task, known)
-        assert found == nothing_new, task
-    assert not RankState.is_known(rank, [(a, "a position of its own")], "reader", 16, 15)
-    assert not RankState.is_known(rank, [(a,)], "another reader", 17, 16)
+        since = RankState.described_since(rank, "reader", batches[-1], task)
+        assert (since <= known and all(one is batches[-1] for one in batches)) == nothing_new, task
+    assert RankState.described_since(rank, "another reader", a, 16) == 16
 
 
 def test_an_interrupt_while_batches_are_read_moves_no_position(make_mesh):

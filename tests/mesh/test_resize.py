@@ -443,3 +443,13 @@ def test_calls_repeat_after_a_resize(mesh: Mesh) -> None:
     before = mesh.run(os.getpid)
     assert [number(x) for _ in range(3)] == [1, 1, 1]
     assert mesh.run(os.getpid) == before  # nobody was taken to be stuck, and replaced
+
+
+def test_a_user_who_may_set_no_priorities_can_resize(mesh, monkeypatch):
+    def refuse(*_):
+        raise PermissionError("not for you")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    x = put(torch.arange(6), P("data"), mesh=mesh)
+    mesh.resize({"data": 3})
+    assert [shard.tolist() for shard in x.shards()] == [[0, 1], [2, 3], [4, 5]]
