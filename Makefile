@@ -91,7 +91,8 @@ test-torch: $(VENV)/.made
 
 # A driver in one network namespace, with ranks in it and in another, by hand and by sshd; Slurm, Ray. Needs root.
 test-hosts: $(VENV)/.made
-	cd tests && TEST_NAMESPACES=1 $(PY) -m pytest -q mesh/test_hosts.py mesh/test_hosts_listening.py mesh/test_engines.py
+	cd tests && TEST_NAMESPACES=1 $(PY) -m pytest -q mesh/test_hosts.py mesh/test_hosts_listening.py mesh/test_engines.py \
+		mesh/test_nodes.py
 
 # Where torch.compile may be put, in a driver and on launched ranks: equal to eager, or refused.
 test-compile: $(VENV)/.made
