@@ -132,9 +132,9 @@ def print_relays(rows: dict[int, dict[str, float]], hosts: int, spent: float) ->
 
 def row_of(hosts: int, row: dict[str, float], relays: str) -> str:
     call = f"{1e3 * row['call']:.2f} ({1e3 * row['low']:.2f}-{1e3 * row['high']:.2f})"
-    deaths = f"{row['death']:>14.2f}{row['relay']:>15.2f}"
-    sizes = f"{hosts:>5}{RANKS * hosts:>7}{relays:>8}{row['start']:>10.2f}"
-    return f"{sizes}{call:>26}{1e3 * row['spent']:>12.2f}{deaths}{row['memory'] / 1024:>12.1f}"
+    deaths = f"{row['death']:>13.2f}{row['relay']:>14.2f}"
+    sizes = f"{hosts:>5}{RANKS * hosts:>7}{relays:>7}{row['start']:>10.2f}"
+    return f"{sizes}{call:>22}{1e3 * row['spent']:>11.2f}{deaths}{row['memory'] / 1024:>11.1f}"
 
 
 def main() -> None:
@@ -150,9 +150,9 @@ def main() -> None:
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; {RANKS} stub ranks a host"
     )
-    call = f"{'call, ms (middle half)':>26}{'driver, ms':>12}"
-    deaths = f"{'last dies, s':>14}{'first dies, s':>15}"
-    print(f"{'hosts':>5}{'ranks':>7}{'relays':>8}{'start, s':>10}{call}{deaths}{'KiB a rank':>12}")
+    call = f"{'call, ms (middle)':>22}{'driver, ms':>11}"
+    deaths = f"{'last dies, s':>13}{'first dies, s':>14}"
+    print(f"{'hosts':>5}{'ranks':>7}{'relays':>7}{'start, s':>10}{call}{deaths}{'KiB a rank':>11}")
     with_relays: dict[int, float] = {}
     for hosts in counts:
         rows[hosts] = measured(hosts, relays=False)

@@ -148,8 +148,7 @@ class PutValues(Task):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FillValues(Task):
-    """Keep what a shipped `reader(session, *arguments)` reads for each of `batches`, which are (arguments, out); tell
-    nothing if each is described as the last one of the task `known` was, and was read in `brief` seconds."""
+    """Keep what a reader reads for each (arguments, out); `Unchanged` if all is as in `known`, read in `brief` s."""
 
     reader: str
     batches: tuple[tuple[tuple, int], ...]

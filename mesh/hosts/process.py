@@ -155,8 +155,10 @@ class Host:
         elif isinstance(message, protocol.Signal):
             self._ranks[message.rank].signal(message.number)
         elif isinstance(message, protocol.Abort):
+            self._branch.resend()
             self._arena.abort(message.why)
         elif isinstance(message, protocol.BeginAnew):
+            self._branch.resend()
             self._request = dataclasses.replace(self._request, generation=message.generation)
             self._clear(message.generation)
             dead = [number for number in self._members if not self._ranks[number].alive]
@@ -164,6 +166,7 @@ class Host:
                 self._ranks[number].close()
             self.start(dead)
         elif isinstance(message, protocol.Ask):
+            self._branch.resend()
             self._branch.send(self._told(message))
         elif isinstance(message, protocol.Carried):
             if self._tunnel is not None:

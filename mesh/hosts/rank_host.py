@@ -134,6 +134,7 @@ class RankHost:
                 answer.put(None)
             else:
                 self._asked.append(answer)
+                self.ordered.resend()
                 self.ordered.send(said)
 
         def given() -> Any:

@@ -222,6 +222,7 @@ class HostRanks(Ranks):
 
     def abort(self, why: str) -> None:
         for host in self._hosts:
+            host.ordered.resend()
             host.link.send(protocol.Abort(why))
 
     def begin_anew(self) -> list[int]:

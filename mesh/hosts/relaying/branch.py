@@ -5,6 +5,7 @@ It may have a relay, or be one; until it is told so, all goes by the link.
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,7 +42,7 @@ class Branch:
         self._ranks, self._ordered = ranks, Ordered(link, take)
         self._relayed = Relayed(key, link, self._ordered, selector)
         self._relay: Relay | None = None
-        self.send = self._ordered.send
+        self.send, self.resend = self._ordered.send, self._ordered.resend
 
     def answer(self, ranks: tuple[int, ...], content: Sequence[bytes], done: int) -> None:
         """Send what ranks have answered to what all hosts were told; see `protocol.Gathered`."""
@@ -59,8 +60,9 @@ class Branch:
         elif isinstance(message, protocol.Had):
             self._ordered.had(message)
         elif isinstance(message, protocol.OpenRelay):
-            self._relay = self._relay or Relay(self._address, self._key, self._link, self._selector)
-            self._link.send(protocol.Relaying(self._relay.port))
+            with contextlib.suppress(OSError):  # without one the driver tells the hosts below itself
+                self._relay = self._relay or Relay(self._address, self._key, self._link, self._selector)
+                self._link.send(protocol.Relaying(self._relay.port))
         elif isinstance(message, protocol.DialRelay):
             self._relayed.dial(message)
 

@@ -69,6 +69,12 @@ class Ordered:
             if not there:
                 self._kept.clear()
 
+    def resend(self) -> None:
+        """Send by the link, too, what may still be on its way by the relay: what comes next must not wait for it."""
+        with self._lock:
+            for number, said, content in self._kept:
+                self._link.send(Numbered(number, said), *content)
+
     def take(self, number: int, said: bytes, content: bytes) -> None:
         """Take a message in its turn, unless it was taken before."""
         if number > self._taken:

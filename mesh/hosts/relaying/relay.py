@@ -19,6 +19,7 @@ from ..protocol import Bundle, Forward, Gathered, Numbered, Pulse
 from ..serving import Serving
 
 PULSE_SECONDS = 0.5  # between two signs that it runs
+_UNFINISHED = 64  # tasks of which it is known who has answered them
 
 
 def secret_of(key: bytes) -> bytes:
@@ -48,10 +49,15 @@ class Relay(Serving):
     def welcome(self, rank: int, link: Link) -> None:
         """A host comes, which has this number."""
         self._below[rank] = link
+        try:
+            self._selector.register(
+                link.connection, selectors.EVENT_READ, (functools.partial(self._read, rank, link), None)
+            )
+        except (OSError, KeyError):  # it can't be heard, and must not take this for its relay
+            del self._below[rank]
+            link.close()
+            return
         link.send(Pulse())
-        self._selector.register(
-            link.connection, selectors.EVENT_READ, (functools.partial(self._read, rank, link), None)
-        )
 
     def forward(self, said: Forward, content: bytes) -> None:
         for host, number in said.numbers:
@@ -82,6 +88,8 @@ class Relay(Serving):
             return
         done = self._done.setdefault(said.done, set())
         done.add(host)
+        if len(self._done) > _UNFINISHED:  # long answers go another way
+            del self._done[min(self._done)]
         if done >= self._below.keys():
             self._done = {task: hosts for task, hosts in self._done.items() if task > said.done}
             self._flush()

@@ -37,14 +37,17 @@ class Relayed:
     def __init__(self, key: bytes, link: Link, ordered: Ordered, selector: selectors.BaseSelector):
         self._key, self._link, self._ordered, self._selector = key, link, ordered, selector
         self._relay: Link | None = None
-        self._dialled: DialRelay | None = None
+        self._dialled: DialRelay | None = None  # the relay that it is to have
+        self._dialling = threading.Thread()
         self._heard = 0.0
 
     def dial(self, said: DialRelay) -> None:
         """Have this relay, if it can be reached; what can't be reached from here is done without."""
-        if self._relay is None or said != self._dialled:
-            self._dialled = said
-            threading.Thread(target=self._dial, args=(said,), name="spmd-relayed", daemon=True).start()
+        if said == self._dialled and (self._relay is not None or self._dialling.is_alive()):
+            return
+        self._dialled = said
+        self._dialling = threading.Thread(target=self._dial, args=(said,), name="spmd-relayed", daemon=True)
+        self._dialling.start()
 
     def _dial(self, said: DialRelay) -> None:
         for _ in range(_TRIES):
@@ -55,17 +58,18 @@ class Relayed:
                 except BaseException:
                     connection.close()
                     raise
-                self._selector.register(connection, selectors.EVENT_READ, (functools.partial(self._read, link), None))
+                read = functools.partial(self._read, link, said)
+                self._selector.register(connection, selectors.EVENT_READ, (read, None))
                 return
             time.sleep(_AGAIN_SECONDS)
 
-    def _read(self, link: Link) -> None:
+    def _read(self, link: Link, dialled: DialRelay | None) -> None:
         messages: Any = None
         try:
             messages = link.receive(socket.MSG_DONTWAIT)
         except NotOfThisMesh:
             pass
-        if messages is None:
+        if messages is None or dialled != self._dialled:  # it has ended, or another is to be the relay by now
             self._end(link)
             return
         for said, content in messages:
@@ -88,7 +92,7 @@ class Relayed:
     def tick(self) -> None:
         """Do what is due."""
         if self._relay is not None and not self.left():
-            self._read(self._relay)  # what has come while this thread had other things to do
+            self._read(self._relay, self._dialled)  # what has come while this thread had other things to do
             if not self.left():
                 self._leave()
 
@@ -101,8 +105,9 @@ class Relayed:
             self._end(self._relay)
 
     def _end(self, link: Link) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # it was left in this round
-            self._selector.unregister(link.connection)
+        if link.connection.fileno() >= 0:  # else it was left in this round
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(link.connection)
         link.close()
         if link is self._relay:
             self._relay = None
