@@ -124,11 +124,14 @@ def nanoseconds_of(pid: int) -> int:
         return time.monotonic_ns()
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, by whatever death."""
-    parent = os.getppid()
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the one that started it ends, by whatever death.
+
+    Args:
+        parent: that process; whoever has forked this one knows it, and here it may have ended already.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended meanwhile
+    if os.getppid() != parent:  # it has ended before
         os._exit(1)
 
 

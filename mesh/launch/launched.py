@@ -47,7 +47,7 @@ def join(
     global _meshes
     check_not_imported_by_worker()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # else a launcher that is killed leaves its ranks training
-        end_with_parent()
+        end_with_parent(os.getppid())
     _meshes += 1
     _write_whole_lines()
     store = meet(launch, timeout, f"mesh{_meshes}")

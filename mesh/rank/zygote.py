@@ -65,7 +65,7 @@ def _serve(control_fd: int, driver: int) -> NoReturn:
             request, fds = receive(control)
             if request is None:
                 break
-            pid = os.fork()
+            here, pid = os.getpid(), os.fork()
             if pid == 0:
                 os.setpgid(0, 0)  # what its programs start ends with it
                 signal.set_wakeup_fd(-1)
@@ -75,7 +75,7 @@ def _serve(control_fd: int, driver: int) -> NoReturn:
                 if isinstance(request, protocol.StandBy):
                     _serve(fds[0], driver)
                 os.close(driver)
-                end_with_parent()
+                end_with_parent(here)
                 code = 1
                 try:
                     reading = isinstance(request, protocol.ReaderRequest)

@@ -46,9 +46,9 @@ def listen(where: str) -> None:
             os.kill(pid, signal.SIGKILL)
             os.close(standing)
         standing, end = os.pipe()
-        pid = os.fork()
+        here, pid = os.getpid(), os.fork()
         if pid == 0:
-            _answer(connection, secret, end, [server.detach(), standing, *(fd for _, fd in strangers)])
+            _answer(here, connection, secret, end, [server.detach(), standing, *(fd for _, fd in strangers)])
         os.close(end)
         connection.close()
         strangers.append((pid, standing))
@@ -63,11 +63,11 @@ def _ended(pipe: int) -> bool:
     return True
 
 
-def _answer(connection: socket.socket, secret: bytes, standing: int, others: list[int]) -> None:
+def _answer(parent: int, connection: socket.socket, secret: bytes, standing: int, others: list[int]) -> None:
     """In a process of its own, which ends here: who has connected proves to be a driver, and is served."""
     status = 1
     try:
-        end_with_parent()
+        end_with_parent(parent)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for fd in others:
             os.close(fd)

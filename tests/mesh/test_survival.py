@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from internals import arena_bytes, asked_of_a_lost_zygote, zygote_of, zygote_that_stands_by
 from patience import HANGS, end_within, until
+from scripts import run
 from torch import nn
 
 from spmd import (
@@ -132,6 +133,21 @@ def test_the_process_that_ranks_are_forked_from_dies_in_a_call(make_mesh):
     assert slow(w).full().tolist() == [0, 2, 4]
     assert mesh.submit(os._exit, 3, rank=0).exception() is not None
     assert slow(w).full().tolist() == [0, 2, 4]
+
+
+def test_who_is_forked_by_a_process_that_has_ended_since_ends():
+    """As a rank whose zygote is killed before the rank has come to anything."""
+    program = """
+import os, time
+from spmd.kernels.processes import end_with_parent
+here = os.getpid()
+if os.fork() == 0:
+    while os.getppid() == here:
+        time.sleep(0.01)
+    end_with_parent(here)
+    print("it lives on")
+"""
+    assert run("-c", program)[:2] == (0, "")
 
 
 def test_a_zygote_that_another_mesh_has_found_lost_first(make_mesh):
