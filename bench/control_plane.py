@@ -119,7 +119,9 @@ def fitted(rows: dict[int, dict[str, float]], name: str) -> tuple[float, float]:
 
 def relays_of(hosts: int) -> int:
     """How many of them are relays, where there are any."""
-    return math.ceil(hosts / (math.isqrt(hosts - 1) + 1))
+    from spmd.mesh.hosts.relaying.tree import branch_size
+
+    return math.ceil(hosts / branch_size(hosts))
 
 
 def print_relays(rows: dict[int, dict[str, float]], hosts: int, spent: float) -> None:

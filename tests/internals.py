@@ -10,6 +10,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 
@@ -43,16 +44,11 @@ def without_shared_memory() -> Iterator[None]:
         Arena.__init__ = real  # type: ignore[method-assign]
 
 
-@contextlib.contextmanager
-def mpi_chunks(nbytes: int) -> Iterator[None]:
+def mpi_chunks(nbytes: int) -> contextlib.AbstractContextManager:
     """What goes through MPI goes in pieces of so many bytes."""
     from spmd.kernels.network import mpi
 
-    before, mpi._CHUNK = mpi._CHUNK, nbytes
-    try:
-        yield
-    finally:
-        mpi._CHUNK = before
+    return mock.patch.object(mpi, "_CHUNK", nbytes)
 
 
 def change_partial_sums(push: Callable[[Any, int, Tensor], None]) -> None:
@@ -336,16 +332,11 @@ def ask_while_ranks_start(monkeypatch: Any) -> None:
     monkeypatch.setattr(rank_host, "_ANSWER_SECONDS", 100 * HANGS)
 
 
-@contextlib.contextmanager
-def relays_beyond(hosts: int) -> Iterator[None]:
+def relays_beyond(hosts: int) -> contextlib.AbstractContextManager:
     """Meshes that are made meanwhile have relays if they have more hosts than this."""
     from spmd.mesh.hosts.relaying import tree
 
-    before, tree.DIRECT_HOSTS = tree.DIRECT_HOSTS, hosts
-    try:
-        yield
-    finally:
-        tree.DIRECT_HOSTS = before
+    return mock.patch.object(tree, "DIRECT_HOSTS", hosts)
 
 
 def with_relays(mesh: Any) -> list[int]:

@@ -105,7 +105,6 @@ def ask(mesh: Mesh, reader: Reader, requests: Sequence[tuple]) -> list[Asked]:
     with uninterrupted():
         values = [driver.new_values() for _ in requests]
     batches = tuple((arguments, own.number) for arguments, own in zip(requests, values, strict=True))
-    brief = BRIEF_SECONDS
 
     def read(
         number: int,
@@ -115,7 +114,7 @@ def ask(mesh: Mesh, reader: Reader, requests: Sequence[tuple]) -> list[Asked]:
         batches: tuple[tuple[tuple, int], ...] = batches,
         known: int = known,
     ) -> protocol.FillValues:  # and keeps what it reads with shipped, but not the values, which have `read`
-        return protocol.FillValues(number, region, freed, forgotten, shipped.key, batches, known, brief)
+        return protocol.FillValues(number, region, freed, forgotten, shipped.key, batches, known, BRIEF_SECONDS)
 
     for batch, own in zip(batches, values, strict=True):
         own.read = functools.partial(read, batches=(batch,), known=0)

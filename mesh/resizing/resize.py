@@ -234,8 +234,8 @@ class Resizing:
 
     def _switch(self) -> float:
         driver, ranks = self._driver, self._newcomers.ranks
-        old, arena, reruns = driver.ranks, driver.ranks.arena, driver.reruns
-        try:
+        old, arena = driver.ranks, driver.ranks.arena
+        with contextlib.ExitStack() as switch:
             with _quiet(driver):
                 began = time.monotonic()
                 _check_remote(driver)
@@ -245,7 +245,7 @@ class Resizing:
                 else:
                     moved = MovedBetweenHosts(driver, self._newcomers)
                 with uninterrupted():
-                    driver.switching, driver.reruns = threading.get_ident(), True
+                    switch.enter_context(_switching(driver))
                     if self._places is None:
                         old.yield_processor()
                     driver.tell(protocol.Exit())  # of all values there is a copy, or memory that is not theirs
@@ -265,8 +265,6 @@ class Resizing:
             with driver.lock:
                 for said, packet in driver.shipped.naming_values():
                     driver.tell(said, packet)
-        finally:
-            driver.reruns, driver.switching = reruns, 0
         listening.wait()
         del moved
         if driver.leaving is not None:
@@ -282,6 +280,16 @@ class Resizing:
             driver.receiving.exchange(gone, driver.ranks, self._layout)
         finally:
             done.set()
+
+
+@contextlib.contextmanager
+def _switching(driver: DriverSession) -> Iterator[None]:
+    """Other threads wait, and a rank that dies is replaced whatever the mesh does of losses otherwise."""
+    driver.switching, reruns, driver.reruns = threading.get_ident(), driver.reruns, True
+    try:
+        yield
+    finally:
+        driver.reruns, driver.switching = reruns, 0
 
 
 @contextlib.contextmanager

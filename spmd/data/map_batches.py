@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +14,9 @@ from ..mesh import trees
 from ..mesh.batch import Deal
 from ..mesh.mesh import Mesh
 from ..mesh.put import as_tensor
-from ..mesh.readers.asking import Reader
 from ..mesh.readers.sized import fill
 from ..transforms import Sampler
+from .feed import Feed
 from .reading import ONE_LENGTH, MapReader
 
 
@@ -73,22 +72,10 @@ class MapBatches:
         return _Feed(self, mesh, epoch, step)
 
 
-class _Feed:
-    """Batches asked for and not yet taken, in order."""
-
+class _Feed(Feed):
     def __init__(self, batches: MapBatches, mesh: Mesh, epoch: int, step: int):
-        self._batches, self._mesh, self._epoch, self._next = batches, mesh, epoch, step
-        self._reader = Reader(batches._reader)  # what it reads is looked at for changes once an epoch
-        self._pending: deque[Callable[[], Any]] = deque()
-
-    @property
-    def asked(self) -> int:
-        return len(self._pending)
-
-    @property
-    def is_brief(self) -> bool:
-        """Whether the ranks have read the last ones that were taken in no time."""
-        return self._reader.is_brief
+        super().__init__(mesh, batches._reader, epoch, step)
+        self._batches = batches
 
     @property
     def more(self) -> bool:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from ..kernels.errors import SpecError, message
 from ..mesh.mesh import Mesh
-from ..mesh.readers.asking import Reader
 from ..mesh.readers.filled import fill_streams
+from .feed import Feed
 from .reading import ONE_LENGTH
 from .stream_reading import StreamReader
 from .streams import Stream
@@ -104,24 +103,12 @@ class StreamBatches:
         return _Feed(self, mesh, epoch, step, position)
 
 
-class _Feed:
-    """Batches asked for and not yet taken, in order."""
-
+class _Feed(Feed):
     def __init__(self, batches: StreamBatches, mesh: Mesh, epoch: int, step: int, position: Any):
-        self._batches, self._mesh, self._epoch, self._next = batches, mesh, epoch, step
+        super().__init__(mesh, batches._reader, epoch, step)
+        self._batches = batches
         self._known = step, position  # the last step up to which all was taken, and the position before it
         self._run = next(_runs)
-        self._reader = Reader(batches._reader)
-        self._pending: deque[Callable[[], Any]] = deque()
-
-    @property
-    def asked(self) -> int:
-        return len(self._pending)
-
-    @property
-    def is_brief(self) -> bool:
-        """Whether the ranks have read the last ones that were taken in no time."""
-        return self._reader.is_brief
 
     @property
     def more(self) -> bool:

@@ -27,6 +27,14 @@ def secret_of(key: bytes) -> bytes:
     return code(key, b"relay")
 
 
+def received(link: Link) -> list[tuple[Any, bytes]] | None:
+    """What has come of another host; None: it has ended, or is not of this mesh."""
+    try:
+        return link.receive(socket.MSG_DONTWAIT)
+    except NotOfThisMesh:
+        return None
+
+
 class Relay(Serving):
     """Served by the thread that reads its host's link, but for those that come.
 
@@ -65,12 +73,7 @@ class Relay(Serving):
                 link.send(Numbered(number, said.said), content)
 
     def _read(self, host: int, link: Link) -> None:
-        messages: Any = None
-        try:
-            messages = link.receive(socket.MSG_DONTWAIT)
-        except NotOfThisMesh:
-            pass
-        if messages is None:
+        if (messages := received(link)) is None:
             self._selector.unregister(link.connection)
             link.close()
             if self._below.get(host) is link:

@@ -18,7 +18,7 @@ from ..coded import NotOfThisMesh
 from ..link import GREETING_SECONDS, Link, greet_driver
 from ..protocol import DialRelay, Gathered, HasRelay, Numbered, Pulse
 from .ordered import Ordered
-from .relay import secret_of
+from .relay import received, secret_of
 
 SILENT_SECONDS = 3.0  # of a relay that is left then
 _TRIES, _AGAIN_SECONDS = 3, 0.5
@@ -64,11 +64,7 @@ class Relayed:
             time.sleep(_AGAIN_SECONDS)
 
     def _read(self, link: Link, dialled: DialRelay | None) -> None:
-        messages: Any = None
-        try:
-            messages = link.receive(socket.MSG_DONTWAIT)
-        except NotOfThisMesh:
-            pass
+        messages = received(link)
         if messages is None or dialled != self._dialled:  # it has ended, or another is to be the relay by now
             self._end(link)
             return

@@ -1,0 +1,33 @@
+"""Batches of one epoch that were asked for and not yet taken."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ..mesh.mesh import Mesh
+from ..mesh.readers.asking import Reader
+
+
+class Feed:
+    """What the feeds of both kinds of datasets have in common: batches come in the order in which they were asked for.
+
+    Args:
+        reader: what ranks read with; it is looked at for changes once an epoch.
+        step: the first that is to be asked for.
+    """
+
+    def __init__(self, mesh: Mesh, reader: Any, epoch: int, step: int):
+        self._mesh, self._epoch, self._next = mesh, epoch, step
+        self._reader = Reader(reader)
+        self._pending: deque[Callable[[], Any]] = deque()
+
+    @property
+    def asked(self) -> int:
+        return len(self._pending)
+
+    @property
+    def is_brief(self) -> bool:
+        """Whether the ranks have read the last ones that were taken in no time."""
+        return self._reader.is_brief
