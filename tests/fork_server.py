@@ -1,146 +1,313 @@
-"""Processes that have imported spmd already: forks of one that has, and that has run nothing.
+"""Python processes that have imported spmd already: forks of one that has, and that has run nothing.
 
-For tests of what several processes do; each that imports torch anew costs more than most of these tests.
+For tests of what programs do; each process that imports torch anew costs more than most of these tests, and one that
+makes a mesh costs it twice, as its zygote does so as well: a program has a zygote that was forked with it. What a start
+from nothing does is tested by those that use `subprocess`. Invariant: a program can't tell, but by how soon it begins.
 """
 
 from __future__ import annotations
 
+import array
 import atexit
 import contextlib
+import inspect
+import io
 import json
 import os
+import runpy
+import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Mapping
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from patience import HANGS
 
+_LENGTH = struct.Struct("I")
+_KINDS_OF_RANKS = ("SPMD_SIZE", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
-class Forked:
-    """A program that runs in a fork of the server; as a `subprocess.Popen` in text mode, as far as tests use one."""
+# -- in the test ------------------------------------------------------------------------------------------------------
 
-    def __init__(self, server: ForkServer, pid: int, out: Path):
-        self.pid, self._server, self._out = pid, server, out
-        self.returncode: int | None = None
 
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._server.ask(poll=self.pid)
+class Program(subprocess.Popen):
+    """A program that a server runs: `[sys.executable, *options, script or "-c" or "-m", ...]`.
+
+    The options of this are those of `subprocess.Popen`; what is said of users, groups and signals is not heard.
+    """
+
+    def __init__(self, command: Sequence[str], *, server: ForkServer, **options: Any):
+        self._server = server
+        super().__init__(command, **options)
+
+    def _execute_child(self, *given: Any) -> None:  # Popen's, which has made the pipes, and closes its own ends
+        names = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
+        told = dict(zip(names, given, strict=True))
+        ends = [told[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        try:
+            self.pid = self._server.ask(
+                [number if end == -1 else end for number, end in enumerate(ends)],
+                arguments=[os.fspath(argument) for argument in told["args"][1:]],
+                cwd=os.fspath(told["cwd"] or os.getcwd()),
+                environ=dict(os.environ if told["env"] is None else told["env"]),
+                session=told["start_new_session"],
+            )
+        finally:
+            self._close_pipe_fds(*(told[name] for name in names if name in _PIPES))
+        self._ended = os.pidfd_open(self.pid)
+        weakref.finalize(self, os.close, self._ended)
+        self._child_created = True
+
+    def _try_wait(self, flags: int) -> tuple[int, int]:
+        waiting = select.poll()
+        waiting.register(self._ended, select.POLLIN)
+        if not waiting.poll(0 if flags & os.WNOHANG else None):
+            return 0, 0
+        return self.pid, self._server.ask([], status=self.pid)
+
+    def _internal_poll(self, _deadstate: int | None = None, **_: Any) -> int | None:
+        if self.returncode is None and self._waitpid_lock.acquire(False):
+            try:
+                pid, status = self._try_wait(os.WNOHANG)
+                if pid:
+                    self._handle_exitstatus(status)
+            except OSError:  # the server is gone
+                self.returncode = _deadstate
+            finally:
+                self._waitpid_lock.release()
         return self.returncode
 
-    def communicate(self, timeout: float = HANGS) -> tuple[str, str]:
-        end = time.monotonic() + timeout
-        while self.poll() is None:
-            assert time.monotonic() < end, f"still running: {self._read('err')}"
-            time.sleep(0.02)
-        return self._read("out"), self._read("err")
 
-    def communicate_so_far(self) -> str:
-        """What it has printed until now."""
-        return self._read("out") if self._out.with_suffix(".out").exists() else ""
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def _read(self, stream: str) -> str:
-        return self._out.with_suffix(f".{stream}").read_text()
+_PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
 class ForkServer:
     """The process that all are forked from."""
 
-    def __init__(self, folder: Path):
-        self._folder, self._count = folder, 0
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": _tunables()}
+        with theirs:
+            command = [sys.executable, __file__, str(theirs.fileno())]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environ)
+        self._lock = threading.Lock()
 
-    def ask(self, **request: Any) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+    def ask(self, fds: Sequence[int], **request: Any) -> int:
+        text = json.dumps(request).encode()
+        with self._lock:
+            _send(self._socket, text, fds)
+            answer, _ = _receive(self._socket)
+        if not answer:
+            raise OSError("the server is gone")
+        return int(json.loads(answer))
+
+    def run(self, command: Sequence[str], **options: Any) -> Program:
+        return Program(command, server=self, **options)
 
     def start(self, code: str, *arguments: str, environ: Mapping[str, str]) -> Forked:
         """Run a program's text as `python -c` does."""
-        self._count += 1
-        out = self._folder / str(self._count)
-        pid = self.ask(code=code, arguments=arguments, environ=dict(environ), out=str(out))
-        return Forked(self, pid, out)
+        return Forked(self, code, *arguments, environ=environ)
 
     def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        self._socket.close()
         self._process.wait(HANGS)
-        self._process.stdout.close()
+
+
+class Forked(Program):
+    """A program whose outputs nobody has to read for it to go on."""
+
+    def __init__(self, server: ForkServer, code: str, *arguments: str, environ: Mapping[str, str]):
+        self._files = out, err = os.memfd_create("out"), os.memfd_create("err")
+        for number in self._files:
+            weakref.finalize(self, os.close, number)
+        super().__init__(
+            [sys.executable, "-c", code, *arguments],
+            server=server,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=environ,
+        )
+
+    def communicate(self, input: None = None, timeout: float | None = HANGS) -> tuple[str, str]:
+        self.wait(timeout)
+        return self._read(0), self._read(1)
+
+    def communicate_so_far(self) -> str:
+        """What it has printed until now."""
+        return self._read(0)
+
+    def _read(self, number: int) -> str:
+        return os.pread(self._files[number], os.fstat(self._files[number]).st_size, 0).decode()
+
+    def kill(self) -> None:
+        super().kill()
+        self.wait()
 
 
 @contextlib.contextmanager
 def fork_server() -> Iterator[ForkServer]:
-    with tempfile.TemporaryDirectory() as folder:
-        server = ForkServer(Path(folder))
-        try:
-            yield server
-        finally:
-            server.close()
-
-
-def _become(request: dict[str, Any]) -> None:
-    """What a fork does."""
-    code = 1
+    server = ForkServer()
     try:
-        for number, stream in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{request['out']}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.environ.clear()
-        os.environ.update(request["environ"])
-        sys.argv = ["-c", *request["arguments"]]
-        try:
-            exec(compile(request["code"], "<program>", "exec"), {"__name__": "__main__"})
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        atexit._run_exitfuncs()
+        yield server
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        server.close()
 
 
-def main() -> None:
-    from spmd import Mesh  # noqa: F401  # and with it torch
+_shared: ForkServer | None = None
 
-    ended: dict[int, int] = {}
-    running = set()
-    for line in sys.stdin:
-        request, answer = json.loads(line), None
-        if "code" in request:
-            sys.stdout.flush()
+
+def shared_server() -> ForkServer:
+    """One for all tests of this process."""
+    global _shared
+    if _shared is None:
+        _shared = ForkServer()
+        atexit.register(_shared.close)
+    return _shared
+
+
+def _tunables() -> str:
+    from spmd.mesh.rank import memory
+
+    return memory.tunables(os.environ.get("GLIBC_TUNABLES"))
+
+
+# -- between the two --------------------------------------------------------------------------------------------------
+
+
+def _send(channel: socket.socket, text: bytes, fds: Sequence[int]) -> None:
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    channel.sendmsg([_LENGTH.pack(len(text))], rights)
+    channel.sendall(text)
+
+
+def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
+    """A message and what came with it; nothing once the other end is closed."""
+    head, fds, _, _ = socket.recv_fds(channel, _LENGTH.size, 3)
+    if not head:
+        return b"", []
+    (length,), text = _LENGTH.unpack(head), b""
+    while len(text) < length:
+        text += channel.recv(length - len(text))
+    return text, fds
+
+
+# -- in the server ----------------------------------------------------------------------------------------------------
+
+
+def _served(channel: socket.socket) -> dict[str, Any] | None:
+    """Fork a program for each request; in a fork, what it is asked for, and None at the end."""
+    running: set[int] = set()
+    while True:
+        text, fds = _receive(channel)
+        if not text:
+            break
+        request = json.loads(text)
+        if "status" in request:
+            _, answer = os.waitpid(request["status"], 0)
+            running.discard(request["status"])
+        else:
             answer = os.fork()
             if answer == 0:
-                _become(request)
+                channel.close()
+                for number, fd in enumerate(fds):
+                    os.dup2(fd, number)
+                    os.close(fd)
+                return request
             running.add(answer)
-        else:
-            pid = request["poll"]
-            if pid in running:
-                found, status = os.waitpid(pid, os.WNOHANG)
-                if found:
-                    running.discard(pid)
-                    ended[pid] = os.waitstatus_to_exitcode(status)
-            answer = ended.get(pid)
-        print(json.dumps(answer), flush=True)
+            for fd in fds:
+                os.close(fd)
+        _send(channel, str(answer).encode(), [])
     for pid in running:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+    return None
+
+
+class _Here:
+    """This process, as something to fork a zygote from, which is then as one that stands by."""
+
+    def fork(self, request: Any, fds: list[int]) -> tuple[int, int]:
+        from spmd.kernels.processes import end_with_parent
+        from spmd.mesh.rank import zygote
+
+        here, pid = os.getpid(), os.fork()
+        if pid == 0:
+            os.setsid()
+            end_with_parent(here)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.closerange(3, fds[0])  # the other end of it, for one
+            os.closerange(fds[0] + 1, os.sysconf("SC_OPEN_MAX"))
+            zygote.main(fds[0], here)
+        return pid, os.pidfd_open(pid)
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Run the program as a new Python would."""
+    from spmd.mesh.driver import spawn
+
+    if request["session"]:
+        os.setsid()
+    os.chdir(request["cwd"])
+    environ = request["environ"]
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.path[0:1] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if not any(name in environ for name in _KINDS_OF_RANKS):
+        spawn.use(spawn.StandingBy(_Here()))  # type: ignore[arg-type]
+    raw = "PYTHONUNBUFFERED" in environ
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    out, err = (open(number, "wb", 0 if raw else -1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(out, line_buffering=out.isatty(), write_through=raw)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(err, errors="backslashreplace", line_buffering=True)  # type: ignore[misc]
+    arguments = list(request["arguments"])
+    while arguments[0] in ("-W", "-u"):
+        if arguments.pop(0) == "-W":
+            warnings.simplefilter(arguments.pop(0))  # type: ignore[arg-type]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    kind, sys.argv = arguments[0], arguments
+    try:
+        if kind == "-m":
+            sys.path.insert(0, os.getcwd())
+            sys.argv = arguments[1:]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+            return
+        if kind == "-c":
+            sys.path.insert(0, "")
+            sys.argv = ["-c", *arguments[2:]]
+            code = compile(arguments[1], "<string>", "exec")
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(kind)))
+            main.__file__ = kind
+            code = compile(Path(kind).read_bytes(), kind, "exec")
+        exec(code, main.__dict__)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        trace = error.__traceback__ and error.__traceback__.tb_next  # without this file
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
+
+
+def main() -> None:
+    import importlib
+
+    from spmd.mesh.rank.zygote import PRELOADED
+
+    for name in PRELOADED:
+        importlib.import_module(name)
+    request = _served(socket.socket(fileno=int(sys.argv[1])))
+    if request is not None:
+        _become(request)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from fork_server import shared_server
 from patience import HANGS, until
 
 HERE = str(Path(__file__).parent)  # programs find what tests share
 
 
 @contextlib.contextmanager
-def started(*arguments: str, **options: object) -> Iterator[subprocess.Popen]:
-    """A Python process with these arguments, killed at the end if it is still there."""
+def started(*arguments: str, fresh: bool = False, **options: object) -> Iterator[subprocess.Popen]:
+    """A Python process with these arguments, killed at the end if it is still there.
+
+    It has imported spmd already, unless it is to be `fresh`, or is asked for what only a new one does.
+    """
     # A fork of torch's threads, rather than OMP_NUM_THREADS, decides how long imports take; one thread is enough here.
     environ = {
         **os.environ,
@@ -25,15 +30,10 @@ def started(*arguments: str, **options: object) -> Iterator[subprocess.Popen]:
         "PYTHONPATH": HERE,
         **dict(options.pop("env", {})),
     }  # type: ignore[call-overload]
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environ,
-        **options,  # type: ignore[call-overload]
-    )
+    fresh = fresh or (arguments[0].startswith("-") and arguments[0] not in ("-c", "-m", "-W"))
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    begin = subprocess.Popen if fresh else shared_server().run
+    process = begin([sys.executable, *arguments], text=True, env=environ, **{**pipes, **options})
     try:
         yield process
     finally:
@@ -41,14 +41,14 @@ def started(*arguments: str, **options: object) -> Iterator[subprocess.Popen]:
         process.communicate()
 
 
-def run(*arguments: str, text: str | None = None, **options: object) -> tuple[int, str, str]:
-    """Run Python to its end: exit code, standard output and error output."""
+def run(*arguments: str, text: str | None = None, **options: Any) -> tuple[int, str, str]:
+    """Run Python to its end, as `started` does: exit code, standard output and error output."""
     with started(*arguments, **options) as process:
         out, err = process.communicate(text, timeout=HANGS)
         return process.returncode, out, err
 
 
-def launched(ranks: int, program: str, *arguments: str, **options: object) -> tuple[int, str, str]:
+def launched(ranks: int, program: str, *arguments: str, **options: Any) -> tuple[int, str, str]:
     """Run a script on launched ranks, which are forks of one process; as `run`."""
     return run(str(Path(__file__).with_name("forked.py")), str(ranks), program, *arguments, **options)
 
@@ -63,7 +63,7 @@ def two_ranks(
     """
     told = {"SPMD_SIZE": "2", "SPMD_INIT_METHOD": f"file://{folder}/meet", "OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen(
+        (subprocess.Popen if inside(rank) else shared_server().run)(
             [*inside(rank), sys.executable, "-c", code, *arguments],
             env={**os.environ, **told, "SPMD_RANK": str(rank)},
             stdout=subprocess.PIPE,

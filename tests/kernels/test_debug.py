@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
-from patience import HANGS
+from scripts import run
 
 PROGRAM = """
 import sys
@@ -41,16 +39,9 @@ mesh.run(body)
 def printed(backend: str, **environ: str) -> list[str]:
     """The lines on standard error, which a driver marks with the rank unless it is 0."""
     bare = {name: text for name, text in os.environ.items() if name != "SPMD_DEBUG"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, backend],
-        env={**bare, **environ},
-        capture_output=True,
-        text=True,
-        timeout=HANGS,
-        check=True,
-    )
-    assert done.stdout == ""
-    return [line.removeprefix("[rank 1] ") for line in done.stderr.splitlines()]
+    status, out, err = run("-c", PROGRAM, backend, env={**bare, **environ})
+    assert (status, out) == (0, "")
+    return [line.removeprefix("[rank 1] ") for line in err.splitlines()]
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fork_server import shared_server
 from oracle import reduced
 from patience import HANGS
 
@@ -26,7 +27,7 @@ def ranks(size: int, folder: Path, *arguments: str, **environ: str) -> list[tupl
     """Run Python on so many launched ranks: the status and the output of each."""
     meeting = {"SPMD_SIZE": str(size), "SPMD_INIT_METHOD": f"file://{folder}/meet", "OMP_NUM_THREADS": "1"}
     started = [
-        subprocess.Popen(
+        shared_server().run(
             [sys.executable, *arguments],
             env={**BARE, **meeting, "SPMD_RANK": str(rank), **environ},
             cwd=HERE,

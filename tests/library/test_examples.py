@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from patience import HANGS
+import scripts
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 BY_HAND = [
@@ -25,16 +22,9 @@ BY_HAND = [
 
 def run(script: Path, *launcher: str, **environ: str) -> str:
     """What a script prints, run from its own folder."""
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
-        cwd=script.parent,
-        capture_output=True,
-        text=True,
-        timeout=HANGS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    status, out, err = scripts.run(*launcher, str(script), env=environ, cwd=script.parent)
+    assert status == 0, out + err
+    return out
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,6 @@ import dataclasses
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -16,14 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from patience import HANGS, end_within, quick
-from scripts import left_in_shm
+from patience import end_within, quick
+from scripts import left_in_shm, run, started
 
 from spmd import Mesh, P, axis_index, pmax, psum, put, spmd
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-ENVIRON = {**os.environ, "SPMD_RANKS": "2", "PYTHONUNBUFFERED": "1"}
+ENVIRON = {**os.environ, "SPMD_RANKS": "2"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,18 +50,10 @@ def blocks_of(page: Path) -> list[Block]:
 def test_block_runs(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(block.source)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(script)],
-        cwd=tmp_path,
-        env=ENVIRON,
-        capture_output=True,
-        text=True,
-        timeout=HANGS,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    status, out, err = run("-W", "error", str(script), cwd=tmp_path, env=ENVIRON)
+    assert (status, err) == (0, "")
     if block.output is not None:
-        assert done.stdout == block.output
+        assert out == block.output
 
 
 def test_environment_variables_are_listed() -> None:
@@ -298,17 +288,16 @@ if not stubborn:
 def test_ctrl_c(wrong: str, how: str, tmp_path: Path) -> None:
     script = tmp_path / "interrupted.py"
     script.write_text(INTERRUPTED)
-    command = [sys.executable, str(script), how, str(tmp_path / "begun")]
-    done = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=HANGS)
-    assert done.returncode == 0, done.stderr
+    status, out, err = run(str(script), how, str(tmp_path / "begun"), env=ENVIRON)
+    assert status == 0, err
     name, pieces = quoted(failures()[wrong][0])
     for piece in (name, *pieces):
-        assert plain(piece) in plain(done.stdout)
+        assert plain(piece) in plain(out)
     if how == "gentle":
-        waited = re.search(r"seconds (\S+)", done.stdout)
+        waited = re.search(r"seconds (\S+)", out)
         assert waited is not None
         assert quick(float(waited[1]), 1.0)
-        assert done.stdout.endswith("12.0\n")
+        assert out.endswith("12.0\n")
 
 
 DRIVER = """
@@ -325,7 +314,7 @@ def test_killed_driver_leaves_nothing(tmp_path: Path) -> None:
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
     shared = set(os.listdir("/dev/shm"))
-    with subprocess.Popen([sys.executable, str(script)], env=ENVIRON, stdout=subprocess.PIPE, text=True) as driver:
+    with started(str(script), env=ENVIRON) as driver:
         assert driver.stdout is not None
         ranks = [int(pid) for pid in driver.stdout.readline().split()]
         driver.kill()

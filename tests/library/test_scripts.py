@@ -225,7 +225,7 @@ step(params, 1, torch.ones(4, 2))["weight"].full()
 step(params, 0, torch.ones(4, 2))
 """
     environ = {"PYTHONPATH": f"{package.parent}{os.pathsep}{HERE}"}
-    code, out, err = run("-W", "always", script(tmp_path, program), env=environ)
+    code, out, err = run("-W", "always", script(tmp_path, program), env=environ, fresh=True)
     assert code == 1 and out == f"{package}/__init__.py\n"
     assert "ZeroDivisionError" in err and "Warning" not in err
     assert not re.findall(r'File ".*/packages/spmd/.*", line', err), err

@@ -123,5 +123,5 @@ def test_the_program_of_the_page_under_torchrun() -> None:
 @pytest.mark.parametrize("order", ["import torch.distributed, spmd", "import spmd, torch.distributed"])
 def test_registered_whatever_is_imported_first(order: str) -> None:
     source = f"import sys; {order}; print(torch.distributed.Backend('spmd'), 'spmd.kernels' in sys.modules)"
-    code, out, err = run("-c", source)
+    code, out, err = run("-c", source, fresh=True)
     assert (code, out.split()) == (0, ["spmd", "False"]), err

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fork_server import shared_server
 from patience import HANGS, slowness, until
 from scripts import HERE, run, script
 
@@ -75,7 +76,7 @@ class Terminal:
 @contextlib.contextmanager
 def at_terminal(*arguments: str, **environ: str) -> Iterator[Terminal]:
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
+    process = shared_server().run(
         [sys.executable, *arguments],
         stdin=theirs,
         stdout=theirs,

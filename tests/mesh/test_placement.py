@@ -50,6 +50,6 @@ def test_a_rank_goes_to_its_core_and_is_not_bound_to_it(tmp_path: Path) -> None:
 
 def test_freed_memory_is_kept_and_now_and_then_given_back(tmp_path: Path) -> None:
     # As if nothing before had set malloc's own pages, which are larger and fewer.
-    status, out, err = run(script(tmp_path, KEPT), env={"GLIBC_TUNABLES": ""})
+    status, out, err = run(script(tmp_path, KEPT), env={"GLIBC_TUNABLES": ""}, fresh=True)
     assert status == 0, err
     assert out.split() == ["True"] * 5

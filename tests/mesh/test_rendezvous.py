@@ -242,10 +242,9 @@ for method in ("smoke://hill", "tcp://localhost", "tcp://localhost:99999", "file
 
 def test_bad_places() -> None:
     environ = {name: text for name, text in os.environ.items() if not name.startswith(("SPMD_", "MASTER_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", BAD_PLACES], env=environ, capture_output=True, text=True, timeout=HANGS, check=True
-    )
-    first, *others, last = done.stdout.splitlines()
+    status, out, err = run("-c", BAD_PLACES, env=environ)
+    assert status == 0, err
+    first, *others, last = out.splitlines()
     assert first == "env:// needs MASTER_ADDR and MASTER_PORT (got no MASTER_PORT)"
     for line, method in zip(
         others, ("tcp://localhost:http", "smoke://hill", "tcp://localhost", "tcp://localhost:99999"), strict=True

@@ -7,8 +7,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -333,9 +331,9 @@ with Mesh({"data": 1}) as mesh:
     assert float(made(kept[7], 1).full()[0]) == 8
 """
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=HANGS, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "limit on open files" in done.stdout
+    status, out, err = run(str(script), cwd=tmp_path)
+    assert status == 0, err
+    assert "limit on open files" in out
 
 
 # -- what is not run again ---------------------------------------------------------------------------------------------
