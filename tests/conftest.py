@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import shared_server
 from hypothesis import HealthCheck, settings
-from internals import close_all_meshes, forget_runs
+from internals import close_all_meshes, forget_runs, local_hosts
 from patience import until
 from scripts import left_in_shm
 
@@ -36,6 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order files, and leave the tests of each in its own order."""
     place = {f"test_{name}.py": number for number, name in enumerate(LONG.split())}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hosts_are_forks() -> Iterator[None]:
+    with local_hosts(lambda *command, **options: shared_server().run(*command, **options)):
+        yield
 
 
 @pytest.fixture

@@ -232,27 +232,10 @@ def _served(channel: socket.socket) -> dict[str, Any] | None:
     return None
 
 
-class _Here:
-    """This process, as something to fork a zygote from, which is then as one that stands by."""
-
-    def fork(self, request: Any, fds: list[int]) -> tuple[int, int]:
-        from spmd.kernels.processes import end_with_parent
-        from spmd.mesh.rank import zygote
-
-        here, pid = os.getpid(), os.fork()
-        if pid == 0:
-            os.setsid()
-            end_with_parent(here)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.closerange(3, fds[0])  # the other end of it, for one
-            os.closerange(fds[0] + 1, os.sysconf("SC_OPEN_MAX"))
-            zygote.main(fds[0], here)
-        return pid, os.pidfd_open(pid)
-
-
-def _become(request: dict[str, Any]) -> None:
+def _become(request: dict[str, Any], channel: socket.socket) -> None:
     """Run the program as a new Python would."""
     from spmd.mesh.driver import spawn
+    from spmd.mesh.hosts.zygote import ForkedZygote
 
     if request["session"]:
         os.setsid()
@@ -262,7 +245,11 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.update(environ)
     sys.path[0:1] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if not any(name in environ for name in _KINDS_OF_RANKS):
-        spawn.use(spawn.StandingBy(_Here()))  # type: ignore[arg-type]
+        given = os.dup(0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # of which ranks read
+        spawn.use(ForkedZygote(channel))
+        os.dup2(given, 0)
+        os.close(given)
     raw = "PYTHONUNBUFFERED" in environ
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     out, err = (open(number, "wb", 0 if raw else -1, closefd=False) for number in (1, 2))  # noqa: SIM115
@@ -305,9 +292,10 @@ def main() -> None:
 
     for name in PRELOADED:
         importlib.import_module(name)
-    request = _served(socket.socket(fileno=int(sys.argv[1])))
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    request = _served(channel)
     if request is not None:
-        _become(request)
+        _become(request, channel)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -27,6 +30,18 @@ def no_own_folders() -> None:
     from spmd.mesh.launch import secret
 
     secret.own_folders = lambda **_: []
+
+
+def local_hosts(run: Callable[..., Any]) -> contextlib.AbstractContextManager:
+    """Python processes of hosts that this machine pretends to be are begun so, as by `subprocess.Popen`."""
+    from spmd.mesh.hosts import launchers
+
+    def popen(command: Sequence[str], **options: Any) -> Any:
+        _, _, *python = command  # env with a variable, or ssh
+        return run(python, **options) if python[0] == sys.executable else subprocess.Popen(command, **options)
+
+    names = {**vars(subprocess), "Popen": popen}
+    return mock.patch.object(launchers, "subprocess", types.SimpleNamespace(**names))
 
 
 @contextlib.contextmanager

@@ -144,7 +144,7 @@ class Zygote:
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None and self.driver_pid == os.getpid()
+        return self.driver_pid == os.getpid() and self._process.poll() is None
 
     def close(self) -> None:
         if self.driver_pid == os.getpid():
