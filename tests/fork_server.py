@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import importlib
 import inspect
 import io
 import json
@@ -32,7 +33,6 @@ from typing import Any
 from patience import HANGS
 
 _LENGTH = struct.Struct("I")
-_KINDS_OF_RANKS = ("SPMD_SIZE", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
 # -- in the test ------------------------------------------------------------------------------------------------------
 
@@ -195,7 +195,9 @@ def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
         return b"", []
     (length,), text = _LENGTH.unpack(head), b""
     while len(text) < length:
-        text += channel.recv(length - len(text))
+        if not (more := channel.recv(length - len(text))):
+            return b"", fds
+        text += more
     return text, fds
 
 
@@ -236,6 +238,7 @@ def _become(request: dict[str, Any], channel: socket.socket) -> None:
     """Run the program as a new Python would."""
     from spmd.mesh.driver import spawn
     from spmd.mesh.hosts.zygote import ForkedZygote
+    from spmd.mesh.launch import environments
 
     if request["session"]:
         os.setsid()
@@ -244,7 +247,7 @@ def _become(request: dict[str, Any], channel: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(environ)
     sys.path[0:1] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if not any(name in environ for name in _KINDS_OF_RANKS):
+    if not any(launched for _, launched, _ in environments.describe()):
         given = os.dup(0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # of which ranks read
         spawn.use(ForkedZygote(channel))
@@ -286,8 +289,6 @@ def _become(request: dict[str, Any], channel: socket.socket) -> None:
 
 
 def main() -> None:
-    import importlib
-
     from spmd.mesh.rank.zygote import PRELOADED
 
     for name in PRELOADED:

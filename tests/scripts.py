@@ -11,20 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from fork_server import shared_server
+from jobs import environ_without
 from patience import HANGS, until
 
 HERE = str(Path(__file__).parent)  # programs find what tests share
 
 
 @contextlib.contextmanager
-def started(*arguments: str, fresh: bool = False, **options: object) -> Iterator[subprocess.Popen]:
+def started(
+    *arguments: str, fresh: bool = False, without: Sequence[str] = (), **options: object
+) -> Iterator[subprocess.Popen]:
     """A Python process with these arguments, killed at the end if it is still there.
 
     It has imported spmd already, unless it is to be `fresh`, or is asked for what only a new one does.
+
+    Args:
+        without: how variables begin that it gets from `env` only.
     """
     # A fork of torch's threads, rather than OMP_NUM_THREADS, decides how long imports take; one thread is enough here.
     environ = {
-        **os.environ,
+        **environ_without(*without),
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": HERE,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from scripts import run
 
@@ -38,8 +36,7 @@ mesh.run(body)
 
 def printed(backend: str, **environ: str) -> list[str]:
     """The lines on standard error, which a driver marks with the rank unless it is 0."""
-    bare = {name: text for name, text in os.environ.items() if name != "SPMD_DEBUG"}
-    status, out, err = run("-c", PROGRAM, backend, env={**bare, **environ})
+    status, out, err = run("-c", PROGRAM, backend, without=["SPMD_DEBUG"], env=environ)
     assert (status, out) == (0, "")
     return [line.removeprefix("[rank 1] ") for line in err.splitlines()]
 

@@ -21,7 +21,7 @@ from spmd import Mesh, P, axis_index, pmax, psum, put, spmd
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-ENVIRON = {**os.environ, "SPMD_RANKS": "2"}
+ENVIRON = {"SPMD_RANKS": "2", "PYTHONPATH": ""}  # as a reader has none of what tests share
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
