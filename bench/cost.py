@@ -114,7 +114,7 @@ def measured(suite: dict[str, Any]) -> list[str]:
         found_fit = suite["fits"][work]
         lines += ["", f"### {title}"]
         for way in found_fit["ways"]:
-            lines += ["", *way_table(way, found_fit["ways"], unit)]
+            lines += ["", *way_table(way, unit, edges=len(found_fit["ways"]) > 1)]
         lines += ["", *times(suite["cases"], work, unit), ""]
         lines.append(
             f"Measured (fitted). The fit's error is {found_fit['median_error']:.0%} in the median and "
@@ -129,18 +129,19 @@ def measured(suite: dict[str, Any]) -> list[str]:
     return lines
 
 
-def way_table(way: dict[str, Any], ways: list[dict[str, Any]], unit: str) -> list[str]:
-    """Latency and bandwidths of operations that are done in one way, a row for each number of ranks."""
-    lines = []
-    if len(ways) > 1:
-        edge = amount(max(each["above"] for each in ways), unit)
-        lines = [f"{'Above' if way['above'] else 'Up to'} {edge} a rank:", ""]
-    lines += ["| ranks | latency | bandwidth |", "|---|---|---|"]
+def way_table(way: dict[str, Any], unit: str, *, edges: bool) -> list[str]:
+    """Latency and bandwidths of operations that are done in one way, a row for each number of ranks.
+
+    Args:
+        edges: also say above which size they are done so.
+    """
+    lines = [f"| ranks |{' above |' * edges} latency | bandwidth |", f"|---|{'---|' * edges}---|---|"]
     for ranks, own in way["by_ranks"].items():
+        above = f" {amount(own['above'], unit)} |" * edges
         latency, *rest = own["coefficients"]
         ends = [*(f" up to {amount(knee, unit)}" for knee in own["knees"]), " beyond" if own["knees"] else ""]
         stretches = ", ".join(f"{rate(each, unit)}{end}" for each, end in zip(rest, ends, strict=True))
-        lines.append(f"| {ranks} | {time_text(latency)} | {stretches} |")
+        lines.append(f"| {ranks} |{above} {time_text(latency)} | {stretches} |")
     return lines
 
 

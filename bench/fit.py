@@ -12,14 +12,13 @@ Invariant: an error called unseen is that of a point which the straight lines we
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from spmd.kernels.collectives import ONE_PHASE_BYTES
+from spmd.kernels.shm.slots import small_bytes
 
 WORKS = ("all_reduce", "train_step")
 Record = dict[str, Any]
@@ -55,8 +54,8 @@ def predicted(coefficients: np.ndarray, size: float, knees: Sequence[float]) -> 
     return float(coefficients @ np.array(parts(size, knees)))
 
 
-# From which size on an operation is done in another way, and so has another latency.
-WAYS: dict[str, tuple[float, ...]] = {"all_reduce": (ONE_PHASE_BYTES,), "train_step": ()}
+# From which size on, by the number of ranks, an operation is done in another way, and so has another latency.
+WAYS: dict[str, Callable[[int], float] | None] = {"all_reduce": small_bytes, "train_step": None}
 MOST_KNEES = 3
 
 
@@ -64,7 +63,7 @@ def add_fits(cases: list[Record]) -> dict[str, Any]:
     """Fit every kind of work; every case gets what the fit says of it, as "predicted".
 
     Returns:
-        By kind of work `ways`, a list of `{"above", "by_ranks": {ranks: {"knees", "coefficients": [latency, seconds per
+        By kind of work `ways`, a list of `{"by_ranks": {ranks: {"above", "knees", "coefficients": [latency, seconds per
         unit of size in each stretch]}}}`; and relative errors: of the fit, and of points left out of it, one at a time.
     """
     fits = {}
@@ -72,11 +71,10 @@ def add_fits(cases: list[Record]) -> dict[str, Any]:
         points = [case for case in cases if case["work"] == work]
         if not points:
             continue
-        ways = []
-        for low, high in itertools.pairwise((0.0, *WAYS[work], math.inf)):
-            mine = [case for case in points if low < case["size"] <= high]
-            if mine:
-                ways.append({"above": low, **_fit_way(mine)})
+        edge = WAYS[work] or (lambda ranks: 0.0)
+        small = [case for case in points if case["size"] <= edge(case["ranks"])]
+        large = [case for case in points if case["size"] > edge(case["ranks"])]
+        ways = [_fit_way(mine, above) for mine, above in ((small, lambda ranks: 0.0), (large, edge)) if mine]
         errors = [abs(case["predicted"] / case["median"] - 1) for case in points]
         unseen = [error for way in ways for error in way.pop("unseen")]
         fits[work] = {
@@ -89,7 +87,7 @@ def add_fits(cases: list[Record]) -> dict[str, Any]:
     return fits
 
 
-def _fit_way(points: list[Record]) -> Record:
+def _fit_way(points: list[Record], above: Callable[[int], float]) -> Record:
     """The fit of operations that are all done in one way: for each number of ranks the knees that serve it best."""
     found, unseen = {}, []
     for ranks in sorted({case["ranks"] for case in points}):
@@ -104,7 +102,7 @@ def _fit_way(points: list[Record]) -> Record:
         )
         unseen += errors
         solution = fitted(sizes, seconds, knees)
-        found[str(ranks)] = {"knees": list(knees), "coefficients": solution.tolist()}
+        found[str(ranks)] = {"above": above(ranks), "knees": list(knees), "coefficients": solution.tolist()}
         for case in group:
             case["predicted"] = predicted(solution, case["size"], knees)
     return {"by_ranks": found, "unseen": unseen}
@@ -127,6 +125,5 @@ def _unseen(sizes: Sequence[float], seconds: Sequence[float], knees: Sequence[fl
 
 def predicted_for(fit: Record, ranks: int, size: float) -> float:
     """Seconds, by one of the fits that `add_fits` gave."""
-    way = [way for way in fit["ways"] if size > way["above"]][-1]
-    own = way["by_ranks"][str(ranks)]
+    own = [way["by_ranks"][str(ranks)] for way in fit["ways"] if size > way["by_ranks"][str(ranks)]["above"]][-1]
     return predicted(np.array(own["coefficients"]), size, own["knees"])

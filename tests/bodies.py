@@ -16,7 +16,7 @@ from spmd import Mesh, SpecError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-LARGE = 40_000  # elements, past what is reduced in one phase
+LARGE = 90_000  # elements, past what is reduced in one phase
 
 
 def attempt(function: Callable[[], Any]) -> Any:
@@ -78,7 +78,7 @@ def unequal_pieces(mesh: Mesh) -> dict[str, list[torch.Tensor]]:
     return {"gather": gathered, "all_gather": everywhere, "scatter": [scattered], "all_to_all": crossed}
 
 
-NUMELS = (1, 63, 64, 65, 8191, 8192, 8193, 8192 + 64, 3 * 4096 + 1, 65536 * 2 - 1, 65536 * 2 + 65)
+NUMELS = (1, 63, 64, 65, 8191, 8192, 8193, 32768, 32769, 65536, 65537, 87040, 87041, 65536 * 2 - 1, 65536 * 2 + 65)
 
 
 def at_sizes(mesh: Mesh) -> list[Any]:
@@ -104,7 +104,7 @@ def mixed_outstanding(mesh: Mesh) -> list[bytes]:
     comm = mesh.comm()
     works, outs = [], []
     for turn in range(12):
-        numel = (5, 9000, 40_000)[turn % 3]
+        numel = (5, 9000, 90_000)[turn % 3]
         mine = value(torch.float32, (numel,), comm.rank, turn)
         everyone = [torch.empty(numel) for _ in range(comm.size)]
         works.append(comm.all_gather(everyone, mine, async_op=True))
@@ -208,7 +208,7 @@ def to_itself(mesh: Mesh) -> list[float]:
 def amid_collectives(mesh: Mesh) -> list[float]:
     """A rank that waits for a message still does its part in what it has started, and the other way round."""
     comm = mesh.comm()
-    large = torch.full((20_000,), float(comm.rank))
+    large = torch.full((90_000,), float(comm.rank))
     message = torch.zeros(())
     if comm.rank == 0:
         work = comm.all_reduce(large, async_op=True)

@@ -98,7 +98,7 @@ def many_at_once(mesh: Mesh, hosts: list[list[int]]) -> None:
         for index in range(50):
             if (index + comm.rank) % 17 == 0:
                 time.sleep(0.01)
-            works.append(comm.all_reduced(torch.full((20_000 if index % 3 else 5,), index + 1.0), async_op=True))
+            works.append(comm.all_reduced(torch.full((90_000 if index % 3 else 5,), index + 1.0), async_op=True))
             if index % 20 == 5:
                 comm.barrier()
         return [float(work.wait()[-1]) for work in works]

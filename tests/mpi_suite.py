@@ -69,7 +69,7 @@ def collectives(mesh: Mesh, size: int) -> None:
             check(same(pieces["all_to_all"][r], crossed), f"all_to_all of unequal pieces on rank {rank}")
     expected = []
     for turn in range(12):
-        inputs = [value(torch.float32, ((5, 9000, 40_000)[turn % 3],), rank, turn) for rank in range(size)]
+        inputs = [value(torch.float32, ((5, 9000, 90_000)[turn % 3],), rank, turn) for rank in range(size)]
         expected += [bits(tensor) for tensor in (*inputs, reduced(inputs, "sum"), inputs[turn % size])]
     check(mesh.run(mixed_outstanding, mesh) == [expected] * size, "asynchronous operations")
 
@@ -139,7 +139,7 @@ def failures(mesh: Mesh, size: int) -> None:
         with pytest.raises(CollectiveMismatch, match=text):
             mesh.run(body)
         check(soon(5.0, began), f"{text}: at once")
-        total = mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(40_000))[-1]))
+        total = mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(90_000))[-1]))
         check(total == [float(size)] * size, f"the mesh is usable after: {text}")
 
 

@@ -574,10 +574,10 @@ def coalesced(rank: int, size: int) -> None:
 @program
 def futures(rank: int, size: int) -> None:
     """Asking for a future finishes nothing, and its callbacks may communicate."""
-    x = torch.full((1 << 16,), float(rank))
+    x = torch.full((1 << 17,), float(rank))
     work = dist.all_reduce(x, async_op=True)
     chained = work.get_future().then(lambda done: done.value()[0].sum())
-    assert chained.wait() == (1 << 16) * size * (size - 1) / 2
+    assert chained.wait() == (1 << 17) * size * (size - 1) / 2
     assert work.is_completed() and work.is_success()
     if rank == 0:  # the others have not come, and won't before this has returned
         late = dist.barrier(async_op=True)

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..call import Call
-from ..collectives import ONE_PHASE_BYTES
 from ..copying import copy
 from ..flat import contiguous
 from ..operations import Steps
@@ -42,7 +41,7 @@ class AllReduce:
         self._slots, self._call, self._op, self._dtype = slots, call, op, dtype
         self._shape = torch.Size(shape)
         self._numel, self._is_flat = self._shape.numel(), len(self._shape) == 1
-        self._small = self._numel * dtype.itemsize <= ONE_PHASE_BYTES
+        self._small = self._numel * dtype.itemsize <= slots.small_bytes
         self._views: list[list[torch.Tensor]] = [[] for _ in range(SLOTS)]  # by slot, then rank
         self._combined = _combination(op, slots.size, dtype)
         self._may_be_in_place = self._numel * dtype.itemsize >= _IN_PLACE_BYTES

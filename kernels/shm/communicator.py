@@ -26,7 +26,7 @@ from .arena import Arena
 from .native import all_reduction
 from .products import Given, sum_of_products
 from .rings import Rings
-from .slots import INLINE, Slots, block_bytes
+from .slots import Slots, block_bytes
 
 _KINDS = 256  # of reductions, kept ready
 _ALIGN = 64
@@ -115,7 +115,7 @@ class ShmCommunicator(Communicator):
 
     def scratch(self, numel: int, *, dtype: torch.dtype) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
-        if nbytes <= ONE_PHASE_BYTES:
+        if nbytes <= self._slots.small_bytes:
             return torch.empty(numel, dtype=dtype)
         return self.arena.tensor(self._slots.staging.scratch(nbytes), numel, dtype)
 
@@ -209,7 +209,8 @@ class ShmCommunicator(Communicator):
         sequence = slots.begin("a collective")
         pieces = {id(piece): piece for piece in sends if piece is not None}
         total = sum(-(-piece.numel() // _ALIGN) * _ALIGN for piece in pieces.values())
-        offset = slots.inline(self.rank, sequence) if total <= INLINE else slots.staging.stage(sequence, total)
+        small = total <= slots.small_bytes
+        offset = slots.inline(self.rank, sequence) if small else slots.staging.stage(sequence, total)
         lies: dict[int, int] = {}
         for key, piece in pieces.items():
             copy(arena.tensor(offset, piece.numel(), torch.uint8), piece)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 
 from ..call import Call
-from ..collectives import ONE_PHASE_BYTES
 from ..reduction import Op
 from ..waiting import SAVED_SECONDS, YIELDS, cores
 from .all_reduce import AllReduce
@@ -32,7 +31,7 @@ def all_reduction(slots: Slots, call: Call, shape: Sequence[int], dtype: torch.d
     """What makes the all-reductions of one kind."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     compiled = _small is not None and os.environ.get("SPMD_NATIVE", "") != "0"
-    if compiled and op == "sum" and dtype in _KINDS and 0 < nbytes <= ONE_PHASE_BYTES:
+    if compiled and op == "sum" and dtype in _KINDS and 0 < nbytes <= slots.small_bytes:
         return NativeSum(slots, call, shape, dtype, op)
     return AllReduce(slots, call, shape, dtype, op)
 

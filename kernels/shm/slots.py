@@ -14,19 +14,18 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from ..call import Call, disagreement
-from ..collectives import ONE_PHASE_BYTES
 from ..operations import Operations, Ready
 from ..processes import nanoseconds_of, status_of
 from ..waiting import SAVED_SECONDS, cores, yielded
 from .arena import Arena
 from .blocks import Result, Staging
 from .board import WAITING
+from .pages import PAGE
 
-SLOTS = 16
+SLOTS = 8
 SPINS = 400
 _MOMENT_SECONDS = 0.5  # for a rank that is not held up to say which call it makes instead
 _LOOK_NANOSECONDS = 50e6  # of a processor, in which a rank that waits would have looked
-INLINE = ONE_PHASE_BYTES  # bytes of staging that each slot brings along
 
 # words of a rank's line
 _POSTED, _REDUCED, _READ, _ANNOUNCED, _CLOSED, _LINE = 0, 1, 2, 3, 4, 8
@@ -53,7 +52,15 @@ class Part(NamedTuple):
 def block_bytes(size: int) -> tuple[int, int]:
     """(bytes of the lines of `size` ranks, bytes of all that their slots need)."""
     lines = size * _line_words(size) * 8
-    return lines, lines + size * SLOTS * INLINE
+    return lines, lines + size * SLOTS * small_bytes(size)
+
+
+def small_bytes(size: int) -> int:
+    """Bytes that each slot of `size` ranks brings along: of a reduction up to there each rank adds all parts by itself.
+
+    A larger one is cheaper in slices: for two ranks sooner than for four, and for many, who would have much to add.
+    """
+    return 1 << 17 if size < 3 else max(1 << 15, (1 << 20) // size // PAGE * PAGE)
 
 
 def _line_words(size: int) -> int:
@@ -88,6 +95,7 @@ class Slots:
         self._operations, self._wait, self._site = operations, operations.wait_until, site
         self.spins, self._tries = spin, range(SPINS if spin else 1)
         self._free_through = SLOTS  # operations whose slots are known to be free
+        self.small_bytes = small_bytes(self.size)
         self._inline = block + block_bytes(self.size)[0]
         self._lines = [block // 8 + each * _line_words(self.size) for each in range(self.size)]
         self._line = self._lines[rank]
@@ -106,7 +114,7 @@ class Slots:
 
     def inline(self, rank: int, sequence: int) -> int:
         """Where a rank's data lies that is small enough for its slot."""
-        return self._inline + (rank * SLOTS + sequence % SLOTS) * INLINE
+        return self._inline + (rank * SLOTS + sequence % SLOTS) * self.small_bytes
 
     def places(self) -> tuple[tuple[int, int, int, int], ...]:
         """Of each rank, in bytes: where it says how far it has posted, its first slot, the data of that, its bell."""
@@ -118,7 +126,7 @@ class Slots:
 
     def strides(self) -> tuple[int, int, int]:
         """How many slots a rank has, and in bytes what each takes, and its data."""
-        return SLOTS, 8 * self._slot_words, INLINE
+        return SLOTS, 8 * self._slot_words, self.small_bytes
 
     # -- beginning and end of an operation -----------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ def test_a_subclass(make_mesh: Callable[..., Mesh]) -> None:
 
     def body() -> tuple[str, str, float]:
         comm: Any = mesh.comm()
-        return comm.backend, comm.greeting(), float(comm.all_reduced(torch.ones(50_000))[-1])
+        return comm.backend, comm.greeting(), float(comm.all_reduced(torch.ones(90_000))[-1])
 
     assert mesh.run(body) == [("named", f"rank {rank} of 2", 2.0) for rank in range(2)]
 
@@ -155,7 +155,7 @@ def test_disagreement_and_absence(make_mesh: Callable[..., Mesh], backend: str) 
     with pytest.raises(CollectiveMismatch, match=r"rank 1 left the region without its part in (barrier|a collective)"):
         mesh.run(lambda: None if mesh.rank else mesh.comm().barrier())
     assert soon(2.5, began)
-    assert mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(40_000))[-1])) == [2.0] * 2
+    assert mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(90_000))[-1])) == [2.0] * 2
 
 
 def test_steps_run_over_it(make_mesh: Callable[..., Mesh]) -> None:

@@ -243,11 +243,11 @@ def test_two_in_flight(shared_mesh: Callable[..., Mesh]) -> None:
 
     def body() -> list[float]:
         comm = mesh.comm()
-        leaves = leaves_of([torch.ones(20_000)] * 2)
+        leaves = leaves_of([torch.ones(90_000)] * 2)
         first, second = (Buckets(comm, leaves, bucket_bytes=MB) for _ in range(2))
         for number, buckets in enumerate((first, second)):
             for index in range(2):
-                buckets.fill(index, torch.full((20_000,), 10.0 * number + index))
+                buckets.fill(index, torch.full((90_000,), 10.0 * number + index))
         return [float(result[-1]) for buckets in (second, first) for result in buckets.finish()]
 
     assert mesh.run(body) == [[20.0, 22.0, 0.0, 2.0]] * 2

@@ -23,7 +23,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SECONDS = 2.5
 Communicator = Any  # what mesh.comm() gives
-LARGE = 40_000  # elements, past the threshold of one phase
+LARGE = 90_000  # elements, past the threshold of one phase
 
 
 @pytest.fixture(params=["shm", "gloo"])

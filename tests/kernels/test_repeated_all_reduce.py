@@ -18,7 +18,7 @@ from spmd import CollectiveMismatch, Mesh, SpecError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-LARGE = 40_000  # elements, past the threshold of one phase
+LARGE = 180_000  # elements, past the threshold of one phase
 
 
 @pytest.fixture(params=[1, 2, 3, 4])

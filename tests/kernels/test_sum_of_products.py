@@ -15,7 +15,7 @@ from spmd import Mesh
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-ROWS, COLUMNS = 200, 150
+ROWS, COLUMNS = 900, 150
 LENGTHS = {"factors": 5, "few": 1, "none": 0, "matrix": 7}  # of what each kind of rank gives, the rows of the factors
 
 
@@ -69,5 +69,5 @@ def test_ranks_that_disagree_are_told(shared_mesh: Callable[..., Mesh]) -> None:
         comm: Any = mesh.comm()
         comm.sum_of_products(ROWS, COLUMNS + comm.rank, torch.float32, (torch.ones(1, ROWS), torch.ones(1, COLUMNS)))
 
-    with pytest.raises(Exception, match=r"sum_of_products float32\[200, 151\]"):
+    with pytest.raises(Exception, match=r"sum_of_products float32\[900, 151\]"):
         mesh.run(body)

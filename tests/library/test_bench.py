@@ -148,7 +148,8 @@ def test_fit_finds_latency_and_bandwidth() -> None:
     for work in fit.WORKS:
         assert fits[work]["largest_error"] < 1e-6
         for way in fits[work]["ways"]:
-            assert way["by_ranks"]["4"] == {"knees": [], "coefficients": pytest.approx([4e-5, 4e-9])}
+            own = way["by_ranks"]["4"]
+            assert (own["knees"], own["coefficients"]) == ([], pytest.approx([4e-5, 4e-9]))
     assert fit.predicted_for(fits["all_reduce"], 4, 3e6) == pytest.approx(4e-5 + 3e6 * 4e-9)
     # None negative, even where a straight line would begin below zero.
     assert min(fit.fitted([1.0, 2.0, 3.0], [1.0, 10.0, 30.0], [])) >= 0
@@ -165,7 +166,7 @@ def test_cost_page_is_made_from_results(tmp_path: Path) -> None:
     results.save("scaling", cases, tmp_path, fits=fit.add_fits(cases))
     cost.main([str(tmp_path), str(tmp_path / "page.md")])
     page = (tmp_path / "page.md").read_text()
-    assert "| 2 | 10 us | 1 GB/s |" in page
+    assert "| 2 | 128 KiB | 10 us | 1 GB/s |" in page
     assert "a model, not a measurement" in page
     assert cost.ring(2, 1e9, 1e-3, 1e9) == pytest.approx(2 * (1e-3 + 0.5))
     assert cost.tree(8, 1e9, 1e-3, 1e9) == pytest.approx(6e-3 + 2)

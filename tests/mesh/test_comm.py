@@ -27,7 +27,7 @@ def gathered(mesh: Mesh, ranks: Sequence[int]) -> tuple[int, list[float], float]
     comm = mesh.comm(ranks=ranks)
     outs = [torch.empty(1) for _ in ranks]
     comm.all_gather(outs, torch.tensor([float(mesh.rank)]))
-    total = comm.all_reduced(torch.full((40_000,), float(mesh.rank)))
+    total = comm.all_reduced(torch.full((90_000,), float(mesh.rank)))
     return comm.rank, [float(out) for out in outs], float(total[-1])
 
 

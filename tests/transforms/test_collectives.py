@@ -519,11 +519,11 @@ def test_collectives_first_made_in_inference_mode(make_mesh):
         for inference in (True, False):
             with torch.inference_mode(inference):
                 for _ in range(3):
-                    found = [psum(torch.ones(size), "data").sum().item() for size in (3, 30000)]
+                    found = [psum(torch.ones(size), "data").sum().item() for size in (3, 90000)]
         return found
 
     for backend in ("shm", "gloo"):
-        assert make_mesh({"data": 2}, backend=backend).run(body) == [[6.0, 60000.0]] * 2
+        assert make_mesh({"data": 2}, backend=backend).run(body) == [[6.0, 180000.0]] * 2
 
 
 def test_checkpointed_layers_communicate_again_and_give_the_same_gradients(shared_mesh):
