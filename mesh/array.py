@@ -241,8 +241,7 @@ class Array:
     @classmethod
     @shows_only_users
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        operators = importlib.import_module(f"{__package__}.driver.operators")  # by name: it stands above this file
-        return operators.operate(func, args, kwargs or {})
+        return _operate()(func, args, kwargs or {})
 
     @property
     def requires_grad(self) -> bool:
@@ -314,9 +313,14 @@ def _as_numpy(value: Any) -> Any:
     return np.asarray(value) if isinstance(value, Array) else value
 
 
+@functools.cache
+def _operate() -> Any:
+    return importlib.import_module(f"{__package__}.driver.operators").operate  # by name: it stands above this file
+
+
 @shows_only_users
 def _operated(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return Array.__torch_function__(func, (Array,), args, kwargs)
+    return _operate()(func, args, kwargs)
 
 
 def _define(name: str) -> None:

@@ -44,16 +44,18 @@ def call(
     check: str,
     holder: Any,
     donates: bool = False,
+    flat: tuple[list[Any], Any] | None = None,
 ) -> Any:
     """Run a program on all ranks: its results, as a tree with Arrays for tensors.
 
     Args:
-        source: the function whose changes mean that the program must be sent again.
+        source: the function whose changes mean that the program must be sent again; None if it never changes.
         tree: (args, kwargs).
         request: checks the arguments; called for the first of each signature, and where something is wrong with them.
         check: when replicas of results are compared: "first", "always" or "never".
         holder: lives as long as the program is worth keeping on the ranks.
         donates: some arguments are given up.
+        flat: the leaves and the structure of `tree`, from who has them.
     """
     settings = ambient()
     note_mesh(mesh)
@@ -63,7 +65,7 @@ def call(
     calls = session.calls.get(holder)
     if calls is None:
         calls = session.calls[holder] = Calls()
-    leaves, treedef = calls.flatten(tree)
+    leaves, treedef = flat or calls.flatten(tree)
     spans = spans_of(leaves, calls.lengths)
     calls.lengths = [span.stop - span.start for span in spans]
     signature, deal = _signature(leaves, spans, treedef, settings)

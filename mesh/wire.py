@@ -8,7 +8,6 @@ by a name through `name_of` and `object_of`. Invariant: a tensor referred to twi
 from __future__ import annotations
 
 import array
-import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -268,10 +267,14 @@ class Sender:
         """
         fd = packet.fd
         parts = frame(packet) if parts is None else parts
-        if fd is not None and not self._waiting:  # at once, if it can be: to keep it takes another descriptor
-            with contextlib.suppress(BlockingIOError):
+        if not self._waiting:  # at once, if it can be: to keep a descriptor takes another
+            try:
                 sent = self._sent(parts[0], fd)
                 parts, fd = [parts[0][sent:], *parts[1:]] if sent < len(parts[0]) else parts[1:], None
+            except BlockingIOError:
+                pass
+            if not parts:
+                return True
         for part in parts:
             with named_limits():
                 self._waiting.append((part, None if fd is None else os.dup(fd)))

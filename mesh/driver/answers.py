@@ -199,7 +199,8 @@ class Answers(Owned):
     # -- settling ----------------------------------------------------------------------------------------------------
 
     def _settle_complete(self, task: Task) -> None:
-        failures, where = task.failures(), self._session.describe()
+        failures = {} if task.fine else task.failures()
+        where = self._session.describe() if failures else ""
         self.settle(task, (lambda: combine(failures, {}, where)) if failures else None)
 
     def settle(self, task: Task, failure: Outcome = None) -> None:

@@ -25,7 +25,7 @@ from ..calling import call
 from ..program import Program
 from ..put import as_tensor, fetch, is_array
 from ..rank.session import RankSession
-from ..region import current, require, reseed
+from ..region import Region, current, require, reseed
 from ..request import Request
 from ..spec import RAGGED, Layout, P, ragged_shape
 
@@ -101,18 +101,22 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return call(
             mesh,
             program,
-            operation,
+            None,  # torch's functions never change
             (args, kwargs),
             lambda: Request(mesh, name, args, kwargs, specs, None),
             check="never",
             holder=operation,
+            flat=(leaves, treedef),
         )
 
 
 class _Way(enum.Enum):
-    """What a rank gives a function: its shards as they are, its shards by DTensor's rules, or whole values."""
+    """What a rank gives a function: its shards as they are, its shards by DTensor's rules, or whole values.
 
-    OWN, RULES, WHOLE = "own", "rules", "whole"
+    ADDED: its shard as it is, and what this gives is added up over the ranks.
+    """
+
+    OWN, ADDED, RULES, WHOLE = "own", "added", "rules", "whole"
 
 
 def _kind_of(leaf: Any) -> Meta | tuple[int, ...] | None:
@@ -133,6 +137,8 @@ def _way(layout: Layout, name: str, treedef: Any, kinds: tuple[Any, ...]) -> tup
     specs = _alike(layout, len(kinds), shapes, cut) if name in _ELEMENTWISE else None
     if specs is not None:
         return _Way.OWN, trees.unflatten(treedef, specs), next(iter(cut.values()))
+    if name == "sum" and len(kinds) == 1:  # of all elements, the most common reduction
+        return _Way.ADDED, None, P()
     even = all(_is_even(layout, shapes[index], spec) for index, spec in cut.items())
     return _Way.RULES if even else _Way.WHOLE, None, P()
 
@@ -180,39 +186,66 @@ class _Operation:
 
     def __init__(self, func: Callable, way: _Way):
         self.func, self._way = func, way
-        self._has_rule: dict[Any, bool] = {}  # for kinds of arguments, on this rank
+        self._on_shards: dict[Any, bool] = {}  # for kinds of arguments, on this rank
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         region = require("an operation on Arrays")
-        kind = _kind(args, kwargs) if self._way is _Way.RULES else None
-        if kind is not None and self._has_rule.get(kind, True):
+        if self._way is _Way.ADDED:
+            return _added(region.session, self.func, *args, **kwargs)
+        kind = _kind(region, args, kwargs) if self._way is _Way.RULES else None
+        if kind is not None and self._on_shards.get(kind, True):
             # By name: torch's DTensor stands above this file.
             propagation = importlib.import_module("spmd.torch_distributed.propagation")
-            if len(self._has_rule) >= _KINDS:
-                self._has_rule.clear()
+            if len(self._on_shards) >= _KINDS:
+                self._on_shards.clear()
             try:
-                result = propagation.on_shards(region, self.func, args, kwargs, first=kind not in self._has_rule)
-                self._has_rule[kind] = True
+                result, of_shards = propagation.on_shards(
+                    region, self.func, args, kwargs, first=kind not in self._on_shards
+                )
+                self._on_shards[kind] = of_shards
                 return result
             except propagation.NeedsWhole:
-                self._has_rule[kind] = False
+                self._on_shards[kind] = False
         if self._way is not _Way.OWN:
-            args, kwargs = trees.map(functools.partial(_whole, region.session), (args, kwargs))
+            whole = _gathered if self._way is _Way.RULES else _whole
+            args, kwargs = trees.map(functools.partial(whole, region.session), (args, kwargs))
         reseed(region)
         return self.func(*args, **kwargs)
 
 
-def _kind(args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What settles whether there is a rule."""
+def _kind(region: Region, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What settles whether there is a rule; ranks that were replaced find out anew, and the others with them."""
     leaves, treedef = trees.flatten((args, kwargs))
-    return treedef, *(
-        (_spec(leaf), leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+    return (
+        region.session.watch.generation,
+        treedef,
+        *((_spec(leaf), leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves),
     )
 
 
 def _spec(leaf: torch.Tensor) -> P:
     spec: P = leaf._spmd_spec  # type: ignore[attr-defined]
     return spec
+
+
+def _added(session: RankSession, func: Callable, shard: torch.Tensor) -> torch.Tensor:
+    total: torch.Tensor = func(shard)
+    session.comm(_spec(shard).axes).all_reduce(total)
+    return total
+
+
+def _gathered(session: RankSession, leaf: Any) -> Any:
+    """A whole value on each rank, of shards that are evenly cut."""
+    if not isinstance(leaf, torch.Tensor) or not _spec(leaf).entries:
+        return leaf
+    spec, whole = _spec(leaf), leaf.detach()
+    for dim in range(len(spec.entries)):
+        if axes := spec.dim_axes(dim):
+            comm = session.comm(axes)
+            shards = [torch.empty_like(whole) for _ in range(comm.size)]
+            comm.all_gather(shards, whole)
+            whole = torch.cat(shards, dim)
+    return whole
 
 
 def _whole(session: RankSession, leaf: Any) -> Any:

@@ -68,8 +68,10 @@ class _OnShards(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def on_shards(region: Region, func: Callable, args: tuple, kwargs: dict[str, Any], *, first: bool) -> Any:
+def on_shards(region: Region, func: Callable, args: tuple, kwargs: dict[str, Any], *, first: bool) -> tuple[Any, bool]:
     """The function of these shards, which are evenly cut; as an @spmd function returns it.
+
+    Also says whether each rank has computed of its shards alone, rather than of whole values that torch has gathered.
 
     Args:
         first: of its kind, of which torch may have something to say, once.
@@ -88,13 +90,18 @@ def on_shards(region: Region, func: Callable, args: tuple, kwargs: dict[str, Any
         with _unlogged() if first else contextlib.nullcontext(), torch.no_grad():
             with _OnShards():
                 result = func(*args, **kwargs)
-            return trees.map(lambda leaf: _left(region, leaf), result)
+            gathered = all(map(_is_whole, trees.leaves(result)))
+            return trees.map(lambda leaf: _left(region, leaf), result), not gathered
     except SpmdError as error:
         if isinstance(error, MeshError):  # torch.distributed has other ranks than the mesh
             raise NeedsWhole from error
         raise
     except Exception as error:  # also of the program's own making, which the whole values then show as it is
         raise NeedsWhole from error
+
+
+def _is_whole(leaf: Any) -> bool:
+    return isinstance(leaf, DTensor) and all(type(each) is Replicate for each in leaf.placements)
 
 
 def _left(region: Region, leaf: Any) -> Any:
