@@ -77,7 +77,7 @@ types: $(VENV)/.made
 # conftest.py's order.
 suite: $(VENV)/.made
 	$(PY) -m compileall -q spmd mesh kernels transforms
-	cd tests && $(PY) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	cd tests && $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # Real models beside plain torch; what they come from is installed for them alone.
 test-real: $(VENV)/.real

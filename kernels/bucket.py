@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,11 +22,10 @@ from .operations import Work
 from .reduction import Op
 
 FIRST_BYTES = 1 << 20
-_ALIGN = 64  # bytes; leaves start at cache lines
+_ALIGNED = 64  # elements: where leaves start, as optimizers lay them
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """Shape, dtype and strides of one leaf; `of` reads them off a tensor."""
 
     shape: tuple[int, ...]
@@ -124,7 +123,8 @@ class Buckets:
 
     def fill_all(self, indexes: Sequence[int], values: Sequence[torch.Tensor]) -> None:
         """`fill` for several leaves of a single bucket."""
-        torch_private.copy_each([self.grad_view(index) for index in indexes], list(values))
+        views = self._plan.views(0, self._buffer(0))
+        torch_private.copy_each([views[index] for index in indexes], list(values))
         for index in indexes:
             self._ready[index] = True
         self._left[0] -= len(indexes)
@@ -132,13 +132,17 @@ class Buckets:
 
     def grad_view(self, index: int) -> torch.Tensor:
         """Where a leaf's value goes, of the leaf's shape and the dtype on the wire: write there, then `mark_ready`."""
-        slot = self._plan.slots[index]
-        buffer = self._buffers.get(slot.bucket)
+        return self._plan.view(index, self._buffer(self._plan.slots[index].bucket))
+
+    def _buffer(self, bucket: int) -> torch.Tensor:
+        buffer = self._buffers.get(bucket)
         if buffer is None:
             self._comm.progress()  # what is reduced by now gives its memory back
-            size, dtype = self._plan.sizes[slot.bucket]
-            buffer = self._buffers[slot.bucket] = self._comm.scratch(size, dtype=dtype)
-        return self._view(buffer, index)
+            size, dtype = self._plan.sizes[bucket]
+            buffer = self._buffers[bucket] = self._comm.scratch(size, dtype=dtype)
+            if self._plan.in_order:  # what lies between the leaves is stepped with them
+                buffer.zero_()
+        return buffer
 
     def mark_ready(self, index: int) -> None:
         """A leaf's value is in its gradient view; starts every reduction that is now complete, in order."""
@@ -164,25 +168,19 @@ class Buckets:
                 work = self._comm.all_reduced(self._buffers.pop(bucket), self._op, async_op=True)
             self._works.append(work)
 
-    def _view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        leaf, slot = self._leaves[index], self._plan.slots[index]
-        start = buffer.storage_offset() + slot.start
-        if leaf.dtype.is_complex:
-            part = torch.view_as_complex(buffer.as_strided((leaf.numel, 2), (2, 1), start))
-            return part.as_strided(leaf.shape, leaf.stride)
-        return buffer.as_strided(leaf.shape, leaf.stride, start)
-
     def finish(self) -> list[torch.Tensor]:
         """Fill what is missing with zeros, wait, and return the sums, shaped as the leaves."""
         for index, ready in enumerate(self._ready):
             if not ready:
                 self.fill(index, torch.zeros((), dtype=self._leaves[index].dtype))
-        results = [work.wait() for work in self._works]
-        out = []
-        for index, leaf in enumerate(self._leaves):
-            value = self._view(results[self._plan.slots[index].bucket], index)
-            out.append(value if value.dtype is leaf.dtype else value.to(leaf.dtype))
-        return out
+        found: dict[int, torch.Tensor] = {}
+        for bucket, work in enumerate(self._works):
+            found.update(self._plan.views(bucket, work.wait()))
+        values = [found[index] for index in range(len(self._leaves))]
+        return [
+            value if value.dtype is leaf.dtype else value.to(leaf.dtype)
+            for value, leaf in zip(values, self._leaves, strict=True)
+        ]
 
 
 class _Plan:
@@ -195,17 +193,22 @@ class _Plan:
         wire_dtype: torch.dtype | None,
         products: frozenset[int],
     ):
+        self.leaves = leaves
         self.slots: list[_Slot] = [_Slot(0, 0)] * len(leaves)
         self.per_element = [2 if leaf.dtype.is_complex else 1 for leaf in leaves]
         self.counts: list[int] = []
         self.sizes: list[tuple[int, torch.dtype]] = []
         self.matrices: dict[int, Leaf] = {}  # by bucket, those that may be given as factors
         open_bucket: dict[torch.dtype, int] = {}
-        for index in reversed(range(len(leaves))):
-            leaf = leaves[index]
-            dtype = leaf.dtype.to_real() if leaf.dtype.is_complex else leaf.dtype
-            if wire_dtype is not None and leaf.dtype.is_floating_point and dtype.itemsize > wire_dtype.itemsize:
-                dtype = wire_dtype
+        dtypes = [_on_wire(leaf, wire_dtype) for leaf in leaves]
+        padded = [
+            -(-leaf.numel * each // _ALIGNED) * _ALIGNED for leaf, each in zip(leaves, self.per_element, strict=True)
+        ]
+        nbytes = sum(count * dtype.itemsize for count, dtype in zip(padded, dtypes, strict=True))
+        # What goes into one bucket lies there in order, as an optimizer has it, which then needs no copy.
+        self.in_order = len(set(dtypes)) == 1 and nbytes <= min(FIRST_BYTES, bucket_bytes) and not products
+        for index in range(len(leaves)) if self.in_order else reversed(range(len(leaves))):
+            leaf, dtype = leaves[index], dtypes[index]
             elements = leaf.numel * self.per_element[index]
             if index in products:
                 self.slots[index] = _Slot(len(self.counts), 0)
@@ -224,10 +227,30 @@ class _Plan:
             start = self.sizes[bucket][0]
             self.slots[index] = _Slot(bucket, start)
             self.counts[bucket] += 1
-            step = max(1, _ALIGN // dtype.itemsize)
-            self.sizes[bucket] = (start + -(-elements // step) * step, dtype)
+            self.sizes[bucket] = (start + padded[index], dtype)
         if products:  # each of which would leave those before it waiting for the small leaves around it
             self._order()
+        self._members: list[list[int]] = [[] for _ in self.counts]  # by bucket
+        for index, slot in enumerate(self.slots):
+            self._members[slot.bucket].append(index)
+
+    def view(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
+        """A leaf in its bucket's buffer."""
+        leaf, start = self.leaves[index], buffer.storage_offset() + self.slots[index].start
+        if leaf.dtype.is_complex:
+            part = torch.view_as_complex(buffer.as_strided((leaf.numel, 2), (2, 1), start))
+            return part.as_strided(leaf.shape, leaf.stride)
+        return buffer.as_strided(leaf.shape, leaf.stride, start)
+
+    def views(self, bucket: int, buffer: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The leaves in a bucket's buffer."""
+        first, leaves, slots = buffer.storage_offset(), self.leaves, self.slots
+        return {
+            index: self.view(index, buffer)
+            if leaves[index].dtype.is_complex
+            else buffer.as_strided(leaves[index].shape, leaves[index].stride, first + slots[index].start)
+            for index in self._members[bucket]
+        }
 
     def _order(self) -> None:
         """Number the buckets in the order in which they are full, when the leaves come last to first."""
@@ -240,6 +263,12 @@ class _Plan:
         self.matrices = {place[bucket]: leaf for bucket, leaf in self.matrices.items()}
         self.counts = [self.counts[bucket] for bucket in order]
         self.sizes = [self.sizes[bucket] for bucket in order]
+
+
+def _on_wire(leaf: Leaf, wire_dtype: torch.dtype | None) -> torch.dtype:
+    dtype = leaf.dtype.to_real() if leaf.dtype.is_complex else leaf.dtype
+    narrowed = wire_dtype is not None and leaf.dtype.is_floating_point and dtype.itemsize > wire_dtype.itemsize
+    return wire_dtype if narrowed and wire_dtype is not None else dtype
 
 
 def _plan(

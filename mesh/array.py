@@ -239,9 +239,8 @@ class Array:
         return func(*map(_as_numpy, args), **{name: _as_numpy(value) for name, value in kwargs.items()})
 
     @classmethod
-    @shows_only_users
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        return _operate()(func, args, kwargs or {})
+        return _operated(func, *args, **(kwargs or {}))
 
     @property
     def requires_grad(self) -> bool:
@@ -313,14 +312,10 @@ def _as_numpy(value: Any) -> Any:
     return np.asarray(value) if isinstance(value, Array) else value
 
 
-@functools.cache
-def _operate() -> Any:
-    return importlib.import_module(f"{__package__}.driver.operators").operate  # by name: it stands above this file
-
-
 @shows_only_users
 def _operated(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return _operate()(func, args, kwargs)
+    operators = importlib.import_module(f"{__package__}.driver.operators")  # by name: it stands above this file
+    return operators.operate(func, args, kwargs)
 
 
 def _define(name: str) -> None:

@@ -46,13 +46,14 @@ def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tupl
     leaves, treedef = trees.flatten(chosen)
     arguments, unknown, trained = [], [], []
     left: dict[Any, tuple[str, ...]] = {}  # of `over`, without those that a leaf differs over
-    for leaf, axes in zip(leaves, declared_axes(chosen), strict=True):
-        if isinstance(leaf, Array):
+    for leaf, axes in zip(leaves, declared_in(chosen, treedef), strict=True):
+        kind = type(leaf)
+        if kind is not Tensor and isinstance(leaf, Array):
             axes = leaf.spec.axes
             leaf = _local(leaf, region)
         argument = Argument(leaf)
         arguments.append(argument)
-        if is_inexact(leaf) and not is_frozen(leaf):
+        if is_inexact(leaf) and (kind is Tensor or not is_frozen(leaf)):
             argument.primal = leaf
             trained.append((argument, axes))
     noted = differ_over([argument.leaf for argument, _ in trained])
@@ -66,6 +67,23 @@ def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tupl
     if unknown and region is not None:
         _compare(unknown, region, over)
     return arguments, treedef
+
+
+_declared: dict[Any, list[frozenset[str] | None]] = {}  # by structure
+_STRUCTURES = 256
+
+
+def declared_in(tree: Any, treedef: Any) -> list[frozenset[str] | None]:
+    """`declared_axes` of a tree, which its structure settles."""
+    try:
+        found = _declared.get(treedef)
+    except TypeError:  # what a node of the user's own says of itself may have no hash
+        return declared_axes(tree)
+    if found is None:
+        if len(_declared) >= _STRUCTURES:
+            _declared.clear()
+        found = _declared[treedef] = declared_axes(tree)
+    return found
 
 
 def declared_axes(tree: Any) -> list[frozenset[str] | None]:

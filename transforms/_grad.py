@@ -23,10 +23,10 @@ from ..kernels.errors import SpecError, message
 from ..kernels.torch_private import in_torch_func
 from ..mesh import trees
 from ..mesh.region import Region, current
-from ..mesh.spec import Sharded, is_sharded
+from ..mesh.spec import is_sharded
 from ..mesh.strides import is_frozen
 from . import _empty_shards
-from ._arguments import Argument, prepare
+from ._arguments import Argument, declared_in, prepare
 from ._backward import Plain
 from ._call import Call, Strategy
 from ._named_axes import check_axis, refuse_recording
@@ -164,7 +164,8 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     for argument, primal in zip(differentiated, made, strict=True):
         argument.primal = primal
     primals = trees.unflatten(treedef, [a.leaf if a.primal is None else a.primal for a in arguments])
-    primals = trees.map(lambda node: node.local if isinstance(node, Sharded) else node, primals, is_leaf=is_sharded)
+    if any(axes is not None for axes in declared_in(primals, treedef)):
+        primals = trees.map(lambda node: node.local if is_sharded(node) else node, primals, is_leaf=is_sharded)
     full = list(args)
     for number, primal in zip(chosen, primals, strict=True):
         full[number] = primal

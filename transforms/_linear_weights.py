@@ -107,13 +107,13 @@ def linear_weights(
 def _eligible(leaf: Tensor) -> bool:
     """Whether it is worth it, and can be written as it is."""
     return (
-        type(leaf) in _PLAIN
+        leaf.numel() * leaf.element_size() >= weight_gradients.LARGE  # most are smaller
+        and type(leaf) in _PLAIN
         and leaf.is_cpu
         and leaf.dim() == 2
         and min(leaf.shape) > 1
         and leaf.dtype.is_floating_point
         and leaf.is_contiguous()
-        and leaf.numel() * leaf.element_size() >= weight_gradients.LARGE
     )
 
 

@@ -209,8 +209,7 @@ class ShmCommunicator(Communicator):
         sequence = slots.begin("a collective")
         pieces = {id(piece): piece for piece in sends if piece is not None}
         total = sum(-(-piece.numel() // _ALIGN) * _ALIGN for piece in pieces.values())
-        small = total <= slots.small_bytes
-        offset = slots.inline(self.rank, sequence) if small else slots.staging.stage(sequence, total)
+        offset = slots.room(sequence, total)
         lies: dict[int, int] = {}
         for key, piece in pieces.items():
             copy(arena.tensor(offset, piece.numel(), torch.uint8), piece)

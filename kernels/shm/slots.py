@@ -56,10 +56,8 @@ def block_bytes(size: int) -> tuple[int, int]:
 
 
 def small_bytes(size: int) -> int:
-    """Bytes that each slot of `size` ranks brings along: of a reduction up to there each rank adds all parts by itself.
-
-    A larger one is cheaper in slices: for two ranks sooner than for four, and for many, who would have much to add.
-    """
+    """Bytes of data in each slot of `size` ranks: of a reduction up to there every rank adds all parts by itself."""
+    # Above, slices are cheaper: for two ranks sooner than for four, and for many, who would have much to add.
     return 1 << 17 if size < 3 else max(1 << 15, (1 << 20) // size // PAGE * PAGE)
 
 
@@ -115,6 +113,10 @@ class Slots:
     def inline(self, rank: int, sequence: int) -> int:
         """Where a rank's data lies that is small enough for its slot."""
         return self._inline + (rank * SLOTS + sequence % SLOTS) * self.small_bytes
+
+    def room(self, sequence: int, nbytes: int) -> int:
+        """Where this rank stages so much, for the others to read."""
+        return self.inline(self.rank, sequence) if nbytes <= self.small_bytes else self.staging.stage(sequence, nbytes)
 
     def places(self) -> tuple[tuple[int, int, int, int], ...]:
         """Of each rank, in bytes: where it says how far it has posted, its first slot, the data of that, its bell."""

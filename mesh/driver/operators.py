@@ -229,8 +229,8 @@ def _spec(leaf: torch.Tensor) -> P:
 
 
 def _added(session: RankSession, func: Callable, shard: torch.Tensor) -> torch.Tensor:
-    total: torch.Tensor = func(shard)
-    session.comm(_spec(shard).axes).all_reduce(total)
+    total, axes = func(shard), _spec(shard).axes
+    session.comm(tuple(name for name in session.layout.names if name in axes)).all_reduce(total)
     return total
 
 

@@ -116,17 +116,27 @@ def test_last_leaves_first_and_the_first_bucket_small() -> None:
 
 
 def test_a_leaf_larger_than_a_bucket_has_its_own() -> None:
-    assert reductions((64, F32), (9 * MB, F32), (64, F32)) == [(64, F32), (9 * MB, F32), (64, F32)]
+    assert reductions((64, F32), (9 * MB, F32), (64, F32)) == [(256, F32), (9 * MB, F32), (256, F32)]
     assert reductions((9 * MB, F32)) == [(9 * MB, F32)]
 
 
 def test_dtypes_are_kept_apart() -> None:
     found = reductions((640, F32), (640, F64), (128, BF16), (640, F32), (64, F64))
-    assert sorted(found, key=str) == sorted([(1280, F32), (704, F64), (128, BF16)], key=str)
+    assert sorted(found, key=str) == sorted([(1536, F32), (1536, F64), (128, BF16)], key=str)
 
 
-def test_leaves_start_at_cache_lines() -> None:
-    assert reductions((4, F32), (4, F32), (68, F32)) == [(256, F32)]
+def test_leaves_start_at_multiples_of_64_elements() -> None:
+    assert reductions((4, F32), (4, F32), (68, F32)) == [(768, F32)]
+
+
+def test_a_single_small_bucket_lies_as_optimizers_have_it() -> None:
+    """In order, and with zeros in between, since those are stepped, too."""
+    comm = Alone()
+    found = through(comm, [torch.full((3,), 1.0), torch.full((2, 65), 2.0), torch.full((1,), 3.0)], bucket_bytes=MB)
+    flat = torch.zeros(320)
+    flat[:3], flat[64:194], flat[256] = 1.0, 2.0, 3.0
+    assert torch.equal(found[0].as_strided((320,), (1,), 0), flat)
+    assert [one.storage_offset() for one in found] == [0, 64, 256]
 
 
 def test_reduced_as_soon_as_full() -> None:
@@ -173,9 +183,9 @@ def test_layouts(wire_dtype: torch.dtype | None) -> None:
 
 
 def test_wire_dtype_goes_over_the_wire() -> None:
-    assert reductions((640, F32), (640, F64), wire_dtype=BF16) == [(2 * (160 + 96), BF16)]
-    assert reductions((640, F64), wire_dtype=F32) == [(320, F32)]
-    assert reductions((64, BF16), wire_dtype=F32) == [(64, BF16)]
+    assert reductions((640, F32), (640, F64), wire_dtype=BF16) == [(2 * (192 + 128), BF16)]
+    assert reductions((640, F64), wire_dtype=F32) == [(512, F32)]
+    assert reductions((64, BF16), wire_dtype=F32) == [(128, BF16)]
 
 
 @settings(max_examples=50, deadline=None)

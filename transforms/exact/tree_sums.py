@@ -66,7 +66,7 @@ class TreeSums:
             dtype = torch.float32
         sizes = self._region.session.layout.axes
         others = tuple(name for name in axes if name != self._virtual.axis and sizes[name] > 1)
-        leaf = dataclasses.replace(Leaf.of(like), dtype=dtype)
+        leaf = Leaf.of(like)._replace(dtype=dtype)
         self._sums.append(_Sum(leaf, like.dtype, scale, others, axes=axes))
         return len(self._sums) - 1
 
