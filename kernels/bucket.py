@@ -22,7 +22,8 @@ from .operations import Work
 from .reduction import Op
 
 FIRST_BYTES = 1 << 20
-_ALIGNED = 64  # elements: where leaves start, as optimizers lay them
+_ALIGN = 64  # bytes; leaves start at cache lines
+_ALIGNED = 64  # elements: where optimizers have leaves start
 
 
 class Leaf(NamedTuple):
@@ -201,15 +202,14 @@ class _Plan:
         self.matrices: dict[int, Leaf] = {}  # by bucket, those that may be given as factors
         open_bucket: dict[torch.dtype, int] = {}
         dtypes = [_on_wire(leaf, wire_dtype) for leaf in leaves]
-        padded = [
-            -(-leaf.numel * each // _ALIGNED) * _ALIGNED for leaf, each in zip(leaves, self.per_element, strict=True)
-        ]
+        elements_of = [leaf.numel * each for leaf, each in zip(leaves, self.per_element, strict=True)]
+        padded = [-(-elements // _ALIGNED) * _ALIGNED for elements in elements_of]
         nbytes = sum(count * dtype.itemsize for count, dtype in zip(padded, dtypes, strict=True))
         # What goes into one bucket lies there in order, as an optimizer has it, which then needs no copy.
         self.in_order = len(set(dtypes)) == 1 and nbytes <= min(FIRST_BYTES, bucket_bytes) and not products
         for index in range(len(leaves)) if self.in_order else reversed(range(len(leaves))):
             leaf, dtype = leaves[index], dtypes[index]
-            elements = leaf.numel * self.per_element[index]
+            elements = elements_of[index]
             if index in products:
                 self.slots[index] = _Slot(len(self.counts), 0)
                 self.matrices[len(self.counts)] = leaf
@@ -227,7 +227,8 @@ class _Plan:
             start = self.sizes[bucket][0]
             self.slots[index] = _Slot(bucket, start)
             self.counts[bucket] += 1
-            self.sizes[bucket] = (start + padded[index], dtype)
+            step = _ALIGNED if self.in_order else max(1, _ALIGN // dtype.itemsize)
+            self.sizes[bucket] = (start + -(-elements // step) * step, dtype)
         if products:  # each of which would leave those before it waiting for the small leaves around it
             self._order()
         self._members: list[list[int]] = [[] for _ in self.counts]  # by bucket

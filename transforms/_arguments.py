@@ -8,7 +8,7 @@ nothing is known, counts as the same where its bits agree.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -46,7 +46,7 @@ def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tupl
     leaves, treedef = trees.flatten(chosen)
     arguments, unknown, trained = [], [], []
     left: dict[Any, tuple[str, ...]] = {}  # of `over`, without those that a leaf differs over
-    for leaf, axes in zip(leaves, declared_in(chosen, treedef), strict=True):
+    for leaf, axes in zip(leaves, declared_in(chosen, treedef).axes, strict=True):
         kind = type(leaf)
         if kind is not Tensor and isinstance(leaf, Array):
             axes = leaf.spec.axes
@@ -69,20 +69,29 @@ def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tupl
     return arguments, treedef
 
 
-_declared: dict[Any, list[frozenset[str] | None]] = {}  # by structure
+class Declared(NamedTuple):
+    """`declared_axes` of a tree, and whether there are `Sharded` nodes in it, also such without leaves."""
+
+    axes: list[frozenset[str] | None]
+    any: bool
+
+
+_declared: dict[Any, Declared] = {}  # by structure
 _STRUCTURES = 256
 
 
-def declared_in(tree: Any, treedef: Any) -> list[frozenset[str] | None]:
-    """`declared_axes` of a tree, which its structure settles."""
+def declared_in(tree: Any, treedef: Any) -> Declared:
+    """What a tree declares, which its structure settles."""
     try:
         found = _declared.get(treedef)
     except TypeError:  # what a node of the user's own says of itself may have no hash
-        return declared_axes(tree)
+        found, treedef = None, None
     if found is None:
         if len(_declared) >= _STRUCTURES:
             _declared.clear()
-        found = _declared[treedef] = declared_axes(tree)
+        found = Declared(declared_axes(tree), any(map(is_sharded, trees.leaves(tree, is_leaf=is_sharded))))
+        if treedef is not None:
+            _declared[treedef] = found
     return found
 
 

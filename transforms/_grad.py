@@ -164,7 +164,7 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     for argument, primal in zip(differentiated, made, strict=True):
         argument.primal = primal
     primals = trees.unflatten(treedef, [a.leaf if a.primal is None else a.primal for a in arguments])
-    if any(axes is not None for axes in declared_in(primals, treedef)):
+    if declared_in(primals, treedef).any:
         primals = trees.map(lambda node: node.local if is_sharded(node) else node, primals, is_leaf=is_sharded)
     full = list(args)
     for number, primal in zip(chosen, primals, strict=True):

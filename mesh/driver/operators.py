@@ -25,7 +25,7 @@ from ..calling import call
 from ..program import Program
 from ..put import as_tensor, fetch, is_array
 from ..rank.session import RankSession
-from ..region import Region, current, require, reseed
+from ..region import current, require, reseed
 from ..request import Request
 from ..spec import RAGGED, Layout, P, ragged_shape
 
@@ -54,6 +54,7 @@ _OF_GRADIENTS = frozenset(
     ("backward", "grad", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 )
 _KINDS = 4096  # of operations and specs whose programs are kept
+_ALONE = trees.flatten(((0,), {}))[1]  # one argument, and nothing else
 
 
 def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -101,7 +102,7 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return call(
             mesh,
             program,
-            None,  # torch's functions never change
+            func,
             (args, kwargs),
             lambda: Request(mesh, name, args, kwargs, specs, None),
             check="never",
@@ -137,7 +138,7 @@ def _way(layout: Layout, name: str, treedef: Any, kinds: tuple[Any, ...]) -> tup
     specs = _alike(layout, len(kinds), shapes, cut) if name in _ELEMENTWISE else None
     if specs is not None:
         return _Way.OWN, trees.unflatten(treedef, specs), next(iter(cut.values()))
-    if name == "sum" and len(kinds) == 1:  # of all elements, the most common reduction
+    if name == "sum" and treedef == _ALONE:  # of all elements, the most common reduction
         return _Way.ADDED, None, P()
     even = all(_is_even(layout, shapes[index], spec) for index, spec in cut.items())
     return _Way.RULES if even else _Way.WHOLE, None, P()
@@ -186,13 +187,16 @@ class _Operation:
 
     def __init__(self, func: Callable, way: _Way):
         self.func, self._way = func, way
-        self._on_shards: dict[Any, bool] = {}  # for kinds of arguments, on this rank
+        self._on_shards: dict[Any, bool] = {}  # for kinds of arguments, on this rank; the same on all ranks
+        self._generation = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         region = require("an operation on Arrays")
         if self._way is _Way.ADDED:
-            return _added(region.session, self.func, *args, **kwargs)
-        kind = _kind(region, args, kwargs) if self._way is _Way.RULES else None
+            return _added(region.session, self.func, *args)
+        kind = _kind(args, kwargs) if self._way is _Way.RULES else None
+        if self._generation != region.session.watch.generation:  # ranks that were replaced know none
+            self._on_shards, self._generation = {}, region.session.watch.generation
         if kind is not None and self._on_shards.get(kind, True):
             # By name: torch's DTensor stands above this file.
             propagation = importlib.import_module("spmd.torch_distributed.propagation")
@@ -213,13 +217,11 @@ class _Operation:
         return self.func(*args, **kwargs)
 
 
-def _kind(region: Region, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What settles whether there is a rule; ranks that were replaced find out anew, and the others with them."""
+def _kind(args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What settles whether there is a rule."""
     leaves, treedef = trees.flatten((args, kwargs))
-    return (
-        region.session.watch.generation,
-        treedef,
-        *((_spec(leaf), leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves),
+    return treedef, *(
+        (_spec(leaf), leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
     )
 
 
@@ -229,9 +231,11 @@ def _spec(leaf: torch.Tensor) -> P:
 
 
 def _added(session: RankSession, func: Callable, shard: torch.Tensor) -> torch.Tensor:
-    total, axes = func(shard), _spec(shard).axes
+    # As torch itself adds numbers of 16 bits, which are rounded once.
+    total = func(shard, dtype=torch.float32) if shard.dtype in (torch.float16, torch.bfloat16) else func(shard)
+    axes = _spec(shard).axes
     session.comm(tuple(name for name in session.layout.names if name in axes)).all_reduce(total)
-    return total
+    return total.to(shard.dtype) if shard.is_floating_point() else total
 
 
 def _gathered(session: RankSession, leaf: Any) -> Any:

@@ -182,7 +182,8 @@ def _grouped(
 
 def _origins(starts: tuple[int, ...], column: Sequence[Tensor]) -> list[int]:
     """Where the first leaf lies if all lie end to end, as each of them says; of what can't be told, another number."""
-    width, anywhere = column[0].element_size(), torch_private.is_fake(column[0])
+    width, complex_ones = column[0].element_size(), column[0].is_complex()
+    anywhere = torch_private.is_fake(column[0]) or (complex_ones and any(leaf.is_conj() for leaf in column))
     return [
         -1 - index if anywhere or not leaf.is_contiguous() else leaf.data_ptr() - width * start
         for index, (leaf, start) in enumerate(zip(column, starts, strict=False))

@@ -116,17 +116,17 @@ def test_last_leaves_first_and_the_first_bucket_small() -> None:
 
 
 def test_a_leaf_larger_than_a_bucket_has_its_own() -> None:
-    assert reductions((64, F32), (9 * MB, F32), (64, F32)) == [(256, F32), (9 * MB, F32), (256, F32)]
+    assert reductions((64, F32), (9 * MB, F32), (64, F32)) == [(64, F32), (9 * MB, F32), (64, F32)]
     assert reductions((9 * MB, F32)) == [(9 * MB, F32)]
 
 
 def test_dtypes_are_kept_apart() -> None:
     found = reductions((640, F32), (640, F64), (128, BF16), (640, F32), (64, F64))
-    assert sorted(found, key=str) == sorted([(1536, F32), (1536, F64), (128, BF16)], key=str)
+    assert sorted(found, key=str) == sorted([(1280, F32), (704, F64), (128, BF16)], key=str)
 
 
-def test_leaves_start_at_multiples_of_64_elements() -> None:
-    assert reductions((4, F32), (4, F32), (68, F32)) == [(768, F32)]
+def test_leaves_start_at_cache_lines() -> None:
+    assert reductions((4, F32), (4, F32), (68, F32), (MB, F32)) == [(MB, F32), (256, F32)]
 
 
 def test_a_single_small_bucket_lies_as_optimizers_have_it() -> None:

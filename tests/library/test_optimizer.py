@@ -789,3 +789,11 @@ def test_sharded_state_that_does_not_fit_is_named(monkeypatch, state, text):
     opt_state = {**optimizer(optim.SGD).init(params), "state": state}
     with pytest.raises(SpecError, match=text):
         step_on_ranks(monkeypatch, opt, params, params, [opt_state] * 2)
+
+
+def test_conjugated_leaves_are_not_shown_as_what_they_lie_beside() -> None:
+    """`as_strided` keeps the first one's bit for all."""
+    memory = torch.randn(128, dtype=torch.complex64)
+    leaves = [memory[:64].conj(), memory[64:]]
+    (run,) = flat.runs((64, 64), [leaves], 0, 128)
+    assert torch.equal(run.columns[0], torch.cat(leaves))

@@ -34,6 +34,7 @@ x.to(torch.float64); x.int(); x.half(); torch.add(x, y, alpha=2); torch.sub(x, y
 F.relu(x); F.gelu(x); F.silu(x); F.elu(x); F.leaky_relu(x); F.softplus(x); F.logsigmoid(x); F.hardtanh(x); F.mish(x)
 """
 OTHERS = """
+x.sum(()); torch.sum(input=x); x.half().sum(); torch.sum(x, dtype=torch.float64)
 x.sum(); x.sum(0); x.sum(1, keepdim=True); x.mean(); x.mean(1); x.prod(1); x.std(); x.var(0); x.max(); x.min()
 x.max(1).values; x.argmax(1); x.argmin(0); x.amax(0); x.amin(1); x.norm(); x.median(); x.cumsum(0)
 x.cumsum(1); x.cumprod(1)
@@ -159,6 +160,8 @@ def test_uneven_shards(shared_mesh: Any) -> None:
     assert sorted((batch * 2).tolist()) == [0, 2, 4, 6, 8, 10, 12]
     assert (batch * 2).spec == P("data")
     torch.testing.assert_close((batch + torch.arange(7.0)).full(), batch.full() + torch.arange(7.0))
+    half = Loader(torch.tensor([4e4] * 4 + [-4e4] * 3).half(), batch_size=7, shuffle=False, mesh=mesh)
+    assert [float(one.sum()) for one in half] == [4e4]  # a rank's own sum is too large for 16 bits
     assert batch.sum().item() == 21 and (batch - batch.mean()).abs().max().item() == 3
 
 

@@ -975,3 +975,10 @@ def test_inference_mode_is_refused() -> None:
         grad(lambda w: (w * w).sum())(torch.ones(2))
     with torch.no_grad():
         assert grad(lambda w: (w * w).sum())(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_sharded_without_leaves_is_taken_off() -> None:
+    found = grad(lambda tree: tree["w"] * (2 if tree["none"] == {} else 1))(
+        {"w": torch.tensor(3.0), "none": Sharded({}, P("data"))}
+    )
+    assert float(found["w"]) == 2
