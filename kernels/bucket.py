@@ -23,7 +23,7 @@ from .reduction import Op
 
 FIRST_BYTES = 1 << 20
 _ALIGN = 64  # bytes; leaves start at cache lines
-_ALIGNED = 64  # elements: where optimizers have leaves start
+ALIGNED = 64  # elements: where leaves start that optimizers step as one
 
 
 class Leaf(NamedTuple):
@@ -203,13 +203,11 @@ class _Plan:
         open_bucket: dict[torch.dtype, int] = {}
         dtypes = [_on_wire(leaf, wire_dtype) for leaf in leaves]
         elements_of = [leaf.numel * each for leaf, each in zip(leaves, self.per_element, strict=True)]
-        padded = [-(-elements // _ALIGNED) * _ALIGNED for elements in elements_of]
-        nbytes = sum(count * dtype.itemsize for count, dtype in zip(padded, dtypes, strict=True))
+        nbytes = sum(_padded(count, ALIGNED) * dtype.itemsize for count, dtype in zip(elements_of, dtypes, strict=True))
         # What goes into one bucket lies there in order, as an optimizer has it, which then needs no copy.
         self.in_order = len(set(dtypes)) == 1 and nbytes <= min(FIRST_BYTES, bucket_bytes) and not products
         for index in range(len(leaves)) if self.in_order else reversed(range(len(leaves))):
-            leaf, dtype = leaves[index], dtypes[index]
-            elements = elements_of[index]
+            leaf, dtype, elements = leaves[index], dtypes[index], elements_of[index]
             if index in products:
                 self.slots[index] = _Slot(len(self.counts), 0)
                 self.matrices[len(self.counts)] = leaf
@@ -227,8 +225,8 @@ class _Plan:
             start = self.sizes[bucket][0]
             self.slots[index] = _Slot(bucket, start)
             self.counts[bucket] += 1
-            step = _ALIGNED if self.in_order else max(1, _ALIGN // dtype.itemsize)
-            self.sizes[bucket] = (start + -(-elements // step) * step, dtype)
+            step = ALIGNED if self.in_order else max(1, _ALIGN // dtype.itemsize)
+            self.sizes[bucket] = (start + _padded(elements, step), dtype)
         if products:  # each of which would leave those before it waiting for the small leaves around it
             self._order()
         self._members: list[list[int]] = [[] for _ in self.counts]  # by bucket
@@ -245,13 +243,7 @@ class _Plan:
 
     def views(self, bucket: int, buffer: torch.Tensor) -> dict[int, torch.Tensor]:
         """The leaves in a bucket's buffer."""
-        first, leaves, slots = buffer.storage_offset(), self.leaves, self.slots
-        return {
-            index: self.view(index, buffer)
-            if leaves[index].dtype.is_complex
-            else buffer.as_strided(leaves[index].shape, leaves[index].stride, first + slots[index].start)
-            for index in self._members[bucket]
-        }
+        return {index: self.view(index, buffer) for index in self._members[bucket]}
 
     def _order(self) -> None:
         """Number the buckets in the order in which they are full, when the leaves come last to first."""
@@ -268,8 +260,13 @@ class _Plan:
 
 def _on_wire(leaf: Leaf, wire_dtype: torch.dtype | None) -> torch.dtype:
     dtype = leaf.dtype.to_real() if leaf.dtype.is_complex else leaf.dtype
-    narrowed = wire_dtype is not None and leaf.dtype.is_floating_point and dtype.itemsize > wire_dtype.itemsize
-    return wire_dtype if narrowed and wire_dtype is not None else dtype
+    if wire_dtype is not None and leaf.dtype.is_floating_point and dtype.itemsize > wire_dtype.itemsize:
+        return wire_dtype
+    return dtype
+
+
+def _padded(elements: int, step: int) -> int:
+    return -(-elements // step) * step
 
 
 def _plan(

@@ -119,7 +119,7 @@ def outermost(f: Evaluated) -> Solution:
     """One backward pass, whose results are summed in buckets as they come."""
     call = f.call
     sums = Sums(call.region, call.plan)
-    places = sums.add_all((a.primal, a.reduce) for a in call.arguments)
+    places = [None if a.primal is None else sums.add(a.primal, a.reduce) for a in call.arguments]
     value_place = sums.add(f.value, call.over, exact=True)
     aux_places = [
         None if axes is None else sums.add(leaf.detach().contiguous(), axes, exact=True)

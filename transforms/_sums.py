@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -38,39 +38,17 @@ class Sums:
 
     def add(self, like: Tensor, axes: tuple[str, ...], *, exact: bool = False) -> Place:
         """Announce a leaf; `exact` keeps it from travelling as `wire_dtype`, and says that it is filled in at once."""
-        group = self._shared(axes), None if exact else self._plan.wire_dtype, like.device.type
+        wire_dtype = None if exact else self._plan.wire_dtype
+        shared = self._axes.get(axes)
+        if shared is None:
+            sizes = {} if self._region is None else self._region.session.layout.axes
+            shared = self._axes[axes] = tuple(name for name in sizes if name in axes and sizes[name] > 1)
+        group = shared, wire_dtype, like.device.type
         members = self._groups.setdefault(group, [])
         members.append(like)
         if not exact and group[0]:
             self._gradual.add(group)
         return group, len(members) - 1
-
-    def add_all(self, leaves: Iterable[tuple[Tensor | None, tuple[str, ...]]]) -> list[Place | None]:
-        """`add` each of these leaves and axes, but for those that are None."""
-        wire_dtype, places = self._plan.wire_dtype, list[Place | None]()
-        known: dict[Any, tuple[Group, list[Tensor]]] = {}
-        for like, axes in leaves:
-            if like is None:
-                places.append(None)
-                continue
-            key = axes, like.is_cpu
-            found = known.get(key)
-            if found is None or not key[1]:
-                group = self._shared(axes), wire_dtype, like.device.type
-                found = known[key] = group, self._groups.setdefault(group, [])
-                if group[0]:
-                    self._gradual.add(group)
-            group, members = found
-            places.append((group, len(members)))
-            members.append(like)
-        return places
-
-    def _shared(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        shared = self._axes.get(axes)
-        if shared is None:
-            sizes = {} if self._region is None else self._region.session.layout.axes
-            shared = self._axes[axes] = tuple(name for name in sizes if name in axes and sizes[name] > 1)
-        return shared
 
     def open(self, *, alone: bool = True) -> None:
         """Take values from now on; `alone` says that nothing else communicates before `finish`."""

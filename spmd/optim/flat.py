@@ -15,8 +15,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..kernels import torch_private
+from ..kernels.bucket import ALIGNED
 
-ALIGNED = 64
 # Elements. Smaller leaves that don't lie end to end are copied so: torch goes over one tensor sooner than over many.
 SMALL = 1 << 14
 VECTORS = 128  # bytes: torch's loops take two vectors at a time, and what remains one by one

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from .. import transforms
+from ..kernels.bucket import ALIGNED
 from ..kernels.errors import SpecError, message
 from ..mesh import donation
 from ..mesh.region import current
 from ..mesh.spec import P, Sharded
 from .blocks import Piece, room_for
 from .engine import Engine
-from .flat import ALIGNED, divided, offsets, runs, stretches
+from .flat import divided, offsets, runs, stretches
 from .leaves import State, declared
 
 Axis = str | tuple[str, ...]
