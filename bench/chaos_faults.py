@@ -66,7 +66,7 @@ class Strike:
         self._thread: threading.Thread | None = None
         if fault.inside:
             (folder / "struck").unlink(missing_ok=True)
-            chaos_run.told(folder, during, draw.randrange(mesh.size)).write_text(fault.inside)
+            chaos_run.fault_file(folder, during, draw.randrange(mesh.size)).write_text(fault.inside)
 
     def begin(self, during: str) -> None:
         """Something begins, during which it may be to happen."""

@@ -115,7 +115,7 @@ def digest_of_saved(folder: Path) -> str:
 # -- on a rank ---------------------------------------------------------------------------------------------------------
 
 
-def told(folder: Path | str, moment: str, rank: int) -> Path:
+def fault_file(folder: Path | str, moment: str, rank: int) -> Path:
     return Path(folder, f"{moment} {rank}")
 
 

@@ -27,40 +27,40 @@ def stub(stdin: bytes) -> None:
     told = json.loads(stdin)
     connection = socket.create_connection((told["address"], told["port"]))
     secret = bytes.fromhex(told["secret"])
-    link = greet_driver(connection, secret, told["place"])
+    link = greet_driver(connection, secret, told["index"])
     link.send(_HELLO)
     ranks: tuple[int, ...] = ()
     branch: Any = None
     selector = selectors.DefaultSelector()
 
-    def handle(said: Any, content: bytes) -> None:
-        if isinstance(said, protocol.BeginAnew):
+    def handle(msg: Any, content: bytes) -> None:
+        if isinstance(msg, protocol.BeginAnew):
             branch.send(protocol.Started((), 0))
-        elif isinstance(said, protocol.Ask):
-            branch.send(protocol.Told((), ""))
-        elif isinstance(said, protocol.ToRanks):
+        elif isinstance(msg, protocol.Ask):
+            branch.send(protocol.Report((), ""))
+        elif isinstance(msg, protocol.ToRanks):
             task = ranks_protocol.decode(unframed(content).head)
             if isinstance(task, ranks_protocol.Task):
                 answer = b"".join(framed(_packet(ranks_protocol.Answer(task.number), _NOTHING)))
-                if said.ranks:
-                    branch.send(protocol.FromRanks(said.ranks), answer)
+                if msg.ranks:
+                    branch.send(protocol.FromRanks(msg.ranks), answer)
                 else:
                     branch.answer(ranks, (answer,), task.number)
         else:
-            branch.handle(said, content)
+            branch.handle(msg, content)
 
     def read() -> bool:
         nonlocal ranks, branch
-        for said, content in (messages := link.receive()) or ():
-            if isinstance(said, protocol.Begin):
-                ranks = said.ranks
-                key = mesh_key(secret, ranks_protocol.decode(said.request).key)
+        for msg, content in (messages := link.receive()) or ():
+            if isinstance(msg, protocol.Begin):
+                ranks = msg.ranks
+                key = mesh_key(secret, ranks_protocol.decode(msg.request).key)
                 branch = Branch(link, connection.getsockname()[0], key, len(ranks), selector, handle)
                 link.send(protocol.Started(tuple((rank, os.getpid(), 1) for rank in ranks), 0))
                 for rank in ranks:
                     link.send(protocol.FromRanks((rank,)), *framed(_packet(ranks_protocol.Ready())))
             else:
-                handle(said, content)
+                handle(msg, content)
         return messages is not None
 
     selector.register(connection, selectors.EVENT_READ, (read, None))

@@ -251,9 +251,9 @@ class _Plan:
         for index, slot in enumerate(self.slots):
             first[slot.bucket] = min(first[slot.bucket], index)
         order = sorted(range(len(self.counts)), key=lambda bucket: -first[bucket])
-        place = {bucket: number for number, bucket in enumerate(order)}
-        self.slots = [_Slot(place[slot.bucket], slot.start) for slot in self.slots]
-        self.matrices = {place[bucket]: leaf for bucket, leaf in self.matrices.items()}
+        number_of = {bucket: number for number, bucket in enumerate(order)}
+        self.slots = [_Slot(number_of[slot.bucket], slot.start) for slot in self.slots]
+        self.matrices = {number_of[bucket]: leaf for bucket, leaf in self.matrices.items()}
         self.counts = [self.counts[bucket] for bucket in order]
         self.sizes = [self.sizes[bucket] for bucket in order]
 

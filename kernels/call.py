@@ -47,7 +47,7 @@ class Call:
 
 def disagreement(ranks: Sequence[int], calls: dict[int, str]) -> CollectiveMismatch:
     """The error for ranks of a group that disagree; `calls` maps their places in it to what they called."""
-    sides = {ranks[place]: text for place, text in calls.items()}
+    sides = {ranks[position]: text for position, text in calls.items()}
     lines = "".join(f"\n  rank {rank}: {text}" for rank, text in sorted(sides.items()))
     return CollectiveMismatch(
         message(

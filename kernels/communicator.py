@@ -123,7 +123,7 @@ class Communicator(abc.ABC):
     def on_stall(self, work: Work) -> None:
         """Called now and then while a wait for `work` lasts: a peer that has left the region won't do its part."""
         if self._board is not None:
-            self._board.say_waiting(work.what)
+            self._board.set_waiting(work.what)
         left = [rank for rank in work.peers if self._has_left(rank) and not self._took_part(rank, work)]
         if left and (len(left) == len(work.peers) or not self._is_message(work)):
             raise self._absence(left[0], work.what)
@@ -135,7 +135,7 @@ class Communicator(abc.ABC):
     def on_waited(self) -> None:
         """A wait is over that others could read of: whoever asks later must not."""
         if self._board is not None:
-            self._board.say("")
+            self._board.set_status("")
 
     def on_timeout(self, work: Work) -> BaseException:
         """The error for a wait that lasts too long."""

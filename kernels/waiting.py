@@ -80,7 +80,7 @@ class Cores:
     def wanted(self, now: float) -> bool:
         return now < self._wanted_until
 
-    def give_away(self, now: float) -> None:
+    def yield_core(self, now: float) -> None:
         os.sched_yield()
         back = time.monotonic()
         if back - now > TAKEN_SECONDS:
@@ -114,7 +114,7 @@ def yielded(ready: Callable[[], bool]) -> bool:
         now = time.monotonic()
         if cores.wanted(now):
             return False
-        cores.give_away(now)
+        cores.yield_core(now)
     return ready()
 
 
@@ -171,7 +171,7 @@ def wait_until(
         now = time.monotonic()
         if now - start < YIELD_SECONDS and not gently and not (sleep is not None and cores.wanted(now)):
             with others():
-                cores.give_away(now)
+                cores.yield_core(now)
             continue
         if now >= next_look:
             try:

@@ -136,7 +136,7 @@ def assemble(
                     remedy="return the same structure on every rank",
                 )
             )
-    told = [values.split(mine, outputs[rank][1], check, len(layout.names)) for rank, mine in enumerate(prints)]
+    rank_prints = [values.split(mine, outputs[rank][1], check, len(layout.names)) for rank, mine in enumerate(prints)]
     results = []
     for index, leaf in enumerate(first):
         leaves = {rank: its[index] for rank, (_, its) in outputs.items()}
@@ -152,7 +152,7 @@ def assemble(
                 )
             )
         if compare:
-            _check_replicas(layout, leaves, [its[index] for its in told], what, where)
+            _check_replicas(layout, leaves, [its[index] for its in rank_prints], what, where)
         if leaf.spec is None:
             results.append(Result(None, value=leaf.value))
             continue
@@ -192,14 +192,16 @@ def path_in(treedef: Any, index: int) -> str:
 
 
 def _check_replicas(
-    layout: Layout, leaves: dict[int, OutputMeta], told: list[bytes | None], what: Callable[[], str], where: str
+    layout: Layout, leaves: dict[int, OutputMeta], rank_prints: list[bytes | None], what: Callable[[], str], where: str
 ) -> None:
     """Refuse a result that should be the same on several ranks and is not."""
     variants: dict[int, list[list[int]]] = {}  # owner -> groups of ranks that agree
     for rank, leaf in leaves.items():
         groups = variants.setdefault(0 if leaf.spec is None else layout.owner(leaf.spec, rank), [])
         for group in groups:
-            if same(leaves[group[0]], leaf) and (not told or values.same_bytes(told[group[0]], told[rank], leaf.shape)):
+            if same(leaves[group[0]], leaf) and (
+                not rank_prints or values.same_bytes(rank_prints[group[0]], rank_prints[rank], leaf.shape)
+            ):
                 group.append(rank)
                 break
         else:
@@ -209,7 +211,7 @@ def _check_replicas(
     apart = next((groups for groups in variants.values() if len(groups) > 1), None)
     if apart is not None:
         axes = tuple(axis for axis in layout.names if spec is None or axis not in spec.axes)
-        got = "; ".join(f"{ranks_text(ranks)}: {_show(leaves[ranks[0]], told, ranks[0])}" for ranks in apart)
+        got = "; ".join(f"{ranks_text(ranks)}: {_show(leaves[ranks[0]], rank_prints, ranks[0])}" for ranks in apart)
         problem = f"{what()} should be the same on all ranks along {', '.join(axes)}, and is not"
         problem += f"; it {varying[1]}" if varying is not None else ""
     elif varying is not None:
@@ -249,10 +251,10 @@ def same(a: OutputMeta, b: OutputMeta) -> bool:
         return pickle.dumps(a.value) == pickle.dumps(b.value)
 
 
-def _show(leaf: OutputMeta, told: list[bytes | None], rank: int) -> str:
+def _show(leaf: OutputMeta, rank_prints: list[bytes | None], rank: int) -> str:
     if leaf.spec is None:
         return repr(leaf.value)[:60]
-    mine = told[rank] if told else None
+    mine = rank_prints[rank] if rank_prints else None
     if mine is None or leaf.dtype is None:
         return _dtype_and_shape(leaf)
     return values.shown(mine, leaf.shape, leaf.dtype)

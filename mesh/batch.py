@@ -44,7 +44,7 @@ class BatchArgument:
     axis: str
     shards: int | None = None
 
-    def place(self, positional: int) -> int | str:
+    def key(self, positional: int) -> int | str:
         """Its position in a call with so many positional arguments, else its name."""
         return self.name if self.position is None or self.position >= positional else self.position
 

@@ -22,7 +22,7 @@ from .driver.calls import DriverCall
 from .launch.calls import LaunchedCall
 from .mesh import Mesh
 from .program import Program
-from .put import as_tensor, place
+from .put import as_tensor, put_on
 from .remote.reference import Ref
 from .request import Request, Span, donate, spans_of
 
@@ -81,9 +81,9 @@ def call(
         plan, moves = known.plan, known.moves
         if moves:
             for index, spec in moves:
-                leaves[index] = place(mesh, leaves[index], spec)
+                leaves[index] = put_on(mesh, leaves[index], spec)
             spans = spans_of(leaves)
-    given_up = [leaf.donated for leaf in plan.leaves] if donates else ()
+    is_donated = [leaf.donated for leaf in plan.leaves] if donates else ()
     try:
         if mesh.is_driver:
             session.raise_failure()  # of what was called before, which it is then told of
@@ -101,7 +101,7 @@ def call(
             raise
     finally:  # a call that fails may have begun to overwrite them
         if donates:
-            donate(spans, given_up, program.name)
+            donate(spans, is_donated, program.name)
     calls.add(signature, known)
     return results
 

@@ -22,7 +22,7 @@ from . import running
 from .display import drawing, live, stacks, status
 from .driver.open_sessions import close_quietly
 from .driver.session import DriverSession
-from .hosts.places import Places
+from .hosts.host_list import HostList
 from .launch import launched
 from .launch.arguments import check_arguments, check_same, checked_mesh, hosts_of, layout_of, threads_of
 from .launch.rendezvous import launch_of_process
@@ -71,7 +71,7 @@ class Mesh:
 
     _driver: DriverSession | None  # one of the two, in a driver this
     _rank_session: RankSession | None  # and on a rank that
-    hosts: Places | None  # in a driver of several
+    hosts: HostList | None  # in a driver of several
     threads: int
     pinned_threads: int
 
@@ -94,9 +94,9 @@ class Mesh:
             raise MeshError(message("a Mesh cannot be made inside a region", remedy="make it outside and use it here"))
         seed, timeout, grace = check_arguments(backend, device, threads, seed, timeout, on_loss, grace)
         launch = launch_of_process() if _here is None else None
-        seats = functools.partial(devices.seats, device, backend)
-        places = hosts_of(hosts, copies, launch, backend, device)
-        layout = layout_of({"data": -1} if axes is None else axes, launch, seats, places)
+        default_size = functools.partial(devices.default_size, device, backend)
+        host_list = hosts_of(hosts, copies, launch, backend, device)
+        layout = layout_of({"data": -1} if axes is None else axes, launch, default_size, host_list)
         if _here is not None:
             check_same(layout, _here.layout, _here.describe())
             self._be_view(_here.session, _here.threads, _here.pinned_threads)
@@ -113,8 +113,8 @@ class Mesh:
             self.device = self._rank_session.device.type
             self._rank_session.mesh_text = self.describe()
         else:
-            self.hosts, self.copies, self.threads = places, int(copies), threads_of(threads, layout.size, places)
-            self.device, self.backend = devices.chosen(device, backend, layout.size, several=places is not None)
+            self.hosts, self.copies, self.threads = host_list, int(copies), threads_of(threads, layout.size, host_list)
+            self.device, self.backend = devices.chosen(device, backend, layout.size, several=host_list is not None)
             self._start()
 
     def _start(self) -> None:
@@ -305,7 +305,7 @@ class Mesh:
 
     reload, resize, retire = running.reload, resizing.resize, resizing.retire
 
-    def set_layout(self, layout: Layout, threads: int, hosts: Places | None) -> None:
+    def set_layout(self, layout: Layout, threads: int, hosts: HostList | None) -> None:
         """Stand for ranks of another layout, with so many threads each, on these hosts, from now on."""
         self._layout, self.threads, self.hosts = layout, threads, hosts
 

@@ -234,9 +234,9 @@ class CompiledCall:
         """This rank's part of a tensor that came whole."""
         session = self._session
         if spec.entries:
-            return session.placed(session.layout.take(value, spec, session.rank))
+            return session.on_device(session.layout.take(value, spec, session.rank))
         if value.device != session.device:
-            return frozen_as(value, session.placed(value.detach()))
+            return frozen_as(value, session.on_device(value.detach()))
         return value if is_frozen(value) else value.detach()
 
     def _check_unwritten(self, local: list[Any], tensors: list[torch.Tensor], entered: list[int]) -> None:

@@ -318,7 +318,7 @@ class RankRequest(Message):
 class ReaderRequest(Message):
     """To a rank's zygote: fork a reader; its socket and the board of its notes come as descriptors."""
 
-    place: int
+    index: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

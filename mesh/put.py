@@ -71,7 +71,7 @@ def put(tree: Any, spec: Any = REPLICATED, *, mesh: Mesh | None = None) -> Any:
             remedy = f"write P({one!r})" if isinstance(one, str) else "give a P, or a tree of them"
             problem = "the specs given to put are not all specs"
             raise SpecError(message(problem, got=repr(one), expected="P(...)", remedy=remedy))
-    return place(resolve(mesh), tree, spec)
+    return put_on(resolve(mesh), tree, spec)
 
 
 @shows_only_users
@@ -94,10 +94,10 @@ def fetch(tree: Any) -> Any:
     return trees.map(lambda leaf: leaf.full() if isinstance(leaf, Array) else leaf, tree, is_leaf=is_array)
 
 
-def place(mesh: Mesh, tree: Any, spec: Any) -> Any:
+def put_on(mesh: Mesh, tree: Any, spec: Any) -> Any:
     leaves, treedef = trees.flatten(tree, is_leaf=is_array)
     specs = specs_for(spec, tree, "the specs given to put")
-    placed: list[Any] = [None] * len(leaves)
+    found: list[Any] = [None] * len(leaves)
     todo: list[tuple[int, torch.Tensor, P]] = []
     for index, (leaf, its_spec) in enumerate(zip(leaves, specs, strict=True)):
         if leaf is None and len(leaves) > 1:
@@ -106,7 +106,7 @@ def place(mesh: Mesh, tree: Any, spec: Any) -> Any:
         if isinstance(leaf, Array):
             if leaf.mesh is mesh and leaf.spec == its_spec:
                 leaf.check_readable()
-                placed[index] = leaf
+                found[index] = leaf
                 continue
             leaf = leaf.full()
         if isinstance(leaf, int | float | complex | np.generic):
@@ -128,7 +128,7 @@ def place(mesh: Mesh, tree: Any, spec: Any) -> Any:
     metas = [meta(tuple(leaf.shape), leaf.dtype, its_spec) for _, leaf, its_spec in todo]
     if not mesh.is_driver:
         session = mesh.session
-        tensors = [session.placed(session.layout.take(leaf, its_spec, session.rank)) for _, leaf, its_spec in todo]
+        tensors = [session.on_device(session.layout.take(leaf, its_spec, session.rank)) for _, leaf, its_spec in todo]
         arrays = LocalValues(session, tensors, metas).arrays(mesh)
     elif todo:
         driver, values = mesh.driver, mesh.driver.new_values()
@@ -138,5 +138,5 @@ def place(mesh: Mesh, tree: Any, spec: Any) -> Any:
     else:
         arrays = []
     for (index, _, _), array in zip(todo, arrays, strict=True):
-        placed[index] = array
-    return trees.unflatten(treedef, placed)
+        found[index] = array
+    return trees.unflatten(treedef, found)

@@ -15,7 +15,7 @@ from .array import Array
 from .batch import BatchArgument, BatchSplit, Deal, common_length, refuse_lists
 from .mesh import Mesh
 from .program import InputLeaf, InputPlan, describe_path
-from .put import as_tensor, is_array, place, specs_for
+from .put import as_tensor, is_array, put_on, specs_for
 from .spec import RAGGED, P
 
 
@@ -58,8 +58,8 @@ class Request:
         self.donated = self._belonging_to(donated) if donated else [False] * len(leaves)
         self._uneven: frozenset[int] = frozenset()
         deals = [deal for leaf in self.leaves if type(leaf) is Array and (deal := leaf.deal) is not None]
-        dealt = deals[-1] if deals else Deal((0, 0))
-        self.batch = BatchSplit(shards=dealt.shards, sizes=dealt.sizes)
+        last = deals[-1] if deals else Deal((0, 0))
+        self.batch = BatchSplit(shards=last.shards, sizes=last.sizes)
         if batch is not None:
             self._split_batch(batch)
         for index, (leaf, spec) in enumerate(zip(self.leaves, self.specs, strict=True)):
@@ -76,14 +76,14 @@ class Request:
         here = (tuple(index in arguments for index in range(len(args))), {name: name in arguments for name in kwargs})
         return trees.broadcast_to(here, self.treedef)
 
-    def _argument(self, place: int | str) -> Any:
-        return self._tree[1][place] if isinstance(place, str) else self._tree[0][place]
+    def _argument(self, key: int | str) -> Any:
+        return self._tree[1][key] if isinstance(key, str) else self._tree[0][key]
 
     def _split_batch(self, argument: BatchArgument) -> None:
         """Give the leaves of the batch the spec of its axis, and find the size of the whole batch."""
         lengths: dict[int, int] = {}
-        place = argument.place(len(self._tree[0]))
-        for index, (leaf, is_batch) in enumerate(zip(self.leaves, self._belonging_to([place]), strict=True)):
+        key = argument.key(len(self._tree[0]))
+        for index, (leaf, is_batch) in enumerate(zip(self.leaves, self._belonging_to([key]), strict=True)):
             if not is_batch or not isinstance(leaf, torch.Tensor | Array):
                 continue
             shape = leaf.hint().shape if isinstance(leaf, Array) else leaf.shape
@@ -97,13 +97,13 @@ class Request:
             lengths[index] = shape[0]
             cut = isinstance(leaf, Array) and argument.axis in leaf.hint().spec.axes
             if argument.shards is not None:
-                self._check_dealt(index, argument.shards, cut)  # what comes whole is dealt on the ranks
+                self._check_strided(index, argument.shards, cut)  # what comes whole is dealt on the ranks
                 continue
             if cut:
-                self._check_dealt(index, None, cut)
+                self._check_strided(index, None, cut)
             elif self.specs[index] is None:
                 self.specs[index] = P(argument.axis)
-        batch = self._argument(place)
+        batch = self._argument(key)
         if not lengths:
             raise SpecError(
                 message(
@@ -118,7 +118,7 @@ class Request:
         self._check_order(argument.axis, lengths)
         total = common_length(lengths, self.where, self.name)
         if total is not None:
-            if len(lengths) < sum(self._belonging_to([place])):
+            if len(lengths) < sum(self._belonging_to([key])):
                 refuse_lists(batch, total, self.name)
             self.batch = dataclasses.replace(self.batch, axis=argument.axis, total=total)
 
@@ -126,20 +126,20 @@ class Request:
         """Refuse whole leaves beside those of a `Loader`, which deals samples out one by one: rows would not pair."""
         arrays = [(index, leaf) for index in leaves if type(leaf := self.leaves[index]) is Array]
         cut = [index for index, leaf in arrays if axis in leaf.hint().spec.axes]
-        dealt = [index for index, leaf in arrays if index in cut and leaf.deal is not None]
+        strided = [index for index, leaf in arrays if index in cut and leaf.deal is not None]
         whole = [index for index in leaves if index not in cut]
-        if not dealt or not whole:
+        if not strided or not whole:
             return
         raise SpecError(
             message(
                 f"{self.where(whole[0])} is whole, and beside it in the batch a Loader has dealt "
-                f"{self.where(dealt[0])}: their rows would be of different samples on a rank",
+                f"{self.where(strided[0])}: their rows would be of different samples on a rank",
                 expected="all of a batch dealt in one way",
                 remedy="give it to the Loader's dataset, Loader({'x': x, 'w': w}, ...), or make it in the step",
             )
         )
 
-    def _check_dealt(self, index: int, shards: int | None, cut: bool) -> None:
+    def _check_strided(self, index: int, shards: int | None, cut: bool) -> None:
         """Refuse a leaf of the batch that was dealt otherwise than over `shards` virtual shards."""
         leaf, spec = self.leaves[index], self.specs[index]
         deal = leaf.deal if isinstance(leaf, Array) else None
@@ -175,10 +175,10 @@ class Request:
                 return
             shape, its_spec = leaf.hint().shape, leaf.hint().spec
             if spec != its_spec:
-                if RAGGED not in shape:  # else `place` sees what it is
+                if RAGGED not in shape:  # else `put_on` sees what it is
                     self._check_shape(index, shape, spec)
                 if its_spec.entries:
-                    self.leaves[index] = place(self.mesh, leaf, spec)
+                    self.leaves[index] = put_on(self.mesh, leaf, spec)
         elif isinstance(leaf, torch.Tensor) and spec is not None:
             self._check_shape(index, tuple(leaf.shape), spec)
 
@@ -262,14 +262,14 @@ def passable(mesh: Any, leaves: Sequence[Any], spans: Sequence[Span]) -> bool:
     )
 
 
-def donate(spans: Sequence[Span], given_up: Sequence[bool], name: str) -> None:
+def donate(spans: Sequence[Span], is_donated: Sequence[bool], name: str) -> None:
     """Note that a function has been given the memory of some arguments.
 
     Args:
-        given_up: of each leaf, whether it is one of them.
+        is_donated: of each leaf, whether it is one of them.
     """
     for source, at, start, stop in spans:
         if source is not None:
             source.donated.update(
-                {index: name for index, given in zip(range(start, stop), given_up[at:], strict=False) if given}
+                {index: name for index, given in zip(range(start, stop), is_donated[at:], strict=False) if given}
             )

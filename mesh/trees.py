@@ -175,11 +175,11 @@ def broadcast_to(prefix: Any, treedef: optree.PyTreeSpec, is_leaf: Callable[[Any
     if prefix is None or (is_leaf is not None and is_leaf(prefix)):
         return [prefix] * treedef.num_leaves
     entries, above = flatten(prefix, is_leaf)
-    return [entries[index] for index in _places(above, treedef)]
+    return [entries[index] for index in _positions(above, treedef)]
 
 
 @functools.lru_cache(maxsize=1024)
-def _places(above: optree.PyTreeSpec, below: optree.PyTreeSpec) -> tuple[int, ...]:
+def _positions(above: optree.PyTreeSpec, below: optree.PyTreeSpec) -> tuple[int, ...]:
     """For each leaf of a structure, which leaf of its prefix covers it."""
     if not above.is_prefix(below):
         raise ValueError(f"{above} is no prefix of {below}")

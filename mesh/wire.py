@@ -115,12 +115,12 @@ def dumps(
     name_of: Callable[[Any], Any] | None = None,
     *,
     head: tuple = (),
-    room: Callable[[int], memoryview] | None = None,
+    allocate: Callable[[int], memoryview] | None = None,
 ) -> Packet:
     """Pickle `obj`; `name_of(x)` gives the name that stands for x on the other side, or None to send x itself.
 
     Args:
-        room: gives memory for so many bytes of tensors, if they are not to travel with the packet.
+        allocate: gives memory for so many bytes of tensors, if they are not to travel with the packet.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, name_of)
@@ -135,8 +135,8 @@ def dumps(
     buffer: Any
     if total <= INLINE_BYTES:
         buffer = packet.inline = bytearray(total)
-    elif room is not None:
-        buffer = room(total)
+    elif allocate is not None:
+        buffer = allocate(total)
     else:
         with named_limits():
             packet.fd = os.memfd_create("spmd-values", os.MFD_CLOEXEC)
@@ -213,7 +213,7 @@ def loads(packet: Packet, object_of: Callable[[Any], Any] | None = None, memory:
     """The object of a packet; `object_of(name)` undoes the sender's `name_of`.
 
     Args:
-        memory: the sender's `room`.
+        memory: the sender's `allocate`.
     """
     return _Unpickler(packet, object_of, memory).load()
 

@@ -146,8 +146,8 @@ class Apply:
         if buffers is not None:
             check_names("buffers", buffers, constants)
         memo: dict[int, Any] = {}
-        for name, twin in own.items():
-            memo[id(twin)] = nn.Parameter(_fetched(params[name]), requires_grad=twin.requires_grad)
+        for name, replica in own.items():
+            memo[id(replica)] = nn.Parameter(_fetched(params[name]), requires_grad=replica.requires_grad)
         for name, value in (buffers or {}).items():
             memo[id(constants[name])] = _fetched(value)
         return compile_parts(copy.deepcopy(self.skeleton, memo), self._compiled)
@@ -169,9 +169,9 @@ class Apply:
         check_names("params", {name: value for name, value in state_dict.items() if name in own}, own)
         return {
             name: _fetched(state_dict[name])
-            if twin.requires_grad
+            if replica.requires_grad
             else nn.Parameter(_fetched(state_dict[name]), requires_grad=False)
-            for name, twin in own.items()
+            for name, replica in own.items()
         }
 
     def _call(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None, args: tuple, kwargs: dict):
@@ -184,10 +184,10 @@ class Apply:
             return runner.run(params, buffers, args, kwargs)
         finally:
             # Layers that are computed again in the backward pass (torch.utils.checkpoint) find what they had.
-            if not after_gradient(functools.partial(self._take_back, runner)):
-                self._take_back(runner)
+            if not after_gradient(functools.partial(self._reclaim, runner)):
+                self._reclaim(runner)
 
-    def _take_back(self, runner: _Runner) -> None:
+    def _reclaim(self, runner: _Runner) -> None:
         runner.put_back()
         self._idle.append(runner)
 
@@ -227,9 +227,9 @@ class _Runner:
 
     def __init__(self, module: nn.Module):
         self.module = module
-        self.params = _places(module, torch_private.parameters, dict(module.named_parameters()))
+        self.params = _slots_of(module, torch_private.parameters, dict(module.named_parameters()))
         self.constants = dict(module.named_buffers())
-        self.buffers = _places(module, torch_private.buffers, self.constants)
+        self.buffers = _slots_of(module, torch_private.buffers, self.constants)
         submodules = list(module.modules())
         tables = [table(m) for m in submodules for table in (torch_private.parameters, torch_private.buffers)]
         self.saved = [(table, table.copy()) for table in (*tables, *(vars(m) for m in submodules))]
@@ -239,15 +239,15 @@ class _Runner:
         if buffers is not None:
             check_names("buffers", buffers, self.buffers)
         lent = self.constants if buffers is None else buffers
-        for name, places in self.params.items():
-            for table, key in places:
+        for name, slots in self.params.items():
+            for table, key in slots:
                 table[key] = params[name]
-        for name, places in self.buffers.items():
+        for name, slots in self.buffers.items():
             buffer = lent[name].clone()
-            for table, key in places:
+            for table, key in slots:
                 table[key] = buffer
         out = self.module(*args, **kwargs)
-        return out, {name: places[0][0][places[0][1]] for name, places in self.buffers.items()}
+        return out, {name: slots[0][0][slots[0][1]] for name, slots in self.buffers.items()}
 
     def put_back(self) -> None:
         """End the call, as if there had been none."""
@@ -257,27 +257,29 @@ class _Runner:
             table.update(entries)
 
 
-def _places(
+def _slots_of(
     module: nn.Module, table: Callable[[nn.Module], dict[str, Any]], tensors: dict[str, Tensor]
 ) -> dict[str, list[tuple[dict, str]]]:
     """Every (table, key) at which each tensor sits: more than one where tensors are tied."""
     names = {id(tensor): name for name, tensor in tensors.items()}
-    places: dict[str, list[tuple[dict, str]]] = {name: [] for name in tensors}
+    slots: dict[str, list[tuple[dict, str]]] = {name: [] for name in tensors}
     for submodule in module.modules():
         entries = table(submodule)
         for key, tensor in entries.items():
             if tensor is not None:
-                places[names[id(tensor)]].append((entries, key))
-    return places
+                slots[names[id(tensor)]].append((entries, key))
+    return slots
 
 
 def _skeleton(module: nn.Module, *emptied: dict[str, Tensor]) -> nn.Module:
-    """A copy of `module` in which each of the `emptied` tensors is a twin without memory, tied as before."""
+    """A copy of `module` in which each of the `emptied` tensors is a replica without memory, tied as before."""
     memo: dict[int, Any] = {}
     for tensors in emptied:
         for tensor in tensors.values():
-            twin = torch.empty_like(tensor.detach(), device="meta")
-            memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+            replica = torch.empty_like(tensor.detach(), device="meta")
+            memo[id(tensor)] = (
+                nn.Parameter(replica, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else replica
+            )
     for submodule in module.modules():
         for value in vars(submodule).values():
             # Left by a forward pass, for instance by weight norm: deepcopy refuses a tensor with a history.

@@ -154,7 +154,7 @@ class Spmd(Transformable):
     def request(self, mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> Request:
         """The arguments of a call, checked."""
         bound = self._bound(args, kwargs)
-        donated = [place for name in self._donate for place in self._places(bound, name)]
+        donated = [key for name in self._donate for key in self._keys(bound, name)]
         batch = None if self._parallel is None else self._parallel.batch
         wanted = Request(mesh, self._name, bound.args, bound.kwargs, self._specs(bound), batch, donated)
         for spec in trees.leaves(self._out_specs, is_leaf=is_spec):
@@ -162,7 +162,7 @@ class Spmd(Transformable):
                 mesh.layout.check(spec, where=f"out_specs of {self._name}")
         return wanted
 
-    def _places(self, bound: inspect.BoundArguments, name: str) -> list[int | str]:
+    def _keys(self, bound: inspect.BoundArguments, name: str) -> list[int | str]:
         """Where an argument is: positions or keywords."""
         kind = self._signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:

@@ -24,7 +24,7 @@ _FILE = os.environ.get("SPMD_VERIFY", "")
 ON = bool(_FILE)
 VALUES = ".values"  # the other file's name is that of the first, and this
 _MOST_VALUES = 256 << 20  # bytes
-_said: set[str] = set()
+_warned: set[str] = set()
 _WARNS = not os.environ.get("SPMD_VERIFY_SAID")  # by a run before this one
 
 
@@ -34,8 +34,8 @@ def note(name: str, results: Any, settings: Mapping[str, Any] | None) -> None:
     Args:
         settings: of a `data_parallel` function.
     """
-    if _WARNS and settings is not None and settings["shards"] is None and name not in _said:
-        _said.add(name)
+    if _WARNS and settings is not None and settings["shards"] is None and name not in _warned:
+        _warned.add(name)
         print(
             f"spmd verify: {name} is data_parallel without shards=, and not expected to give the same bits at other "
             "numbers of ranks: means over ranks are added in another order. Give shards= to Loader and data_parallel.",

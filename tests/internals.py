@@ -217,7 +217,7 @@ def arenas_mapped() -> int:
         return len({line.split()[4] for line in maps if "spmd-arena" in line})
 
 
-def gathered(said: list[tuple[str, int, int]], due: dict[int, list[int]]) -> list[tuple[str, tuple[int, ...]]]:
+def gathered(msg: list[tuple[str, int, int]], due: dict[int, list[int]]) -> list[tuple[str, tuple[int, ...]]]:
     """What the process of a host tells its driver of what ranks say.
 
     Args:
@@ -241,7 +241,7 @@ def gathered(said: list[tuple[str, int, int]], due: dict[int, list[int]]) -> lis
     for task, ranks in due.items():
         message = protocol.PassThrough(task, task, (), ())
         gathering.expect(wire.Packet(b"", head=protocol.encode(message)), ranks)
-    for kind, task, rank in said:
+    for kind, task, rank in msg:
         if kind == "lost":
             gathering.lose(rank)
         else:
@@ -267,14 +267,14 @@ def _said_of(kind: str, task: int) -> Any:
     return wire.Packet(b"", head=protocol.encode(kinds[kind](task)))
 
 
-def taken(said: list[tuple[str, int, tuple[int, ...]]]) -> list[tuple[str, tuple[int, ...]]]:
+def taken(msg: list[tuple[str, int, tuple[int, ...]]]) -> list[tuple[str, tuple[int, ...]]]:
     """What a driver takes of what hosts tell it: (the message's class, the task, the ranks that said so), in order."""
     from spmd.mesh import protocol
     from spmd.mesh.hosts.framing import framed
     from spmd.mesh.hosts.hearing import Inbox
 
     inbox: Any = Inbox()
-    for kind, task, ranks in said:
+    for kind, task, ranks in msg:
         if kind == "lost":
             inbox.bury(ranks[0])
         else:
@@ -330,9 +330,9 @@ def ask_while_ranks_start(monkeypatch: Any) -> None:
 
     asked = rank_host.RankHost.asked
 
-    def asked_twice(host: Any, said: Any) -> Any:
-        answer = asked(host, said)
-        if not isinstance(said, protocol.BeginAnew):
+    def asked_twice(host: Any, msg: Any) -> Any:
+        answer = asked(host, msg)
+        if not isinstance(msg, protocol.BeginAnew):
             return answer
 
         def late() -> Any:
@@ -367,10 +367,10 @@ def links_sent_on(mesh: Any) -> Iterator[list[int]]:
     links = [host.link for host in mesh.driver.ranks._hosts]
     counts, real = [0] * len(links), Link.send_encoded
 
-    def send(self: Any, said: bytes, content: Any) -> None:
+    def send(self: Any, msg: bytes, content: Any) -> None:
         if self in links:
             counts[links.index(self)] += 1
-        real(self, said, content)
+        real(self, msg, content)
 
     Link.send_encoded = send  # type: ignore[method-assign]
     try:

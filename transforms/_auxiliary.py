@@ -114,15 +114,15 @@ class Auxiliary:
             if net is not None and axes is None and isinstance(leaf, Tensor):
                 net.note(leaf, net.of(leaf).without(over))
 
-    def _disagreement(self, said: list[list[tuple[str, str]]], ranks: tuple[int, ...], region: Region) -> SpecError:
+    def _disagreement(self, texts_of: list[list[tuple[str, str]]], ranks: tuple[int, ...], region: Region) -> SpecError:
         """The error for the first leaf of which ranks said different things: (token, text) for each leaf."""
         for index, path in enumerate(self._paths()):
-            if any(len(leaves) != len(self.leaves) for leaves in said):
+            if any(len(leaves) != len(self.leaves) for leaves in texts_of):
                 break
             sides: dict[str, list[int]] = {}
-            for rank, leaves in zip(ranks, said, strict=True):
+            for rank, leaves in zip(ranks, texts_of, strict=True):
                 sides.setdefault(leaves[index][0], []).append(rank)
-            texts = {leaves[index][0]: leaves[index][1] for leaves in said}
+            texts = {leaves[index][0]: leaves[index][1] for leaves in texts_of}
             if len(sides) > 1:
                 return SpecError(
                     message(

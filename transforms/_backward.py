@@ -21,8 +21,8 @@ from ._call import Call, Output, Solution
 from ._first_call import check_trains, look
 from ._linear_weights import linear_weights
 from ._reductions import psum
-from ._sums import Hook, Place, Sums, home_of
-from ._tokens import Chain, chain, forget_undefined
+from ._sums import Hook, Slot, Sums, home_of
+from ._tokens import Tokens, forget_undefined, tokens
 from .compiled import weight_gradients
 
 
@@ -43,7 +43,7 @@ class Evaluated:
     value: Tensor
     share: float
     aux: Auxiliary
-    collectives: Chain
+    collectives: Tokens
     hooked: bool = False
 
     def contribution(self, x: Tensor, axes: tuple[str, ...], share: float | None = None) -> Tensor:
@@ -105,7 +105,7 @@ class Plain:
         if call.region is not None and call.region.session.layout.size > 1:
             weight_gradients.prepare()
         hooks = hooks_made()
-        with chain() as collectives:
+        with tokens() as collectives:
             out = self.evaluate(call)
             collectives.stop()
             hooked = hooks_made() > hooks
@@ -119,23 +119,25 @@ def outermost(f: Evaluated) -> Solution:
     """One backward pass, whose results are summed in buckets as they come."""
     call = f.call
     sums = Sums(call.region, call.plan)
-    places = [None if a.primal is None else sums.add(a.primal, a.reduce) for a in call.arguments]
-    value_place = sums.add(f.value, call.over, exact=True)
-    aux_places = [
+    argument_slots = [None if a.primal is None else sums.add(a.primal, a.reduce) for a in call.arguments]
+    value_slot = sums.add(f.value, call.over, exact=True)
+    aux_slots = [
         None if axes is None else sums.add(leaf.detach().contiguous(), axes, exact=True)
         for leaf, axes in zip(f.aux.leaves, f.aux.over, strict=True)
     ]
     sums.open(alone=not f.collectives.end)
     f.aux.check(call.region, call.over)
     # On a rank without samples too: reductions begin as leaves are filled in, and so in the same order on all ranks.
-    sums.fill(value_place, f.contribution(f.value.detach(), call.over, f.share))
-    for leaf, axes, place in zip(f.aux.leaves, f.aux.over, aux_places, strict=True):
-        if place is not None:
-            sums.fill(place, f.contribution(leaf.detach(), axes or ()))
+    sums.fill(value_slot, f.contribution(f.value.detach(), call.over, f.share))
+    for leaf, axes, slot in zip(f.aux.leaves, f.aux.over, aux_slots, strict=True):
+        if slot is not None:
+            sums.fill(slot, f.contribution(leaf.detach(), axes or ()))
     ends = f.ends()
     begun = sums.filled
     primals = [
-        (a.primal, place) for a, place in zip(call.arguments, places, strict=True) if a.primal is not None and place
+        (a.primal, slot)
+        for a, slot in zip(call.arguments, argument_slots, strict=True)
+        if a.primal is not None and slot
     ]
     if ends and primals:
         home = home_of(f.value)
@@ -144,12 +146,12 @@ def outermost(f: Evaluated) -> Solution:
             primals = _in_place(f, sums, ends, primals, handles)
             if sums.is_gradual:
                 handles += [
-                    primal.register_post_accumulate_grad_hook(Hook(sums, place, call.plan, home))
-                    for primal, place in primals
+                    primal.register_post_accumulate_grad_hook(Hook(sums, slot, call.plan, home))
+                    for primal, slot in primals
                 ]
             # In the same chain or one like it, so that a layer computed again (torch.utils.checkpoint) leaves the same
             # trace; on this thread, which knows of the region.
-            with chain(), torch.autograd.set_multithreading_enabled(False):
+            with tokens(), torch.autograd.set_multithreading_enabled(False):
                 torch.autograd.backward(ends, inputs=[*(primal for primal, _ in primals), f.collectives.first])
         finally:  # A hook on a node is held by what it holds: nothing else would ever free it and its buckets.
             for handle in handles:
@@ -158,32 +160,36 @@ def outermost(f: Evaluated) -> Solution:
     took_part = sums.filled > begun
     found = sums.finish()
     if not took_part:
-        check_trains(call, f.value.requires_grad, [found[place] for place in places if place is not None])
-    gradients = [a.zeros() if place is None else found[place] for a, place in zip(call.arguments, places, strict=True)]
-    placed = [(found[place], a.reduce) for a, place in zip(call.arguments, places, strict=True) if place is not None]
-    _note(call, [total for total, _ in placed], [axes for _, axes in placed])
-    leaves = [
-        found[place] if place is not None else leaf.detach() if isinstance(leaf, Tensor) else leaf
-        for leaf, place in zip(f.aux.leaves, aux_places, strict=True)
+        check_trains(call, f.value.requires_grad, [found[slot] for slot in argument_slots if slot is not None])
+    gradients = [
+        a.zeros() if slot is None else found[slot] for a, slot in zip(call.arguments, argument_slots, strict=True)
     ]
-    return noted(call, found[value_place], call.over), gradients, f.aux.tree(leaves)
+    reduced = [
+        (found[slot], a.reduce) for a, slot in zip(call.arguments, argument_slots, strict=True) if slot is not None
+    ]
+    _note(call, [total for total, _ in reduced], [axes for _, axes in reduced])
+    leaves = [
+        found[slot] if slot is not None else leaf.detach() if isinstance(leaf, Tensor) else leaf
+        for leaf, slot in zip(f.aux.leaves, aux_slots, strict=True)
+    ]
+    return noted(call, found[value_slot], call.over), gradients, f.aux.tree(leaves)
 
 
-Primals = list[tuple[Tensor, Place]]
+Primals = list[tuple[Tensor, Slot]]
 
 
 def _in_place(f: Evaluated, sums: Sums, ends: list[Tensor], primals: Primals, handles: list[Any]) -> Primals:
     """Add hooks that write gradients of weights where they are summed; the leaves that are left for torch."""
     if f.hooked or f.call.plan.without_samples:
         return primals
-    places = {id(primal): place for primal, place in primals}
+    argument_slots = {id(primal): slot for primal, slot in primals}
     weights = linear_weights(
-        ends, [primal for primal, _ in primals], lambda leaf: sums.takes_products(places[id(leaf)]), handles
+        ends, [primal for primal, _ in primals], lambda leaf: sums.takes_products(argument_slots[id(leaf)]), handles
     )
     for weight in weights:
-        place = places.pop(id(weight.leaf))
-        handles.append(weight.hook(functools.partial(sums.fill_product, place)))
-    return [(primal, place) for primal, place in primals if id(primal) in places]
+        slot = argument_slots.pop(id(weight.leaf))
+        handles.append(weight.hook(functools.partial(sums.fill_product, slot)))
+    return [(primal, slot) for primal, slot in primals if id(primal) in argument_slots]
 
 
 def within_a_graph(f: Evaluated) -> Solution:

@@ -51,11 +51,11 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
                 raise SpecError(message(problem, remedy="pass scalars in another argument"))
             (cut if axis in (marked(leaf) or ()) else whole)[index] = leaf.shape[0]
     if cut and argument.shards is not None and region.batch.shards != argument.shards:
-        dealt = region.batch.shards
+        batch_shards = region.batch.shards
         raise SpecError(
             message(
                 f"a batch was cut before data_parallel(shards={argument.shards}), and not over as many virtual shards",
-                got="ranks' parts" if dealt is None else f"a batch of Loader(shards={dealt})",
+                got="ranks' parts" if batch_shards is None else f"a batch of Loader(shards={batch_shards})",
                 remedy="give the same shards= to Loader and data_parallel, or pass the whole batch",
             )
         )

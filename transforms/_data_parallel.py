@@ -116,8 +116,8 @@ class DataParallel(Transformable):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         region, argument = require("a data_parallel function"), self.batch
         region.session.axes(argument.axis, what="data_parallel")
-        place = argument.place(len(args))
-        if isinstance(place, str) and place not in kwargs:
+        key = argument.key(len(args))
+        if isinstance(key, str) and key not in kwargs:
             bound = inspect.signature(self._step).bind(*args, **kwargs)  # what else is wrong is told first
             raise SpecError(
                 message(
@@ -138,11 +138,11 @@ class DataParallel(Transformable):
                     remedy='leave shards= out, or use Mesh(device="cpu")',
                 )
             )
-        part = part_of(region, kwargs[place] if isinstance(place, str) else args[place], argument, self._name)
-        if isinstance(place, str):
-            kwargs[place] = part.tree
+        part = part_of(region, kwargs[key] if isinstance(key, str) else args[key], argument, self._name)
+        if isinstance(key, str):
+            kwargs[key] = part.tree
         else:
-            args = (*args[:place], part.tree, *args[place + 1 :])
+            args = (*args[:key], part.tree, *args[key + 1 :])
         _check_weights(around, part, argument.axis, region.session.layout.axes[argument.axis], self._name)
         samples = around.splitting(argument.axis, part.here, part.total)
         plan = dataclasses.replace(self._plan, samples=samples, virtual=part.virtual, batch=part.leaves)

@@ -75,7 +75,7 @@ def _stand_in(region: Region, over: tuple[str, ...], failed: Exception | None, o
         assert failed is not None
         raise failed
     parts = pickle.loads(described[able[0]])
-    return Output(*trees.map(lambda leaf: region.session.placed(leaf) if isinstance(leaf, Tensor) else leaf, parts))
+    return Output(*trees.map(lambda leaf: region.session.on_device(leaf) if isinstance(leaf, Tensor) else leaf, parts))
 
 
 def _parts(out: Output | None) -> tuple[Any, ...]:

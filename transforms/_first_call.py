@@ -53,17 +53,17 @@ def look(
     looked_at = call.region.looked_at if call.region.pure else _looked_at
     sizes = call.region.session.layout.axes
     split = {name for name in call.plan.samples if name in call.over and sizes[name] > 1}
-    place: Any = None
+    lookup: Any = None
     if not batch and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in aux.leaves):
         call.region.looks += 1
         # What is cut of the arguments follows from the signature of the call, and is looked for once.
-        place = (call.region.looks, *_code(call.function), call.over, len(aux.leaves))
-        if place in call.region.looked_at:
+        lookup = (call.region.looks, *_code(call.function), call.over, len(aux.leaves))
+        if lookup in call.region.looked_at:
             return
         batch, split = _cut_by_specs(call, args, kwargs, sizes)
     key = (*_code(call.function), call.over, len(aux.leaves), tuple(call.plan.samples.items()), *sorted(split))
     if key in looked_at:
-        call.region.looked_at.add(place)
+        call.region.looked_at.add(lookup)
         return
     _look_at_tape(call, out)
     rows = batch[0].shape[0] if batch else 0
@@ -96,8 +96,8 @@ def _code(function: Any) -> tuple[Any, ...]:
         words.append(function)
     words = [getattr(word, "reduction", word) for word in words]  # of a module like nn.MSELoss
     words = [getattr(word, "__code__", None) if callable(word) else word for word in words]
-    said = tuple(word for word in words if isinstance(word, str | bool | types.CodeType))
-    return getattr(function, "__code__", type(function)), said
+    constants = tuple(word for word in words if isinstance(word, str | bool | types.CodeType))
+    return getattr(function, "__code__", type(function)), constants
 
 
 # -- the tape ----------------------------------------------------------------------------------------------------------

@@ -147,11 +147,11 @@ class Sampler:
         first = step * self.batch_size
         count = min(self.batch_size, self.length - first)
         if shards is None:
-            return _dealt(first, count, rank, size)
+            return _strided(first, count, rank, size)
         blocks = split_sizes(shards, size)
         start = sum(blocks[:rank])
         # Shards from `count` on are empty: `shards` may be any number.
-        mine = [_dealt(first, count, shard, shards) for shard in range(start, min(start + blocks[rank], count))]
+        mine = [_strided(first, count, shard, shards) for shard in range(start, min(start + blocks[rank], count))]
         return np.concatenate([np.empty(0, dtype=np.uint64), *mine])
 
     def grids(self, layout: Layout | None, epoch: int, shards: int | None = None) -> tuple[list[drawing.Grid], int]:
@@ -213,7 +213,7 @@ def _torch_order(length: int, seed: int) -> torch.Tensor:
     return torch.randperm(length, generator=generator, device="cpu")
 
 
-def _dealt(first: int, count: int, part: int, parts: int) -> np.ndarray:
+def _strided(first: int, count: int, part: int, parts: int) -> np.ndarray:
     """The positions that part `part` gets when `count` >= 1 positions from `first` on are dealt out to `parts`."""
     # min: past `count` a stride means the same, and numpy would overflow.
     return np.arange(first + min(part, count), first + count, min(parts, count), dtype=np.uint64)

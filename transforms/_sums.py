@@ -19,7 +19,7 @@ from ._tokens import forget_undefined
 
 # (axes, dtype on the wire, kind of device): leaves of one group share buckets
 Group = tuple[tuple[str, ...], torch.dtype | None, str]
-Place = tuple[Group, int]
+Slot = tuple[Group, int]
 
 
 class Sums:
@@ -30,13 +30,13 @@ class Sums:
         self._groups: dict[Group, list[Tensor]] = {}
         self._axes: dict[tuple[str, ...], tuple[str, ...]] = {}  # without those of size one: nothing to sum there
         self._open: dict[Group, Any] = {}
-        self._local: dict[Place, Tensor] = {}
+        self._local: dict[Slot, Tensor] = {}
         self._factors: dict[Group, Factors] = {}
         self._gradual: set[Group] = set()  # those with leaves that come one by one
         self.filled = 0  # how many leaves have been filled in
-        self._varying: dict[Place, Varying] = {}  # how this rank's values differ from others', where that is followed
+        self._varying: dict[Slot, Varying] = {}  # how this rank's values differ from others', where that is followed
 
-    def add(self, like: Tensor, axes: tuple[str, ...], *, exact: bool = False) -> Place:
+    def add(self, like: Tensor, axes: tuple[str, ...], *, exact: bool = False) -> Slot:
         """Announce a leaf; `exact` keeps it from travelling as `wire_dtype`, and says that it is filled in at once."""
         wire_dtype = None if exact else self._plan.wire_dtype
         shared = self._axes.get(axes)
@@ -77,21 +77,21 @@ class Sums:
         """Whether a reduction may begin before all that is summed with others is there."""
         return any(not isinstance(buckets, Buckets) or not buckets.is_single for buckets in self._open.values())
 
-    def fill(self, place: Place, value: Tensor) -> None:
-        group, index = place
+    def fill(self, slot: Slot, value: Tensor) -> None:
+        group, index = slot
         self.filled += 1
         if group in self._open:
-            self._follow(place, value)
+            self._follow(slot, value)
             with unfollowed():
                 self._open[group].fill(index, value)
         else:
-            self._local[place] = value
+            self._local[slot] = value
 
-    def fill_in(self, primals: Sequence[tuple[Tensor, Place]]) -> None:
+    def fill_in(self, primals: Sequence[tuple[Tensor, Slot]]) -> None:
         """Take the gradients of all leaves when the backward pass is over, where it `is_gradual` no more."""
         together: dict[Group, tuple[list[int], list[Tensor]]] = {}
         without_samples, followed = self._plan.without_samples, active() is not None
-        for primal, place in primals:
+        for primal, slot in primals:
             gradient, primal.grad = primal.grad, None
             if gradient is None:
                 continue
@@ -99,34 +99,34 @@ class Sums:
             if without_samples:
                 gradient = forget_undefined(gradient, self._plan)
             if followed:
-                self.fill(place, gradient)
+                self.fill(slot, gradient)
                 continue
             self.filled += 1
-            group, index = place
+            group, index = slot
             if group in self._open:
                 indexes, values = together.setdefault(group, ([], []))
                 indexes.append(index)
                 values.append(gradient)
             else:
-                self._local[place] = gradient
+                self._local[slot] = gradient
         for group in self._groups:  # in the same order on all ranks
             if group in together:
                 self._open[group].fill_all(*together[group])
 
-    def takes_products(self, place: Place) -> bool:
+    def takes_products(self, slot: Slot) -> bool:
         """Whether a leaf may come by `fill_product`: where it is summed with that of other ranks, on CPUs."""
-        _, wire_dtype, device = place[0]
-        return place[0] in self._open and wire_dtype is None and device == "cpu"
+        _, wire_dtype, device = slot[0]
+        return slot[0] in self._open and wire_dtype is None and device == "cpu"
 
-    def fill_product(self, place: Place, left: Tensor, right: Tensor, *, borrowed: bool = False) -> None:
+    def fill_product(self, slot: Slot, left: Tensor, right: Tensor, *, borrowed: bool = False) -> None:
         """A leaf's value is `left.t() @ right`, which is computed where it is summed, here or by all ranks together.
 
         Args:
             borrowed: their memory is another's as soon as this returns.
         """
-        group, index = place
+        group, index = slot
         self.filled += 1
-        self._follow(place, left, right)
+        self._follow(slot, left, right)
         buckets = self._open[group]
         with unfollowed():
             factors = self._factors.get(group)
@@ -136,15 +136,15 @@ class Sums:
                 torch.mm(left.t(), right, out=buckets.grad_view(index))
                 buckets.mark_ready(index)
 
-    def _follow(self, place: Place, *sources: Tensor) -> None:
+    def _follow(self, slot: Slot, *sources: Tensor) -> None:
         net = active()
         if net is not None:
-            self._varying[place] = joined(net.of(source) for source in sources)
+            self._varying[slot] = joined(net.of(source) for source in sources)
 
-    def finish(self) -> dict[Place, Tensor]:
+    def finish(self) -> dict[Slot, Tensor]:
         """The sums; zeros where nothing was filled in."""
         net = active()
-        found: dict[Place, Tensor] = {}
+        found: dict[Slot, Tensor] = {}
         for group, members in self._groups.items():
             if group in self._open:
                 with unfollowed():
@@ -195,7 +195,7 @@ def _kind(device: str, comm: Any) -> Any:
 class Filled(Protocol):
     """Sums of one kind or the other, each with places of its own."""
 
-    def fill(self, place: Any, value: Tensor) -> None: ...
+    def fill(self, slot: Any, value: Tensor) -> None: ...
 
 
 class Hook:
@@ -205,10 +205,10 @@ class Hook:
         home: where the backward pass began on a GPU, whose stream what sums the gradients waits for.
     """
 
-    __slots__ = ("home", "place", "plan", "sums")
+    __slots__ = ("home", "plan", "slot", "sums")
 
-    def __init__(self, sums: Filled, place: Any, plan: Plan, home: Any = None):
-        self.sums, self.place, self.plan, self.home = sums, place, plan, home
+    def __init__(self, sums: Filled, slot: Any, plan: Plan, home: Any = None):
+        self.sums, self.slot, self.plan, self.home = sums, slot, plan, home
 
     def __call__(self, primal: Any) -> None:
         gradient, primal.grad = primal.grad, None
@@ -222,4 +222,4 @@ class Hook:
                     self._fill(gradient)
 
     def _fill(self, gradient: Tensor) -> None:
-        self.sums.fill(self.place, forget_undefined(gradient, self.plan))
+        self.sums.fill(self.slot, forget_undefined(gradient, self.plan))

@@ -88,7 +88,7 @@ class Operation(Protocol):
     def jvp(self, tangent: Tensor, *saved: Tensor) -> Tensor: ...  # the tangent of the result, by `run`
 
 
-class Chain:
+class Tokens:
     """The collectives of one function: `first` is the token before them, `end` lists the one after them."""
 
     __slots__ = ("end", "first")
@@ -104,13 +104,13 @@ class Chain:
 
 
 @contextlib.contextmanager
-def chain() -> Iterator[Chain]:
+def tokens() -> Iterator[Tokens]:
     """Link the collectives of a `with` block; within another chain they stay part of that one as well."""
     here = state()
     outer = here.token
     first = here.token = torch.zeros((), requires_grad=True) if outer is None else outer
     try:
-        yield Chain(first)
+        yield Tokens(first)
     finally:
         if outer is None:
             here.token = None

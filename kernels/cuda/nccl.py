@@ -142,11 +142,11 @@ class NcclCommunicator(Communicator):
         sends, recvs = list(sends), list(recvs)
         sends[self.rank], recvs[self.rank] = mine, theirs
         calls: list[tuple[Any, ...]] = []
-        for rank, (piece, place) in enumerate(zip(sends, recvs, strict=True)):
+        for rank, (piece, target) in enumerate(zip(sends, recvs, strict=True)):
             if piece is not None and piece.numel():
                 calls.append(("send", piece.data_ptr(), piece.numel(), self._byte, rank))
-            if place is not None and place.numel():
-                calls.append(("recv", place.data_ptr(), place.numel(), self._byte, rank))
+            if target is not None and target.numel():
+                calls.append(("recv", target.data_ptr(), target.numel(), self._byte, rank))
         self.channel.launch("exchange" if call is None else call.text, calls, (*sends, *recvs), grouped=True)
         return
         yield  # a generator like all operations, though it waits for nothing

@@ -77,7 +77,7 @@ def way(op: Op, dtype: torch.dtype) -> Way:
     return Way(dtype, _OPS[op]) if dtype in NAMES else Way(dtype, None)
 
 
-def carried(flat: torch.Tensor, chosen: Way) -> torch.Tensor:
+def encoded(flat: torch.Tensor, chosen: Way) -> torch.Tensor:
     """A flat contiguous tensor as NCCL is to see it: its own memory, or a new tensor of other elements."""
     if chosen.ordered:
         values = flat if flat.dtype.itemsize == chosen.dtype.itemsize else flat.float()
@@ -89,7 +89,7 @@ def carried(flat: torch.Tensor, chosen: Way) -> torch.Tensor:
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat.view(chosen.dtype)
 
 
-def brought_back(result: torch.Tensor, dtype: torch.dtype, chosen: Way, size: int) -> torch.Tensor:
+def decoded(result: torch.Tensor, dtype: torch.dtype, chosen: Way, size: int) -> torch.Tensor:
     """What NCCL made, as the tensor's dtype."""
     if chosen.ordered:
         return _flipped(result).view(torch.float64 if chosen.dtype is torch.int64 else torch.float32).to(dtype)

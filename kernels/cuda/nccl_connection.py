@@ -157,9 +157,9 @@ class Pending:
         except BaseException as error:
             self._error = error
         with self._lock:
-            late = self._abandoned.is_set()
-            self._found = None if late else found
-        if late and found is not None:
+            abandoned = self._abandoned.is_set()
+            self._found = None if abandoned else found
+        if abandoned and found is not None:
             found.end(abort=True)
         self._over.set()
 

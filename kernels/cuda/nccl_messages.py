@@ -38,7 +38,7 @@ class Messages:
         self._channel, self._post = channel, post
         post.set_timeout(channel.timeout)
         self._sends, self._receives = Lanes(channel.streams), Lanes(channel.streams)
-        self._offered: dict[int, bytes] = {}  # destination -> the unique id that it was told
+        self._ids: dict[int, bytes] = {}  # destination -> the unique id that it was told
         self._own: dict[int, tuple[torch.Tensor, Any]] = {}  # messages of this rank to itself, and the event before
         self._own_done: dict[int, Any] = {}  # the events after them
         self._numbers = 0
@@ -48,13 +48,13 @@ class Messages:
     def send(self, tensor: torch.Tensor, dst: int, tag: int, before: Any) -> Steps:
         """Send bytes that are there after an event."""
         rank = self._channel.rank
-        if dst not in self._offered:
-            self._offered[dst] = self._channel.library.nccl.get_unique_id()
+        if dst not in self._ids:
+            self._ids[dst] = self._channel.library.nccl.get_unique_id()
         self._numbers += 1
         number = self._numbers
         if dst == rank:
             self._own[number] = tensor, before
-        header = torch.frombuffer(bytearray(_HEAD.pack(tensor.numel(), number, self._offered[dst])), dtype=torch.uint8)
+        header = torch.frombuffer(bytearray(_HEAD.pack(tensor.numel(), number, self._ids[dst])), dtype=torch.uint8)
         answer = torch.empty(1, dtype=torch.int64)
         answered = self._post.irecv(answer, dst, 2 * number + 1)
         announced = self._post.isend(header, dst, 2 * tag)
@@ -67,7 +67,7 @@ class Messages:
         yield lambda: self._put_so_far.get(direction, 0) == int(answer)
         after = None
         if tensor.numel():
-            yield lambda: self._channel.pairs.connect(direction, self._offered[dst])
+            yield lambda: self._channel.pairs.connect(direction, self._ids[dst])
             yield lambda: self._sends.promise(direction)
             after = self._put("send", tensor, direction, self._sends, self._channel.pairs.send, before)
         self._put_so_far[direction] = self._put_so_far.get(direction, 0) + 1

@@ -8,7 +8,7 @@ import torch
 
 from ..flat import as_bytes, contiguous
 from ..reduction import Op, reduce_in_order
-from .nccl_arithmetic import as_signed, brought_back, carried, nccl_type, way
+from .nccl_arithmetic import as_signed, decoded, encoded, nccl_type, way
 from .nccl_channel import Channel
 
 
@@ -25,25 +25,25 @@ class Reductions:
             return flat.clone() if out is None else out
         if chosen.op is None:
             return self._combined(flat, op)
-        source = carried(flat, chosen)
+        source = encoded(flat, chosen)
         if not chosen.same:
             target = source  # NCCL may as well write where it reads
         else:
-            target = torch.empty_like(source) if out is None else carried(out, chosen)
+            target = torch.empty_like(source) if out is None else encoded(out, chosen)
         numbers = self._numbers(chosen.dtype, chosen.op)
         self._channel.launch(
             "allReduce",
             [("allReduce", source.data_ptr(), target.data_ptr(), source.numel(), *numbers)],
             (source, target),
         )
-        return brought_back(target, flat.dtype, chosen, self._size)
+        return decoded(target, flat.dtype, chosen, self._size)
 
     def at(self, dst: int, flat: torch.Tensor, op: Op) -> torch.Tensor:
         """The reduction on rank `dst`; something else on the others."""
         chosen = way(op, flat.dtype)
         if chosen.op is None or not flat.numel():
             return self.everywhere(flat, op, None)
-        source = carried(flat, chosen)
+        source = encoded(flat, chosen)
         target = torch.empty_like(source) if self._channel.rank == dst else source
         numbers = self._numbers(chosen.dtype, chosen.op)
         self._channel.launch(
@@ -51,7 +51,7 @@ class Reductions:
             [("reduce", source.data_ptr(), target.data_ptr(), source.numel(), *numbers, dst)],
             (source, target),
         )
-        return brought_back(target, flat.dtype, chosen, self._size)
+        return decoded(target, flat.dtype, chosen, self._size)
 
     def scattered(self, pieces: Sequence[torch.Tensor], op: Op, count: int) -> torch.Tensor:
         """The reduction of this rank's piece, of `count` elements; the pieces of other ranks may differ in size."""
@@ -59,7 +59,7 @@ class Reductions:
         chosen, sizes = way(op, whole.dtype), [piece.numel() for piece in pieces]
         if chosen.op is None or not count or set(sizes) != {count}:
             return self.everywhere(whole, op, None).split(sizes)[self._channel.rank]
-        source = carried(whole, chosen)
+        source = encoded(whole, chosen)
         target = torch.empty(source.numel() // self._size, dtype=source.dtype, device=source.device)
         numbers = self._numbers(chosen.dtype, chosen.op)
         self._channel.launch(
@@ -67,7 +67,7 @@ class Reductions:
             [("reduceScatter", source.data_ptr(), target.data_ptr(), target.numel(), *numbers)],
             (source, target),
         )
-        return brought_back(target, whole.dtype, chosen, self._size)
+        return decoded(target, whole.dtype, chosen, self._size)
 
     def _numbers(self, dtype: torch.dtype, op: str) -> tuple[int, int]:
         return nccl_type(self._nccl, dtype), int(getattr(self._nccl, op))

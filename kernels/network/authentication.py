@@ -63,7 +63,7 @@ class MessageCodes:
         self._bodies = code(key, b"bodies")
         self._count = 0
 
-    def of_next(self, said: bytes | memoryview) -> bytes:
+    def of_next(self, content: bytes | memoryview) -> bytes:
         """The code of the next message's head, and of its body if that is short.
 
         Keyed BLAKE2b (RFC 7693): half a microsecond for so little, in which no other thread takes over.
@@ -71,7 +71,7 @@ class MessageCodes:
         self._count += 1
         made = self._heads.copy()
         made.update(_COUNT.pack(self._count))
-        made.update(said)
+        made.update(content)
         return made.digest()
 
     def of_body(self) -> BodyCode:

@@ -114,8 +114,8 @@ class NetworkedCommunicator(Communicator):
         text = call.text
         head = struct.Struct(f"<Q{self.size}Q")
         for attempt in range(2):
-            said = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
-            data = head.pack(call.signature, *send_sizes) + said
+            shown = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
+            data = head.pack(call.signature, *send_sizes) + shown
             mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             theirs = [torch.empty_like(mine) for _ in range(self.size)]
             yield from self._all_gather(theirs, mine)

@@ -37,17 +37,17 @@ def connect(
     """
     made: list[tuple[Any, Sockets]] = []
     failed: list[BaseException] = []
-    given_up, done = threading.Event(), threading.Event()
+    cancelled, done = threading.Event(), threading.Event()
     before = _sockets()
 
     def make() -> None:
         try:
-            group = dist.ProcessGroupGloo(_PolledStore(store, given_up), rank, size, options)
+            group = dist.ProcessGroupGloo(_PolledStore(store, cancelled), rank, size, options)
             made.append((group, _own(group, rank, size, _sockets() - before)))
         except BaseException as error:
             failed.append(error)
         done.set()
-        if given_up.is_set():
+        if cancelled.is_set():
             made.clear()
 
     maker = threading.Thread(target=make, name="spmd-gloo-connect", daemon=True)
@@ -55,7 +55,7 @@ def connect(
     try:
         wait(done.is_set)
     except BaseException:
-        given_up.set()
+        cancelled.set()
         maker.join(_END_SECONDS)
         made.clear()
         raise
@@ -81,9 +81,9 @@ def end(group: list[Any], sockets: Sockets) -> None:
 class _PolledStore(dist.Store):
     """A store in which no wait blocks: another thread asks it meanwhile, and may give up what is waited for."""
 
-    def __init__(self, store: dist.Store, given_up: threading.Event):
+    def __init__(self, store: dist.Store, cancelled: threading.Event):
         super().__init__()
-        self._polled, self._given_up = store, given_up
+        self._polled, self._cancelled = store, cancelled
 
     def set(self, key: str, value: str | bytes) -> None:
         self._polled.set(key, value)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ class _PolledStore(dist.Store):
     def wait(self, keys: list[str], timeout: Any = None) -> None:
         end = time.monotonic() + (math.inf if timeout is None else timeout.total_seconds())
         while not self._polled.check(keys):
-            if self._given_up.is_set():
+            if self._cancelled.is_set():
                 raise dist.DistStoreError("given up")
             if time.monotonic() > end:
                 raise dist.DistStoreError(f"wait timeout, keys: {', '.join(keys)}")

@@ -183,7 +183,7 @@ class HierarchicalCommunicator(GlooCommunicator):
 
     def on_stall(self, work: Work) -> None:
         super().on_stall(work)
-        self._arena.say_waiting(work.what)
+        self._arena.set_waiting(work.what)
         self._look_for_lost(work)
 
     def _look_for_lost(self, work: Work) -> None:
@@ -203,7 +203,7 @@ class HierarchicalCommunicator(GlooCommunicator):
             raise lost
 
     def on_waited(self) -> None:
-        self._arena.say("")
+        self._arena.set_status("")
 
     def on_timeout(self, work: Work) -> BaseException:
         error = super().on_timeout(work)
@@ -212,7 +212,7 @@ class HierarchicalCommunicator(GlooCommunicator):
         lines = [f"\n  it waited for {self._waits_for}"] if self._waits_for else []
         for rank in self._mine:
             if rank != self.ranks[self.rank]:
-                doing = self._arena.said(self._arena.participant(rank)) or "computing, not in a collective"
+                doing = self._arena.status(self._arena.participant(rank)) or "computing, not in a collective"
                 lines.append(f"\n  rank {rank}: {doing}")
         return type(error)(f"{error.args[0]}{''.join(lines)}")
 

@@ -66,7 +66,7 @@ class Mailbox(Owned):
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._listener, selectors.EVENT_READ, "accept")
         self._selector.register(self._wake_read, selectors.EVENT_READ, "wake")
-        self._closed = self._crowded = False
+        self._closed = self._pausing = False
         self._failure: BaseException | None = None
         store.set(f"{name}/mailbox/{rank}", f"{host} {self._listener.getsockname()[1]} {self._number.hex()}")
         self._thread = threading.Thread(target=self._serve, name="spmd-mailbox", daemon=True)
@@ -120,13 +120,13 @@ class Mailbox(Owned):
         connection, codes, expected = self._dialled[peer]
         try:
             # Whole, or not there: it fits one segment.
-            said = connection.recv(CODE_BYTES)
+            stated = connection.recv(CODE_BYTES)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
-            said = b""
+            stated = b""
         del self._dialled[peer]
-        if not same(said, expected):
+        if not same(stated, expected):
             connection.close()
             self._again_at[peer] = time.monotonic() + _PAUSE_SECONDS
             return False
@@ -198,10 +198,10 @@ class Mailbox(Owned):
                     if queue and peer not in watched:
                         self._selector.register(connection, selectors.EVENT_WRITE, peer)
                         watched.add(peer)
-            events = self._selector.select(_PAUSE_SECONDS if self._crowded else None)
-            if self._crowded:
+            events = self._selector.select(_PAUSE_SECONDS if self._pausing else None)
+            if self._pausing:
                 self._selector.register(self._listener, selectors.EVENT_READ, "accept")
-                self._crowded = False
+                self._pausing = False
             for key, _ in events:
                 if key.data == "wake":
                     os.read(self._wake_read, 4096)
@@ -227,7 +227,7 @@ class Mailbox(Owned):
             if self._strangers:
                 self._drop(self._strangers[0])
             self._selector.unregister(self._listener)
-            self._crowded = True
+            self._pausing = True
             return
         connection.setblocking(False)
         incoming = Incoming(connection, self.inbox, self._admit, self._codes_of)

@@ -28,13 +28,13 @@ class Answers:
     """The rings as one participant sees them; they lie in the arena from the byte `start` on.
 
     Attributes:
-        heard: of each rank the messages that the driver, whose this is, has taken.
+        received: of each rank the messages that the driver, whose this is, has taken.
     """
 
     def __init__(self, words: memoryview, memory: memoryview, bells: Bells, start: int, size: int, rank: int):
         self._words, self._memory, self._bells, self._size = words, memory, bells, size
         self._pages = [(start + each * PAGE) // 8 for each in range(size)]
-        self.heard = [0] * size
+        self.received = [0] * size
         if rank < size:
             self._mine = self._pages[rank]
             self._others = [page + _LAST for page in self._pages if page != self._mine]
@@ -66,9 +66,9 @@ class Answers:
     def waiting(self) -> bool:
         """Whether there are some for the driver to take."""
         words = self._words
-        for page, heard in zip(self._pages, self.heard, strict=True):
+        for page, received in zip(self._pages, self.received, strict=True):
             taken = words[page + _TAKEN]
-            if words[page + _PUT] != taken and words[_slot(page, taken) + 1] <= heard:
+            if words[page + _PUT] != taken and words[_slot(page, taken) + 1] <= received:
                 return True
         return False
 
@@ -79,7 +79,7 @@ class Answers:
             while (taken := words[page + _TAKEN]) != words[page + _PUT]:
                 slot = _slot(page, taken)
                 task, sent, nbytes = words[slot], words[slot + 1], min(words[slot + 2], _MOST_BYTES)
-                if sent > self.heard[rank]:
+                if sent > self.received[rank]:
                     break
                 at = 8 * slot + _HEAD
                 yield rank, task, bytes(self._memory[at : at + nbytes]) if nbytes else b""

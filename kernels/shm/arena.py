@@ -198,8 +198,8 @@ class Arena(Board):
 
     def populate(self, at: int, nbytes: int) -> None:
         """Have memory at hand for so many bytes of this participant's next blocks, `at` bytes behind the last one."""
-        start, room = self.heap.room
-        nbytes = max(0, min(nbytes, room - at))
+        start, left = self.heap.untouched
+        nbytes = max(0, min(nbytes, left - at))
         populate(self.address + start + at, nbytes)
         if self.rank < self.size:
             self.lasting.populate(start + at, nbytes)
@@ -231,12 +231,12 @@ class Arena(Board):
         length, own, views = self._length, self.address, self.views.address
         try:
             # In one go: mostly none is, and of many small leaves it is a price to ask each by itself.
-            places = list(map(torch.Tensor.data_ptr, leaves))
+            addresses = list(map(torch.Tensor.data_ptr, leaves))
         except (RuntimeError, TypeError):  # some have no memory, or are no tensors
             return [
                 index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and self.is_leased(leaf)
             ]
-        return [index for index, at in enumerate(places) if own <= at < own + length or views <= at < views + length]
+        return [index for index, at in enumerate(addresses) if own <= at < own + length or views <= at < views + length]
 
     def is_leased(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor reads memory that other ranks share or reuse, and must be copied to outlive the region."""

@@ -46,7 +46,7 @@ class Result(NamedTuple):
     release: int
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """Memory that a tensor's storage lies in: (where, bytes), and of a view this rank's release word, else 0."""
 
     offset: int
@@ -166,7 +166,7 @@ class Views(Owned):
         self.address = torch.frombuffer(memoryview(self._private)[:PAGE], dtype=torch.uint8).data_ptr()
         self._length, self._words = length, words
         self._taken: dict[int, tuple[weakref.ref, int, int, int]] = {}  # kept alive; offset, bytes, word
-        self._places: dict[int, Place] = {}  # of the views last taken, by where they begin
+        self._extents: dict[int, Extent] = {}  # of the views last taken, by where they begin
 
     def take(self, result: Result, numel: int, dtype: torch.dtype, *, user: int, users: int) -> torch.Tensor:
         """A copy-on-write view of a result block; dropping the last reference gives this rank's share of it back."""
@@ -178,26 +178,26 @@ class Views(Owned):
         self._words[release + user + users] += 1
         return self._shown(block, nbytes, release + user)
 
-    def take_again(self, place: Place) -> torch.Tensor:
+    def take_again(self, extent: Extent) -> torch.Tensor:
         """The bytes of a view that the process before this one had taken; its counters know of it."""
-        return torch.frombuffer(self._shown(*place), dtype=torch.uint8)
+        return torch.frombuffer(self._shown(*extent), dtype=torch.uint8)
 
     def _shown(self, block: int, nbytes: int, word: int) -> memoryview:
         view = memoryview(self._private)[block : block + nbytes]
         # A plain weak reference: weakref.finalize would cost as much as a small reduction.
         reference = weakref.ref(view, self._dropped)
         self._taken[id(reference)] = (reference, block, nbytes, word)
-        self._places[block] = Place(block, nbytes, word)
+        self._extents[block] = Extent(block, nbytes, word)
         return view
 
-    def place_of(self, address: int, *, written: bool = False) -> Place | None:
+    def extent_of(self, address: int, *, written: bool = False) -> Extent | None:
         """The view that begins at an address and shows what all share; None for what this rank has written to.
 
         Args:
             written: that of what it has written to as well, where the others' bytes are.
         """
-        place = self._places.get(address - self.address)
-        return None if place is None or (not written and any_copied(address, place.nbytes)) else place
+        extent = self._extents.get(address - self.address)
+        return None if extent is None or (not written and any_copied(address, extent.nbytes)) else extent
 
     def _dropped(self, reference: weakref.ref) -> None:
         _, offset, nbytes, release_word = self._taken.pop(id(reference))

@@ -54,7 +54,7 @@ class Board:
             base = self._status(rank)
             self.words[base + _PID] = os.getpid()
             self.words[base + _BEGUN] = self.words[base + _DONE]  # of a rank that this one replaces
-            self._say_cores()
+            self._publish_cores()
 
     @property
     def mesh_rank(self) -> int:
@@ -70,7 +70,7 @@ class Board:
 
     # -- cores, memory handed out --------------------------------------------------------------------------------------
 
-    def _say_cores(self) -> None:
+    def _publish_cores(self) -> None:
         cores = sum(1 << core for core in os.sched_getaffinity(0) if core < 8 * _CORES_BYTES)
         start = PAGE + self.rank * _STATUS + _CORES
         self._bytes[start : start + _CORES_BYTES] = cores.to_bytes(_CORES_BYTES, "little")
@@ -95,17 +95,17 @@ class Board:
 
     # -- who is doing what ---------------------------------------------------------------------------------------------
 
-    def say(self, text: str) -> None:
+    def set_status(self, text: str) -> None:
         """Publish what this participant is doing, for the messages of others."""
         self._write(_TEXT, _TEXT_LENGTH, text)
 
-    def say_waiting(self, what: str) -> None:
+    def set_waiting(self, what: str) -> None:
         """Publish what this participant waits in, unless it has said something else since it entered the region."""
-        said, text = self.said(self.rank), f"{WAITING} {what}"
-        if said != text and (not said or said.startswith(WAITING)):
-            self.say(text)
+        status, text = self.status(self.rank), f"{WAITING} {what}"
+        if status != text and (not status or status.startswith(WAITING)):
+            self.set_status(text)
 
-    def said(self, participant: int) -> str:
+    def status(self, participant: int) -> str:
         return self._read(participant, _TEXT, _TEXT_LENGTH)
 
     def _write(self, start: int, length: int, text: str) -> None:
@@ -146,7 +146,7 @@ class Board:
     def introduce(self, title: str) -> None:
         """Say which process this one is, a driver, and what its mesh is called."""
         self.words[self._status(self.rank) + _PID] = os.getpid()
-        self.say(title)
+        self.set_status(title)
 
     def region(self, rank: int) -> tuple[int, bool]:
         """(the last region that a rank entered, whether it is still in it)."""
@@ -181,7 +181,7 @@ class Board:
         """Whether some rank has begun to, in a region or in a later one, to which others may not have come yet."""
         return any(self.words[self._status(rank) + _OVERWRITTEN] >= region for rank in range(self.size))
 
-    def offer_stacks(self, fd: int) -> None:
+    def publish_stacks(self, fd: int) -> None:
         """Say into which of its descriptors this process writes its stacks when it is asked to."""
         self.words[self._status(self.rank) + _STACKS] = fd + 1
 

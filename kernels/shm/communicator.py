@@ -175,7 +175,7 @@ class ShmCommunicator(Communicator):
         lines = []
         for rank, member in enumerate(self.ranks):
             if rank != self.rank:
-                doing = self.arena.said(self._participants[rank]) or "computing, not in a collective"
+                doing = self.arena.status(self._participants[rank]) or "computing, not in a collective"
                 lines.append(f"\n  rank {member}: {doing} ({self._slots.calls_of(rank)} calls so far)")
         return type(error)(f"{error.args[0]}{''.join(lines)}")
 
@@ -209,7 +209,7 @@ class ShmCommunicator(Communicator):
         sequence = slots.begin("a collective")
         pieces = {id(piece): piece for piece in sends if piece is not None}
         total = sum(-(-piece.numel() // _ALIGN) * _ALIGN for piece in pieces.values())
-        offset = slots.room(sequence, total)
+        offset = slots.reserve(sequence, total)
         lies: dict[int, int] = {}
         for key, piece in pieces.items():
             copy(arena.tensor(offset, piece.numel(), torch.uint8), piece)

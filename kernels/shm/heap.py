@@ -69,9 +69,9 @@ class Heap(Owned):
         if emptied:
             return emptied.pop()
         if self._top + size > self._end:
-            for index, (offset, room) in enumerate(self._holes):
-                if room >= size:
-                    self._holes[index] = offset + size, room - size
+            for index, (offset, length) in enumerate(self._holes):
+                if length >= size:
+                    self._holes[index] = offset + size, length - size
                     return offset
             raise MeshError(
                 message(
@@ -85,7 +85,7 @@ class Heap(Owned):
         return self._top - size
 
     @property
-    def room(self) -> tuple[int, int]:
+    def untouched(self) -> tuple[int, int]:
         """(offset, bytes) of what has never been handed out."""
         return self._top, self._end - self._top
 

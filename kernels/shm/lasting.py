@@ -12,7 +12,7 @@ import weakref
 import torch
 
 from ..processes import Owned
-from .blocks import Place
+from .blocks import Extent
 from .heap import Heap
 from .pages import populate
 
@@ -49,10 +49,10 @@ class Lasting(Owned):
         _, offset, nbytes = self._held.pop(id(reference))
         self._heap.free(offset, nbytes)
 
-    def place_of(self, address: int, nbytes: int) -> Place | None:
+    def extent_of(self, address: int, nbytes: int) -> Extent | None:
         """Where a storage lies, if it is a block of these."""
         offset = address - self._base
-        return Place(offset + self._start, nbytes, 0) if 0 <= offset < self._length else None
+        return Extent(offset + self._start, nbytes, 0) if 0 <= offset < self._length else None
 
     def populate(self, offset: int, nbytes: int) -> None:
         """See `pages.populate`."""

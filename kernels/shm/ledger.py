@@ -16,7 +16,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 
-from .blocks import Place
+from .blocks import Extent
 from .heap import Heap
 from .pages import PAGE
 
@@ -32,13 +32,13 @@ class Record:
 
     Attributes:
         number: names it to who wrote it.
-        places: memory that it refers to.
+        extents: memory that it refers to.
         words, data: as written.
         pieces: the bytes that were copied, one after another.
     """
 
     number: int
-    places: tuple[Place, ...]
+    extents: tuple[Extent, ...]
     words: tuple[int, ...]
     data: bytes
     pieces: bytes
@@ -82,14 +82,14 @@ class Entries:
         return found
 
     def _read(self, offset: int) -> Record:
-        total, number, places, words, data = _words(_HEAD).unpack_from(self._bytes, offset)
-        count = 3 * places + words
+        total, number, extents, words, data = _words(_HEAD).unpack_from(self._bytes, offset)
+        count = 3 * extents + words
         rest = _words(count).unpack_from(self._bytes, offset + 8 * _HEAD)
         body = offset + _padded(8 * (_HEAD + count))
         return Record(
             number,
-            tuple(Place(*rest[3 * each : 3 * each + 3]) for each in range(places)),
-            rest[3 * places :],
+            tuple(Extent(*rest[3 * each : 3 * each + 3]) for each in range(extents)),
+            rest[3 * extents :],
             bytes(self._bytes[body : body + data]),
             bytes(self._bytes[body + _padded(data) : offset + total]),
         )
@@ -120,7 +120,7 @@ class Ledger(Entries):
     def write(
         self,
         number: int,
-        places: Sequence[Place] = (),
+        extents: Sequence[Extent] = (),
         words: Sequence[int] = (),
         data: bytes = b"",
         addresses: Sequence[int] = (),
@@ -131,13 +131,13 @@ class Ledger(Entries):
         Args:
             addresses, sizes: of pieces of memory to copy.
         """
-        flat = [value for place in places for value in place]
+        flat = [value for extent in extents for value in extent]
         count = _HEAD + len(flat) + len(words)
         at = body = _padded(8 * count)
         at += _padded(len(data))
         total = at + sum(sizes)
         offset = self._heap.allocate(total)
-        _words(count).pack_into(self._bytes, offset, total, number, len(places), len(words), len(data), *flat, *words)
+        _words(count).pack_into(self._bytes, offset, total, number, len(extents), len(words), len(data), *flat, *words)
         if data:
             self._bytes[offset + body : offset + body + len(data)] = data
         self._copy(offset + at, addresses, sizes)

@@ -43,7 +43,7 @@ class NativeSum(AllReduce):
         super().__init__(slots, call, shape, dtype, op)
         self._small_sum = _small.Small(
             slots.words,
-            slots.places(),
+            slots.offsets(),
             slots.rank,
             call.signature,
             _KINDS[dtype],

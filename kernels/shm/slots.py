@@ -114,11 +114,11 @@ class Slots:
         """Where a rank's data lies that is small enough for its slot."""
         return self._inline + (rank * SLOTS + sequence % SLOTS) * self.small_bytes
 
-    def room(self, sequence: int, nbytes: int) -> int:
+    def reserve(self, sequence: int, nbytes: int) -> int:
         """Where this rank stages so much, for the others to read."""
         return self.inline(self.rank, sequence) if nbytes <= self.small_bytes else self.staging.stage(sequence, nbytes)
 
-    def places(self) -> tuple[tuple[int, int, int, int], ...]:
+    def offsets(self) -> tuple[tuple[int, int, int, int], ...]:
         """Of each rank, in bytes: where it says how far it has posted, its first slot, the data of that, its bell."""
         bells = [self.arena.bells.at[self.arena.participant(member)] for member in self.ranks]
         return tuple(
@@ -242,10 +242,10 @@ class Slots:
 
         def ready() -> bool:
             complete = True
-            for posted, said in peers:
+            for posted, stated in peers:
                 if words[posted] < sequence:
                     complete = False
-                elif words[said] != signature:
+                elif words[stated] != signature:
                     self._disagree(sequence, call)
             return complete
 
@@ -256,14 +256,14 @@ class Slots:
         words, signature = self.words, call.signature
         if not self.spins and yielded(self.posted(sequence, call)):
             return
-        for posted, said in self._peers[sequence % SLOTS]:
+        for posted, stated in self._peers[sequence % SLOTS]:
             for _ in self._tries:
                 if words[posted] >= sequence:
                     cores.lost -= SAVED_SECONDS
                     break
             else:
                 self._wait(lambda posted=posted: words[posted] >= sequence, call.text)  # type: ignore[misc]
-            if words[said] != signature:
+            if words[stated] != signature:
                 self._disagree(sequence, call)
 
     def await_ready(self, ready: Ready, call: Call) -> None:
@@ -319,7 +319,7 @@ class Slots:
         """Tell the others what this rank called, wait to learn what they did, and raise."""
         arena = self.arena
         mine = f"{call.text if call else 'the second half of an operation'}, call {sequence}, at {self._site()}"
-        arena.say(mine)
+        arena.set_status(mine)
         sides, computed = {self.rank: mine}, dict[int, int]()
         began = held_up = time.monotonic()
         over = False
@@ -329,9 +329,9 @@ class Slots:
                 held_up = now
             over = now - held_up > _MOMENT_SECONDS or now - began > self._operations.timeout or bool(arena.aborted())
             for rank, member in enumerate(self.ranks):
-                said = arena.said(arena.participant(member))
-                if rank != self.rank and said and not said.startswith(WAITING):  # left from an earlier wait
-                    sides[rank] = said
+                stated = arena.status(arena.participant(member))
+                if rank != self.rank and stated and not stated.startswith(WAITING):  # left from an earlier wait
+                    sides[rank] = stated
             time.sleep(1e-3)
         for rank in range(self.size):
             sides.setdefault(rank, f"is at call {self.calls_of(rank)}, and did not say which")

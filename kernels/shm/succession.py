@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from .arena import Arena
-from .blocks import Place
+from .blocks import Extent
 from .heap import Heap
 from .ledger import Record
 
@@ -21,28 +21,28 @@ from .ledger import Record
 def take_over(arena: Arena) -> list[tuple[Record, list[torch.Tensor]]]:
     """What the process before this one kept: each entry of the ledger, and the bytes of its places."""
     records = arena.ledger.read()
-    named = {place for one in records for place in one.places}
-    again = Counter(place.release for place in named if place.release)
+    named = {extent for one in records for extent in one.extents}
+    again = Counter(extent.release for extent in named if extent.release)
     for participant in range(arena.size + 1):
         for block, _, members in arena.registers[participant]:
             if arena.rank in members:
                 _drop_others(arena.words, block // 8, members, arena.rank, again)
     own = arena.registers[arena.rank]
     kept = [(block, Heap.rounded(nbytes)) for block, nbytes, _ in own]
-    kept += [(place.offset, Heap.rounded(place.nbytes)) for place in named if not place.release]
+    kept += [(extent.offset, Heap.rounded(extent.nbytes)) for extent in named if not extent.release]
     arena.restart_heap(_gaps(sorted(kept), arena.heap_start, arena.top))
     held = {
-        place: arena.views.take_again(place) if place.release else arena.lasting.hold(place.offset, place.nbytes)
-        for place in named
+        extent: arena.views.take_again(extent) if extent.release else arena.lasting.hold(extent.offset, extent.nbytes)
+        for extent in named
     }
-    return [(one, [held[place] for place in one.places]) for one in records]
+    return [(one, [held[extent] for extent in one.extents]) for one in records]
 
 
 def kept_by(arena: Arena, rank: int) -> list[tuple[Record, list[torch.Tensor]]]:
     """What a rank keeps, for another participant to read while the rank does nothing, or is no more."""
     found = []
     for one in arena.entries_of(rank).read():
-        found.append((one, [arena.tensor(place.offset, place.nbytes, torch.uint8) for place in one.places]))
+        found.append((one, [arena.tensor(extent.offset, extent.nbytes, torch.uint8) for extent in one.extents]))
     return found
 
 
@@ -68,11 +68,11 @@ def _gaps(kept: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[i
     return found
 
 
-def place_of(arena: Arena, storage: torch.UntypedStorage, *, written: bool = False) -> Place | None:
+def extent_of(arena: Arena, storage: torch.UntypedStorage, *, written: bool = False) -> Extent | None:
     """Where a storage lies, if that outlives this process; None for memory of its own, and for what it has changed.
 
     Args:
-        written: see `Views.place_of`.
+        written: see `Views.extent_of`.
     """
     address = storage.data_ptr()
-    return arena.lasting.place_of(address, storage.nbytes()) or arena.views.place_of(address, written=written)
+    return arena.lasting.extent_of(address, storage.nbytes()) or arena.views.extent_of(address, written=written)

@@ -37,12 +37,12 @@ def name_cells(text: str) -> str:
         name = cell(match[1])
         return match[0] if name is None else f"{name}, line {match[2]}"
 
-    def place(match: re.Match[str]) -> str:
+    def cell_of(match: re.Match[str]) -> str:
         name = cell(match[1])
         return match[0] if name is None else f"{name}, line {match[2]} in"
 
     text = re.sub(r'File "([^"\n]+)", line (\d+)', frame, text)
-    return re.sub(r"(/[^\s:]*ipykernel_[^\s:]+\.py):(\d+) in", place, text)
+    return re.sub(r"(/[^\s:]*ipykernel_[^\s:]+\.py):(\d+) in", cell_of, text)
 
 
 def shorten(error: BaseException) -> BaseException:

@@ -15,13 +15,13 @@ from typing import Any
 from .. import protocol
 
 
-def _log(rank: int, said: protocol.Logged) -> None:
+def _log(rank: int, msg: protocol.Logged) -> None:
     """Handle a rank's record as if it had been made here: its attribute `rank` says where it was."""
-    logger = logging.getLogger(said.fields["name"])
-    if not logger.isEnabledFor(said.fields["levelno"]):
+    logger = logging.getLogger(msg.fields["name"])
+    if not logger.isEnabledFor(msg.fields["levelno"]):
         return
     label = f"[rank {rank}] " if rank else ""  # as with what ranks print
-    fields = {**said.fields, "msg": f"{label}{said.fields['msg']}", "rank": rank, "processName": f"rank {rank}"}
+    fields = {**msg.fields, "msg": f"{label}{msg.fields['msg']}", "rank": rank, "processName": f"rank {rank}"}
     with contextlib.suppress(Exception):
         logger.handle(logging.makeLogRecord({**fields, "args": None}))
 
@@ -32,21 +32,21 @@ class Records:
     def __init__(self) -> None:
         self._shown: dict[Any, Any] = {}  # as a module's `__warningregistry__`
 
-    def take(self, rank: int, said: protocol.Logged | protocol.Warned) -> None:
-        if isinstance(said, protocol.Logged):
-            _log(rank, said)
+    def take(self, rank: int, msg: protocol.Logged | protocol.Warned) -> None:
+        if isinstance(msg, protocol.Logged):
+            _log(rank, msg)
         else:
-            self._warn(said)
+            self._warn(msg)
 
-    def _warn(self, said: protocol.Warned) -> None:
-        category = next((kind for kind in map(_class, said.kinds) if kind is not None), Warning)
+    def _warn(self, msg: protocol.Warned) -> None:
+        category = next((kind for kind in map(_class, msg.kinds) if kind is not None), Warning)
         try:
-            warnings.warn_explicit(said.text, category, said.file, said.line, registry=self._shown)
+            warnings.warn_explicit(msg.text, category, msg.file, msg.line, registry=self._shown)
         except Warning:  # a filter makes an error of it: too late, the rank has gone on
-            key = (said.text, category, said.line, "error")
+            key = (msg.text, category, msg.line, "error")
             if key not in self._shown:
                 self._shown[key] = True
-                sys.stderr.write(warnings.formatwarning(said.text, category, said.file, said.line))
+                sys.stderr.write(warnings.formatwarning(msg.text, category, msg.file, msg.line))
         except Exception:  # of a program's own way to show them
             return
 

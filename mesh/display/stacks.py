@@ -26,16 +26,16 @@ _WRITE_SECONDS = 10.0  # for it to end that, however little it gets of the proce
 _LOOK_SECONDS = 0.005
 _MOST_THREADS = 8  # of a process that are told one by one
 
-_offered: int | None = None
+_stacks_fd: int | None = None
 
 
-def offer(board: Board) -> None:
+def publish(board: Board) -> None:
     """Have this process, a rank, write its stacks when it is asked to."""
-    global _offered
-    if _offered is None:
-        _offered = os.memfd_create("spmd-stacks", os.MFD_CLOEXEC)
-        faulthandler.register(SIGNAL, file=_offered, all_threads=True, chain=False)
-    board.offer_stacks(_offered)
+    global _stacks_fd
+    if _stacks_fd is None:
+        _stacks_fd = os.memfd_create("spmd-stacks", os.MFD_CLOEXEC)
+        faulthandler.register(SIGNAL, file=_stacks_fd, all_threads=True, chain=False)
+    board.publish_stacks(_stacks_fd)
 
 
 def stacks_of(board: Board, rank: int) -> str:
@@ -115,7 +115,7 @@ def of_mesh(mesh: Any) -> str:
     """The stacks of all ranks of a host, or of this process alone where they share nothing."""
     board, members = board_of(mesh)
     if board is not None:
-        return "\n\n".join(f"rank {rank}: {stacks_of(board, place)}" for place, rank in enumerate(members))
+        return "\n\n".join(f"rank {rank}: {stacks_of(board, position)}" for position, rank in enumerate(members))
     if mesh.is_driver:
         mesh.driver.check_owner()
         text: str = mesh.driver.ranks.stacks()

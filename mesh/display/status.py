@@ -76,7 +76,7 @@ def of_board(board: Board, members: Sequence[int]) -> Status:
         members: their numbers in the mesh.
     """
     host = socket.gethostname()
-    return Status(_of_rank(board, place, rank, host) for place, rank in enumerate(members))
+    return Status(_of_rank(board, position, rank, host) for position, rank in enumerate(members))
 
 
 def of_mesh(mesh: Any) -> Status:
@@ -93,24 +93,24 @@ def of_mesh(mesh: Any) -> Status:
     return Status([RankStatus(mesh.rank, socket.gethostname(), pid, memory, "runs this program", calls)])
 
 
-def _of_rank(board: Board, place: int, rank: int, host: str) -> RankStatus:
-    pid, _ = board.process(place)
+def _of_rank(board: Board, position: int, rank: int, host: str) -> RankStatus:
+    pid, _ = board.process(position)
     status = status_of(pid) if pid else None
-    begun, done = board.tasks(place)
-    doing = _doing(board, place, begun > done) if status else "has ended" if pid else "is starting"
+    begun, done = board.tasks(position)
+    doing = _doing(board, position, begun > done) if status else "has ended" if pid else "is starting"
     if status and status.get("State", "").startswith(("T", "t")):
         doing = f"stopped; {doing}"
     return RankStatus(rank, host, pid, _memory(status), doing, done)
 
 
-def _doing(board: Board, place: int, busy: bool) -> str:
+def _doing(board: Board, position: int, busy: bool) -> str:
     if not busy:
         return "idle"
-    region, active = board.region(place)
+    region, active = board.region(position)
     if not active:
         return "in a function that runs on it alone"
-    said = board.said(place)
-    return f"in call {region}" + (f", last {said}" if said else ", in no collective yet")
+    last = board.status(position)
+    return f"in call {region}" + (f", last {last}" if last else ", in no collective yet")
 
 
 def _memory(status: dict[str, str] | None) -> int:

@@ -81,7 +81,7 @@ class Answers(Owned):
         with session.lock:
             if (arena := session.ranks.arena) is not None:
                 for rank in filter(session.ranks.has, ranks):
-                    arena.answers.heard[rank.rank] += 1
+                    arena.answers.received[rank.rank] += 1
             self.collect()
 
     def _take(self, ranks: Sequence[Rank], packet: wire.Packet) -> None:
@@ -139,9 +139,9 @@ class Answers(Owned):
         if isinstance(answer, protocol.Metadata):
             found = dict.fromkeys(found, answer.data)
             if answer.lasting:
-                task.told.update(found)
+                task.last_results.update(found)
         elif isinstance(answer, protocol.Unchanged):
-            found = {rank: task.told[rank] for rank in found}
+            found = {rank: task.last_results[rank] for rank in found}
         task.answers.update({rank: (kind, value) for rank, value in found.items()})
         for value in found.values() if kind != "ok" else ():
             own_fault = not task.region and isinstance(value, Failure) and value.kind == "error"
@@ -168,7 +168,7 @@ class Answers(Owned):
                 task = session.pending.tasks.get(number)
                 if task is not None:
                     task.prints[rank] = prints
-                    task.answers[rank] = ("ok", task.told[rank])
+                    task.answers[rank] = ("ok", task.last_results[rank])
                     if task.complete:
                         complete.append(task)
             if complete and not self._recovery.under_way:

@@ -64,7 +64,7 @@ class DriverCall:
         self._followed = self._axes <= driver.shipped.followed.get(self._planned.key, frozenset())
         # What a call gave that was waited for, if it was Arrays only: later ones are not waited for.
         self._expected: tuple[Any, tuple[Meta, ...]] | None = None
-        self._told: tuple[Any, tuple[Meta, ...], bool] | None = None  # what `_found` comes to, see `_metas_of`
+        self._result_metas: tuple[Any, tuple[Meta, ...], bool] | None = None  # what `_found` comes to, see `_metas_of`
 
     def accepts(self, mesh: Any, leaves: list[Any], spans: Sequence[Span]) -> bool:
         """Whether all Arrays among the arguments can be passed, and the mesh is of the size that it is made for."""
@@ -92,7 +92,7 @@ class DriverCall:
             ),
             None if plain else lambda: driver.content(values, lambda: self._parts(leaves)),
             region=True,
-            told=self._planned.told,
+            last_results=self._planned.last_results,
             compare=None if waits or not looked else functools.partial(self._compare, looked),
             needs=functools.partial(self._lacking, spans),
             name=self._name,
@@ -119,10 +119,10 @@ class DriverCall:
 
     def _metas_of(self, found: list[agreement.Result]) -> tuple[Any, tuple[Meta, ...], bool]:
         """Results, what is to be known of those among them that are Arrays, and whether all are."""
-        if self._told is None or self._told[0] is not found:
+        if self._result_metas is None or self._result_metas[0] is not found:
             metas = tuple(result.meta for result in found if result.meta is not None)
-            self._told = found, metas, len(metas) == len(found)
-        return self._told
+            self._result_metas = found, metas, len(metas) == len(found)
+        return self._result_metas
 
     def donated(self) -> list[str]:
         """The arguments that it may overwrite, for messages."""

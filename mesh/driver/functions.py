@@ -26,13 +26,13 @@ class Shipped:
     """An object that the ranks know by `key`.
 
     Attributes:
-        told: of the plan of a call: rank -> what it last told of its results; of all that have this key.
+        last_results: of the plan of a call: rank -> what it last told of its results; of all that have this key.
     """
 
-    __slots__ = ("__weakref__", "key", "told")
+    __slots__ = ("__weakref__", "key", "last_results")
 
-    def __init__(self, key: str, told: dict[int, bytes]):
-        self.key, self.told = key, told
+    def __init__(self, key: str, last_results: dict[int, bytes]):
+        self.key, self.last_results = key, last_results
 
 
 class ShippedOnce:
@@ -75,7 +75,7 @@ class ShippedObjects:
         self._session, self._whole = session, whole
         self._packets: dict[str, wire.Packet] = {}
         self._uses: Counter[str] = Counter()
-        self._told: dict[str, dict[int, bytes]] = {}
+        self._last_results: dict[str, dict[int, bytes]] = {}
         self._unused: deque[str] = deque()
         self._naming_values: set[str] = set()
         self._unread: set[str] = set()  # by some rank, most often for want of files or of a module: sent again
@@ -114,7 +114,7 @@ class ShippedObjects:
                     self._naming_values.add(key)
                 self._session.tell(protocol.Ship(key), packet)
             self._uses[key] += 1
-            shipped = Shipped(key, self._told.setdefault(key, {}))
+            shipped = Shipped(key, self._last_results.setdefault(key, {}))
             weakref.finalize(shipped, self._unused.append, key).atexit = False
         return shipped
 
@@ -193,7 +193,7 @@ class ShippedObjects:
             key = self._unused.popleft()
             self._uses[key] -= 1
             if not self._uses[key]:
-                del self._uses[key], self._told[key]
+                del self._uses[key], self._last_results[key]
                 keys.append(key)
                 self._drop(key)
         return tuple(keys)
@@ -223,10 +223,10 @@ class ShippedObjects:
         for key in tuple(self._naming_values):
             self._drop(key)
 
-    def forget_told(self) -> None:
+    def forget_last_results(self) -> None:
         """Know nothing any more of what ranks told of results: there are others."""
-        for told in self._told.values():
-            told.clear()
+        for last_results in self._last_results.values():
+            last_results.clear()
 
     def keys(self) -> set[str]:
         """Of what the ranks are to have, but for what names values."""

@@ -27,7 +27,7 @@ class Session(Protocol):
 
     @property
     def lasting(self) -> bool: ...
-    def dumps(self, obj: Any, *, room: Callable[[int], memoryview] | None = None) -> wire.Packet: ...
+    def dumps(self, obj: Any, *, allocate: Callable[[int], memoryview] | None = None) -> wire.Packet: ...
     def submit(
         self,
         make: Callable[[int, int, Spans, tuple[str, ...]], protocol.Task],
@@ -54,7 +54,7 @@ def message_of(
     arena = session.ranks.arena if session.lasting else None
     given: list[tuple[int, int, int]] = []
 
-    def room(nbytes: int) -> memoryview:
+    def allocate(nbytes: int) -> memoryview:
         assert arena is not None
         result = arena.given.take(nbytes)
         given.append((*result, nbytes))
@@ -67,7 +67,7 @@ def message_of(
         return protocol.PutValues(number, region, freed, forgotten, out=values.number, specs=specs, given=where)
 
     def content() -> wire.Packet:
-        packet = session.dumps([*tensors], room=None if arena is None else room)
+        packet = session.dumps([*tensors], allocate=None if arena is None else allocate)
         if packet.fd is not None and values.given is None:  # each host lays it in memory of its own
             values.given = weakref.finalize(values, session.ranks.drop_given, values.number)
             values.given.atexit = False

@@ -55,11 +55,11 @@ def discard(session: Session) -> None:
 
 def finish_tasks(session: Session, pending: Pending, debugging: Debugging) -> None:
     """Wait for what is under way, all together no longer than the timeout, and say so if it takes its time."""
-    began, said = time.monotonic(), False
+    began, warned = time.monotonic(), False
     for task in list(pending.tasks.values()):
         debugging.wait(task, max(0.0, began + SAY_SECONDS - time.monotonic()))
-        if not task.settled.is_set() and not said and session.timeout > SAY_SECONDS:
-            said, busy = True, sorted(pending.busy())
+        if not task.settled.is_set() and not warned and session.timeout > SAY_SECONDS:
+            warned, busy = True, sorted(pending.busy())
             print(
                 f"spmd: {session.describe()} is to be closed, and waits up to {session.timeout:g} s for what "
                 f"{ranks_text(busy)} {'does' if len(busy) == 1 else 'do'} (Ctrl-C: no longer)",

@@ -263,7 +263,7 @@ def _whole(session: RankSession, leaf: Any) -> Any:
     refuse_ragged(ragged_shape(mine.shape, shapes, spec))
     shards = [torch.empty(shape, dtype=mine.dtype) for shape in shapes]
     comm.all_gather(shards, mine)
-    return session.placed(session.layout.join(shards, spec))
+    return session.on_device(session.layout.join(shards, spec))
 
 
 def _name_of(func: Callable) -> str:

@@ -45,7 +45,7 @@ class Task:
         reported: somebody has been told of the failure.
         began: when it was made, by the clock on the wall.
         seconds: from then until its outcome was known.
-        told: rank -> what it means if it says that nothing is new: what it last told of the results of such calls.
+        last_results: rank -> what "unchanged" stands for: the last metadata of the results of such calls.
         prints: rank -> what is to be compared of its results.
         compare: asked what has failed where prints differ.
         context: of the caller; a notebook keeps in it which cell that is.
@@ -61,6 +61,7 @@ class Task:
         "failure",
         "future",
         "generation",
+        "last_results",
         "number",
         "prints",
         "ranks",
@@ -68,7 +69,6 @@ class Task:
         "reported",
         "seconds",
         "settled",
-        "told",
     )
 
     def __init__(
@@ -77,7 +77,7 @@ class Task:
         ranks: tuple[int, ...],
         region: int = 0,
         future: Future | None = None,
-        told: dict[int, Any] | None = None,
+        last_results: dict[int, Any] | None = None,
         compare: Callable[[Task], Outcome] | None = None,
     ):
         self.number, self.ranks, self.region, self.future = number, ranks, region, future
@@ -86,7 +86,7 @@ class Task:
         self.failure: Outcome = None
         self.generation: int | None = None
         self.reported = False
-        self.told: dict[int, Any] = {} if told is None else told
+        self.last_results: dict[int, Any] = {} if last_results is None else last_results
         self.prints: dict[int, bytes] = {}
         self.compare = compare
         self.began, self.seconds = time.time(), -time.monotonic()

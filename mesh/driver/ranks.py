@@ -188,7 +188,7 @@ class Ranks:
 
     def _start(self, number: int) -> Rank:
         assert self.arena is not None
-        self.arena.answers.heard[number] = 0
+        self.arena.answers.received[number] = 0
         rank = Rank(number, dataclasses.replace(self.request, generation=self.generation), self._arena_fd)
         self._deaths.register(rank.pidfd, select.POLLIN)
         self._started(rank)

@@ -144,7 +144,7 @@ class Recovery:
                     session.ranks.all[rank].signal(signal.SIGKILL)
             if busy and not self.interrupted and session.lasting:
                 left = [rank for rank, number in busy.items() if number >= self._first_failed]
-                self.stuck.end_late(left, time.monotonic() - self._since)
+                self.stuck.end_timed_out(left, time.monotonic() - self._since)
             failure = self._failure(why)
             for task in sorted(session.pending.tasks.values(), key=lambda task: task.number):
                 if task.settled.is_set() or task in again:
@@ -178,12 +178,12 @@ class Recovery:
             with session.lock:
                 self.interrupted = not self.under_way  # else something has failed, and is to be told
                 self.begin("interrupted by the user")
-                said = False
+                warned = False
                 while self.under_way and session.closed is None:
                     self.signal_busy()
                     over = session.changed.wait_for(lambda: not self.under_way or session.closed, WAIT_SECONDS)
-                    if not over and not said:
-                        said = True
+                    if not over and not warned:
+                        warned = True
                         print(self._waits(), file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             count = len(session.values)

@@ -44,12 +44,14 @@ def content(session: Session, obj: Any, parts: Callable[[], Iterable[tuple[str, 
         ) from None
 
 
-def dumps(values: Values, obj: Any, names: list[Any] | None, room: Callable[[int], memoryview] | None) -> wire.Packet:
+def dumps(
+    values: Values, obj: Any, names: list[Any] | None, allocate: Callable[[int], memoryview] | None
+) -> wire.Packet:
     """Pickle for the ranks; raises `Unsendable`, or what is wrong with a value in it.
 
     Args:
         names: takes the names that stand for what stays here.
-        room: see `wire.dumps`.
+        allocate: see `wire.dumps`.
     """
     raised: list[BaseException] = []
 
@@ -64,7 +66,7 @@ def dumps(values: Values, obj: Any, names: list[Any] | None, room: Callable[[int
         return name
 
     try:
-        return wire.dumps(obj, name_of, room=room)
+        return wire.dumps(obj, name_of, allocate=allocate)
     except Exception as error:
         if raised:
             raise raised[0] from raised[0].__cause__

@@ -132,7 +132,7 @@ class DriverSession(Owned):
         self.ranks, self.layout = ranks, layout
         self.node = driver_node(ranks, self.describe, self._mesh, self.values.object_of)
         self.calls.clear()
-        self.shipped.forget_told()
+        self.shipped.forget_last_results()
 
     def describe(self) -> str:
         mesh = self._mesh()
@@ -146,10 +146,10 @@ class DriverSession(Owned):
         return sending.content(self, obj, parts)
 
     def dumps(
-        self, obj: Any, names: list[Any] | None = None, *, room: Callable[[int], memoryview] | None = None
+        self, obj: Any, names: list[Any] | None = None, *, allocate: Callable[[int], memoryview] | None = None
     ) -> wire.Packet:
         """See `sending.dumps`."""
-        return sending.dumps(self.values, obj, names, room)
+        return sending.dumps(self.values, obj, names, allocate)
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class DriverSession(Owned):
         ranks: Sequence[int] | None = None,
         region: bool = False,
         future: Future | None = None,
-        told: dict[int, Any] | None = None,
+        last_results: dict[int, Any] | None = None,
         compare: Callable[[Task], Outcome] | None = None,
         needs: Callable[[], Iterable[Sequence[Any]]] = tuple,
         name: str | None = None,
@@ -177,7 +177,7 @@ class DriverSession(Owned):
             content: its content.
             region: the other ranks pass through the region too, so that nobody waits for them in vain.
             future: takes the first rank's result, or the failure.
-            told, compare: see `Task`.
+            last_results, compare: see `Task`.
             needs: of the values whose names are in the message those that a rank may lack, as (those of a call,
                 index, and what to call it); asked once all ranks are there, since one that was replaced has none.
             name: of what may be run again when a rank dies, for messages; None: it may not.
@@ -205,7 +205,7 @@ class DriverSession(Owned):
                         continue
                     self.regions += region
                     number, at = next(self.numbers), self.regions if region else 0
-                    task = Task(number, chosen, at, future, told, compare)
+                    task = Task(number, chosen, at, future, last_results, compare)
                     task.again = again
                     with uninterrupted():
                         # What nothing here refers to any more goes with the task.

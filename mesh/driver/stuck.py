@@ -42,14 +42,14 @@ class _Mark:
     """When a rank was last seen to do something, and how far it had got.
 
     Attributes:
-        spent: processor time, of it and of what it has started.
+        cpu_ticks: processor time, of it and of what it has started.
         helpers: that of what all ranks have started.
     """
 
     at: float
     pid: int
     where: tuple[int, ...]
-    spent: int
+    cpu_ticks: int
     helpers: int
 
     def moved(self, later: _Mark, least: float, *, alone: bool) -> bool:
@@ -58,7 +58,7 @@ class _Mark:
         What ends takes its time with it.
         """
         helped = not alone and abs(later.helpers - self.helpers) > least
-        return helped or abs(later.spent - self.spent) > least
+        return helped or abs(later.cpu_ticks - self.cpu_ticks) > least
 
 
 class Stuck:
@@ -118,7 +118,7 @@ class Stuck:
                 idle = "was stopped" if stopped else "did nothing"
                 self._kill(rank, pid, f"{idle} for {self._grace:g} s while it was waited for")
 
-    def end_late(self, ranks: Iterable[int], seconds: float) -> None:
+    def end_timed_out(self, ranks: Iterable[int], seconds: float) -> None:
         """Kill ranks that are still in a call so many seconds after it has failed, if that is longer than the grace.
 
         They compute, for all that can be seen, but nothing that anybody will ask for: a loop in C, say.

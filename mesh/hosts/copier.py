@@ -30,30 +30,30 @@ from .link import GREETING_SECONDS, Link, greet_driver
 
 Kept = Iterable[tuple[int, Sequence[torch.Tensor | None], Sequence[P]]]
 """Values of calls, by the call's number, with their specs."""
-_Item = tuple[int, torch.Tensor, P, tuple[int, ...]]  # index, value, spec, the places of the hosts that it goes to
+_Item = tuple[int, torch.Tensor, P, tuple[int, ...]]  # index, value, spec, the numbers of the hosts that it goes to
 _CALLS = 2  # that may be on their way; then the next waits
 _AGAIN_SECONDS = 1.0  # until a host that could not be reached is tried again
 _LENGTH = struct.Struct("<Q")  # of what is told of a value, which its bytes follow
 
 
-def places_of(replicas: Sequence[int], rank: int, hosts: Sequence[Sequence[int]], copies: int) -> tuple[int, ...]:
+def copy_hosts(replicas: Sequence[int], rank: int, hosts: Sequence[Sequence[int]], copies: int) -> tuple[int, ...]:
     """To which hosts a rank sends its shard.
 
-    >>> places_of([0], 0, [(0, 1), (2, 3), (4, 5)], 1), places_of([0, 1], 1, [(0, 1), (2, 3), (4, 5)], 1)
+    >>> copy_hosts([0], 0, [(0, 1), (2, 3), (4, 5)], 1), copy_hosts([0, 1], 1, [(0, 1), (2, 3), (4, 5)], 1)
     ((1,), ())
-    >>> places_of([0, 2], 0, [(0, 1), (2, 3), (4, 5)], 1), places_of([0, 2], 0, [(0, 1), (2, 3), (4, 5)], 2)
+    >>> copy_hosts([0, 2], 0, [(0, 1), (2, 3), (4, 5)], 1), copy_hosts([0, 2], 0, [(0, 1), (2, 3), (4, 5)], 2)
     ((), (2,))
 
     Args:
         replicas: all ranks that hold it.
         hosts: the ranks of each.
     """
-    have = {place for place, ranks in enumerate(hosts) if any(one in ranks for one in replicas)}
+    have = {host for host, ranks in enumerate(hosts) if any(one in ranks for one in replicas)}
     if rank != min(replicas):
         return ()
-    own = next(place for place, ranks in enumerate(hosts) if rank in ranks)
+    own = next(host for host, ranks in enumerate(hosts) if rank in ranks)
     ring = [(own + step) % len(hosts) for step in range(1, len(hosts))]
-    return tuple(place for place in ring if place not in have)[: max(0, copies + 1 - len(have))]
+    return tuple(host for host in ring if host not in have)[: max(0, copies + 1 - len(have))]
 
 
 class Copier:
@@ -73,13 +73,14 @@ class Copier:
         self._rank, self._secret, self._report, self._watch = rank, secret_of(request.key), report, watch
 
         @functools.cache
-        def places(spec: P) -> tuple[int, ...]:
-            return places_of(layout.replicas(spec, rank), rank, hosts, copies)
+        def copied_to(spec: P) -> tuple[int, ...]:
+            return copy_hosts(layout.replicas(spec, rank), rank, hosts, copies)
 
-        self._places = places
-        own = next(place for place, ranks in enumerate(hosts) if rank in ranks)
+        self._copied_to = copied_to
+        own = next(host for host, ranks in enumerate(hosts) if rank in ranks)
         self._neighbours = [(own + step) % len(hosts) for step in range(1, copies + 1)]
-        self._said, self._reached = protocol.CopyTo(0, (), ()), 0  # the last, and the number of the last that was done
+        self._request = protocol.CopyTo(0, (), ())  # the last
+        self._reached = 0  # the number of the last that was done
         self._kept: Callable[[], Kept] = tuple
         self._links: dict[int, Link] = {}  # the thread's
         self._sent: set[int] = set()  # calls of which there may be copies
@@ -91,9 +92,9 @@ class Copier:
 
     # -- the rank's thread ---------------------------------------------------------------------------------------------
 
-    def copy_to(self, said: protocol.CopyTo, kept: Callable[[], Kept]) -> None:
+    def copy_to(self, msg: protocol.CopyTo, kept: Callable[[], Kept]) -> None:
         """Have copies at these hosts, of all values that there are and of those to come."""
-        self._said, self._kept = said, kept
+        self._request, self._kept = msg, kept
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="spmd-copier", daemon=True)
             self._thread.start()
@@ -105,7 +106,7 @@ class Copier:
         self._sent = {call for call, _ in calls}
         with self._changed:
             self._broken, self._try_at, before = False, float("inf"), tuple(self._under_way)
-        self._queue.put(functools.partial(self._send_all, calls, before, self._said))
+        self._queue.put(functools.partial(self._send_all, calls, before, self._request))
 
     def keep(self, call: int, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> None:
         """Begin to copy what a call has made; waits while there is too much on its way."""
@@ -119,7 +120,7 @@ class Copier:
                     self._watch.check_peers()
             self._under_way.add(call)
         self._sent.add(call)
-        self._report(protocol.Copying(self._said.number, (call,), done=False))
+        self._report(protocol.Copying(self._request.number, (call,), done=False))
         if not self._broken:
             self._queue.put(functools.partial(self._send_call, call, items))
         elif time.monotonic() > self._try_at:
@@ -127,9 +128,9 @@ class Copier:
 
     def _items(self, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> list[_Item]:
         return [
-            (index, tensor, spec, places)
+            (index, tensor, spec, to)
             for index, (tensor, spec) in enumerate(zip(tensors, specs, strict=True))
-            if tensor is not None and (places := self._places(spec))
+            if tensor is not None and (to := self._copied_to(spec))
         ]
 
     def free(self, spans: Spans) -> None:
@@ -150,11 +151,11 @@ class Copier:
                 continue
             link = self._greeted((address, port))
             try:
-                said, content = link.ask(hosts_protocol.SendCopies(owner, names))
+                msg, content = link.ask(hosts_protocol.SendCopies(owner, names))
             finally:
                 link.close()
             view, start = memoryview(content), 0
-            for name, nbytes in zip(names, said.sizes, strict=True):
+            for name, nbytes in zip(names, msg.sizes, strict=True):
                 yield name, *_unpacked(view[start : start + nbytes])
                 start += nbytes
 
@@ -189,7 +190,7 @@ class Copier:
         self,
         calls: list[tuple[int, list[_Item]]],
         before: tuple[int, ...],
-        said: protocol.CopyTo,
+        msg: protocol.CopyTo,
     ) -> None:
         """Have each host have what it should, and nothing that is needed no more.
 
@@ -197,31 +198,35 @@ class Copier:
             before: calls that were on their way: they are among these, or needed no more.
         """
         self._close()
-        for place in self._neighbours:
-            link = self._links[place] = self._greeted(said.hosts[place])
+        for neighbour in self._neighbours:
+            link = self._links[neighbour] = self._greeted(msg.hosts[neighbour])
             held, _ = link.ask(hosts_protocol.ListCopies())
             there = {(call, index) for _, call, index in held.names}
-            gone = sorted({call for call, _ in there}.difference(said.needed, (call for call, _ in calls)))
+            gone = sorted({call for call, _ in there}.difference(msg.needed, (call for call, _ in calls)))
             spans = tuple(word for call in gone for word in (call, 0, ALL))
             if spans:
                 link.ask(hosts_protocol.DropCopies(spans))
             for call, items in calls:
-                self._send(place, call, [item for item in items if place in item[3] and (call, item[0]) not in there])
-        self._reached = said.number
+                self._send(
+                    neighbour, call, [item for item in items if neighbour in item[3] and (call, item[0]) not in there]
+                )
+        self._reached = msg.number
         self._done((*before, *(call for call, _ in calls)))
 
     def _send_call(self, call: int, items: list[_Item]) -> None:
         if self._links:  # else what is to be sent is sent with all else
-            for place in {place for item in items for place in item[3]}:
-                self._send(place, call, [item for item in items if place in item[3]])
+            for neighbour in {neighbour for item in items for neighbour in item[3]}:
+                self._send(neighbour, call, [item for item in items if neighbour in item[3]])
             self._done((call,))
 
-    def _send(self, place: int, call: int, items: list[_Item]) -> None:
+    def _send(self, neighbour: int, call: int, items: list[_Item]) -> None:
         if items:
             pieces = [_packed(tensor, spec) for _, tensor, spec, _ in items]
             sizes = [sum(map(len, each)) for each in pieces]
-            told = tuple((item[0], nbytes) for item, nbytes in zip(items, sizes, strict=True))
-            self._links[place].ask(hosts_protocol.KeepCopies(call, told), *(piece for each in pieces for piece in each))
+            encoded = tuple((item[0], nbytes) for item, nbytes in zip(items, sizes, strict=True))
+            self._links[neighbour].ask(
+                hosts_protocol.KeepCopies(call, encoded), *(piece for each in pieces for piece in each)
+            )
 
     def _drop(self, spans: Spans) -> None:
         for link in self._links.values():
@@ -243,8 +248,8 @@ def _packed(tensor: torch.Tensor, spec: P) -> list[Any]:
     """A value as pieces of bytes."""
     leaf = leaf_of(tensor)
     # Kernels may give other bits where a tensor begins elsewhere in a line of the cache.
-    told = pickle.dumps((leaf, spec, tensor.data_ptr() % 64 if leaf.nbytes else 0))
-    head = _LENGTH.pack(len(told)) + told
+    encoded = pickle.dumps((leaf, spec, tensor.data_ptr() % 64 if leaf.nbytes else 0))
+    head = _LENGTH.pack(len(encoded)) + encoded
     if leaf.pickled:
         return [head, wire.to_bytes(tensor)]
     if not leaf.nbytes:
@@ -262,6 +267,6 @@ def _unpacked(data: memoryview) -> tuple[torch.Tensor, P]:
     if leaf.pickled:
         return wire.from_bytes(bytes(rest)), spec
     at -= at % leaf.dtype.itemsize
-    room = torch.empty(at + leaf.nbytes, dtype=torch.uint8)
-    room.numpy()[at:] = rest
-    return leaf.made(room, at), spec
+    buffer = torch.empty(at + leaf.nbytes, dtype=torch.uint8)
+    buffer.numpy()[at:] = rest
+    return leaf.made(buffer, at), spec

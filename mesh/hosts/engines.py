@@ -88,7 +88,7 @@ class RayLauncher:
         self._actors: list[tuple[int, Any]] = []  # and of which node
 
     def start(self, name: str, command: Sequence[str], stdin: bytes) -> Any:
-        ray, place = self._ray, self._names.index(name)
+        ray, number = self._ray, self._names.index(name)
         if self._group is None:
             bundles = [{"CPU": count} for count in self._counts]
             self._group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
@@ -96,19 +96,19 @@ class RayLauncher:
                 ray.get(self._group.ready(), timeout=_SECONDS)
             except ray.exceptions.GetTimeoutError:
                 raise OSError(f"the Ray cluster has no room for {self.hosts}: see ray status") from None
-        within = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, place)
+        within = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, number)
         # One that takes another's place begins before that has ended, on the processors that the group has reserved.
-        free = all(place != other for other, _ in self._actors)
-        count = self._counts[place] if free else 0
+        free = all(number != other for other, _ in self._actors)
+        count = self._counts[number] if free else 0
         actor = ray.remote(num_cpus=count, scheduling_strategy=within)(_Process).remote(list(command), stdin)
-        self._actors.append((place, actor))
+        self._actors.append((number, actor))
         return actor
 
     def stop(self, handle: Any) -> None:
         with contextlib.suppress(Exception):  # its node may be gone
             self._ray.get(handle.wait.remote(), timeout=_SECONDS)
         self._ray.kill(handle)
-        self._actors = [(place, actor) for place, actor in self._actors if actor is not handle]
+        self._actors = [(number, actor) for number, actor in self._actors if actor is not handle]
         if not self._actors:
             self._ray.util.remove_placement_group(self._group)
             self._group = None

@@ -46,28 +46,28 @@ class Gathering:
     def expect(self, packet: wire.Packet, ranks: Sequence[int], everywhere: bool = False) -> None:
         """Note what is about to be given to ranks, and whether all hosts are given it."""
         several = len(ranks) > 1 or everywhere
-        if several and isinstance(said := ranks_protocol.decode(packet.head), ranks_protocol.Task):
-            self._due[said.number] = set(ranks)
+        if several and isinstance(msg := ranks_protocol.decode(packet.head), ranks_protocol.Task):
+            self._due[msg.number] = set(ranks)
             if everywhere:
-                self._everywhere.add(said.number)
+                self._everywhere.add(msg.number)
 
     def take(self, rank: int, packet: wire.Packet) -> None:
         """Something that a rank has said, which may be closed then."""
-        said = ranks_protocol.decode(packet.head)
-        due = self._due.get(said.task) if isinstance(said, _ENDS) else None
+        msg = ranks_protocol.decode(packet.head)
+        due = self._due.get(msg.task) if isinstance(msg, _ENDS) else None
         if due is not None:
             due.discard(rank)
-        if due is None or not isinstance(said, _ANSWERS) or packet.fd is not None or len(packet.data) > _MOST_BYTES:
+        if due is None or not isinstance(msg, _ANSWERS) or packet.fd is not None or len(packet.data) > _MOST_BYTES:
             if any(rank in ranks for alike in self._held.values() for ranks in alike.values()):
                 self.flush()
             self._send((rank,), framed(packet))
         else:
             if not self._held:
                 self._since = time.monotonic()
-            alike = self._held.setdefault(said.task, {})
+            alike = self._held.setdefault(msg.task, {})
             alike.setdefault(b"".join(framed(packet)), []).append(rank)
         if due is not None and not due:
-            self._complete(said.task)
+            self._complete(msg.task)
 
     def lose(self, rank: int) -> None:
         """A rank answers no more."""

@@ -48,28 +48,28 @@ class Holder(Serving):
         if before is not None:
             before.close()
         while (messages := link.receive()) is not None:
-            for said, content in messages:
+            for msg, content in messages:
                 with self._lock:
                     if self._links.get(rank) is not link:
                         return
-                    answer, pieces = self._answer(rank, said, content)
+                    answer, pieces = self._answer(rank, msg, content)
                 link.send(answer, *pieces)
 
-    def _answer(self, rank: int, said: Any, content: bytes) -> tuple[Any, list[Any]]:
-        if isinstance(said, protocol.ListCopies):
+    def _answer(self, rank: int, msg: Any, content: bytes) -> tuple[Any, list[Any]]:
+        if isinstance(msg, protocol.ListCopies):
             found = ((*which, index) for which, values in self._calls.items() if which[0] == rank for index in values)
             return protocol.CopiesHeld(tuple(found)), []
-        if isinstance(said, protocol.SendCopies):
-            kept = [self._calls.get((said.rank, call), {}).get(index, b"") for call, index in said.names]
+        if isinstance(msg, protocol.SendCopies):
+            kept = [self._calls.get((msg.rank, call), {}).get(index, b"") for call, index in msg.names]
             return protocol.CopiesSent(tuple(map(len, kept))), kept
-        if isinstance(said, protocol.KeepCopies):
+        if isinstance(msg, protocol.KeepCopies):
             view, start = memoryview(content), 0
-            for index, nbytes in said.values:
-                self._calls.setdefault((rank, said.call), {})[index] = view[start : start + nbytes]
+            for index, nbytes in msg.values:
+                self._calls.setdefault((rank, msg.call), {})[index] = view[start : start + nbytes]
                 start += nbytes
         else:
-            for at in range(0, len(said.values), 3):
-                self._drop((rank, said.values[at]), *said.values[at + 1 : at + 3])
+            for at in range(0, len(msg.values), 3):
+                self._drop((rank, msg.values[at]), *msg.values[at + 1 : at + 3])
         return protocol.Done(), []
 
     def _drop(self, which: tuple[int, int], start: int, stop: int) -> None:

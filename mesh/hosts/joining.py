@@ -45,10 +45,10 @@ def elsewhere(request: protocol.RankRequest) -> Callable[[int], tuple[str, int] 
     # By a connection of its own: over the other one somebody may be waiting for others.
     store = functools.cache(functools.partial(_store, request))
 
-    def place(rank: int) -> tuple[str, int] | None:
+    def address_of(rank: int) -> tuple[str, int] | None:
         if own is None or rank in own:
             return None
         address, port = json.loads(store().get(CALLS))[rank]  # each time: a host that was lost comes again at others
         return address, port
 
-    return place
+    return address_of

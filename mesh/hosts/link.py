@@ -25,7 +25,7 @@ from ...kernels.processes import Owned
 from .coded import NotOfThisMesh, keep_alive
 from .protocol import decode, encode
 
-_PLACE = struct.Struct("<Q")
+_INDEX = struct.Struct("<Q")
 GREETING_SECONDS = 10.0
 PAUSE_SECONDS = 0.1  # in which nobody is let in, when this process can open no more files
 
@@ -52,10 +52,10 @@ def accepted(listening: socket.socket) -> socket.socket | None:
             time.sleep(PAUSE_SECONDS)
 
 
-def greet_driver(connection: socket.socket, secret: bytes, place: int) -> Link:
+def greet_driver(connection: socket.socket, secret: bytes, index: int) -> Link:
     """The host's side of the greeting; raises `NotOfThisMesh`, or OSError."""
     end = time.monotonic() + GREETING_SECONDS
-    mine, at = secrets.token_bytes(CODE_BYTES), _PLACE.pack(place)
+    mine, at = secrets.token_bytes(CODE_BYTES), _INDEX.pack(index)
     connection.sendall(mine)
     theirs, proof = _exactly(connection, CODE_BYTES, end), _exactly(connection, CODE_BYTES, end)
     if not same(proof, code(secret, b"driver", mine, theirs)):
@@ -70,11 +70,11 @@ def greet_host(connection: socket.socket, secret: bytes) -> tuple[int, Link]:
     end = time.monotonic() + GREETING_SECONDS
     theirs, mine = _exactly(connection, CODE_BYTES, end), secrets.token_bytes(CODE_BYTES)
     connection.sendall(mine + code(secret, b"driver", theirs, mine))
-    at, proof = _exactly(connection, _PLACE.size, end), _exactly(connection, CODE_BYTES, end)
+    at, proof = _exactly(connection, _INDEX.size, end), _exactly(connection, CODE_BYTES, end)
     if not same(proof, code(secret, b"host", theirs, mine, at)):
         raise NotOfThisMesh("a connection that is not of a host of this mesh")
     keys = [code(secret, name, theirs, mine, at) for name in (b"to host", b"to driver")]
-    return _PLACE.unpack(at)[0], Link(connection, *keys)
+    return _INDEX.unpack(at)[0], Link(connection, *keys)
 
 
 def _exactly(connection: socket.socket, count: int, end: float) -> bytes:
@@ -116,14 +116,14 @@ class Link(Owned):
         """Send a message, and its content in pieces of bytes; what the connection does not take at once goes later."""
         self.send_encoded(encode(message), content)
 
-    def send_encoded(self, said: bytes, content: Sequence[Any]) -> None:
+    def send_encoded(self, msg: bytes, content: Sequence[Any]) -> None:
         """As `send`, of what was encoded before."""
         if self.foreign:  # each message has its place among the parent's
             return
         with self._changed:
             if self.ended:
                 return
-            self._backlog.extend(self._framed(said, content))
+            self._backlog.extend(self._framed(msg, content))
             if self._writer is None and not self._push():
                 self._writer = threading.Thread(target=self._write, name="spmd-link", daemon=True)
                 self._writer.start()
@@ -141,8 +141,8 @@ class Link(Owned):
                 raise ConnectionResetError("the other end has gone")
         return found[0]
 
-    def _framed(self, said: bytes, content: Sequence[Any]) -> Iterator[memoryview]:
-        return framed(len(said), [memoryview(piece).cast("B") for piece in (said, *content)], self._codes)
+    def _framed(self, msg: bytes, content: Sequence[Any]) -> Iterator[memoryview]:
+        return framed(len(msg), [memoryview(piece).cast("B") for piece in (msg, *content)], self._codes)
 
     def _push(self) -> bool:
         """Write what the connection takes now; whether that is all."""
@@ -203,9 +203,9 @@ class Link(Owned):
         received, self._received = self._received, []
         return received
 
-    def _take(self, said: int, body: memoryview) -> None:
+    def _take(self, msg: int, body: memoryview) -> None:
         """Take a message, whose own bytes are the first of these, and its content."""
-        self._received.append((decode(bytes(body[:said])), bytes(body[said:])))
+        self._received.append((decode(bytes(body[:msg])), bytes(body[msg:])))
 
     def shut(self) -> None:
         """End the connection; a thread that reads finds its end."""

@@ -18,9 +18,9 @@ from typing import Any
 from ...kernels.errors import MeshError, message
 from ...kernels.network.interface import address_of, chosen, towards
 from .coded import NotOfThisMesh
+from .host_list import HostList
 from .launchers import dialled_address
 from .link import GREETING_SECONDS, Link, accepted, greet_host, listener
-from .places import Places
 from .protocol import Hello, versions
 
 _STRANGERS = 32  # connections at once that have not proved anything
@@ -32,21 +32,21 @@ class Meeting:
     """Hosts that were started, and are waited for.
 
     Args:
-        places: the hosts.
+        host_list: the hosts.
         secret: of the mesh.
         seconds: for all of them to come.
         check_wanted: raises once nobody waits for them any more.
     """
 
-    def __init__(self, places: Places, secret: bytes, seconds: float, check_wanted: Callable[[], None]):
-        self._places, self._secret, self._seconds = places, secret, seconds
+    def __init__(self, host_list: HostList, secret: bytes, seconds: float, check_wanted: Callable[[], None]):
+        self._host_list, self._secret, self._seconds = host_list, secret, seconds
         self._check_wanted = check_wanted
-        self.address = _address(places)
+        self.address = _address(host_list)
         self._listener: socket.socket | None = None
         self._came = threading.Condition()
         self._links: dict[int, Link] = {}
         self._strangers: collections.deque[socket.socket] = collections.deque()
-        self._most_strangers = max(_STRANGERS, 2 * len(places.names))  # all hosts may come at once
+        self._most_strangers = max(_STRANGERS, 2 * len(host_list.names))  # all hosts may come at once
         self._closed = False
         self._handles: list[Any] = []
 
@@ -54,11 +54,11 @@ class Meeting:
         """Have the processes started, and listen for them."""
         self._listener = listener(self.address)
         threading.Thread(target=self._accept, args=(self._listener,), name="spmd-meeting", daemon=True).start()
-        for place, name in enumerate(self._places.names):
-            told = {"address": self.address, "port": self._listener.getsockname()[1], "place": place}
-            stdin = json.dumps(told | {"secret": self._secret.hex()}).encode() + b"\n"
+        for index, name in enumerate(self._host_list.names):
+            config = {"address": self.address, "port": self._listener.getsockname()[1], "index": index}
+            stdin = json.dumps(config | {"secret": self._secret.hex()}).encode() + b"\n"
             try:
-                self._handles.append(self._places.launcher.start(name, self._places.command(), stdin))
+                self._handles.append(self._host_list.launcher.start(name, self._host_list.command(), stdin))
             except OSError as error:
                 remedy = "see that its launcher can be run"
                 raise MeshError(message(f"host {name} can't be reached", got=str(error), remedy=remedy)) from None
@@ -73,27 +73,27 @@ class Meeting:
         Raises:
             MeshError: a host does not come, or runs other versions.
         """
-        end, names = time.monotonic() + self._seconds, self._places.names
+        end, names = time.monotonic() + self._seconds, self._host_list.names
         with self._came:
             while len(self._links) < len(names):
                 if self._came.wait(_LOOK_SECONDS):
                     continue  # one has come; which have not is looked at when none comes
                 self._check_wanted()
-                missing = [place for place in range(len(names)) if place not in self._links]
-                ended = {place: why for place in missing if (why := self._why_ended(place)) is not None}
+                missing = [index for index in range(len(names)) if index not in self._links]
+                ended = {index: why for index in missing if (why := self._why_ended(index)) is not None}
                 if ended or time.monotonic() > end:
                     why = next(iter(ended.values()), f"nothing from there in {self._seconds:g} s")
-                    raise self._did_not_come([names[place] for place in ended or missing], why)
+                    raise self._did_not_come([names[index] for index in ended or missing], why)
         mine = versions()
-        for place, name in enumerate(names):
-            self._compare(name, self._links[place], mine)
-        found = [(name, self._links[place], self._handles[place]) for place, name in enumerate(names)]
+        for index, name in enumerate(names):
+            self._compare(name, self._links[index], mine)
+        found = [(name, self._links[index], self._handles[index]) for index, name in enumerate(names)]
         self._links.clear()
         self._handles.clear()
         return found
 
-    def _why_ended(self, place: int) -> str | None:
-        handle = self._handles[place]
+    def _why_ended(self, index: int) -> str | None:
+        handle = self._handles[index]
         ended = isinstance(handle, subprocess.Popen) and handle.poll() is not None
         return "what was started there has ended" if ended else None
 
@@ -135,21 +135,21 @@ class Meeting:
 
     def _greet(self, connection: socket.socket) -> None:
         try:
-            place, link = greet_host(connection, self._secret)
+            index, link = greet_host(connection, self._secret)
         except (OSError, NotOfThisMesh):
             connection.close()
             return
         finally:
             with self._came, contextlib.suppress(ValueError):
                 self._strangers.remove(connection)
-        self._keep(place, link)
+        self._keep(index, link)
 
-    def _keep(self, place: int, link: Link) -> None:
+    def _keep(self, index: int, link: Link) -> None:
         with self._came:
-            if self._closed or place in self._links or place >= len(self._places.names):
+            if self._closed or index in self._links or index >= len(self._host_list.names):
                 link.close()
                 return
-            self._links[place] = link
+            self._links[index] = link
             self._came.notify_all()
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class Meeting:
             for link in self._links.values():
                 link.close()
         for handle in self._handles:
-            self._places.launcher.stop(handle)
+            self._host_list.launcher.stop(handle)
         self._handles.clear()
 
 
@@ -175,11 +175,11 @@ class Dialling(Meeting):
 
     def begin(self) -> None:
         self._failed: dict[int, str] = {}
-        for place, name in enumerate(self._places.names):
-            self._handles.append(self._places.launcher.start(name, (), b""))
-            threading.Thread(target=self._dial, args=(place, name), name="spmd-dialling", daemon=True).start()
+        for index, name in enumerate(self._host_list.names):
+            self._handles.append(self._host_list.launcher.start(name, (), b""))
+            threading.Thread(target=self._dial, args=(index, name), name="spmd-dialling", daemon=True).start()
 
-    def _dial(self, place: int, name: str) -> None:
+    def _dial(self, index: int, name: str) -> None:
         end, address = time.monotonic() + min(self._seconds, DIAL_SECONDS), dialled_address(name.removeprefix("tcp://"))
         assert address is not None
         while not self._closed:
@@ -187,7 +187,7 @@ class Dialling(Meeting):
                 connection = socket.create_connection(address, timeout=GREETING_SECONDS)
             except OSError as error:
                 if time.monotonic() > end:
-                    self._fail(place, str(error))
+                    self._fail(index, str(error))
                     return
                 time.sleep(_LOOK_SECONDS)
                 continue
@@ -195,18 +195,18 @@ class Dialling(Meeting):
                 _, link = greet_host(connection, self._secret)
             except (OSError, NotOfThisMesh) as error:
                 connection.close()
-                self._fail(place, f"{error}: it may have another secret")
+                self._fail(index, f"{error}: it may have another secret")
                 return
-            self._keep(place, link)
+            self._keep(index, link)
             return
 
-    def _fail(self, place: int, why: str) -> None:
+    def _fail(self, index: int, why: str) -> None:
         with self._came:
-            self._failed[place] = why
+            self._failed[index] = why
             self._came.notify_all()
 
-    def _why_ended(self, place: int) -> str | None:
-        return self._failed.get(place)
+    def _why_ended(self, index: int) -> str | None:
+        return self._failed.get(index)
 
     def _did_not_come(self, names: list[str], why: str) -> MeshError:
         remedy = "start `spmd host --listen ADDRESS:PORT` there, with the SPMD_SECRET of this program"
@@ -214,19 +214,19 @@ class Dialling(Meeting):
         return MeshError(message(problem, got=why, where="Mesh(hosts=)", remedy=remedy))
 
 
-def _address(places: Places) -> str:
+def _address(host_list: HostList) -> str:
     """Where the hosts reach this process: as the user says, or as it reaches them."""
-    if places.local or places.dialled:
+    if host_list.local or host_list.dialled:
         return "127.0.0.1"
     if (given := chosen()) is not None:
         return address_of(given)
-    names = (name.rpartition("@")[2] for name in places.names)
+    names = (name.rpartition("@")[2] for name in host_list.names)
     found = next((address for name in names if (address := towards(name)) is not None), None)
     if found is None:
         raise MeshError(
             message(
                 "it is not known where the hosts reach this process",
-                got=f"hosts {list(places.names)}, none of which leads to an address of this machine",
+                got=f"hosts {list(host_list.names)}, none of which leads to an address of this machine",
                 remedy="set SPMD_INTERFACE to the network interface, or the address, that they reach",
             )
         )

@@ -77,16 +77,20 @@ class Moves:
     def _argument(self, task: Task) -> int | None:
         """Which of a call's arguments is lost."""
         lost = {values.number for values in self.lost}
-        for place, one in enumerate(task.again.arguments):
+        for argument, one in enumerate(task.again.arguments):
             source: Any = one._source if isinstance(one, Array) else None
             if source is not None and source.number in lost and (source.number, one._index) in self.gone:
-                return place
+                return argument
         return None
 
     def lack(self, task: Task) -> str:
         """What a call that can't run again lacks, in words, and what to do."""
-        place = self._argument(task)
-        what = f"{task.again.name} needs a value that" if place is None else f"{task.again.holds.path_of(place)}, which"
+        argument = self._argument(task)
+        what = (
+            f"{task.again.name} needs a value that"
+            if argument is None
+            else f"{task.again.holds.path_of(argument)}, which"
+        )
         return f"{what} nobody else had, is lost: {self.remedy}"
 
     def send(self, session: Session) -> None:

@@ -167,7 +167,7 @@ class Host:
             self.start(dead)
         elif isinstance(message, protocol.Ask):
             self._branch.resend()
-            self._branch.send(self._told(message))
+            self._branch.send(self._report(message))
         elif isinstance(message, protocol.Carried):
             if self._tunnel is not None:
                 self._tunnel.carry(message, content)
@@ -196,23 +196,23 @@ class Host:
 
     def _laid_out(self, packet: wire.Packet) -> wire.Packet:
         """Have the values that a packet brings for this host's ranks lie once in what they share, and outlive them."""
-        if packet.fd is None or not isinstance(said := ranks_protocol.decode(packet.head), ranks_protocol.PutValues):
+        if packet.fd is None or not isinstance(msg := ranks_protocol.decode(packet.head), ranks_protocol.PutValues):
             return packet
         size = os.fstat(packet.fd).st_size
-        result = self._given[said.out] = self._arena.given.take(size)
+        result = self._given[msg.out] = self._arena.given.take(size)
         os.preadv(packet.fd, [self._arena.given.memory(result, size)], 0)
         packet.close()
-        packet.head = ranks_protocol.encode(dataclasses.replace(said, given=(*result, size)))
+        packet.head = ranks_protocol.encode(dataclasses.replace(msg, given=(*result, size)))
         return packet
 
-    def _told(self, asked: protocol.Ask) -> protocol.Told:
+    def _report(self, asked: protocol.Ask) -> protocol.Report:
         if asked.what == "overwritten":
-            return protocol.Told((), "yes" if self._arena.overwritten(asked.region) else "")
+            return protocol.Report((), "yes" if self._arena.overwritten(asked.region) else "")
         if asked.what == "stacks":
             found = (f"rank {rank}: {stacks.stacks_of(self._arena, at)}" for at, rank in enumerate(self._members))
-            return protocol.Told((), "\n\n".join(found))
+            return protocol.Report((), "\n\n".join(found))
         rows = status.of_board(self._arena, self._members)
-        return protocol.Told(tuple(dataclasses.astuple(row) for row in rows), "")
+        return protocol.Report(tuple(dataclasses.astuple(row) for row in rows), "")
 
     # -- from ranks ----------------------------------------------------------------------------------------------------
 
@@ -228,12 +228,12 @@ class Host:
 
     def _hand_on(self, rank: Rank, packet: wire.Packet) -> None:
         """Tell the driver what a rank has said; or that what it has made can't be, when no more file can be opened."""
-        if packet.fd == wire.LOST and isinstance(said := ranks_protocol.decode(packet.head), ranks_protocol.Answer):
+        if packet.fd == wire.LOST and isinstance(msg := ranks_protocol.decode(packet.head), ranks_protocol.Answer):
             try:
                 wire.loads(packet)
             except MeshError as error:
                 packet = wire.dumps(capture(error))
-            packet.head = ranks_protocol.encode(ranks_protocol.Failed(said.task))
+            packet.head = ranks_protocol.encode(ranks_protocol.Failed(msg.task))
         self._gathering.take(rank.rank, packet)
         packet.close()
 
@@ -290,13 +290,13 @@ def _fitted(request: Any, begin: protocol.Begin, address: str) -> Any:
 
 def main() -> None:
     """What `spmd host` does: its standard input says where the driver is, and the secret."""
-    told = json.loads(sys.stdin.readline())
-    secret = bytes.fromhex(told["secret"])
+    config = json.loads(sys.stdin.readline())
+    secret = bytes.fromhex(config["secret"])
     try:
-        connection = socket.create_connection((told["address"], told["port"]), timeout=GREETING_SECONDS)
-        hold(greet_driver(connection, secret, told["place"]), secret)
+        connection = socket.create_connection((config["address"], config["port"]), timeout=GREETING_SECONDS)
+        hold(greet_driver(connection, secret, config["index"]), secret)
     except (OSError, NotOfThisMesh) as error:
-        sys.exit(f"spmd host: {told['address']} port {told['port']}: {error}")
+        sys.exit(f"spmd host: {config['address']} port {config['port']}: {error}")
 
 
 def hold(link: Link, secret: bytes) -> None:

@@ -161,7 +161,7 @@ class Carried(Message):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Told(Message):
+class Report(Message):
     """From a host: the answer to an `Ask`: the fields of each `RankStatus`, or the stacks, or whether it is so."""
 
     rows: tuple[tuple[int, str, int, int, str, int], ...]
@@ -271,7 +271,7 @@ class Numbered(Message):
     """Either way: a message, which comes after the one with the number before; its content is this one's."""
 
     number: int
-    said: bytes
+    encoded: bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ class Forward(Message):
     """To a relay: a message for it, and for these, as (host, number of the message for that)."""
 
     numbers: tuple[tuple[int, int], ...]
-    said: bytes
+    encoded: bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -298,7 +298,7 @@ class Gathered(Message):
     """
 
     number: int
-    said: bytes
+    encoded: bytes
     done: int
 
 
@@ -319,7 +319,7 @@ class Pulse(Message):
 
 
 _codec = Codec(
-    *(Hello, Begin, Started, Refused, ToRanks, FromRanks, Printed, Died, Signal, Abort, BeginAnew, Ask, Told),
+    *(Hello, Begin, Started, Refused, ToRanks, FromRanks, Printed, Died, Signal, Abort, BeginAnew, Ask, Report),
     *(DropGiven, Carried, ListCopies, CopiesHeld, KeepCopies, DropCopies, Done, SendCopies, CopiesSent),
     *(Offer, Offered, SendParts, PartsSent),
     *(OpenRelay, Relaying, DialRelay, HasRelay, Numbered, Had, Forward, Gathered, Bundle, Pulse),

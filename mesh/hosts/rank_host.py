@@ -104,7 +104,7 @@ class RankHost:
         self.copies: tuple[str, int] = ("", 0)
         self.hears: dict[int, tuple[str, int]] = {}
         self._ranks: dict[int, RemoteRank] = {}
-        self._said_to: dict[tuple[int, ...], bytes] = {}  # messages for ranks, without their content
+        self._heads: dict[tuple[int, ...], bytes] = {}  # messages for ranks, without their content
         self._asked: deque[queue.SimpleQueue[Any]] = deque()  # who waits for answers, which come in order
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -115,9 +115,9 @@ class RankHost:
         """Whether it has ranks, and answers."""
         return bool(self._ranks)
 
-    def fork(self, said: protocol.Begin | protocol.BeginAnew) -> Callable[[], list[RemoteRank]]:
+    def fork(self, msg: protocol.Begin | protocol.BeginAnew) -> Callable[[], list[RemoteRank]]:
         """Have it fork ranks; what waits for them, and gives them."""
-        answer = self.asked(said)
+        answer = self.asked(msg)
 
         def started() -> list[RemoteRank]:
             if isinstance(found := answer(), protocol.Refused):
@@ -126,7 +126,7 @@ class RankHost:
 
         return started
 
-    def asked(self, said: Any) -> Callable[[], Any]:
+    def asked(self, msg: Any) -> Callable[[], Any]:
         """Send what is answered; what waits for the answer, and gives it, or raises MeshError if none comes."""
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         with self._lock:
@@ -135,7 +135,7 @@ class RankHost:
             else:
                 self._asked.append(answer)
                 self.ordered.resend()
-                self.ordered.send(said)
+                self.ordered.send(msg)
 
         def given() -> Any:
             try:
@@ -156,12 +156,12 @@ class RankHost:
 
     def send_to(self, ranks: tuple[int, ...], pieces: Sequence[Any]) -> None:
         """Send a packet, in pieces of bytes (`framed`), for some of its ranks."""
-        said = self._said_to.get(ranks)
-        if said is None:
-            said = protocol.encode(protocol.ToRanks(ranks))
+        msg = self._heads.get(ranks)
+        if msg is None:
+            msg = protocol.encode(protocol.ToRanks(ranks))
             if len(ranks) == len(self._ranks):  # the others are many, and seldom
-                self._said_to[ranks] = said
-        self.ordered.send_encoded(said, pieces)
+                self._heads[ranks] = msg
+        self.ordered.send_encoded(msg, pieces)
 
     # -- for the thread that reads -------------------------------------------------------------------------------------
 
@@ -170,8 +170,8 @@ class RankHost:
         try:
             if (messages := self.link.receive(socket.MSG_DONTWAIT)) is None:
                 return False
-            for said, content in messages:
-                self._take(said, content)
+            for msg, content in messages:
+                self._take(msg, content)
         except NotOfThisMesh as error:
             self.lost = self.lost or str(error)
             return False
@@ -180,46 +180,46 @@ class RankHost:
             return False
         return True
 
-    def _take(self, said: Any, content: bytes) -> None:
-        if isinstance(said, protocol.FromRanks):
-            ranks = [self._ranks[rank] for rank in said.ranks] if said.ranks else list(self._ranks.values())
+    def _take(self, msg: Any, content: bytes) -> None:
+        if isinstance(msg, protocol.FromRanks):
+            ranks = [self._ranks[rank] for rank in msg.ranks] if msg.ranks else list(self._ranks.values())
             self.inbox.put("answer", ranks, content)
-        elif isinstance(said, protocol.Printed):
-            self.inbox.put(said.stream, (self._ranks[said.rank],), content)
-        elif isinstance(said, protocol.Died):
-            self._ranks[said.rank].die(f"{said.how} on host {self.name}", said.region)
-        elif isinstance(said, protocol.Carried):
+        elif isinstance(msg, protocol.Printed):
+            self.inbox.put(msg.stream, (self._ranks[msg.rank],), content)
+        elif isinstance(msg, protocol.Died):
+            self._ranks[msg.rank].die(f"{msg.how} on host {self.name}", msg.region)
+        elif isinstance(msg, protocol.Carried):
             if self._tunnel is not None:
-                self._tunnel.carry(said, content)
-        elif isinstance(said, protocol.Numbered):
-            self.ordered.take(said.number, said.said, content)
-        elif isinstance(said, protocol.Bundle):
-            self._take_apart(said, content)
-        elif isinstance(said, protocol.Had):
-            self.ordered.had(said)
-        elif isinstance(said, protocol.HasRelay):
-            self.ordered.use_relay(said.there)
-        elif isinstance(said, protocol.Relaying):
+                self._tunnel.carry(msg, content)
+        elif isinstance(msg, protocol.Numbered):
+            self.ordered.take(msg.number, msg.encoded, content)
+        elif isinstance(msg, protocol.Bundle):
+            self._take_apart(msg, content)
+        elif isinstance(msg, protocol.Had):
+            self.ordered.had(msg)
+        elif isinstance(msg, protocol.HasRelay):
+            self.ordered.use_relay(msg.there)
+        elif isinstance(msg, protocol.Relaying):
             for number, host in self.below.items():
-                host.link.send(protocol.DialRelay(self.link.connection.getpeername()[0], said.port, number))
+                host.link.send(protocol.DialRelay(self.link.connection.getpeername()[0], msg.port, number))
         else:
-            self._asked.popleft().put(self._started(said) if isinstance(said, protocol.Started) else said)
+            self._asked.popleft().put(self._started(msg) if isinstance(msg, protocol.Started) else msg)
 
-    def _take_apart(self, said: protocol.Bundle, content: bytes) -> None:
+    def _take_apart(self, msg: protocol.Bundle, content: bytes) -> None:
         start = 0
-        for nbytes, parts in said.groups:
+        for nbytes, parts in msg.groups:
             of_all, start = content[start : start + nbytes], start + nbytes
             for number, at, one in parts:
                 host = self.below.get(number)
                 if host is not None and not host.lost:
                     host.ordered.take(at, one, of_all)
 
-    def _started(self, said: protocol.Started) -> list[RemoteRank]:
+    def _started(self, msg: protocol.Started) -> list[RemoteRank]:
         """The ranks, which are known from now on, before anything of theirs is read."""
-        started = [RemoteRank(rank, pid, self) for rank, pid, _ in said.ranks]
+        started = [RemoteRank(rank, pid, self) for rank, pid, _ in msg.ranks]
         address = self.link.connection.getpeername()[0]
-        self.copies = address, said.copies
-        self.hears.update({rank: (address, port) for rank, _, port in said.ranks})
+        self.copies = address, msg.copies
+        self.hears.update({rank: (address, port) for rank, _, port in msg.ranks})
         self._ranks.update({rank.rank: rank for rank in started})
         return started
 

@@ -29,11 +29,11 @@ from ..spec import Layout
 from . import protocol
 from .framing import framed
 from .hearing import Inbox, Reading
+from .host_list import HostList
 from .joining import CALLS
 from .launchers import DialledHosts
 from .link import mesh_key
 from .meeting import Dialling, Meeting
-from .places import Places
 from .rank_host import RankHost, RemoteRank
 from .relaying.tree import Tree
 
@@ -48,7 +48,7 @@ class HostRanks(Ranks):
     """All ranks of a mesh over several hosts; see `driver.ranks.Ranks`, in whose place it is.
 
     Args:
-        places: the hosts.
+        host_list: the hosts.
         hear: takes the inbox, where all comes that ranks say; None: nobody listens so far (`listened_to`).
         secret: of those whose values these are to take over; of their own by default.
         check_wanted: raises once nobody waits for them to start any more.
@@ -56,7 +56,7 @@ class HostRanks(Ranks):
 
     def __init__(
         self,
-        places: Places,
+        host_list: HostList,
         layout: Layout,
         options: dict[str, Any],
         started: Callable[[Rank], None],
@@ -64,16 +64,16 @@ class HostRanks(Ranks):
         secret: bytes | None = None,
         check_wanted: Callable[[], None] = lambda: None,
     ):
-        self.generation, self.places, self._started = 1, places, started
+        self.generation, self.host_list, self._started = 1, host_list, started
         self.inbox, self._reading = Inbox(), Reading()
         if hear is not None:
             hear(self.inbox)
         self._check_wanted = check_wanted
         self.arena = None  # nothing is shared with the ranks
-        self._title = f"Mesh({layout.axes}, backend={options['backend']!r}) on {len(places.names)} hosts"
-        own = places.launcher.secret if isinstance(places.launcher, DialledHosts) else secrets.token_bytes(32)
+        self._title = f"Mesh({layout.axes}, backend={options['backend']!r}) on {len(host_list.names)} hosts"
+        own = host_list.launcher.secret if isinstance(host_list.launcher, DialledHosts) else secrets.token_bytes(32)
         self.secret = own if secret is None else secret
-        self._members = places.ranks()  # of each host
+        self._members = host_list.ranks()  # of each host
         request = request_of(layout, options, "", self._members)
         self.number = request.key  # of which each host makes the key
         self.request = dataclasses.replace(request, key=mesh_key(self.secret, self.number))
@@ -87,8 +87,8 @@ class HostRanks(Ranks):
         self._store_at = ("", 0)
 
     def start(self, size: int) -> None:
-        self._hosts = self._come(self.places, START_SECONDS)
-        begun = [self._begun(place) for place in range(len(self._hosts))]
+        self._hosts = self._come(self.host_list, START_SECONDS)
+        begun = [self._begun(index) for index in range(len(self._hosts))]
         refused = []
         for result in begun:
             try:
@@ -102,14 +102,14 @@ class HostRanks(Ranks):
         self._tell_where()
         self._tree.grow(self._hosts)
 
-    def _come(self, places: Places, seconds: float) -> list[RankHost]:
+    def _come(self, host_list: HostList, seconds: float) -> list[RankHost]:
         """Have hosts started, and wait for them."""
-        meeting = (Dialling if places.dialled else Meeting)(places, self.secret, seconds, self._check_wanted)
+        meeting = (Dialling if host_list.dialled else Meeting)(host_list, self.secret, seconds, self._check_wanted)
         try:
             meeting.begin()
             if self._store is None:
                 self._keep_store(meeting)
-            store = self._store_at if places.dialled else None
+            store = self._store_at if host_list.dialled else None
             hosts = [RankHost(*found, store, self.inbox) for found in meeting.hosts()]
             for host in hosts:
                 self._reading.add(host)
@@ -118,20 +118,20 @@ class HostRanks(Ranks):
             meeting.close()
             meeting.stop()
 
-    def _begun(self, place: int) -> Callable[[], list[RemoteRank]]:
+    def _begun(self, index: int) -> Callable[[], list[RemoteRank]]:
         """Begin to have a host fork its ranks; what gives them."""
-        host, ranks = self._hosts[place], self._members[place]
+        host, ranks = self._hosts[index], self._members[index]
         self._host_of.update(dict.fromkeys(ranks, host))
-        told = dataclasses.replace(self.request, generation=self.generation, key=self.number)
-        request = ranks_protocol.encode(dataclasses.replace(told, store="") if self.places.dialled else told)
-        return host.fork(protocol.Begin(ranks, request, self._title, self.places.local))
+        own = dataclasses.replace(self.request, generation=self.generation, key=self.number)
+        request = ranks_protocol.encode(dataclasses.replace(own, store="") if self.host_list.dialled else own)
+        return host.fork(protocol.Begin(ranks, request, self._title, self.host_list.local))
 
     def _tell_where(self) -> None:
         """Tell the ranks, by the store, where each of them hears calls."""
         assert self._store is not None
         limit = datetime.timedelta(seconds=self.request.timeout)
-        told = AuthenticatedStore(self._store, code(self.request.key, b"store"), limit)
-        told.set(CALLS, json.dumps([self.elsewhere(rank) for rank in range(len(self.all))]))
+        store = AuthenticatedStore(self._store, code(self.request.key, b"store"), limit)
+        store.set(CALLS, json.dumps([self.elsewhere(rank) for rank in range(len(self.all))]))
 
     def elsewhere(self, rank: int) -> tuple[str, int]:
         return self._host_of[rank].hears[rank]
@@ -152,9 +152,9 @@ class HostRanks(Ranks):
         pieces = framed(packet)
         dropped = tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
         if dropped:
-            said = protocol.encode(protocol.DropGiven(dropped))
-            for host in () if self._tree.send(said, ()) else self._hosts:
-                host.ordered.send_encoded(said, ())
+            msg = protocol.encode(protocol.DropGiven(dropped))
+            for host in () if self._tree.send(msg, ()) else self._hosts:
+                host.ordered.send_encoded(msg, ())
         if ranks is None and self._tree.send(_TO_ALL, pieces):
             return []
         every = zip(self._hosts, self._members, strict=False)  # there are none once this is closed
@@ -174,10 +174,10 @@ class HostRanks(Ranks):
     def overwritten(self, region: int) -> bool:
         return any(answer.text for _, answer in self._answers(protocol.Ask("overwritten", region)))
 
-    def _answers(self, said: Any) -> list[tuple[RankHost, Any]]:
+    def _answers(self, msg: Any) -> list[tuple[RankHost, Any]]:
         """What the hosts that are there answer, which all are asked at once."""
         found = []
-        for host, answer in [(host, host.asked(said)) for host in list(self._hosts) if host.begun]:
+        for host, answer in [(host, host.asked(msg)) for host in list(self._hosts) if host.begun]:
             with _unless_lost(host):
                 found.append((host, answer()))
         return found
@@ -191,7 +191,7 @@ class HostRanks(Ranks):
         answers = [host.asked(protocol.Offer(others.number)) for host in self._hosts]
         ports = [answer().port for answer in answers]
         return tuple(
-            (self._hosts[place].copies[0], ports[place]) for place, its in enumerate(self._members) for _ in its
+            (self._hosts[index].copies[0], ports[index]) for index, its in enumerate(self._members) for _ in its
         )
 
     def listened_to(self, started: Callable[[Rank], None], hear: Callable[[Inbox], None]) -> None:
@@ -235,20 +235,20 @@ class HostRanks(Ranks):
         bare: set[int] = set()
         begun: dict[int, list[RemoteRank]] = {}  # by host
         for _ in range(_TRIES):  # another may be lost meanwhile
-            lost = [place for place, host in enumerate(self._hosts) if host.lost]
+            lost = [index for index, host in enumerate(self._hosts) if host.lost]
             if lost:
-                bare.update(rank for place in lost for rank in self._members[place])
-                for place in lost:
-                    begun.pop(place, None)
+                bare.update(rank for index in lost for rank in self._members[index])
+                for index in lost:
+                    begun.pop(index, None)
                 self._start_again(lost)
             results = {
-                place: self._begun(place) if place in lost else host.fork(protocol.BeginAnew(self.generation))
-                for place, host in enumerate(self._hosts)
-                if place not in begun
+                index: self._begun(index) if index in lost else host.fork(protocol.BeginAnew(self.generation))
+                for index, host in enumerate(self._hosts)
+                if index not in begun
             }
-            for place, result in results.items():
-                with _unless_lost(self._hosts[place]):
-                    begun[place] = result()
+            for index, result in results.items():
+                with _unless_lost(self._hosts[index]):
+                    begun[index] = result()
             if len(begun) == len(self._hosts):
                 break
         else:
@@ -264,38 +264,38 @@ class HostRanks(Ranks):
             self._tree.grow(self._hosts)
         return [rank.rank for rank in started]
 
-    def _start_again(self, places: list[int]) -> None:
+    def _start_again(self, indexes: list[int]) -> None:
         """Have other processes hold the ranks of hosts whose own are lost."""
-        why = self._hosts[places[0]].lost_error()
-        for place in places:
-            self._end(self._hosts[place])
+        why = self._hosts[indexes[0]].lost_error()
+        for index in indexes:
+            self._end(self._hosts[index])
         try:
-            hosts = self._come(self.places.only(places), AGAIN_SECONDS)
+            hosts = self._come(self.host_list.only(indexes), AGAIN_SECONDS)
         except MeshError as error:
             raise why from error
-        for place, host in zip(places, hosts, strict=True):
-            self._hosts[place] = host
+        for index, host in zip(indexes, hosts, strict=True):
+            self._hosts[index] = host
 
     def _end(self, host: RankHost) -> None:
         host.close()
-        self.places.launcher.stop(host.handle)
+        self.host_list.launcher.stop(host.handle)
 
     def status(self) -> Status:
         """See `Mesh.status`."""
-        told = dict(self._answers(protocol.Ask("status")))
+        reports = dict(self._answers(protocol.Ask("status")))
         rows = []
         for host, ranks in zip(list(self._hosts), self._members, strict=False):
-            if host in told:
-                rows += [dataclasses.replace(RankStatus(*row), host=host.name) for row in told[host].rows]
+            if host in reports:
+                rows += [dataclasses.replace(RankStatus(*row), host=host.name) for row in reports[host].rows]
             else:
                 rows += [RankStatus(rank, host.name, 0, 0, _LOST, 0) for rank in ranks]
         return Status(rows)
 
     def stacks(self) -> str:
         """See `Mesh.stacks`."""
-        told = dict(self._answers(protocol.Ask("stacks")))
+        reports = dict(self._answers(protocol.Ask("stacks")))
         return "\n\n".join(
-            told[host].text if host in told else "\n\n".join(f"rank {rank}: {_LOST}" for rank in ranks)
+            reports[host].text if host in reports else "\n\n".join(f"rank {rank}: {_LOST}" for rank in ranks)
             for host, ranks in zip(list(self._hosts), self._members, strict=False)
         )
 
@@ -307,7 +307,7 @@ class HostRanks(Ranks):
         """End the per-host processes, and with them all that runs there."""
         self._reading.close()
         for host in self._hosts:
-            self.places.launcher.stop(host.handle)
+            self.host_list.launcher.stop(host.handle)
         self._hosts.clear()
         self._tree.grow(())
         self._store = None
@@ -323,8 +323,8 @@ def _unless_lost(host: RankHost) -> Iterator[None]:
             raise
 
 
-def ranks_of(places: Places | None, layout: Layout, options: dict[str, Any], receiving: Receiving) -> Ranks:
+def ranks_of(host_list: HostList | None, layout: Layout, options: dict[str, Any], receiving: Receiving) -> Ranks:
     """The ranks of a mesh on this host, or on several, heard by a thread; the arguments are those of `Ranks`."""
-    if places is None:
+    if host_list is None:
         return Ranks(layout, options, receiving.add)
-    return HostRanks(places, layout, options, receiving.add, receiving.hear)
+    return HostRanks(host_list, layout, options, receiving.add, receiving.hear)

@@ -35,7 +35,7 @@ class Tunnel:
         self._numbers = itertools.count(1)
         self._connections: dict[int, socket.socket] = {}
         self._waiting: dict[int, bytearray] = {}  # what a connection has not taken yet
-        self._carried: deque[tuple[Carried, bytes]] = deque()
+        self._incoming: deque[tuple[Carried, bytes]] = deque()
         self._selector = selectors.DefaultSelector()
         self._bell, self._ringing = socket.socketpair()
         for end in (self._bell, self._ringing):
@@ -51,9 +51,9 @@ class Tunnel:
             self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._serve, name="spmd-tunnel", daemon=True).start()
 
-    def carry(self, said: Carried, content: bytes) -> None:
+    def carry(self, msg: Carried, content: bytes) -> None:
         """Take what the other end has sent."""
-        self._carried.append((said, content))
+        self._incoming.append((msg, content))
         self._ring()
 
     def close(self) -> None:
@@ -85,14 +85,14 @@ class Tunnel:
     def _take(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._ringing.recv(_BYTES)
-        while self._carried:
-            said, content = self._carried.popleft()
-            if said.opens and self._store is not None:
-                self._open(said.connection)
+        while self._incoming:
+            msg, content = self._incoming.popleft()
+            if msg.opens and self._store is not None:
+                self._open(msg.connection)
             elif content:
-                self._write(said.connection, content)
+                self._write(msg.connection, content)
             else:
-                self._drop(said.connection)
+                self._drop(msg.connection)
 
     def _open(self, number: int) -> None:
         try:

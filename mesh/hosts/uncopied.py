@@ -40,7 +40,7 @@ class _Held:
     """What is left of a task that is over: see `Task`."""
 
     again: Any
-    told: dict[int, bytes]
+    last_results: dict[int, bytes]
     ranks: tuple[int, ...]
     region: bool
 
@@ -64,19 +64,19 @@ class Uncopied:
         needed, _ = values.needed()
         return protocol.CopyTo(self._number, ranks.copies_at(), needed)
 
-    def hear(self, session: Session, rank: Rank, said: protocol.Copying) -> None:
+    def hear(self, session: Session, rank: Rank, msg: protocol.Copying) -> None:
         """Note what a rank says of its copies."""
         with session.lock:
             if session.ranks.has(rank):
-                self._note(rank.rank, said)
+                self._note(rank.rank, msg)
 
-    def _note(self, rank: int, said: protocol.Copying) -> None:
-        if not said.done:
-            for call in said.calls:
-                self._waits.setdefault(call, {})[rank] = said.number
+    def _note(self, rank: int, msg: protocol.Copying) -> None:
+        if not msg.done:
+            for call in msg.calls:
+                self._waits.setdefault(call, {})[rank] = msg.number
             return
-        before = [call for call, ranks in self._waits.items() if ranks.get(rank, said.number) < said.number]
-        for call in (*said.calls, *before):
+        before = [call for call, ranks in self._waits.items() if ranks.get(rank, msg.number) < msg.number]
+        for call in (*msg.calls, *before):
             ranks = self._waits.get(call, {})
             ranks.pop(rank, None)
             if not ranks:
@@ -92,7 +92,7 @@ class Uncopied:
         again = task.again
         if again is None or len(again.values) != 1 or again.values[0].number not in self._waits:
             return
-        self._held[again.values[0].number] = _Held(again, task.told, task.ranks, task.region > 0)
+        self._held[again.values[0].number] = _Held(again, task.last_results, task.ranks, task.region > 0)
         task.again = None
         if len(self._held) > _MOST:
             self._held.pop(next(iter(self._held))).again.close()
@@ -111,7 +111,7 @@ class Uncopied:
                 continue
             del self._held[values.number]
             self._waits.pop(values.number, None)
-            task = Task(next(session.numbers), held.ranks, int(held.region), None, held.told)
+            task = Task(next(session.numbers), held.ranks, int(held.region), None, held.last_results)
             task.reported, task.again = True, held.again
             session.pending.tasks[task.number] = task
             values.missing.clear()

@@ -11,7 +11,7 @@ from ...kernels.arguments import is_number, is_whole
 from ...kernels.errors import MeshError, message
 from ...kernels.registry import backends
 from ...kernels.shm import arena
-from ..hosts.places import Places, places_of
+from ..hosts.host_list import HostList, host_list_of
 from ..spec import Layout
 from .environments import Launch
 
@@ -62,7 +62,7 @@ def checked_mesh(mesh: Any, kind: type) -> Any:
     return mesh
 
 
-def hosts_of(hosts: Any, copies: Any, launch: Launch | None, backend: str, device: str) -> Places | None:
+def hosts_of(hosts: Any, copies: Any, launch: Launch | None, backend: str, device: str) -> HostList | None:
     """What `Mesh(hosts=)` means; refuses what can't be had over several hosts, and copies that can't be had."""
     if not is_whole(copies) or copies < 0:
         raise MeshError(message("Mesh got a bad copies", got=repr(copies), expected="a whole number, at least 0"))
@@ -86,16 +86,16 @@ def hosts_of(hosts: Any, copies: Any, launch: Launch | None, backend: str, devic
         )
     if arena.supported():
         raise MeshError(message("Mesh(hosts=) can't be used here", got=arena.supported(), remedy="use a launcher"))
-    places = places_of(hosts)
-    if copies >= len(places.names) > 1:
-        expected = f"less than the hosts, which are {len(places.names)}"
+    host_list = host_list_of(hosts)
+    if copies >= len(host_list.names) > 1:
+        expected = f"less than the hosts, which are {len(host_list.names)}"
         raise MeshError(message("Mesh got too many copies", got=copies, expected=expected))
-    return places
+    return host_list
 
 
-def threads_of(threads: int | None, size: int, places: Places | None) -> int:
+def threads_of(threads: int | None, size: int, host_list: HostList | None) -> int:
     """The threads of each rank; 0 for those that each host shares among its own."""
-    if places is not None and not places.local:
+    if host_list is not None and not host_list.local:
         return int(threads or 0)
     return int(threads) if threads else max(1, len(os.sched_getaffinity(0)) // size)
 
@@ -117,12 +117,12 @@ def layout_of(
     axes: dict[str, int],
     launch: Launch | None,
     gpus: Callable[[int], int | None] = lambda known: None,
-    places: Places | None = None,
+    host_list: HostList | None = None,
 ) -> Layout:
     """The axes with -1 filled in; refuses what does not fit the launched job.
 
     Args:
-        places: how many ranks there are on which hosts, if `Mesh(hosts=)` says so.
+        host_list: how many ranks there are on which hosts, if `Mesh(hosts=)` says so.
         gpus: from the product of the known sizes, how many GPUs the ranks of a driver can have; None has them on CPUs.
     """
     _check_axes(axes)
@@ -131,8 +131,8 @@ def layout_of(
     known = math.prod(size for size in axes.values() if size != -1)
     if launch is not None:
         total, origin = launch.size, f"this job has {launch.size} ranks (from {launch.source}'s variables)"
-    elif places is not None:
-        total, origin = places.size, f"the hosts have {places.size} ranks"
+    elif host_list is not None:
+        total, origin = host_list.size, f"the hosts have {host_list.size} ranks"
     elif asked := os.environ.get("SPMD_RANKS"):
         if not asked.isdecimal() or not int(asked):
             raise MeshError(message("SPMD_RANKS is not a number of ranks", got=repr(asked), expected="1 or more"))
@@ -153,10 +153,10 @@ def layout_of(
                 )
             )
         axes = {**axes, free[0]: total // known}
-    elif (launch is not None or places is not None) and known != total:
+    elif (launch is not None or host_list is not None) and known != total:
         raise MeshError(
             message(
-                "the mesh does not fit the job" if places is None else "the mesh does not fit its hosts",
+                "the mesh does not fit the job" if host_list is None else "the mesh does not fit its hosts",
                 got=f"{axes}, {known} ranks, but {origin}",
                 remedy="start as many ranks as the mesh has, or give one axis the size -1",
             )

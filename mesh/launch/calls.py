@@ -94,14 +94,14 @@ class LaunchedCall:
         outcome = self._call(values, specs, key, check=looked)
         comm = self._session.comm()
         news = self._found is None or not outcome.unchanged
-        told = inputs.number_of(given, outcome.prints)
+        number = inputs.number_of(given, outcome.prints)
         # All must know whether any rank has news, or that rank would wait for the others to hear them.
-        most_news, most, least = comm.all_reduced(torch.tensor([int(news), told, -told]), "max").tolist()
+        most_news, most, least = comm.all_reduced(torch.tensor([int(news), number, -number]), "max").tolist()
         if most_news or most != -least:
             self._inputs.compare(comm.all_gather_bytes(pickle.dumps(given)), where())
             mine = pickle.dumps((outcome.prints, agreement.encode(outcome.treedef, outcome.metas)))
-            said = [pickle.loads(data) for data in comm.all_gather_bytes(mine)]
-            everyone = agreement.decode_all([encoded for _, encoded in said])
+            gathered = [pickle.loads(data) for data in comm.all_gather_bytes(mine)]
+            everyone = agreement.decode_all([encoded for _, encoded in gathered])
             outputs = {rank: (_as_here(its, outcome.treedef), metas) for rank, (its, metas) in everyone.items()}
             self._found = agreement.assemble(
                 layout,
@@ -109,7 +109,7 @@ class LaunchedCall:
                 name=self._name,
                 where=where(),
                 compare=looked > 0,
-                prints=[prints for prints, _ in said],
+                prints=[prints for prints, _ in gathered],
                 check=looked,
             )
             self._metas = [result.meta for result in self._found[1] if result.meta is not None]

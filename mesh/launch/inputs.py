@@ -59,11 +59,11 @@ class ReplicatedInputs:
         if len({len(one) for one in given}) > 1:
             got = "; ".join(f"{ranks_text([rank])}: {len(one)} leaves" for rank, one in enumerate(given))
             raise _differ(f"the arguments of {self._name}", got, where)
-        for place, index in enumerate([*self._tensors, *self._values] if given[0] else []):
-            kind, told = given[0][place]
+        for position, index in enumerate([*self._tensors, *self._values] if given[0] else []):
+            kind, printed = given[0][position]
             shape = kind[0] if isinstance(kind, tuple) else ()
-            if any(one[place][0] != kind or not same_bytes(told, one[place][1], shape) for one in given):
-                got = "; ".join(f"{ranks_text([rank])}: {_show(*one[place])}" for rank, one in enumerate(given))
+            if any(one[position][0] != kind or not same_bytes(printed, one[position][1], shape) for one in given):
+                got = "; ".join(f"{ranks_text([rank])}: {_show(*one[position])}" for rank, one in enumerate(given))
                 what = f"{describe_path(path_in(self._treedef, index))} of {self._name}"
                 raise _differ(what, got, where)
 
@@ -80,11 +80,11 @@ def _differ(what: str, got: str, where: str) -> SpecError:
     )
 
 
-def _show(kind: Any, told: bytes | None) -> str:
+def _show(kind: Any, printed: bytes | None) -> str:
     if isinstance(kind, str):
-        return kind if told is None else repr(pickle.loads(told))[:60]
+        return kind if printed is None else repr(pickle.loads(printed))[:60]
     shape, dtype = kind
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}" if told is None else shown(told, shape, dtype)
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}" if printed is None else shown(printed, shape, dtype)
 
 
 def number_of(given: Given, prints: bytes) -> int:
@@ -92,7 +92,7 @@ def number_of(given: Given, prints: bytes) -> int:
     if not given and not prints:
         return 0
     state = hashlib.blake2b(prints, digest_size=8)
-    for kind, told in given:
+    for kind, printed in given:
         state.update(repr(kind).encode())
-        state.update(told or b"")
+        state.update(printed or b"")
     return int.from_bytes(state.digest(), "little") >> 2

@@ -54,10 +54,10 @@ def join(
         make_host_arena: called as `make_host_arena(fd, members, rank, beyond)` where they are on several.
     """
     store.set(f"host/{rank}", f"{_host_identity()}\n{address_beside(store) or ''}")
-    said = [_wait_for(store, f"host/{peer}", peer, timeout).split("\n") for peer in range(size)]
-    hosts = _by_host([identity for identity, _ in said])
+    entries = [_wait_for(store, f"host/{peer}", peer, timeout).split("\n") for peer in range(size)]
+    hosts = _by_host([identity for identity, _ in entries])
     several = len(hosts) > 1 or backend == "hierarchical"
-    here = _reachable_at(rank, hosts, [at for _, at in said])
+    here = _reachable_at(rank, hosts, [at for _, at in entries])
     watch: Any = StoreWatch(store, rank, address=here)
     arena: Arena | None = None
     if not several:
@@ -68,7 +68,7 @@ def join(
         beyond = StoreWatch(store, rank, address=here, seconds=LEADER_SECONDS if rank == members[0] else OTHERS_SECONDS)
         arena = _shared_arena(store, rank, hosts, timeout, lambda fd: make_host_arena(fd, members, rank, beyond))
         watch = HostWatch(arena, hosts) if isinstance(arena, HostArena) else watch
-    return Joined(watch, arena, hosts, said[rank][0])
+    return Joined(watch, arena, hosts, entries[rank][0])
 
 
 def _wait_for(store: Any, key: str, peer: int, timeout: float) -> str:

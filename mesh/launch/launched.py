@@ -25,7 +25,7 @@ from ...kernels.processes import check_not_imported_by_worker, end_with_parent, 
 from ...kernels.shm import arena as arena_module
 from ...kernels.shm.arena import Arena
 from .. import wire
-from ..display.stacks import offer
+from ..display.stacks import publish
 from ..failure import Failure, capture, combine, ranks_text
 from ..rank import devices
 from ..rank.session import RankSession
@@ -69,7 +69,7 @@ def join(
         )
     if arena is not None:
         arena.watch_processes()
-        offer(arena)
+        publish(arena)
     session = RankSession(
         layout,
         rank,
@@ -150,7 +150,7 @@ def _meet(session: RankSession, generation: int) -> None:
     for rank in range(session.layout.size):
         while arena.quiet_generation(rank) < generation:
             arena.check_peers()
-            _give_up_after(end, f"rank {rank}")
+            _check_time(end, f"rank {rank}")
     _clear(arena, generation, end, leads=session.rank == 0)
     session.renew(generation)
 
@@ -179,10 +179,10 @@ def _clear(arena: Arena, generation: int, end: float, *, leads: bool) -> None:
         arena.clear(generation)
     while arena.shared_generation < generation:
         arena.check_peers()
-        _give_up_after(end, "the first rank of the host")
+        _check_time(end, "the first rank of the host")
 
 
-def _give_up_after(end: float, who: str) -> None:
+def _check_time(end: float, who: str) -> None:
     if time.monotonic() > end:
         raise MeshError(
             message(f"{who} did not leave the failed region within {RECOVERY_SECONDS:g} s", remedy="restart the job")

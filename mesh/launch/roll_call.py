@@ -118,7 +118,7 @@ class RollCall:
     def _key_among_restarts(self, timeout: float) -> bytes:
         size, end = self._launch.size, time.monotonic() + timeout
         self._store.set(self._name, self._mine)  # type: ignore[arg-type]
-        said = b""
+        announced = b""
         while True:
             self._stay()
             found, strange = self._signed_in()
@@ -128,9 +128,9 @@ class RollCall:
             everyone = {**found, **others}
             if len(everyone) == size:
                 agreed = code(key, b"agreed", *(everyone[rank].number.encode() for rank in range(size)))
-                if agreed != said:
+                if agreed != announced:
                     self._store.set(f"agreed/{self._launch.rank}", agreed)  # type: ignore[arg-type]
-                    said = agreed
+                    announced = agreed
                 names = [f"agreed/{peer}" for peer in range(size)]
                 if self._store.check(names) and all(same(self._store.get(name), agreed) for name in names):
                     return self._job_key(key, everyone) if key else self._without_secret(everyone)

@@ -24,7 +24,7 @@ def wants_cuda(device: str, backend: str) -> bool | None:
     return backend == "nccl" or (None if backend == "auto" else False)
 
 
-def seats(device: str, backend: str, known: int) -> int | None:
+def default_size(device: str, backend: str, known: int) -> int | None:
     """How many ranks a driver's mesh has where an axis is open: one for each GPU; None where they compute on CPUs.
 
     Args:
@@ -85,17 +85,17 @@ def of_launched(device: str, backend: str, launch: Launch, store: Any, host: str
     if wanted is False:
         return None
     problem: MeshError | None = None
-    library, own, said = None, None, "none"
+    library, own, shown = None, None, "none"
     try:
         nccl_library.check_driver()
         library = nccl_library.load()
         own = index_of(launch.local_rank, torch.cuda.device_count())
-        said = f"{host} {torch.cuda.get_device_properties(own).uuid}"
+        shown = f"{host} {torch.cuda.get_device_properties(own).uuid}"
     except MeshError as error:
         problem = error
     except RuntimeError as error:  # of CUDA; the other ranks wait to hear of this one
         problem = MeshError(message("this rank's GPU cannot be used", got=str(error)))
-    store.set(f"gpu/{launch.rank}", said)
+    store.set(f"gpu/{launch.rank}", shown)
     everyone = [store.get(f"gpu/{rank}").decode() for rank in range(size)]
     without = [rank for rank, its in enumerate(everyone) if its == "none"]
     shared = [rank for rank, its in enumerate(everyone) if everyone.count(its) > 1 and its != "none"]

@@ -17,9 +17,9 @@ import torch
 
 from ...kernels.copying import copy
 from ...kernels.shm.arena import Arena
-from ...kernels.shm.blocks import Place
+from ...kernels.shm.blocks import Extent
 from ...kernels.shm.ledger import Record
-from ...kernels.shm.succession import kept_by, place_of, take_over
+from ...kernels.shm.succession import extent_of, kept_by, take_over
 from .. import strides, wire
 from ..spec import P
 from ..strides import frozen_as, is_frozen
@@ -141,7 +141,7 @@ class LastingValues:
             return False
         if (leaf.nbytes if leaf.is_contiguous() else _extent(leaf)) <= SMALL_BYTES:
             return False
-        return place_of(self._arena, leaf.untyped_storage()) is None
+        return extent_of(self._arena, leaf.untyped_storage()) is None
 
     def _move(self, leaves: list[Any], address: int, storage: torch.UntypedStorage) -> None:
         """Have all results that show a storage show a copy of it."""
@@ -164,7 +164,7 @@ class LastingValues:
             block.copy_(source)
         return frozen_as(leaf, block)
 
-    def room_for(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+    def allocate(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Memory for so many elements of a tensor's kind: where it lasts, if they are many."""
         nbytes = numel * like.element_size()
         if nbytes <= SMALL_BYTES or not like.is_cpu:
@@ -200,7 +200,7 @@ class LastingValues:
         self, call: int, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]
     ) -> tuple[int, tuple[Leaf, ...]]:
         """The entry of any values, and how it is told."""
-        places: dict[Place, int] = {}
+        extents: dict[Extent, int] = {}
         words: list[int] = []
         addresses: list[int] = []
         sizes: list[int] = []
@@ -221,11 +221,11 @@ class LastingValues:
             else:
                 storage = tensor.untyped_storage()
                 # What a program has written to a value since (it should not) is not the value, and goes with the rank.
-                place = place_of(self._arena, storage, written=True)
-                assert place is not None, "a large value that is kept has been placed"
-                which = places.setdefault(place, len(places))
+                extent = extent_of(self._arena, storage, written=True)
+                assert extent is not None, "a large value that is kept has been placed"
+                which = extents.setdefault(extent, len(extents))
                 words.append(which << _AT | tensor.data_ptr() - storage.data_ptr())
-        return self._ledger.write(call, tuple(places), (layout, *words), data, addresses, sizes), leaves
+        return self._ledger.write(call, tuple(extents), (layout, *words), data, addresses, sizes), leaves
 
     def shrink(self, call: int, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> None:
         """Note that some of a call's values are gone; to be told before their memory is free.
@@ -322,9 +322,9 @@ def _tensors(record: Record, leaves: Sequence[Leaf], bases: Sequence[torch.Tenso
             found.append(leaf.made(bases[word >> _AT], word & (1 << _AT) - 1))
         else:
             word -= word % leaf.dtype.itemsize
-            room = torch.empty(word + leaf.nbytes, dtype=torch.uint8)
+            buffer = torch.empty(word + leaf.nbytes, dtype=torch.uint8)
             if leaf.nbytes:
-                room[word:] = torch.frombuffer(bytearray(record.pieces[at : at + leaf.nbytes]), dtype=torch.uint8)
+                buffer[word:] = torch.frombuffer(bytearray(record.pieces[at : at + leaf.nbytes]), dtype=torch.uint8)
             at += leaf.nbytes
-            found.append(leaf.made(room, word))
+            found.append(leaf.made(buffer, word))
     return found

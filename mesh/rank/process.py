@@ -21,7 +21,7 @@ from ...kernels.processes import open_more_files
 from ...kernels.registry import register_backend
 from ...kernels.shm.arena import Arena
 from .. import protocol
-from ..display.stacks import offer
+from ..display.stacks import publish
 from ..display.trace import LOGGER
 from ..hosts import joining as hosts
 from ..hosts.copier import Copier
@@ -67,7 +67,7 @@ def main(request: protocol.RankRequest, fds: list[int]) -> None:
         watch, store = hosts.join(request, arena_fd)
     else:
         watch = Arena(arena_fd, layout.size, rank)
-    offer(watch.arena if request.hosts else watch)
+    publish(watch.arena if request.hosts else watch)
     session = RankSession(
         layout,
         rank,
@@ -87,8 +87,8 @@ def main(request: protocol.RankRequest, fds: list[int]) -> None:
     state = RankState(session, mesh, own_path=own_path, who=(request.address, request.key))
     if request.generation > 1:
         state.values.take_over()
-    heard = [socket.socket(fileno=fd) for fd in listening]
-    session.node = serve_when_called(state, request.key, heard, hosts.elsewhere(request))
+    listeners = [socket.socket(fileno=fd) for fd in listening]
+    session.node = serve_when_called(state, request.key, listeners, hosts.elsewhere(request))
     traced = LOGGER in dict(request.levels)
     worker = TracedWorker(state, connection, request.key) if traced else Worker(state, connection)
     if request.copies:

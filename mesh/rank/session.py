@@ -196,17 +196,17 @@ class RankSession(Owned):
         if self.lasting is not None:
             self.lasting.lay_out(leaves, known)
 
-    def room_for(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+    def allocate(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Memory for so many elements of a result of a tensor's kind, where it lasts if that is worth it."""
         lasting = self.lasting
-        return like.new_empty(numel) if lasting is None else lasting.room_for(numel, like)
+        return like.new_empty(numel) if lasting is None else lasting.allocate(numel, like)
 
     def overwrite(self) -> None:
         """Note that this rank begins to overwrite what was donated: the call can't be run again."""
         if self.leases is not None:
             self.leases.overwrite()
 
-    def placed(self, tensor: torch.Tensor) -> torch.Tensor:
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on this rank's device: itself, if it is there.
 
         A GPU copies by itself what lies in pinned memory; for the rest, unless it is small, this process would wait.

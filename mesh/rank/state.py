@@ -103,7 +103,7 @@ class RankState:
             self._described.pop(key, None)
             self._last_described.pop(key, None)
 
-    def forget_told(self) -> None:
+    def forget_last_results(self) -> None:
         """Have every call tell everything of its next results: the driver may not have heard of the last."""
         self._last_described.clear()
         for call in self._calls.values():

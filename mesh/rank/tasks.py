@@ -57,14 +57,14 @@ def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) 
         given = arena.views.show(Result(*result), nbytes, user=arena.rank, users=arena.size)
     values = state.read(packet, given)
     if isinstance(values, Shares):
-        kept = values.take(layout, task.specs, rank, state.who, state.session.room_for)
+        kept = values.take(layout, task.specs, rank, state.who, state.session.allocate)
     for value, spec in () if kept else zip(values, task.specs, strict=True):
         if isinstance(value, Pieces):
-            kept.append(value.take(layout, spec, rank, state.session.room_for))
+            kept.append(value.take(layout, spec, rank, state.session.allocate))
             continue
         # Nobody else holds what came with the task, so that it need not be copied whole.
         local = layout.take(value, spec, rank) if spec.entries or value.requires_grad else value
-        kept.append(state.session.placed(local))
+        kept.append(state.session.on_device(local))
     state.session.lay_out(kept)
     state.values.keep(task.out, kept, list(task.specs))
     return protocol.Answer(task.number), None
@@ -98,7 +98,7 @@ def fetch_value(state: RankState, task: protocol.FetchValue, packet: wire.Packet
 
 
 def store_value(state: RankState, task: protocol.StoreValue, packet: wire.Packet) -> Answer:
-    state.values.store(task.call, task.index, state.session.placed(state.read(packet)), task.spec)
+    state.values.store(task.call, task.index, state.session.on_device(state.read(packet)), task.spec)
     return protocol.Answer(task.number), None
 
 

@@ -66,35 +66,35 @@ class Worker(Owned):
 
     def _handle(self, packet: wire.Packet) -> bool:
         """Do what a packet asks for; whether to go on."""
-        state, said = self._state, protocol.decode(packet.head)
-        if isinstance(said, protocol.Task):
-            state.free(said.freed, said.forgotten)
-            self._run(said, packet)
-        elif isinstance(said, protocol.Ship):
-            if not state.keep(said.key, packet):
-                self._send(said)
-        elif isinstance(said, protocol.Free):
-            state.free(said.values, said.keys)
-        elif isinstance(said, protocol.Renew):
+        state, msg = self._state, protocol.decode(packet.head)
+        if isinstance(msg, protocol.Task):
+            state.free(msg.freed, msg.forgotten)
+            self._run(msg, packet)
+        elif isinstance(msg, protocol.Ship):
+            if not state.keep(msg.key, packet):
+                self._send(msg)
+        elif isinstance(msg, protocol.Free):
+            state.free(msg.values, msg.keys)
+        elif isinstance(msg, protocol.Renew):
             self._failed = False
-            state.forget_told()
-            state.session.renew(said.generation)
-            if said.kept is not None:
-                state.values.keep_only(said.kept)
-        elif isinstance(said, protocol.CopyTo):
+            state.forget_last_results()
+            state.session.renew(msg.generation)
+            if msg.kept is not None:
+                state.values.keep_only(msg.kept)
+        elif isinstance(msg, protocol.CopyTo):
             assert state.values.copier is not None
-            state.values.copier.copy_to(said, state.values.kept)
-        elif isinstance(said, Populate):
+            state.values.copier.copy_to(msg, state.values.kept)
+        elif isinstance(msg, Populate):
             assert state.session.arena is not None
-            results = said.results if state.session.rank == 0 else 0
-            state.session.arena.populate(0, said.values + said.step + results)
-            memory.populate(said.step)
-        elif isinstance(said, protocol.SetSources):
-            remember_sources(said.lines)
-        elif isinstance(said, protocol.SetPath):
-            state.set_path(said.path)
+            results = msg.results if state.session.rank == 0 else 0
+            state.session.arena.populate(0, msg.values + msg.step + results)
+            memory.populate(msg.step)
+        elif isinstance(msg, protocol.SetSources):
+            remember_sources(msg.lines)
+        elif isinstance(msg, protocol.SetPath):
+            state.set_path(msg.path)
         packet.close()
-        return not isinstance(said, protocol.Exit)
+        return not isinstance(msg, protocol.Exit)
 
     def _run(self, task: protocol.Task, packet: wire.Packet) -> None:
         answer = self._answer(task, packet)
@@ -132,7 +132,7 @@ class Worker(Owned):
             if self.foreign:
                 sys.excepthook(*sys.exc_info())
                 self._end_if_forked(1)
-            state.forget_told()
+            state.forget_last_results()
             self._failed = bool(task.region) or isinstance(error, (Aborted, KeyboardInterrupt))
             answer = self._packed(protocol.Failed(task.number), capture(error))
         for stream in (sys.stdout, sys.stderr):
@@ -194,9 +194,9 @@ class Worker(Owned):
                     break
                 lines = []
                 for packet in packets:
-                    said = protocol.decode(packet.head)
-                    if isinstance(said, protocol.DebuggerLine):
-                        lines.append(said)
+                    msg = protocol.decode(packet.head)
+                    if isinstance(msg, protocol.DebuggerLine):
+                        lines.append(msg)
                     else:
                         self._unread.append(packet)
             for line in lines:

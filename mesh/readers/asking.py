@@ -28,8 +28,8 @@ from ..spec import Layout
 
 BRIEF_SECONDS = 0.005  # to read a batch: a message takes a tenth of that
 
-Told = tuple[tuple[bytes, ...], list[list[Any]]]
-"""What the ranks tell of a batch: how each describes its part, and of each what more there is."""
+Descriptions = tuple[tuple[bytes, ...], list[list[Any]]]
+"""Of a batch: how each rank describes its part, and of each what more there is."""
 
 
 class Reader(ShippedOnce):
@@ -72,8 +72,8 @@ class Asked:
     _answers: _Answers
     _index: int
 
-    def told(self) -> Told:
-        """What the ranks tell of it; waits for it."""
+    def descriptions(self) -> Descriptions:
+        """How the ranks describe it; waits for it."""
         return self._answers.of(self._index)
 
     def tree(
@@ -118,30 +118,30 @@ def ask(mesh: Mesh, reader: Reader, requests: Sequence[tuple]) -> list[Asked]:
 
     for batch, own in zip(batches, values, strict=True):
         own.read = functools.partial(read, batches=(batch,), known=0)
-    task = driver.submit(read, told=described, name="a batch", values=tuple(values), layout=layout)
+    task = driver.submit(read, last_results=described, name="a batch", values=tuple(values), layout=layout)
     task.reported = True  # what fails is told who comes to this batch, and nobody if the loop was left before
     answers = _Answers(driver, reader, task, len(batches))
     return [Asked(layout, own, answers, index) for index, own in enumerate(values)]
 
 
 class _Answers:
-    """What the ranks tell of the batches of one task."""
+    """How the ranks describe the batches of one task."""
 
     def __init__(self, driver: DriverSession, reader: Reader, task: Task, count: int):
         self._driver, self._reader, self._task, self._count = driver, reader, task, count
-        self._told: list[Told] | None = None  # of the batches that all ranks have read
+        self._found: list[Descriptions] | None = None  # of the batches that all ranks have read
         self._failures: dict[int, Failure] = {}  # of the batch behind them
         self.where = driver.describe()
 
-    def of(self, index: int) -> Told:
-        if self._told is None:
-            self._told = self._taken()
-        if index >= len(self._told):
+    def of(self, index: int) -> Descriptions:
+        if self._found is None:
+            self._found = self._taken()
+        if index >= len(self._found):
             self._driver.run_state.note_failure(self._task)
             raise combine(self._failures, {}, self.where)
-        return self._told[index]
+        return self._found[index]
 
-    def _taken(self) -> list[Told]:
+    def _taken(self) -> list[Descriptions]:
         answers = self._driver.wait(self._task).values()
         if all(isinstance(answer, tuple) for answer in answers):  # nothing is new, nor took long
             self._note(answers, True)
@@ -164,5 +164,5 @@ class _Answers:
         return ([answer] * self._count, None, True) if isinstance(answer, tuple) else agreement.decode_batches(answer)
 
 
-def _of_batch(told: Sequence[tuple]) -> Told:
-    return tuple(description for description, *_ in told), [more for _, *more in told]
+def _of_batch(answers: Sequence[tuple]) -> Descriptions:
+    return tuple(description for description, *_ in answers), [more for _, *more in answers]

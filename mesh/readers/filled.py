@@ -47,7 +47,7 @@ def fill_streams(
         return [functools.partial(_here, mesh, reader.obj, *request, shards) for request in requests]
 
     def there(asked: Asked, position: tuple[int, int]) -> tuple[Any, Found]:
-        descriptions, parts = asked.told()
+        descriptions, parts = asked.descriptions()
         found = {stream: its for (part,) in parts for stream, its in part.items()}
         if not any(count for count, _ in found.values()):
             return None, found

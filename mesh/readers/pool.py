@@ -61,20 +61,20 @@ class Pool(Owned):
     def __len__(self) -> int:
         return len(self._readers)
 
-    def ask(self, arguments: tuple, place: int | None = None) -> int:
+    def ask(self, arguments: tuple, index: int | None = None) -> int:
         """Have a reader call the job; the number to `take` its answer by.
 
         Args:
-            place: of the reader; None is the one with the fewest requests.
+            index: of the reader; None is the one with the fewest requests.
         """
-        if place is None:
-            place = min(range(len(self)), key=lambda one: len(found.asked) if (found := self._readers[one]) else 0)
-        reader = self._reader(place)
+        if index is None:
+            index = min(range(len(self)), key=lambda one: len(found.asked) if (found := self._readers[one]) else 0)
+        reader = self._reader(index)
         self._numbers += 1
         packet = wire.dumps(arguments)
         packet.head = protocol.encode(protocol.CallFunction(self._numbers, 0, (), (), "job", ()))
         reader.asked.add(self._numbers)
-        self._wanted[self._numbers] = place
+        self._wanted[self._numbers] = index
         with contextlib.suppress(ConnectionError):  # that it has died is found when the answer is waited for
             wire.send(reader.connection, packet)
         packet.close()
@@ -86,22 +86,22 @@ class Pool(Owned):
         Raises:
             what the job has raised; MeshError: the reader has died.
         """
-        place = self._wanted[number]
+        index = self._wanted[number]
         while number not in self._answers:
             if number in self._lost:
                 self._wanted.pop(number)
                 raise self._lost.pop(number)
-            reader = self._readers[place]
+            reader = self._readers[index]
             if reader is None or number not in reader.asked:
                 raise MeshError(message(f"a reader that {self._what} was lost", remedy="iterate again"))
             self._receive()
         del self._wanted[number]
-        said, packet = self._answers.pop(number)
+        msg, packet = self._answers.pop(number)
         try:
             result = wire.loads(packet)
         finally:
             packet.close()
-        if isinstance(said, protocol.Failed):
+        if isinstance(msg, protocol.Failed):
             error = failure.original(result)
             error.__cause__ = failure.RemoteTraceback(f"\n\nin a process that {self._what}:\n{result.traceback}")
             raise error
@@ -133,48 +133,48 @@ class Pool(Owned):
                 self.close()
                 os.close(self._board_fd)
 
-    def _reader(self, place: int) -> _Reader:
-        found = self._readers[place]
+    def _reader(self, index: int) -> _Reader:
+        found = self._readers[index]
         if found is None:
             self._zygote = spawn.zygote()
             if self._shipped is None:
                 self._shipped = wire.dumps(self._job, head=())
                 self._shipped.head = protocol.encode(protocol.Ship("job"))
             mine, theirs = socket.socketpair()
-            note = Note(self._board, place)
+            note = Note(self._board, index)
             note.write("")
             with theirs:
-                pid, pidfd = self._zygote.fork(protocol.ReaderRequest(place), [theirs.fileno(), self._board_fd])
-            found = self._readers[place] = _Reader(pid, pidfd, mine, note)
+                pid, pidfd = self._zygote.fork(protocol.ReaderRequest(index), [theirs.fileno(), self._board_fd])
+            found = self._readers[index] = _Reader(pid, pidfd, mine, note)
             wire.send(mine, self._shipped)
         return found
 
     def _receive(self) -> None:
         """Take in what the readers have sent, at least one thing."""
-        waiting, places = select.poll(), {}
-        for place, reader in enumerate(self._readers):
+        waiting, indexes = select.poll(), {}
+        for index, reader in enumerate(self._readers):
             if reader is not None and reader.asked:
                 waiting.register(reader.connection, select.POLLIN)
-                places[reader.connection.fileno()] = place
+                indexes[reader.connection.fileno()] = index
         for fd, _ in waiting.poll():
-            place = places[fd]
-            reader = self._readers[place]
+            index = indexes[fd]
+            reader = self._readers[index]
             assert reader is not None
             packets = reader.incoming.receive(block=False)
             if packets is None:
-                self._bury(place, reader)
+                self._bury(index, reader)
                 continue
             for packet in packets:
-                said = protocol.decode(packet.head)
-                reader.asked.discard(said.task)
-                if said.task in self._wanted:
-                    self._answers[said.task] = (said, packet)
+                msg = protocol.decode(packet.head)
+                reader.asked.discard(msg.task)
+                if msg.task in self._wanted:
+                    self._answers[msg.task] = (msg, packet)
                 else:
                     packet.close()
 
-    def _bury(self, place: int, reader: _Reader) -> None:
+    def _bury(self, index: int, reader: _Reader) -> None:
         """A reader has ended: whoever waits for what it was asked is told, when it comes to that."""
-        self._readers[place] = None
+        self._readers[index] = None
         reader.close()
         lost = [number for number in reader.asked if number in self._wanted]
         if not lost:

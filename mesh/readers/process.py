@@ -26,8 +26,8 @@ class Note:
     Invariant: one line of text in memory that both map, written before the work that might end the process.
     """
 
-    def __init__(self, board: mmap.mmap | None = None, place: int = 0):
-        self._board, self._at = board, place * NOTE_BYTES
+    def __init__(self, board: mmap.mmap | None = None, index: int = 0):
+        self._board, self._at = board, index * NOTE_BYTES
 
     @property
     def kept(self) -> bool:
@@ -54,18 +54,18 @@ def main(request: protocol.ReaderRequest, fds: list[int]) -> None:
     open_more_files()
     keep_some_freed_memory()
     torch.set_num_threads(1)
-    note = Note(mmap.mmap(board, 0), request.place)
+    note = Note(mmap.mmap(board, 0), request.index)
     os.close(board)
     connection = socket.socket(fileno=control)
     incoming, job = wire.Receiver(connection), None
     while (packets := incoming.receive(block=True)) is not None:
         for packet in packets:
-            said = protocol.decode(packet.head)
-            if isinstance(said, protocol.Ship):
+            msg = protocol.decode(packet.head)
+            if isinstance(msg, protocol.Ship):
                 job = _Job(packet)
             else:
                 assert job is not None
-                _answer(connection, said.number, job, wire.loads(packet))
+                _answer(connection, msg.number, job, wire.loads(packet))
             packet.close()
 
 

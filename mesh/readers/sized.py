@@ -40,7 +40,7 @@ def fill(
         return [functools.partial(_read_here, mesh, reader.obj, *request, ragged) for request in requests]
 
     def there(asked: Asked, deal: Deal | None) -> Any:
-        descriptions, _ = asked.told()
+        descriptions, _ = asked.descriptions()
         return asked.tree(descriptions, deal, name=name, ragged=ragged, remedy=remedy)
 
     asked = ask(mesh, reader, [arguments for arguments, _ in requests])

@@ -145,16 +145,16 @@ class Caller:
                 waiting = Waiting(self._settler(ref), label, ref.future, ref.name, refs, packet.nbytes)
                 names = tuple((one.owner, one.name) for one in refs)
                 released = self._released(owner) if self._garbage else ()
-                said = Invoke(number, owner[1], target, method, caller, names, released)
+                msg = Invoke(number, owner[1], target, method, caller, names, released)
                 if restorable is not None:
-                    connection = self.restoring.note(restorable, Sent(said, packet, waiting), connection)
+                    connection = self.restoring.note(restorable, Sent(msg, packet, waiting), connection)
                 elif connection is None or connection.lost:
                     ref.future.set_exception(answers.lost(owner[0], label, self._post.describe()))
                     return ref
                 if connection is not None:
                     connection.pending[number] = waiting
                     connection.nbytes += packet.nbytes
-                    connection.send(said, packet)
+                    connection.send(msg, packet)
         finally:
             packet.close()
         return ref

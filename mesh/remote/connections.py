@@ -116,14 +116,18 @@ class Connection:
                 self._greeting += data
                 if len(self._greeting) < wanted:
                     continue
-                said, self._greeting = bytes(self._greeting), bytearray()
+                greeting, self._greeting = bytes(self._greeting), bytearray()
                 if self.outgoing is None and not self._theirs:
-                    self._theirs = said
-                    proof = code(key, b"called", said, self._number, own)
+                    self._theirs = greeting
+                    proof = code(key, b"called", greeting, self._number, own)
                     self.socket.send(self._number + own + proof)
                     continue
                 if self.outgoing is not None:
-                    number, peer, proof = said[:CODE_BYTES], said[CODE_BYTES:-CODE_BYTES], said[-CODE_BYTES:]
+                    number, peer, proof = (
+                        greeting[:CODE_BYTES],
+                        greeting[CODE_BYTES:-CODE_BYTES],
+                        greeting[-CODE_BYTES:],
+                    )
                     if not same(proof, code(key, b"called", self._number, number, peer)):
                         return False
                     if _ID.unpack(peer)[0] != self.outgoing:
@@ -131,7 +135,7 @@ class Connection:
                     self._theirs = number
                     self.socket.send(own + code(key, b"caller", number, self._number, own, peer))
                 else:
-                    peer, proof = said[: _ID.size], said[_ID.size :]
+                    peer, proof = greeting[: _ID.size], greeting[_ID.size :]
                     if not same(proof, code(key, b"caller", self._number, self._theirs, peer, own)):
                         return False
                 rank, unique = _ID.unpack(peer)

@@ -145,29 +145,29 @@ class Node(Owned):
 
     def received(self, connection: Connection, packet: wire.Packet) -> None:
         """Something has come over a connection."""
-        said: Any = decode(packet.head)
-        kind = type(said)
+        msg: Any = decode(packet.head)
+        kind = type(msg)
         if kind is Invoke:
             with self.lock:
-                self.residents.take(connection, said, packet)
+                self.residents.take(connection, msg, packet)
         elif kind is SavedResult or kind is SavedState:
-            self.caller.restoring.take(connection, said, packet)
+            self.caller.restoring.take(connection, msg, packet)
         elif kind is Result or kind is Raised or kind is Cancelled:
-            self._answer(connection, said, packet)
+            self._answer(connection, msg, packet)
         else:
             with self.lock:
-                self.residents.do(connection, said)
+                self.residents.do(connection, msg)
 
-    def _answer(self, connection: Connection, said: Any, packet: wire.Packet) -> None:
+    def _answer(self, connection: Connection, msg: Any, packet: wire.Packet) -> None:
         with self.lock:
-            waiting = connection.pending.pop(said.number, None)
+            waiting = connection.pending.pop(msg.number, None)
             if waiting is None:
                 packet.close()
                 return
             connection.nbytes -= waiting.nbytes
-        if isinstance(said, Result):
-            waiting.settle(None if said.kept else packet, None)
-        elif isinstance(said, Raised):
+        if isinstance(msg, Result):
+            waiting.settle(None if msg.kept else packet, None)
+        elif isinstance(msg, Raised):
             waiting.settle(None, answers.raised(packet, self.describe()))
         else:
             waiting.settle(None, CancelledError(f"{waiting.what} was cancelled before it began"))

@@ -32,8 +32,8 @@ class Call:
     Attributes:
         name: of the call.
         origin: over which it came.
-        said, packet: the message.
-        arguments: results of other calls, by their place among `said.refs`, as they come.
+        invoke, packet: the message.
+        arguments: results of other calls, by their index among `invoke.refs`, as they come.
         missing: those that have not come yet, by place.
         state: "queued", "running", "done" or "cancelled".
         waits_for: the call whose result its method waits for without a limit, and the process that has that.
@@ -45,7 +45,7 @@ class Call:
 
     name: Name
     origin: Connection
-    said: Invoke
+    invoke: Invoke
     packet: wire.Packet
     arguments: dict[int, Any] = dataclasses.field(default_factory=dict)
     missing: set[int] = dataclasses.field(default_factory=set)
@@ -101,7 +101,7 @@ class LiveObject:
 
     @staticmethod
     def _caller(call: Call) -> Any:
-        return (call.name[0], call.said.caller)
+        return (call.name[0], call.invoke.caller)
 
     def consider(self, call: Call) -> None:
         """Let a call run, if it is the next of its caller and has its arguments."""

@@ -61,9 +61,9 @@ class Probes:
     def _waits_of(self, call: Call) -> list[tuple[NodeId, Name]]:
         if call.state == "running":
             return [] if call.waits_for is None else [call.waits_for]
-        live = self._objects.get(call.said.target)
+        live = self._objects.get(call.invoke.target)
         before = [] if live is None else live.before(call)
-        return [*(call.said.refs[index] for index in call.missing), *((self._own, one.name) for one in before)]
+        return [*(call.invoke.refs[index] for index in call.missing), *((self._own, one.name) for one in before)]
 
     def found(self, waiting: Name, chain: tuple[Name, ...]) -> None:
         """A call of this process waits for itself."""
@@ -71,6 +71,6 @@ class Probes:
         if call is not None and call.waits_for is not None:
             call.deadlock = chain
 
-    def _tell(self, owner: NodeId, said: Any) -> None:
+    def _tell(self, owner: NodeId, msg: Any) -> None:
         with contextlib.suppress(OSError):
-            self._connection(owner[0]).send(said)
+            self._connection(owner[0]).send(msg)

@@ -32,12 +32,12 @@ def _on_ranks(mesh: Any, ref: Ref) -> Any:
 
 def _read(session: RankSession, name: tuple) -> tuple[Any, list[Any], list[OutputMeta]]:
     leaves, treedef = trees.flatten(session.node.caller.object_of(name))
-    said = []
+    metas = []
     for index, leaf in enumerate(leaves):
         leaf = leaves[index] = as_tensor(leaf)
         if hasattr(leaf, "detach"):
-            leaf = leaves[index] = session.placed(leaf.detach())
-            said.append(OutputMeta(P(), tuple(leaf.shape), leaf.dtype))
+            leaf = leaves[index] = session.on_device(leaf.detach())
+            metas.append(OutputMeta(P(), tuple(leaf.shape), leaf.dtype))
         else:
-            said.append(OutputMeta(None, value=leaf))
-    return treedef, leaves, said
+            metas.append(OutputMeta(None, value=leaf))
+    return treedef, leaves, metas

@@ -104,8 +104,8 @@ class Residents:
         try:
             settings, args, kwargs = self._read(call)
             with self._around(settings):
-                result = live.do(call.said.method, args, kwargs)
-            packet, refs = self._reader.contents.of_result(result, f"{type(live.value).__name__}.{call.said.method}")
+                result = live.do(call.invoke.method, args, kwargs)
+            packet, refs = self._reader.contents.of_result(result, f"{type(live.value).__name__}.{call.invoke.method}")
             if refs and live.maker is not None:
                 raise MeshError(message("an object that is restored returned a Ref", remedy="return its result"))
         except BaseException as error:
@@ -120,12 +120,12 @@ class Residents:
                 live.running = None
                 live.left(call)
             return
-        if live.maker is not None and call.said.method not in (RESTORABLE, LOAD):
+        if live.maker is not None and call.invoke.method not in (RESTORABLE, LOAD):
             kind, packet = self._saving.saved(live, call, kind, packet)
         self._finish(live, call, kind, packet)
 
     def _read(self, call: Call) -> tuple[Any, tuple, dict[str, Any]]:
-        if call.said.method == LOAD:  # what `save` gave, as it came
+        if call.invoke.method == LOAD:  # what `save` gave, as it came
             return None, (self._reader.contents.loads(call.packet),), {}
 
         def argument(index: int) -> Any:
@@ -173,37 +173,37 @@ class Residents:
 
     # -- on the exchange's thread --------------------------------------------------------------------------------------
 
-    def take(self, connection: Connection, said: Invoke, packet: wire.Packet) -> None:
+    def take(self, connection: Connection, msg: Invoke, packet: wire.Packet) -> None:
         """A call of an object of this process has come."""
         assert connection.peer is not None
-        name = (connection.peer, said.number)
-        call = Call(name, connection, said, packet)
+        name = (connection.peer, msg.number)
+        call = Call(name, connection, msg, packet)
         with self._lock:
-            self._latest[connection.peer] = max(said.number, self._latest.get(connection.peer, 0))
-            self._release(connection.peer, said.released)
+            self._latest[connection.peer] = max(msg.number, self._latest.get(connection.peer, 0))
+            self._release(connection.peer, msg.released)
             self._calls[name] = call
             call.asked = self._expected.pop(name, [])
-            live, problem = self._target(said, call)
+            live, problem = self._target(msg, call)
             if live is None:
                 call.state, call.answer = "done", (Raised, answers.packed(problem, self._post.id[0]))
                 for waiter in call.asked:
                     waiter(*call.answer)
-                connection.send(Raised(said.number), call.answer[1])
+                connection.send(Raised(msg.number), call.answer[1])
                 return
-            call.missing = set(range(len(said.refs)))
+            call.missing = set(range(len(msg.refs)))
             live.add(call)
-        for index, (owner, wanted) in enumerate(said.refs):
+        for index, (owner, wanted) in enumerate(msg.refs):
             self._gather(live, call, index, owner, wanted)
 
-    def _target(self, said: Invoke, call: Call) -> tuple[LiveObject | None, Any]:
-        if said.method in ("", RESTORABLE):
-            label, serial = f"object-{said.number}", next(self._serials)
-            made = self.objects[said.target] = LiveObject(said.target, label, serial, self._run)
-            made.maker = call.origin if said.method else None
+    def _target(self, msg: Invoke, call: Call) -> tuple[LiveObject | None, Any]:
+        if msg.method in ("", RESTORABLE):
+            label, serial = f"object-{msg.number}", next(self._serials)
+            made = self.objects[msg.target] = LiveObject(msg.target, label, serial, self._run)
+            made.maker = call.origin if msg.method else None
             return made, None
-        if said.incarnation != self._post.id[1]:
+        if msg.incarnation != self._post.id[1]:
             return None, answers.lost(self._post.id[0], "this object", self._post.describe())
-        live = self.objects.get(said.target)
+        live = self.objects.get(msg.target)
         if live is None or live.closing:
             return None, answers.gone("this object", self._post.describe())
         return live, None
@@ -258,31 +258,31 @@ class Residents:
             else:
                 self._expected.setdefault(name, []).append(waiter)
 
-    def do(self, connection: Connection, said: Any) -> None:
+    def do(self, connection: Connection, msg: Any) -> None:
         """Anything else that has come."""
         peer: Any = connection.peer
-        if isinstance(said, Fetch):
+        if isinstance(msg, Fetch):
 
             def send(kind: type, packet: wire.Packet) -> None:
-                connection.send(Result(said.number, False) if kind is Result else Raised(said.number), packet)
+                connection.send(Result(msg.number, False) if kind is Result else Raised(msg.number), packet)
 
-            self._ask(said.call, send)
-        elif isinstance(said, Kept):
-            self._saving.kept(said.number)
-        elif isinstance(said, Release):
+            self._ask(msg.call, send)
+        elif isinstance(msg, Kept):
+            self._saving.kept(msg.number)
+        elif isinstance(msg, Release):
             with self._lock:
-                self._release(peer, said.calls)
-                for name in said.objects:
+                self._release(peer, msg.calls)
+                for name in msg.objects:
                     self._drop(name)
-        elif isinstance(said, Cancel):
-            in_time = self._cancel((peer, said.call))
-            connection.send(Result(said.number, False), wire.Packet(pickle.dumps(in_time)))
-        elif isinstance(said, Probe):
+        elif isinstance(msg, Cancel):
+            in_time = self._cancel((peer, msg.call))
+            connection.send(Result(msg.number, False), wire.Packet(pickle.dumps(in_time)))
+        elif isinstance(msg, Probe):
             with self._lock:
-                self.probes.look(said)
-        elif isinstance(said, WaitsForItself):
+                self.probes.look(msg)
+        elif isinstance(msg, WaitsForItself):
             with self._lock:
-                self.probes.found(said.waiting, said.chain)
+                self.probes.found(msg.waiting, msg.chain)
 
     def _cancel(self, name: Name) -> bool:
         with self._lock:
@@ -294,7 +294,7 @@ class Residents:
             call.answer = (Raised, error)
             for waiter in call.asked:
                 waiter(Raised, error)
-            live = self.objects.get(call.said.target)
+            live = self.objects.get(call.invoke.target)
             if live is not None:
                 live.left(call)
             call.origin.send(Cancelled(name[1]))
@@ -339,8 +339,8 @@ class Residents:
 
     def deadlock_text(self, call: Call) -> str:
         """What is wrong with a call that waits for itself, in words."""
-        live = self.objects.get(call.said.target)
-        method = f"{type(live.value).__name__}.{call.said.method}" if live is not None else "this method"
+        live = self.objects.get(call.invoke.target)
+        method = f"{type(live.value).__name__}.{call.invoke.method}" if live is not None else "this method"
         others = len(call.deadlock) - 2
         by_way = f", by way of {others} more" if others > 0 else ""
         return f"{method} waits for a call that cannot begin, or end, before {method} has{by_way}"

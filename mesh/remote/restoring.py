@@ -29,7 +29,7 @@ PAUSE_SECONDS = 0.02  # between two looks whether a rank has been replaced
 class Sent:
     """A call that has not been answered: its message, and what takes the answer."""
 
-    said: Invoke
+    invoke: Invoke
     packet: wire.Packet
     waiting: Any
 
@@ -103,7 +103,7 @@ class Restoring:
 
     def note(self, one: Restorable, sent: Sent, connection: Connection | None) -> Connection | None:
         """A call is about to be sent, or, where this gives None, will be when the object is made again."""
-        number, settle = sent.said.number, sent.waiting.settle
+        number, settle = sent.invoke.number, sent.waiting.settle
         sent.packet, sent.waiting.again = duplicate(sent.packet), True
         one.sent[number] = sent
 
@@ -117,14 +117,14 @@ class Restoring:
         sent.waiting.settle = answered
         return None if one.away or connection is None or connection.lost else connection
 
-    def take(self, connection: Connection, said: Any, packet: wire.Packet) -> None:
+    def take(self, connection: Connection, msg: Any, packet: wire.Packet) -> None:
         """An object has done a call, and says what came of it, or what it has become."""
         with self._post.lock:
-            one = self.objects.get(said.target)
+            one = self.objects.get(msg.target)
             if one is None or one.owner != connection.peer:
                 packet.close()
-            elif isinstance(said, SavedResult):
-                one.coming = (said.call, said.failed, packet)
+            elif isinstance(msg, SavedResult):
+                one.coming = (msg.call, msg.failed, packet)
             else:
                 if one.state is not None:
                     one.state.close()
@@ -133,8 +133,8 @@ class Restoring:
                     if one.last is not None:
                         one.last[2].close()
                     one.last, one.coming = one.coming, None
-        if isinstance(said, SavedState):
-            connection.send(Kept(said.number))
+        if isinstance(msg, SavedState):
+            connection.send(Kept(msg.number))
 
     def forget(self, name: Name) -> None:
         """The handle of an object is gone."""
@@ -168,12 +168,12 @@ class Restoring:
 
     def _made_on(self, connection: Connection, one: Restorable) -> bool:
         """Make an object again over a connection, and send its calls after it; whether anybody was there."""
-        failed = self._told(connection, one, Invoke(one.name[1], 0, one.name, RESTORABLE, 0, (), ()), one.making)
+        failed = self._invoke(connection, one, Invoke(one.name[1], 0, one.name, RESTORABLE, 0, (), ()), one.making)
         if connection.peer is None or connection.lost:
             return False
         if failed is None and one.state is not None:
-            said = Invoke(self._next_number(), connection.peer[1], one.name, LOAD, 0, (), ())
-            failed = self._told(connection, one, said, one.state)
+            msg = Invoke(self._next_number(), connection.peer[1], one.name, LOAD, 0, (), ())
+            failed = self._invoke(connection, one, msg, one.state)
             if connection.lost:
                 return False
         with self._post.lock:
@@ -188,12 +188,12 @@ class Restoring:
                 for number, call in one.sent.items():
                     connection.pending[number] = call.waiting
                     connection.nbytes += call.waiting.nbytes
-                    call.said = dataclasses.replace(call.said, incarnation=one.owner[1], released=())
-                    connection.send(call.said, call.packet)
+                    call.invoke = dataclasses.replace(call.invoke, incarnation=one.owner[1], released=())
+                    connection.send(call.invoke, call.packet)
                 sent = {number: call for number, call in sent.items() if number in done | hopeless}
         for call in sent.values():
             call.packet.close()
-            if failed is not None or one.last is None or call.said.number != one.last[0]:
+            if failed is not None or one.last is None or call.invoke.number != one.last[0]:
                 lost = answers.lost(one.owner[0], one.label, self._post.describe())
                 call.waiting.settle(None, lost if failed is None else failed)
             else:
@@ -209,7 +209,9 @@ class Restoring:
         one.first = (number, one.first[1] + 1 if number == one.first[0] else 1)
         return {number} if number and one.first[1] >= ATTEMPTS else set()
 
-    def _told(self, connection: Connection, one: Restorable, said: Invoke, packet: wire.Packet) -> BaseException | None:
+    def _invoke(
+        self, connection: Connection, one: Restorable, msg: Invoke, packet: wire.Packet
+    ) -> BaseException | None:
         """Send something that is answered, and wait for that: the error that it gave."""
         done, errors = threading.Event(), []
 
@@ -223,7 +225,7 @@ class Restoring:
         with self._post.lock:
             if connection.lost:
                 return None
-            connection.pending[said.number] = Waiting(settle, one.label)
-            connection.send(said, packet)
+            connection.pending[msg.number] = Waiting(settle, one.label)
+            connection.send(msg, packet)
         done.wait()
         return errors[0] if errors else None

@@ -123,17 +123,17 @@ def split(prints: bytes, leaves: Sequence[Leaf], check: Check, axes: int) -> lis
 
 def scalar_in(prints: bytes, leaves: tuple[Leaf, ...], index: int) -> Tensor | None:
     """A leaf out of the numbers that a call in which only these are looked at told; None if it is not among them."""
-    places = _places(leaves)
-    if index not in places or places[-1] != len(prints):  # those on GPUs are not told
+    offsets = _offsets(leaves)
+    if index not in offsets or offsets[-1] != len(prints):  # those on GPUs are not told
         return None
-    leaf, start = leaves[index], places[index]
+    leaf, start = leaves[index], offsets[index]
     assert leaf.dtype is not None
     number = torch.frombuffer(bytearray(prints[start : start + leaf.dtype.itemsize]), dtype=leaf.dtype)
     return number.view(leaf.shape)
 
 
 @functools.lru_cache(maxsize=256)
-def _places(leaves: tuple[Leaf, ...]) -> dict[int, int]:
+def _offsets(leaves: tuple[Leaf, ...]) -> dict[int, int]:
     """Where each of the numbers among these leaves begins in what is told of them; under -1 how long that is."""
     found, at = {}, 0
     for index in scalars_among(leaves):
@@ -151,12 +151,12 @@ def same_bytes(a: bytes | None, b: bytes | None, shape: Sequence[int]) -> bool:
     return not all(size == 1 for size in shape) and a[:HASH_BYTES] == b[:HASH_BYTES]
 
 
-def shown(told: bytes, shape: Sequence[int], dtype: torch.dtype) -> str:
+def shown(content: bytes, shape: Sequence[int], dtype: torch.dtype) -> str:
     """A number, or of several their sum, for messages."""
     if all(size == 1 for size in shape):
-        number = torch.frombuffer(bytearray(told), dtype=dtype)
+        number = torch.frombuffer(bytearray(content), dtype=dtype)
         return str(number.numpy()[0] if dtype is torch.float32 else number.item())
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} with other bytes (sum {_PRINT.unpack(told)[1]:.9g})"
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} with other bytes (sum {_PRINT.unpack(content)[1]:.9g})"
 
 
 def digest(tensor: Tensor) -> bytes:

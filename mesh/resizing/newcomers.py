@@ -18,7 +18,7 @@ from ...kernels.shm.heap import Heap
 from .. import protocol, wire
 from ..driver.functions import ShippedObjects
 from ..driver.ranks import Rank, Ranks
-from ..hosts.places import Places
+from ..hosts.host_list import HostList
 from ..hosts.ranks import HostRanks
 from ..spec import Layout
 from .messages import Populate
@@ -51,22 +51,24 @@ class Newcomers:
         layout: of their mesh.
         threads: of each.
         shared, own: bytes of values that they are about to take over: those of all, and those of each.
-        places: the hosts that they are to be on, if there are several.
+        host_list: the hosts that they are to be on, if there are several.
 
     Attributes:
         ranks: they, once `prepare` has come back.
         known: the keys of what they were sent, and have read.
     """
 
-    def __init__(self, session: Session, layout: Layout, threads: int, shared: int, own: int, places: Places | None):
-        self.layout, self._places = layout, places
+    def __init__(
+        self, session: Session, layout: Layout, threads: int, shared: int, own: int, host_list: HostList | None
+    ):
+        self.layout, self._host_list = layout, host_list
         self._session, self._options = session, session.options | {"threads": threads}
         # Their first step is taken to make as much as there is, in memory that they share and in their own, and the
         # gradients of what all have. What other hosts have is not known here.
-        room = Populate(*map(Heap.rounded, (own, own + shared, shared)))
-        needed = shared + room.results + layout.size * (room.values + 2 * room.step)
-        fits = places is None and 2 * needed < available_bytes()
-        self._shared_bytes, self._room = (shared, room) if fits else (0, Populate(0, 0, 0))
+        memory = Populate(*map(Heap.rounded, (own, own + shared, shared)))
+        needed = shared + memory.results + layout.size * (memory.values + 2 * memory.step)
+        fits = host_list is None and 2 * needed < available_bytes()
+        self._shared_bytes, self._memory = (shared, memory) if fits else (0, Populate(0, 0, 0))
         self.known: set[str] = set()
         self._printed: list[tuple[Rank, str, bytes]] = []
         self._cancelled = threading.Event()
@@ -95,10 +97,10 @@ class Newcomers:
 
     def _made(self) -> Ranks:
         old, options = self._session.ranks, self._options
-        if self._places is None:
+        if self._host_list is None:
             return Ranks(self.layout, options, lambda rank: None)
         assert isinstance(old, HostRanks)
-        return HostRanks(self._places, self.layout, options, lambda rank: None, None, old.secret, self._check_wanted)
+        return HostRanks(self._host_list, self.layout, options, lambda rank: None, None, old.secret, self._check_wanted)
 
     def cancel(self) -> None:
         """Have `prepare` end soon."""
@@ -125,34 +127,34 @@ class Newcomers:
         session = self._session
         with session.lock:
             self.known = session.shipped.keys()
-            for said, packet in session.shipped.for_newcomer():
-                self._tell(said, packet)
-        if self._places is None:
-            self._tell(self._room)
+            for msg, packet in session.shipped.for_newcomer():
+                self._tell(msg, packet)
+        if self._host_list is None:
+            self._tell(self._memory)
         self._tell(protocol.PassThrough(0, 0, (), ()))
         self._wait(session.timeout, _ends_a_task)
 
     def take(self, messages: Sequence[tuple[protocol.Message, wire.Packet]], seconds: float) -> None:
         """Have them do tasks, and wait until all have done all."""
-        for said, packet in messages:
-            self._tell(said, packet)
+        for msg, packet in messages:
+            self._tell(msg, packet)
         self._wait(seconds, _ends_a_task, len(messages))
 
-    def copy(self, said: protocol.CopyTo, seconds: float) -> None:
+    def copy(self, msg: protocol.CopyTo, seconds: float) -> None:
         """Have what they have copied to other hosts of theirs, and wait until it is."""
-        self._tell(said)
-        self._wait(seconds, lambda one: isinstance(one, protocol.Copying) and one.done and one.number == said.number)
+        self._tell(msg)
+        self._wait(seconds, lambda one: isinstance(one, protocol.Copying) and one.done and one.number == msg.number)
 
-    def _tell(self, said: protocol.Message, packet: wire.Packet | None = None) -> None:
+    def _tell(self, msg: protocol.Message, packet: wire.Packet | None = None) -> None:
         packet = wire.Packet(b"") if packet is None else packet
-        packet.head = protocol.encode(said)
+        packet.head = protocol.encode(msg)
         self.ranks.send(packet, wire.frame(packet), None)
 
     def _wait(self, seconds: float, is_it: Callable[[protocol.Message], bool], count: int = 1) -> None:
         """Wait until each has said so many things of a kind."""
         left = dict.fromkeys((rank.rank for rank in self.ranks.all), count)
         end = time.monotonic() + seconds
-        heard = self._heard_here() if self._places is None else self._heard_of_hosts()
+        heard = self._heard_here() if self._host_list is None else self._heard_of_hosts()
         while any(count > 0 for count in left.values()):
             self._check_wanted()
             if time.monotonic() > end:
@@ -164,7 +166,7 @@ class Newcomers:
                 if kind == "death":
                     raise Died(f"rank {rank.rank} {rank.end_text()}")
                 if kind == "answer":
-                    left[rank.rank] -= is_it(self._said(rank, what))
+                    left[rank.rank] -= is_it(self._decoded(rank, what))
                 else:
                     self._printed.append((rank, kind, what))
 
@@ -206,12 +208,12 @@ class Newcomers:
             bell.clear()
             yield [(kind, rank, what) for kind, ranks, what in inbox.take() for rank in ranks]
 
-    def _said(self, rank: Rank, packet: wire.Packet) -> protocol.Message:
-        said = protocol.decode(packet.head)
-        rank.ready = rank.ready or isinstance(said, protocol.Ready)
-        if isinstance(said, protocol.Ship):  # it could not read that: it is sent again at the switch
-            self.known.discard(said.key)
-        if isinstance(said, protocol.Failed):
+    def _decoded(self, rank: Rank, packet: wire.Packet) -> protocol.Message:
+        msg = protocol.decode(packet.head)
+        rank.ready = rank.ready or isinstance(msg, protocol.Ready)
+        if isinstance(msg, protocol.Ship):  # it could not read that: it is sent again at the switch
+            self.known.discard(msg.key)
+        if isinstance(msg, protocol.Failed):
             failure = wire.loads(packet)
             got = f"rank {rank.rank}: {failure.type_name}: {failure.text}"
             if failure.type_name == PeerLost.__name__:
@@ -220,13 +222,13 @@ class Newcomers:
             raise MeshError(message("the mesh cannot be resized: a new rank has failed", got=got, remedy=remedy))
         packet.close()
         if self.ranks.arena is not None:
-            self.ranks.arena.answers.heard[rank.rank] += 1
-        return said
+            self.ranks.arena.answers.received[rank.rank] += 1
+        return msg
 
     def printed(self) -> list[tuple[Rank, str, bytes]]:
         """What they have printed so far, to be shown when they are taken."""
         return self._printed
 
 
-def _ends_a_task(said: protocol.Message) -> bool:
-    return isinstance(said, protocol.Answer)
+def _ends_a_task(msg: protocol.Message) -> bool:
+    return isinstance(msg, protocol.Answer)

@@ -45,8 +45,8 @@ class Offered(Serving):
 
     def serve(self, rank: int, link: Link) -> None:
         while (messages := link.receive()) is not None:
-            for said, _ in messages:
-                found = [self._part(said.call, *part) for part in said.parts]
+            for msg, _ in messages:
+                found = [self._part(msg.call, *part) for part in msg.parts]
                 sizes = tuple((len(head), len(data)) for head, data in found)
                 link.send(protocol.PartsSent(sizes), *(piece for both in found for piece in both if len(piece)))
 

@@ -74,7 +74,7 @@ class Piece:
     begin: tuple[int, ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    place: int | torch.Tensor
+    data: int | torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,19 +91,19 @@ class Pieces:
     pieces: tuple[Piece, ...]
 
     def take(
-        self, layout: Layout, spec: P, rank: int, room: Callable[[int, torch.Tensor], torch.Tensor]
+        self, layout: Layout, spec: P, rank: int, allocate: Callable[[int, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """A rank's shard, as `Layout.take` has it of the whole.
 
         Args:
-            room: gives memory for so many elements of a tensor's kind.
+            allocate: gives memory for so many elements of a tensor's kind.
         """
         box = box_of(layout, self.shape, spec, rank)
         sizes = sizes_of(box)
         first = self.pieces[0]
         order = strides.joined(self.shape, first.shape, strides.dense(first.shape, first.stride))
         plain = self.like.detach()
-        shard = room(torch.Size(sizes).numel(), plain).as_strided(sizes, strides.dense(sizes, order))
+        shard = allocate(torch.Size(sizes).numel(), plain).as_strided(sizes, strides.dense(sizes, order))
         for piece in self.pieces:
             its = [(begin, begin + size) for begin, size in zip(piece.begin, piece.shape, strict=True)]
             if (both := shared(box, its)) is not None:
@@ -111,9 +111,9 @@ class Pieces:
         return frozen_as(self.like, shard)
 
     def _tensor(self, piece: Piece) -> torch.Tensor:
-        if isinstance(piece.place, torch.Tensor):
-            return piece.place
+        if isinstance(piece.data, torch.Tensor):
+            return piece.data
         steps = zip(piece.shape, piece.stride, strict=True)
         nbytes = (1 + sum((size - 1) * step for size, step in steps)) * self.like.itemsize
-        found = self.source.bytes[piece.place : piece.place + nbytes]
+        found = self.source.bytes[piece.data : piece.data + nbytes]
         return found.view(self.like.dtype).as_strided(piece.shape, piece.stride)

@@ -22,7 +22,7 @@ from .. import protocol
 from ..driver import open_sessions
 from ..driver.rerun import send_read
 from ..driver.session import DriverSession
-from ..hosts.places import Places
+from ..hosts.host_list import HostList
 from ..rank.interrupts import uninterrupted
 from ..region import current
 from ..spec import Layout
@@ -36,7 +36,7 @@ logger = logging.getLogger("spmd")
 class MeshView(Protocol):
     """The mesh, as far as it is seen from here."""
 
-    hosts: Places | None
+    hosts: HostList | None
     at_close: list[concurrent.futures.Future]
 
     @property
@@ -46,7 +46,7 @@ class MeshView(Protocol):
     @property
     def driver(self) -> DriverSession: ...
     def describe(self) -> str: ...
-    def set_layout(self, layout: Layout, threads: int, hosts: Places | None) -> None: ...
+    def set_layout(self, layout: Layout, threads: int, hosts: HostList | None) -> None: ...
     def threads_for(self, layout: Layout) -> int: ...
 
 
@@ -82,13 +82,13 @@ def _resize(self: MeshView, axes: dict[str, int], wait: bool, leaving: Collectio
     """As `resize`, where these ranks are those that leave, if it matters which."""
     layout = _checked(self, axes)
     driver = self.driver
-    places = _places(self, layout, leaving)
+    host_list = _host_list(self, layout, leaving)
     before, driver.resizing = driver.resizing, None
     if before is not None:
         before.cancel()
     if layout == self.layout:
         return
-    resizing = Resizing(self, driver, layout, places)
+    resizing = Resizing(self, driver, layout, host_list)
     if not wait:
         driver.resizing = resizing
         return
@@ -146,17 +146,17 @@ def _checked(mesh: MeshView, axes: dict[str, int]) -> Layout:
     return Layout(tuple((name, int(axes.get(name, size))) for name, size in mesh.layout.sizes))
 
 
-def _places(mesh: MeshView, layout: Layout, leaving: Collection[int]) -> Places | None:
+def _host_list(mesh: MeshView, layout: Layout, leaving: Collection[int]) -> HostList | None:
     """The hosts that ranks of another layout are on, if there are several."""
     if mesh.hosts is None:
         return None
-    places = mesh.hosts.without(leaving) if leaving else mesh.hosts.spread(layout.size)
-    copies, left = mesh.driver.options["copies"], len(places.names)
+    host_list = mesh.hosts.without(leaving) if leaving else mesh.hosts.spread(layout.size)
+    copies, left = mesh.driver.options["copies"], len(host_list.names)
     if copies >= left < len(mesh.hosts.names):
         problem = f"the mesh cannot be resized: values have copies on {copies} other hosts, and fewer would be left"
         got, remedy = f"{layout.size} ranks on {left} hosts", "leave ranks on more hosts than that"
         raise MeshError(message(problem, got=got, where=mesh.describe(), remedy=remedy))
-    return places
+    return host_list
 
 
 def _check_remote(driver: DriverSession) -> None:
@@ -168,10 +168,10 @@ def _check_remote(driver: DriverSession) -> None:
 class Resizing:
     """New ranks that get ready on a thread, and the switch to them."""
 
-    def __init__(self, mesh: MeshView, driver: DriverSession, layout: Layout, places: Places | None):
-        self._mesh, self._driver, self._layout, self._places = mesh, driver, layout, places
+    def __init__(self, mesh: MeshView, driver: DriverSession, layout: Layout, host_list: HostList | None):
+        self._mesh, self._driver, self._layout, self._host_list = mesh, driver, layout, host_list
         self._threads = mesh.threads_for(layout)
-        self._newcomers = Newcomers(driver, layout, self._threads, *bytes_to_move(driver, layout), places)
+        self._newcomers = Newcomers(driver, layout, self._threads, *bytes_to_move(driver, layout), host_list)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._prepare, name="spmd-newcomers", daemon=True)
         self._thread.start()
@@ -240,20 +240,20 @@ class Resizing:
                 began = time.monotonic()
                 _check_remote(driver)
                 moved: Moved | MovedBetweenHosts
-                if self._places is None:
+                if self._host_list is None:
                     moved = Moved(driver, arena, self._layout)
                 else:
                     moved = MovedBetweenHosts(driver, self._newcomers)
                 with uninterrupted():
                     switch.enter_context(_switching(driver))
-                    if self._places is None:
+                    if self._host_list is None:
                         old.yield_processor()
                     driver.tell(protocol.Exit())  # of all values there is a copy, or memory that is not theirs
                     driver.hand_over(ranks, self._layout)
-                    self._mesh.set_layout(self._layout, self._threads, self._places)
+                    self._mesh.set_layout(self._layout, self._threads, self._host_list)
                     open_sessions.follow(driver)
-                    for said, packet in driver.shipped.for_newcomer(self._newcomers.known):
-                        driver.tell(said, packet)
+                    for msg, packet in driver.shipped.for_newcomer(self._newcomers.known):
+                        driver.tell(msg, packet)
                     puts = moved.put(driver)
                     _read_again(driver)
             listening = threading.Event()
@@ -263,8 +263,8 @@ class Resizing:
                 if task.failure is not None:
                     driver.wait(task)
             with driver.lock:
-                for said, packet in driver.shipped.naming_values():
-                    driver.tell(said, packet)
+                for msg, packet in driver.shipped.naming_values():
+                    driver.tell(msg, packet)
         listening.wait()
         del moved
         if driver.leaving is not None:

@@ -26,7 +26,7 @@ from .offer import secret_of
 from .pieces import Box, box_of, shared, sizes_of, within
 
 _MOST_BYTES = 32 << 20  # that are asked for at once, but for a part that is larger
-Room = Callable[[int, torch.Tensor], torch.Tensor]
+Allocate = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,13 +73,13 @@ class Shares:
     values: tuple[Share | None, ...]
 
     def take(
-        self, layout: Layout, specs: Sequence[P], rank: int, who: tuple[str, bytes], room: Room
+        self, layout: Layout, specs: Sequence[P], rank: int, who: tuple[str, bytes], allocate: Allocate
     ) -> list[torch.Tensor]:
         """A rank's shards, cut so.
 
         Args:
             who: the rank's address, and the key of its mesh.
-            room: gives memory for so many elements of a tensor's kind.
+            allocate: gives memory for so many elements of a tensor's kind.
         """
         taken: list[torch.Tensor | None] = [None] * len(self.values)
         boxes: list[Box] = []
@@ -97,7 +97,7 @@ class Shares:
                         taken[index] = self._unpickled(index, data)
                         continue
                     if shard is None:
-                        shard = taken[index] = _room(leaf, self._shape(index), boxes[index], room)
+                        shard = taken[index] = _allocated(leaf, self._shape(index), boxes[index], allocate)
                     if len(data):
                         shard.data[within(boxes[index], part.box)].copy_(_laid_out(data, leaf, sizes_of(part.box)))
         return [torch.empty(0) if shard is None else shard for shard in taken]
@@ -149,16 +149,16 @@ class _Hosts:
         """Of each part how the shard lies that it is one of, and its bytes; raises `PeerLost`."""
         found: dict[int, tuple[Leaf, memoryview]] = {}
         for where in {self._at[part.rank] for part in parts}:
-            its = [place for place, part in enumerate(parts) if self._at[part.rank] == where]
+            its = [number for number, part in enumerate(parts) if self._at[part.rank] == where]
             try:
-                said, content = self._link(where).ask(SendParts(call, tuple(_named(parts[place]) for place in its)))
+                msg, content = self._link(where).ask(SendParts(call, tuple(_named(parts[number]) for number in its)))
             except (OSError, NotOfThisMesh) as error:
                 raise PeerLost(f"what holds ranks at {where[0]} port {where[1]} can't be reached: {error}") from None
             view, at = memoryview(content), 0
-            for place, (head, nbytes) in zip(its, said.sizes, strict=True):
-                found[place] = pickle.loads(view[at : at + head]), view[at + head : at + head + nbytes]
+            for number, (head, nbytes) in zip(its, msg.sizes, strict=True):
+                found[number] = pickle.loads(view[at : at + head]), view[at + head : at + head + nbytes]
                 at += head + nbytes
-        return [found[place] for place in range(len(parts))]
+        return [found[number] for number in range(len(parts))]
 
     def _link(self, where: tuple[str, int]) -> Link:
         if where not in self._links:
@@ -207,16 +207,16 @@ def _few(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
         yield some
 
 
-def _room(leaf: Leaf, shape: tuple[int, ...], box: Box, room: Room) -> torch.Tensor:
+def _allocated(leaf: Leaf, shape: tuple[int, ...], box: Box, allocate: Allocate) -> torch.Tensor:
     """Memory for a part of a value, a shard of which lies so."""
     sizes = sizes_of(box)
     order = strides.joined(shape, leaf.shape, strides.dense(leaf.shape, leaf.stride))
-    found = room(math.prod(sizes), torch.empty(0, dtype=leaf.dtype)).as_strided(sizes, strides.dense(sizes, order))
+    found = allocate(math.prod(sizes), torch.empty(0, dtype=leaf.dtype)).as_strided(sizes, strides.dense(sizes, order))
     return torch.nn.Parameter(found, requires_grad=False) if leaf.frozen else found
 
 
 def _laid_out(data: memoryview, leaf: Leaf, sizes: tuple[int, ...]) -> torch.Tensor:
     """The bytes of a part of a shard that lies so, as a tensor."""
-    room = torch.empty(len(data), dtype=torch.uint8)
-    room.numpy()[:] = data
-    return room.view(leaf.dtype).as_strided(sizes, strides.dense(sizes, strides.dense(leaf.shape, leaf.stride)))
+    buffer = torch.empty(len(data), dtype=torch.uint8)
+    buffer.numpy()[:] = data
+    return buffer.view(leaf.dtype).as_strided(sizes, strides.dense(sizes, strides.dense(leaf.shape, leaf.stride)))

@@ -37,10 +37,10 @@ def cut(array: Array) -> dict[str, Any]:
     return {"spec": list(spec.entries), "parts": _sizes(array.mesh.layout, spec)}
 
 
-def place_of(layout: Layout, spec: P, rank: int) -> int | list[int]:
+def position_of(layout: Layout, spec: P, rank: int) -> int | list[int]:
     """Which piece a rank holds: its number in every dimension, or, if only the first is cut, in that."""
-    place = [layout.part(rank, spec.dim_axes(dim)) for dim in range(len(spec.entries))]
-    return place[0] if len(place) == 1 else place
+    position = [layout.part(rank, spec.dim_axes(dim)) for dim in range(len(spec.entries))]
+    return position[0] if len(position) == 1 else position
 
 
 def about(value: Tensor, whole: Sequence[int]) -> dict[str, Any]:
@@ -63,17 +63,19 @@ def about(value: Tensor, whole: Sequence[int]) -> dict[str, Any]:
 def whole(entry: Entry, pieces: Sequence[tuple[int | list[int], Tensor]]) -> Tensor:
     """The value of a leaf, from its places and pieces, which fit together."""
     if entry["dtype"].startswith("complex"):
-        pieces = [(place, torch.view_as_complex(piece)) for place, piece in pieces]
+        pieces = [(position, torch.view_as_complex(piece)) for position, piece in pieces]
     if len(pieces) == 1 and "strides" not in entry:
         return pieces[0][1]
     shape = entry["shape"]
     extents: list[dict[int, int]] = [{} for _ in shape]
-    for place, piece in pieces:
-        for known, number, size in zip(extents, numbers_of(place), piece.shape, strict=False):
+    for position, piece in pieces:
+        for known, number, size in zip(extents, numbers_of(position), piece.shape, strict=False):
             known[number] = size
     out = torch.empty_strided(shape, entry.get("strides") or strides.standard(shape), dtype=pieces[0][1].dtype)
-    for place, piece in pieces:
-        starts = [sum(map(known.__getitem__, range(n))) for known, n in zip(extents, numbers_of(place), strict=False)]
+    for position, piece in pieces:
+        starts = [
+            sum(map(known.__getitem__, range(n))) for known, n in zip(extents, numbers_of(position), strict=False)
+        ]
         index = [slice(start, start + size) for start, size in zip(starts, piece.shape, strict=False)]
         out[tuple(index)].copy_(piece)
     return out

@@ -79,21 +79,21 @@ def check(manifest: Any) -> None:
     schema.fields("", manifest, required, {"position": _position})
     files = [about["file"] for about in manifest["files"]]
     schema.require(0 < len(files) == len({*files}), "files", files, "one or more, each once")
-    places = list(named_leaves(manifest["tree"]))
+    paths = list(named_leaves(manifest["tree"]))
     leaves = manifest["leaves"]
-    schema.require(len(places) == len(leaves), "leaves", f"{len(leaves)} of them", f"{len(places)}, as tree has")
-    for index, (leaf, place) in enumerate(zip(leaves, places, strict=True)):
+    schema.require(len(paths) == len(leaves), "leaves", f"{len(leaves)} of them", f"{len(paths)}, as tree has")
+    for index, (leaf, named) in enumerate(zip(leaves, paths, strict=True)):
         got = leaf["path"], leaf["key"]
-        schema.require(got == place, f"leaves[{index}].path and key", got, f"{place}, as tree has")
+        schema.require(got == named, f"leaves[{index}].path and key", got, f"{named}, as tree has")
     tensors = [leaf["key"] for leaf in leaves if "tensor" in leaf]
     schema.require({*tensors} == {*manifest["pieces"]}, "pieces", [*manifest["pieces"]], "the keys of tensors")
     used: set[tuple[str, str]] = set()
     for leaf in leaves:
         if "tensor" in leaf:
-            _check_places(leaf, manifest["pieces"][leaf["key"]], files, used)
+            _check_positions(leaf, manifest["pieces"][leaf["key"]], files, used)
 
 
-def _check_places(leaf: Mapping[str, Any], pieces: list[Any], files: list[str], used: set[tuple[str, str]]) -> None:
+def _check_positions(leaf: Mapping[str, Any], pieces: list[Any], files: list[str], used: set[tuple[str, str]]) -> None:
     """Every part of a value is there once."""
     field = f"pieces[{leaf['key']!r}]"
     for _, file, name in pieces:
@@ -103,14 +103,14 @@ def _check_places(leaf: Mapping[str, Any], pieces: list[Any], files: list[str], 
         used.add((file, name))
     parts = [math.prod(sizes) for sizes in leaf.get("parts", [])]
     schema.require(len(pieces) == math.prod(parts), field, f"{len(pieces)} pieces", str(math.prod(parts)))
-    numbers = sorted(numbers_of(place) for place, _, _ in pieces)
+    numbers = sorted(numbers_of(position) for position, _, _ in pieces)
     expected = [*itertools.product(*map(range, parts))] if parts else [(0,)]
     schema.require(numbers == expected, field, numbers, f"each of {parts or 1} parts once")
 
 
-def numbers_of(place: int | list[int]) -> tuple[int, ...]:
+def numbers_of(position: int | list[int]) -> tuple[int, ...]:
     """A piece's number in every dimension that was cut."""
-    return (place,) if isinstance(place, int) else tuple(place)
+    return (position,) if isinstance(position, int) else tuple(position)
 
 
 def check_files(manifest: Mapping[str, Any], files: Mapping[str, Mapping[str, Stored]]) -> None:
@@ -126,14 +126,14 @@ def check_files(manifest: Mapping[str, Any], files: Mapping[str, Mapping[str, St
         field = f"pieces[{leaf['key']!r}]"
         dim, pairs = len(leaf["shape"]), (2,) if leaf["dtype"].startswith("complex") else ()
         extents: list[dict[int, int]] = [{} for _ in leaf["shape"]]
-        for place, file, name in manifest["pieces"][leaf["key"]]:
+        for position, file, name in manifest["pieces"][leaf["key"]]:
             schema.require(name in files[file], field, f"no tensor {name} in {file}", "one")
             code, shape = files[file][name].code, files[file][name].shape
             seen[file].discard(name)
             schema.require(code == CODES[leaf["dtype"]], field, f"{code} in {file}", f"{leaf['dtype']}")
             good = len(shape) == dim + len(pairs) and shape[dim:] == pairs
             schema.require(good, field, f"shape {list(shape)} in {file}", f"a part of {leaf['shape']}")
-            numbers = (*numbers_of(place), *[0] * dim)  # of a scalar none counts
+            numbers = (*numbers_of(position), *[0] * dim)  # of a scalar none counts
             for size, number, known in zip(shape[:dim], numbers[:dim], extents, strict=True):
                 good = known.setdefault(number, size) == size
                 schema.require(good, field, f"shape {list(shape)} in {file}", "parts that fit together")
@@ -210,8 +210,8 @@ def _file(field: str, value: Any) -> None:
 
 def _piece(field: str, value: Any) -> None:
     schema.require(isinstance(value, list) and len(value) == 3, field, value, "[place, file, name]")
-    place, file, name = value
-    (schema.list_of(schema.whole) if isinstance(place, list) else schema.whole)(f"{field}[0]", place)
+    position, file, name = value
+    (schema.list_of(schema.whole) if isinstance(position, list) else schema.whole)(f"{field}[0]", position)
     schema.text(f"{field}[1]", file)
     schema.text(f"{field}[2]", name)
 

@@ -62,14 +62,14 @@ def restore(path: str | os.PathLike, *, like: Any = None, mesh: Mesh | None = No
     for directory in (path, path.parent):
         for error in failures(directory):
             warn(f"a checkpoint could not be written in the background ({type(error).__name__}: {error})")
-    placed = mesh or _mesh_of(like)
-    opened, problems = _open(path, placed)
+    onto = mesh or _mesh_of(like)
+    opened, problems = _open(path, onto)
     with opened:
         for problem in problems:
             warn(f"{problem}; going on from {opened.folder}")
-        found = _read(opened, like, mesh, placed)
-    if placed is not None:
-        placed.run_state.saved = str(opened.folder)
+        found = _read(opened, like, mesh, onto)
+    if onto is not None:
+        onto.run_state.saved = str(opened.folder)
     return found
 
 
@@ -139,15 +139,15 @@ def _same(folder: Path, digest: str) -> Opened | Exception:
     return Damaged(message(f"{folder} is another checkpoint", got=opened.digest[:12], expected=digest[:12]))
 
 
-def _read(opened: Opened, like: Any, mesh: Mesh | None, placed: Mesh | None) -> Any:
+def _read(opened: Opened, like: Any, mesh: Mesh | None, onto: Mesh | None) -> Any:
     manifest, where = opened.manifest, str(opened.folder)
     described.check(manifest["tree"], manifest["leaves"], like)
     before, now = described.deals(manifest["leaves"], like)
-    warn_if_other({**manifest["fingerprint"], **before}, {**fingerprint(placed), **now}, where)
-    resume(placed, manifest, where)
+    warn_if_other({**manifest["fingerprint"], **before}, {**fingerprint(onto), **now}, where)
+    resume(onto, manifest, where)
 
     def value(entry: dict[str, Any], wanted: Any) -> Any:
-        found = [(place, opened.tensor(file, name)) for place, file, name in manifest["pieces"][entry["key"]]]
+        found = [(position, opened.tensor(file, name)) for position, file, name in manifest["pieces"][entry["key"]]]
         tensor = leaves.marked(entry, leaves.whole(entry, found))
         where = mesh or (wanted.mesh if isinstance(wanted, Array) else None)
         return tensor if where is None else put(tensor, leaves.spec_on(where, entry, wanted), mesh=where)

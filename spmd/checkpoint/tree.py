@@ -38,12 +38,12 @@ def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
     structure = structure_of(tree)
     entries, tensors = [], {}
     try:
-        places = _places(json.dumps(structure))
+        named = _paths(json.dumps(structure))
     except Invalid as error:
         raise SpecError(
             message("save got a tree that it cannot write", got=error.args[1], expected=error.args[2])
         ) from None
-    for (path, key), leaf in zip(places, trees.leaves(tree, is_leaf=is_array), strict=True):
+    for (path, key), leaf in zip(named, trees.leaves(tree, is_leaf=is_array), strict=True):
         leaf = as_tensor(leaf)
         entries.append({"key": key, "path": path, **_entry(leaf, path or "the whole")})
         if isinstance(leaf, torch.Tensor | Array):
@@ -54,7 +54,7 @@ def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
 
 
 @functools.lru_cache(maxsize=16)
-def _places(structure: str) -> list[tuple[str, str]]:
+def _paths(structure: str) -> list[tuple[str, str]]:
     """(path, key) of every leaf of a structure, as JSON: the trees that a run saves are mostly alike."""
     return list(named_leaves(json.loads(structure)))
 

@@ -118,8 +118,8 @@ class Writing:
             parts = [self._part(rank) for rank in range(self._ranks)]
             written: dict[str, list[Any]] = {}
             for part in parts:
-                for key, place, name in part["pieces"]:
-                    written.setdefault(key, []).append([place, part["file"], name])
+                for key, position, name in part["pieces"]:
+                    written.setdefault(key, []).append([position, part["file"], name])
             about = {key: more for part in reversed(parts) for key, more in part["about"].items()}  # the first one's
             manifest = {
                 "format": FORMAT,
@@ -286,7 +286,7 @@ def _write_here(rank: int, size: int, folder: Path, tensors: dict[str, Any], hel
     about: dict[str, Any] = {}
     shares = [0] * size  # bytes of replicated leaves that each rank writes
     for key, value in tensors.items():
-        place: int | list[int] = 0
+        position: int | list[int] = 0
         shape = value.shape
         if isinstance(value, Array):
             layout, spec = value.mesh.layout, value.spec
@@ -294,7 +294,7 @@ def _write_here(rank: int, size: int, folder: Path, tensors: dict[str, Any], hel
             if spec.entries:
                 if layout.owner(spec, rank) != rank:
                     continue
-                place = leaves.place_of(layout, spec, rank)
+                position = leaves.position_of(layout, spec, rank)
             else:
                 writer = min(range(size), key=lambda one: shares[one])
                 shares[writer] += nbytes
@@ -305,7 +305,7 @@ def _write_here(rank: int, size: int, folder: Path, tensors: dict[str, Any], hel
             continue
         if more := leaves.about(value, shape):
             about[key] = more
-        written.append([key, place, key])
+        written.append([key, position, key])
         value = value.detach().resolve_conj().resolve_neg()
         mine[key] = torch.view_as_real(value) if value.is_complex() else value
     name = f"rank-{rank:05d}.safetensors"

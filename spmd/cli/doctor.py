@@ -30,7 +30,7 @@ from ..mesh.launch.arguments import layout_of
 from ..mesh.launch.environments import Launch, describe
 from ..mesh.launch.rendezvous import address, launch_of_process
 from ..mesh.mesh import Mesh
-from ..mesh.rank.devices import for_driver, seats
+from ..mesh.rank.devices import default_size, for_driver
 
 PACKAGES = ("numpy", "optree", "cloudpickle", "tqdm", "cupy-cuda12x", "cupy-cuda13x", "mpi4py")
 SECONDS = 60.0
@@ -72,9 +72,9 @@ def doctor() -> int:
     failed = []
     for name in ("shm", "gloo"):
         works = name == "gloo" or not refused
-        told = attempt(lambda name=name: _in_driver(name)) if works else (False, f"absent: {refused}")  # type: ignore[misc]
-        _line(name, *_verdict(told) if works else (told[1],))
-        if works and not told[0]:
+        outcome = attempt(lambda name=name: _in_driver(name)) if works else (False, f"absent: {refused}")  # type: ignore[misc]
+        _line(name, *_verdict(outcome) if works else (outcome[1],))
+        if works and not outcome[0]:
             failed.append(name)
     _line("mpi", *_mpi())
     for its in _nccl():
@@ -94,10 +94,10 @@ def _as_rank(launch: Launch) -> int:
         _section("transports")
     failed = []
     for name in ("auto", "gloo"):
-        told = attempt(lambda name=name: _launched(name))  # type: ignore[misc]
+        outcome = attempt(lambda name=name: _launched(name))  # type: ignore[misc]
         if prints:
-            _line(name, *_verdict(told))
-        if not told[0]:
+            _line(name, *_verdict(outcome))
+        if not outcome[0]:
             failed.append(name)
             break  # the ranks have lost each other
     if prints and failed:
@@ -107,7 +107,7 @@ def _as_rank(launch: Launch) -> int:
 
 def _ranks_of_its_own() -> int:
     """How many ranks a mesh that is made here starts."""
-    return layout_of({"data": -1}, None, functools.partial(seats, "auto", "auto")).size
+    return layout_of({"data": -1}, None, functools.partial(default_size, "auto", "auto")).size
 
 
 def attempt(test: Callable[[], str]) -> tuple[bool, str]:
@@ -153,8 +153,8 @@ def _launched(backend: str) -> str:
     with Mesh(backend=backend, timeout=SECONDS) as mesh:
         where = mesh.run(lambda: (platform.node(), os.readlink("/proc/self/ns/net"), address()))
         ranks = Counter((host, at) for host, _, at in sorted(where, key=str))
-        places = ", ".join(f"{count} on {host}{f' at {at}' if at else ''}" for (host, at), count in ranks.items())
-        return f"{mesh.backend}: {reduce_once(mesh)} ({places})"
+        hosts = ", ".join(f"{count} on {host}{f' at {at}' if at else ''}" for (host, at), count in ranks.items())
+        return f"{mesh.backend}: {reduce_once(mesh)} ({hosts})"
 
 
 # -- what is here ------------------------------------------------------------------------------------------------------
@@ -182,8 +182,8 @@ def _print_found(launch: Launch | None) -> None:
     if launch is None:
         ranks = _ranks_of_its_own()
         why = "GPU" if for_driver("auto", "auto", ranks) == "cuda" else "core"
-        told = "" if os.environ.get("SPMD_RANKS") else f", one per {why}"
-        print(f"  so a Mesh made here starts its own ranks: {ranks}{told}")
+        outcome = "" if os.environ.get("SPMD_RANKS") else f", one per {why}"
+        print(f"  so a Mesh made here starts its own ranks: {ranks}{outcome}")
     else:
         print(f"  so this process is rank {launch.rank} of {launch.size}, as {launch.source} says")
     _section("network")
@@ -253,8 +253,8 @@ def _reduced_by_nccl(ranks: int, environ: dict[str, str]) -> tuple[bool, str]:
     return True, done.stdout.strip()
 
 
-def _verdict(told: tuple[bool, str]) -> tuple[str, str]:
-    return "works" if told[0] else "FAILS", told[1]
+def _verdict(outcome: tuple[bool, str]) -> tuple[str, str]:
+    return "works" if outcome[0] else "FAILS", outcome[1]
 
 
 def _section(title: str) -> None:

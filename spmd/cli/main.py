@@ -135,8 +135,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     # argparse leaves alone what a namespace already has, so that None stays where nothing was given.
     given = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(MEETING)))
-    told = any(getattr(given, name) is not None or f"PET_{name.upper()}" in os.environ for name in MEETING)
-    options.standalone = options.standalone or not told
+    has_meeting = any(getattr(given, name) is not None or f"PET_{name.upper()}" in os.environ for name in MEETING)
+    options.standalone = options.standalone or not has_meeting
     return options
 
 

@@ -46,16 +46,16 @@ def meshes() -> Iterator[Found]:
         with contextlib.suppress(OSError):
             if os.stat(f"/proc/{pid}").st_uid != os.getuid() or pid == os.getpid():
                 continue
-            for place, (number, size) in arena.found_in(pid).items():
-                if place in seen:
+            for position, (number, size) in arena.found_in(pid).items():
+                if position in seen:
                     continue
                 fd = arena.open_of(pid, number, size)
-                seen.add(place)
+                seen.add(position)
                 try:
                     board = Board(fd, size, size)
                     driver, _ = board.process(size)
                     if driver and Path(f"/proc/{driver}").exists():
-                        yield Found(driver, board.said(size), status.of_board(board, range(size)))
+                        yield Found(driver, board.status(size), status.of_board(board, range(size)))
                 finally:
                     os.close(fd)
 

@@ -144,8 +144,10 @@ def _read(file: Path, kept: Sequence[Any]) -> torch.Tensor:
     return torch.frombuffer(data, dtype=empty.dtype).reshape(shape) if count else empty
 
 
-def _run(script: str, arguments: Sequence[str], ranks: int, trace: Path, said: str) -> tuple[int, list[dict[str, Any]]]:
-    environ = {**os.environ, "SPMD_RANKS": str(ranks), "SPMD_VERIFY": str(trace), "SPMD_VERIFY_SAID": said}
+def _run(
+    script: str, arguments: Sequence[str], ranks: int, trace: Path, stated: str
+) -> tuple[int, list[dict[str, Any]]]:
+    environ = {**os.environ, "SPMD_RANKS": str(ranks), "SPMD_VERIFY": str(trace), "SPMD_VERIFY_SAID": stated}
     done = subprocess.run([sys.executable, script, *arguments], env=environ, stdout=subprocess.DEVNULL, check=False)
     lines = trace.read_text().splitlines() if trace.exists() else []
     return done.returncode, [json.loads(line) for line in lines]

@@ -30,7 +30,7 @@ State = Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class Position:
     """Which stream of how many, in which epoch: what all random numbers of a stream are made from.
 
     Attributes:
@@ -45,7 +45,7 @@ class Place:
     shuffle: bool
     path: tuple[int, ...] = ()
 
-    def below(self, index: int = 0) -> Place:
+    def below(self, index: int = 0) -> Position:
         return dataclasses.replace(self, path=(*self.path, index))
 
     def key(self, *more: Any) -> int:
@@ -58,16 +58,16 @@ class Shards:
     Where there are fewer shards than streams, several streams read one, and each takes every n-th record.
     """
 
-    def __init__(self, shards: Sequence[Any], opened: Callable[..., Any], place: Place, state: State):
+    def __init__(self, shards: Sequence[Any], opened: Callable[..., Any], position: Position, state: State):
         self._shards, self._open = shards, opened
         count = len(shards)
         # Enough parts of each shard to give every stream as many; without need no shard is read by two.
-        self._parts = 1 if count >= place.streams else place.streams // math.gcd(count, place.streams)
-        whole = Place(place.seed, place.epoch, -1, place.streams, place.shuffle, place.path)
-        order = permutation(count, whole.key("shards")) if place.shuffle else range(count)
+        self._parts = 1 if count >= position.streams else position.streams // math.gcd(count, position.streams)
+        whole = Position(position.seed, position.epoch, -1, position.streams, position.shuffle, position.path)
+        order = permutation(count, whole.key("shards")) if position.shuffle else range(count)
         self._mine = [
             (int(order[unit % count]), unit // count)
-            for unit in range(place.stream, count * self._parts, place.streams)
+            for unit in range(position.stream, count * self._parts, position.streams)
         ]
         at: Any = None
         self._unit: int = 0
@@ -129,9 +129,9 @@ class Shards:
 class Mapped:
     """Each sample through a function, with random numbers of the sample's own."""
 
-    def __init__(self, source: Any, function: Callable[[Any], Any], place: Place, state: State):
+    def __init__(self, source: Any, function: Callable[[Any], Any], position: Position, state: State):
         self._source, self._function = source, function
-        self._key = place.key("map")
+        self._key = position.key("map")
         self._count = 0 if state is None else state[0]
 
     def __next__(self) -> Any:
@@ -166,8 +166,8 @@ class Filtered:
 class Shuffled:
     """Windows of samples, each in an order computed from its number. The state is where the window began."""
 
-    def __init__(self, source: Any, window: int, place: Place, state: State):
-        self._source, self._window, self._place = source, window, place
+    def __init__(self, source: Any, window: int, position: Position, state: State):
+        self._source, self._window, self._position = source, window, position
         self._number: int = 0 if state is None else state[0]
         given = 0 if state is None else state[1]
         self._began = source.state()
@@ -181,7 +181,7 @@ class Shuffled:
     def _fill(self) -> None:
         self._began = self._source.state()
         self._samples = taken(self._source, self._window)
-        self._order = permutation(len(self._samples), self._place.key("window", self._number)).tolist()
+        self._order = permutation(len(self._samples), self._position.key("window", self._number)).tolist()
         self._given = 0
 
     def __next__(self) -> Any:
@@ -279,9 +279,9 @@ class Packed:
 class Mixed:
     """Samples of several sources, which of them drawn by weight; one that is used up leaves the rest to the others."""
 
-    def __init__(self, sources: Sequence[Any], weights: Sequence[float], place: Place, state: State):
+    def __init__(self, sources: Sequence[Any], weights: Sequence[float], position: Position, state: State):
         self._sources, self._weights = sources, weights
-        self._key = place.key("mix")
+        self._key = position.key("mix")
         self._count = 0 if state is None else state[0]
         self._alive = [True] * len(sources) if state is None else [bool(alive) for alive in state[1]]
 

@@ -74,7 +74,7 @@ class MapReader:
             batch = self.read(mine, parts, epoch, step)
         else:
             leaves, treedef = self._rows(mine, parts, epoch, step)
-            leaves, total = list(map(session.placed, leaves)), self._total(step)
+            leaves, total = list(map(session.on_device, leaves)), self._total(step)
             return treedef, leaves, [_cut(axis, leaf.shape, leaf.dtype, total) for leaf in leaves]
         return described(batch, session, axis, self._total(step), self.map_style and self.collate is None)
 
@@ -189,8 +189,8 @@ class ReadAhead:
     def _ask(self, count: int) -> None:
         while len(self._asked) < count and (coming := next(self._coming, None)) is not None:
             request, parts = coming
-            places = range(len(parts)) if len(parts) > 1 else [None]
-            self._asked.append((request, [self._pool.ask(*each) for each in zip(parts, places, strict=True)]))
+            indexes = range(len(parts)) if len(parts) > 1 else [None]
+            self._asked.append((request, [self._pool.ask(*each) for each in zip(parts, indexes, strict=True)]))
 
 
 def described(
@@ -203,14 +203,14 @@ def described(
         only_tensors: refuse what is none.
     """
     leaves, treedef = trees.flatten(batch)
-    said = []
+    metas = []
     for index, leaf in enumerate(leaves):
         leaf = as_tensor(leaf)
-        leaf = leaves[index] = session.placed(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        leaf = leaves[index] = session.on_device(leaf) if isinstance(leaf, torch.Tensor) else leaf
         if isinstance(leaf, torch.Tensor) and leaf.dim():
-            said.append(_cut(axis, leaf.shape, leaf.dtype, total))
+            metas.append(_cut(axis, leaf.shape, leaf.dtype, total))
         elif isinstance(leaf, torch.Tensor):
-            said.append(OutputMeta(REPLICATED, tuple(leaf.shape), leaf.dtype))
+            metas.append(OutputMeta(REPLICATED, tuple(leaf.shape), leaf.dtype))
         elif only_tensors:
             raise SpecError(
                 message(
@@ -220,8 +220,8 @@ def described(
                 )
             )
         else:
-            said.append(OutputMeta(None, value=leaf))
-    return treedef, leaves, said
+            metas.append(OutputMeta(None, value=leaf))
+    return treedef, leaves, metas
 
 
 @functools.lru_cache(maxsize=1 << 10)

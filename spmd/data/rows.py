@@ -88,8 +88,8 @@ def collated(samples: Sequence[Any]) -> Any:
     if any(part.names != names for part in parts.values()):
         return default_collate([seen(one) for one in samples])
     whose, rows = np.array([*map(id, columns)]), np.array([row.at for row in samples])
-    places = [np.flatnonzero(whose == key) for key in parts]
-    found = _numbers([*parts.values()], places, [rows[where] for where in places], len(samples))
+    indexes = [np.flatnonzero(whose == key) for key in parts]
+    found = _numbers([*parts.values()], indexes, [rows[where] for where in indexes], len(samples))
     return {
         name: found[name] if name in found else default_collate([row.columns.value(name, row.at) for row in samples])
         for name in names
@@ -111,12 +111,12 @@ def _collated(samples: list[Any]) -> Any:
 
 
 def _numbers(
-    parts: list[Columns], places: list[np.ndarray], rows: list[np.ndarray], count: int
+    parts: list[Columns], indexes: list[np.ndarray], rows: list[np.ndarray], count: int
 ) -> dict[str, torch.Tensor]:
     """The columns that are plain numbers, and of one dtype in all parts.
 
     Args:
-        places, rows: in the batch, and in the columns, for each part.
+        indexes, rows: in the batch, and in the columns, for each part.
     """
     found: dict[str, torch.Tensor] = {}
     for key in parts[0].stacks:
@@ -125,7 +125,7 @@ def _numbers(
         if dtype is None or any(stack is None for stack in stacks):
             continue
         made: np.ndarray = np.empty((count, len(names)), dtype=dtype)
-        for stack, to, at in zip(stacks, places, rows, strict=True):
+        for stack, to, at in zip(stacks, indexes, rows, strict=True):
             made[to] = stack[at]  # type: ignore[index]
         found.update((name, torch.from_numpy(column.copy())) for name, column in zip(names, made.T, strict=True))
     return found

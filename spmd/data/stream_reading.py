@@ -20,7 +20,7 @@ from ..mesh.agreement import OutputMeta
 from ..mesh.rank.session import RankSession
 from ..mesh.readers.pool import Pool
 from ..mesh.spec import split_sizes, strided_sizes
-from .cursors import Place, State, taken
+from .cursors import Position, State, taken
 from .random_numbers import one_thread, own_random_numbers, seed
 from .reading import ReadAhead, described, joined, without_samples
 from .rows import collated, seen
@@ -100,7 +100,7 @@ class StreamReader:
 
     def _opened(self, epoch: int, step: int, streams: tuple[int, ...], base: Base) -> dict[int, Any]:
         at, states = base
-        opened = {v: self.stream.open(self._place(epoch, v), None if states is None else states[v]) for v in streams}
+        opened = {v: self.stream.open(self._position(epoch, v), None if states is None else states[v]) for v in streams}
         for v, cursor in opened.items():
             for _ in range(step - at):
                 taken(cursor, self.sizes[v])
@@ -125,8 +125,8 @@ class StreamReader:
     def _collate(self, samples: list[Any]) -> Any:
         return collated(samples) if self.collate is None else self.collate([seen(sample) for sample in samples])
 
-    def _place(self, epoch: int, stream: int) -> Place:
-        return Place(self.seed, epoch, stream, self.count, self.shuffle)
+    def _position(self, epoch: int, stream: int) -> Position:
+        return Position(self.seed, epoch, stream, self.count, self.shuffle)
 
     def _asked_before(
         self, run: int, epoch: int, step: int, streams: tuple[int, ...], base: Base
@@ -154,7 +154,7 @@ class StreamReader:
         if self._empty is None:
             with own_random_numbers(self._draws), one_thread(True):
                 for v in range(self.count):
-                    samples = taken(self.stream.open(self._place(epoch, v)), 1)
+                    samples = taken(self.stream.open(self._position(epoch, v)), 1)
                     if samples:
                         self._empty = trees.map(without_samples, self._collate(samples))
                         break

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..kernels.errors import SpecError, message
 from . import cursors, sources
-from .cursors import Place, State
+from .cursors import Position, State
 
 _CURSORS = {
     "shards": cursors.Shards,
@@ -32,17 +32,19 @@ class _Stage:
     arguments: tuple
     below: tuple[_Stage, ...] = ()
 
-    def open(self, place: Place, state: State) -> Any:
+    def open(self, position: Position, state: State) -> Any:
         """A cursor at the beginning, or at a state."""
         made: Any = _CURSORS[self.kind]
         if self.kind == "shards":
-            return made(*self.arguments, place, state)
+            return made(*self.arguments, position, state)
         if self.kind == "mix":
             inner = [None] * len(self.below) if state is None else state[2]
-            opened = [one.open(place.below(i), at) for i, (one, at) in enumerate(zip(self.below, inner, strict=True))]
-            return made(opened, *self.arguments, place, state)
-        source = self.below[0].open(place.below(), state if state is None or self.kind == "filter" else state[-1])
-        return made(source, *self.arguments, *{"filter": (), "pack": (state,)}.get(self.kind, (place, state)))
+            opened = [
+                one.open(position.below(i), at) for i, (one, at) in enumerate(zip(self.below, inner, strict=True))
+            ]
+            return made(opened, *self.arguments, position, state)
+        source = self.below[0].open(position.below(), state if state is None or self.kind == "filter" else state[-1])
+        return made(source, *self.arguments, *{"filter": (), "pack": (state,)}.get(self.kind, (position, state)))
 
     def calls_users(self) -> bool:
         """Whether functions of the user's are called where it is read."""
@@ -177,9 +179,9 @@ class Stream:
         """The records of files in which all have the same size, as bytes."""
         return Stream(_paths(paths), sources.Records(_positive("records", "nbytes", nbytes)))
 
-    def open(self, place: Place, state: State = None) -> Any:
+    def open(self, position: Position, state: State = None) -> Any:
         """A cursor on one virtual stream: at the beginning of an epoch, or where a state says."""
-        return self._stage.open(place, state)
+        return self._stage.open(position, state)
 
     def calls_users(self) -> bool:
         """Whether functions of the user's are called where it is read, which may draw random numbers."""

@@ -90,7 +90,7 @@ class FlatJob:
         shared = shared_memory()
         arrays = {name: value for name, value in state.items() if is_laid_out_as(value, self._shape)}
         self._old = {name: value.view(-1) for name, value in arrays.items()}
-        self._new = {name: room(value, shared).view(-1) for name, value in arrays.items()}
+        self._new = {name: allocate_like(value, shared).view(-1) for name, value in arrays.items()}
         self._after: State = {}
         self.is_cpu = out.is_cpu
         self.copies = any(piece.source is not None for piece in pieces) or any(
@@ -172,7 +172,7 @@ def shared_memory() -> Arena | None:
     return None if region is None else region.session.leases
 
 
-def room(value: Tensor, shared: Arena | None) -> Tensor:
+def allocate_like(value: Tensor, shared: Arena | None) -> Tensor:
     """Where what comes after a tensor may be written: its own memory, if nobody else reads it, or new memory."""
     region = current()
     if donation.may_take(value) and not (shared is not None and shared.is_leased(value)):
@@ -181,13 +181,13 @@ def room(value: Tensor, shared: Arena | None) -> Tensor:
         return donation.take(value)
     if region is None or not value.is_contiguous():
         return torch.empty_like(value)
-    return region.session.room_for(value.numel(), value).view(value.shape)
+    return region.session.allocate(value.numel(), value).view(value.shape)
 
 
-def room_for(numel: int, like: Tensor) -> Tensor:
+def allocate(numel: int, like: Tensor) -> Tensor:
     """Where so many flat elements of a tensor's kind may be written: new memory."""
     region = current()
-    return like.new_empty(numel) if region is None else region.session.room_for(numel, like)
+    return like.new_empty(numel) if region is None else region.session.allocate(numel, like)
 
 
 def is_laid_out_as(value: Any, shape: torch.Size) -> bool:
@@ -210,7 +210,7 @@ def _own(value: Any, shared: Arena | None) -> Any:
         return value
     if not (value.is_cpu and value.is_contiguous()) and not donation.may_take(value):
         return value.clone()
-    here = room(value, shared)
+    here = allocate_like(value, shared)
     return here if here.data_ptr() == value.data_ptr() else copy(here, value)
 
 

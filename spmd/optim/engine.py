@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import transforms
 from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh import trees
-from .blocks import BLOCK, Block, FlatJob, Job, Piece, WholeJob, batches, room, shared_memory
+from .blocks import BLOCK, Block, FlatJob, Job, Piece, WholeJob, allocate_like, batches, shared_memory
 from .leaves import REFUSED, Leaf, State
 
 # What torch has fused kernels for that start from the same state as the others (SGD's begin with any momentum in half
@@ -109,7 +109,7 @@ class Engine:
             and all(one.layout is torch.strided and one.is_contiguous() for one in (param, grad, *arrays.values()))
         ):
             return WholeJob(param, grad, state)
-        out = room(param, shared_memory())
+        out = allocate_like(param, shared_memory())
         source = None if out.data_ptr() == param.data_ptr() else param.view(-1)
         return FlatJob(out.view(-1), [Piece(0, source, grad.view(-1))], state, param.shape)
 

@@ -39,22 +39,22 @@ def joined(sizes: Sequence[int], values: Sequence[Tensor]) -> Tensor:
     """Tensors of these sizes as one flat one, of memory of its own."""
     starts = offsets(tuple(sizes))
     flat = values[0].new_zeros(starts[-1])
-    places = [flat[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-    torch_private.copy_each(places, [value.reshape(-1) for value in values])
+    views = [flat[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    torch_private.copy_each(views, [value.reshape(-1) for value in values])
     return flat
 
 
 def divided(shapes: tuple[Sequence[int], ...], flat: Tensor) -> list[Tensor]:
     """Views of a flat tensor, of these shapes."""
     first = flat.storage_offset()
-    return [flat.as_strided(shape, strides, first + start) for shape, strides, start in _places(shapes)]
+    return [flat.as_strided(shape, strides, first + start) for shape, strides, start in _layouts(shapes)]
 
 
 @functools.lru_cache(maxsize=256)
-def _places(shapes: tuple[Sequence[int], ...]) -> list[tuple[Sequence[int], tuple[int, ...], int]]:
+def _layouts(shapes: tuple[Sequence[int], ...]) -> list[tuple[Sequence[int], tuple[int, ...], int]]:
     """Shape, strides and beginning of each.
 
-    >>> _places(((2, 3), (4,)))
+    >>> _layouts(((2, 3), (4,)))
     [((2, 3), (3, 1), 0), ((4,), (1,), 64)]
     """
     found, start = [], 0
@@ -162,8 +162,8 @@ def _grouped(
     sizes: tuple[int, ...], starts: tuple[int, ...], columns: Sequence[Sequence[Tensor]]
 ) -> Iterator[tuple[int, int, list[bool]]]:
     """The first and the last leaf of what is one run, and in which columns they lie end to end."""
-    places = [_origins(starts, column) for column in columns]
-    keys = list(zip(*places, strict=True))
+    views = [_origins(starts, column) for column in columns]
+    keys = list(zip(*views, strict=True))
     groups: list[list[int]] = []
     lie_so = small = True  # all leaves of the last group
     for index, size in enumerate(sizes):
@@ -177,7 +177,7 @@ def _grouped(
             groups.append([index])
             lie_so, small = True, size <= SMALL
     for group in groups:
-        yield group[0], group[-1], [len({own[index] for index in group}) == 1 for own in places]
+        yield group[0], group[-1], [len({own[index] for index in group}) == 1 for own in views]
 
 
 def _origins(starts: tuple[int, ...], column: Sequence[Tensor]) -> list[int]:

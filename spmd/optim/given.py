@@ -40,7 +40,7 @@ class Known:
         specs, axes: how the new parameters are cut, and what they differ over; None where that isn't known.
     """
 
-    places: tuple[int, ...]
+    indexes: tuple[int, ...]
     slices: tuple[Slice, ...]
     specs: tuple[P | None, ...]
     axes: tuple[frozenset[str] | None, ...]
@@ -130,7 +130,7 @@ def settle(
         )
         if kind is not None and parts.are_kept:
             kinds.note(kind, known)
-    return Given([leaves[index] for index in known.places], [found[index] for index in known.places], parts, known)
+    return Given([leaves[index] for index in known.indexes], [found[index] for index in known.indexes], parts, known)
 
 
 def _kind(leaves: list[Any], treedef: optree.PyTreeSpec, grads: list[Any], state: Mapping[str, State]) -> Any:

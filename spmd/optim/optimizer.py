@@ -175,7 +175,7 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     scale = None if recipe.clip is None else clipping.scale_of(recipe.clip, step.params, step.grads)
     new_params, new_state, new_hypers = update(step.parts, recipe.engines, step.params, step.grads, now, scale)
     step.mark(new_params)
-    for index, new in zip(step.known.places, new_params, strict=True):
+    for index, new in zip(step.known.indexes, new_params, strict=True):
         leaves[index] = new
     donation.close([*step.params, *trees.leaves(state)])
     # What was scheduled for this step is no change of what the next one starts from.

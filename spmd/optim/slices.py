@@ -22,7 +22,7 @@ from ..kernels.errors import SpecError, message
 from ..mesh import donation
 from ..mesh.region import current
 from ..mesh.spec import P, Sharded
-from .blocks import Piece, room_for
+from .blocks import Piece, allocate
 from .engine import Engine
 from .flat import divided, offsets, runs, stretches
 from .leaves import State, declared
@@ -113,7 +113,7 @@ class Slice:
         if not self.numel:
             return list(params), own, dict(hyper)
         stepped: list[tuple[State, dict[str, Any]]] = []
-        into = self._given_up(params)
+        into = self._donated_flat(params)
         region = current()
         if into is not None and region is not None:
             region.session.overwrite()
@@ -126,7 +126,7 @@ class Slice:
         if self.ranks.size > 1:
             flat = transforms.gather_written(self.length, params[0].dtype, self.ranks.axis, write, into)
         else:
-            flat = into if into is not None else room_for(self.length, params[0])
+            flat = into if into is not None else allocate(self.length, params[0])
             write(flat)
         if into is not None:
             for param in params:
@@ -144,7 +144,7 @@ class Slice:
         # A slice of padding alone is stepped as well: its state has to be like that of the others.
         return pieces or [Piece(0, out.new_zeros(ALIGNED), out.new_zeros(ALIGNED))]
 
-    def _given_up(self, params: Sequence[Tensor]) -> Tensor | None:
+    def _donated_flat(self, params: Sequence[Tensor]) -> Tensor | None:
         """The flat parameters that the last step made, if they may be overwritten on all ranks."""
         if not any(map(donation.is_donated, params)):
             return None
@@ -152,10 +152,10 @@ class Slice:
         first = params[0]
         size, numel = first.element_size(), self.ranks.size * self.length
         if all(map(donation.may_take, params)) and first.untyped_storage().nbytes() == numel * size:
-            places = [first.data_ptr() + size * offset for offset in offsets(self.sizes)]
+            addresses = [first.data_ptr() + size * offset for offset in offsets(self.sizes)]
             if all(
-                param.is_contiguous() and (param.data_ptr() == place or not param.numel())
-                for param, place in zip(params, places, strict=False)
+                param.is_contiguous() and (param.data_ptr() == address or not param.numel())
+                for param, address in zip(params, addresses, strict=False)
             ):
                 whole = first.detach().as_strided((numel,), (1,), 0)
         return whole if self.ranks.size == 1 or transforms.can_rewrite(whole, self.ranks.axis) else None

@@ -46,7 +46,7 @@ class Work(dist.Work):
         self._error: BaseException | None = None
         self._source: Any = None
         self._future: torch.futures.Future | None = None
-        self._told = False
+        self._notified = False
         self._event = event
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
@@ -126,9 +126,9 @@ class Work(dist.Work):
         if event is not None:
             end_event(event)
         with turn:
-            if self._future is None or self._told:
+            if self._future is None or self._notified:
                 return
-            self._told = True
+            self._notified = True
         if self._error is None:
             self._future.set_result(self._result)
         else:

@@ -283,13 +283,13 @@ def test_word_keys() -> None:
 
 def test_texts(participants: list[Arena]) -> None:
     mine, theirs, _ = participants
-    assert theirs.said(0) == ""
-    mine.say("waiting in all_reduce, bei Zeile 12 — ü")
-    assert theirs.said(0) == "waiting in all_reduce, bei Zeile 12 — ü"
-    mine.say("x" * 100_000)
-    assert set(theirs.said(0)) == {"x"}
-    assert 1000 < len(theirs.said(0)) < 4096
-    assert theirs.said(1) == ""
+    assert theirs.status(0) == ""
+    mine.set_status("waiting in all_reduce, bei Zeile 12 — ü")
+    assert theirs.status(0) == "waiting in all_reduce, bei Zeile 12 — ü"
+    mine.set_status("x" * 100_000)
+    assert set(theirs.status(0)) == {"x"}
+    assert 1000 < len(theirs.status(0)) < 4096
+    assert theirs.status(1) == ""
 
 
 def test_abort(participants: list[Arena]) -> None:
@@ -304,17 +304,17 @@ def test_abort(participants: list[Arena]) -> None:
     driver.clear(2)
     theirs.check()
     assert theirs.aborted() == {}
-    assert theirs.said(0) == ""
+    assert theirs.status(0) == ""
     assert theirs.shared_generation == 2
 
 
 def test_regions(participants: list[Arena]) -> None:
     mine, theirs, _ = participants
     assert theirs.region(0) == (0, False)
-    mine.say("from an earlier region")
+    mine.set_status("from an earlier region")
     mine.enter(4)
     assert theirs.region(0) == (4, True)
-    assert theirs.said(0) == ""
+    assert theirs.status(0) == ""
     mine.leave()
     assert theirs.region(0) == (4, False)
 
@@ -391,7 +391,7 @@ def test_answers_come_in_order(participants: list[Arena]) -> None:
     assert driver.waiting()
     assert [*driver.take()] == [(0, 7, b"a" * 232)]
     assert not driver.waiting()
-    driver.heard[1] = 2
+    driver.received[1] = 2
     assert driver.waiting()
     assert [*driver.take()] == [(1, 7, b""), (1, 8, b"b")]
     answered = 0
@@ -431,8 +431,8 @@ def test_the_file_has_no_name_and_costs_nothing(participants: list[Arena]) -> No
 def test_opened_by_another_process(participants: list[Arena]) -> None:
     fd = arena_module.open_of(os.getpid(), participants[0].fd, participants[0].size)
     other = Arena(fd, SIZE, 1)
-    participants[0].say("here")
-    assert other.said(0) == "here"
+    participants[0].set_status("here")
+    assert other.status(0) == "here"
     os.close(fd)
 
 

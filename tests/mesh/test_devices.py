@@ -179,9 +179,9 @@ def test_visible_gpus_are_counted_by_torch(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     seen = iter([4, 2])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: next(seen))
-    assert [devices.seats("cuda", "auto", 1) for _ in range(2)] == [4, 2]
+    assert [devices.default_size("cuda", "auto", 1) for _ in range(2)] == [4, 2]
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert devices.seats("cuda", "auto", 1) == 1  # refused later, with what is missing
+    assert devices.default_size("cuda", "auto", 1) == 1  # refused later, with what is missing
 
 
 def together(device: str, local_ranks: list[int], hosts: list[str], backend: str = "auto") -> list[Any]:
@@ -254,9 +254,9 @@ def test_what_is_large_goes_to_a_gpu_by_way_of_pinned_memory(monkeypatch: pytest
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(torch.Tensor, "to", to)
     small, large, sparse = torch.zeros(3), torch.zeros(1 << 16), torch.zeros(1 << 16).to_sparse()
-    assert session.placed(large) is not large
-    assert session.placed(small) is small and session.placed(sparse) is sparse
+    assert session.on_device(large) is not large
+    assert session.on_device(small) is small and session.on_device(sparse) is sparse
     assert pinned == [large.nbytes]
     assert moved == [(session.device, True)] * 3
     session.device = torch.device("cpu")
-    assert session.placed(large) is large and len(moved) == 3
+    assert session.on_device(large) is large and len(moved) == 3

@@ -243,33 +243,33 @@ class TwoWays:
         self.back: list[Any] = []
         self.relay: list[Any] = []
         self.taken: list[int] = []
-        self.sender = Ordered(self._end(self.link), lambda said, content: None)
-        self.receiver = Ordered(self._end(self.back), lambda said, content: self.taken.append(said.port))
+        self.sender = Ordered(self._end(self.link), lambda msg, content: None)
+        self.receiver = Ordered(self._end(self.back), lambda msg, content: self.taken.append(msg.port))
 
     def _end(self, sent: list[Any]) -> Any:
         return SimpleNamespace(
             foreign=False,
-            send=lambda said, *content: sent.append(said),
-            send_encoded=lambda said, content: sent.append(self._protocol.decode(said)),
+            send=lambda msg, *content: sent.append(msg),
+            send_encoded=lambda msg, content: sent.append(self._protocol.decode(msg)),
         )
 
     def send(self, turn: int, by_relay: bool) -> None:
-        said = self._protocol.encode(self._protocol.Relaying(turn))
-        if by_relay and (number := self.sender.relayed(said, ())):
-            self.relay.append(self._protocol.Numbered(number, said))
+        msg = self._protocol.encode(self._protocol.Relaying(turn))
+        if by_relay and (number := self.sender.relayed(msg, ())):
+            self.relay.append(self._protocol.Numbered(number, msg))
         else:
-            self.sender.send_encoded(said, ())
+            self.sender.send_encoded(msg, ())
 
     def arrive(self, by: list[Any]) -> None:
         if not by:
             return
-        said = by.pop(0)
+        msg = by.pop(0)
         if by is self.back:
-            self.sender.had(said)
-        elif isinstance(said, self._protocol.Numbered):
-            self.receiver.take(said.number, said.said, b"")
+            self.sender.had(msg)
+        elif isinstance(msg, self._protocol.Numbered):
+            self.receiver.take(msg.number, msg.encoded, b"")
         else:
-            self.taken.append(said.port)
+            self.taken.append(msg.port)
 
 
 @pytest.mark.parametrize("seed", range(20))

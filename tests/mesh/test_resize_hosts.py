@@ -330,13 +330,13 @@ def test_what_is_refused(copied: Mesh) -> None:
 
 def test_no_more_than_an_engine_has_granted() -> None:
     from spmd.mesh.hosts.engines import SlurmLauncher
-    from spmd.mesh.hosts.places import Places
+    from spmd.mesh.hosts.host_list import HostList
 
     launcher = object.__new__(SlurmLauncher)
-    places = Places(("a", "b"), (4, 2), launcher, False)
-    assert places.spread(3).spread(6).counts == (4, 2)
+    hosts = HostList(("a", "b"), (4, 2), launcher, False)
+    assert hosts.spread(3).spread(6).counts == (4, 2)
     with pytest.raises(MeshError, match=r"no more ranks to give.*got 7 ranks, and 6 that were asked for"):
-        places.spread(3).spread(7)
+        hosts.spread(3).spread(7)
 
 
 def test_a_mesh_is_closed_while_new_ranks_get_ready(tmp_path: Path) -> None:

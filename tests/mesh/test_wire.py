@@ -138,7 +138,7 @@ def test_many_and_large_tensors_go_through_a_memfd():
 def test_what_is_stacked_arrives_as_one_tensor(room):
     samples = [torch.rand(60, 70).t() for _ in range(8)]
     stacked = Stacked.of(samples)
-    packet = wire.dumps({"x": stacked, "y": torch.arange(3)}, room=None if room is None else lambda nbytes: room)
+    packet = wire.dumps({"x": stacked, "y": torch.arange(3)}, allocate=None if room is None else lambda nbytes: room)
     found = wire.loads(packet, memory=room)
     packet.close()
     assert same(found["x"], torch.stack(samples)) and found["y"].tolist() == [0, 1, 2]

@@ -27,7 +27,7 @@ from .._empty_shards import blank
 from .._first_call import check_trains, look
 from .._plan import Plan
 from .._sums import Hook, Sums
-from .._tokens import chain
+from .._tokens import tokens
 from .shard_results import Results
 from .shards import VirtualShards
 from .tracked import Tracked, as_tracked, plain
@@ -86,7 +86,7 @@ class Exact:
         solution = _Solution(call, region, virtual)
         state = generators()
         try:
-            for index, shard in enumerate(virtual.filled(virtual.place)):
+            for index, shard in enumerate(virtual.filled(virtual.position)):
                 solution.run(index, shard)
         finally:
             after_shards(region, virtual, state)
@@ -105,7 +105,7 @@ class _Solution:
         self.inputs = _Inputs(call, virtual)
         self.results: Results | None = None
         self._sums = TreeSums(region, call.plan, virtual)
-        self._places: list[int | None] = []
+        self._slots: list[int | None] = []
         self._pieces: dict[int, list[Tensor]] = {
             index: [] for index, argument in enumerate(call.arguments) if isinstance(argument.primal, Tracked)
         }
@@ -117,16 +117,16 @@ class _Solution:
         """Announce what is summed, now that one knows what the function returns."""
         call, virtual = self._call, self._virtual
         self._scale = virtual.scale * self._share if first.out.count is None else 1.0
-        self._places = [
+        self._slots = [
             self._sums.add(argument.primal, argument.reduce, self._scale)
             if _is_summed(argument) and argument.primal is not None
             else None
             for argument in call.arguments
         ]
         self._hooks = [
-            argument.primal.register_post_accumulate_grad_hook(Hook(self._sums, place, call.plan))
-            for argument, place in zip(call.arguments, self._places, strict=True)
-            if place is not None and argument.primal is not None and argument.primal.requires_grad
+            argument.primal.register_post_accumulate_grad_hook(Hook(self._sums, slot, call.plan))
+            for argument, slot in zip(call.arguments, self._slots, strict=True)
+            if slot is not None and argument.primal is not None and argument.primal.requires_grad
         ]
         self.results = Results(call, self._region, virtual, self._sums, self._share)
         if described:
@@ -136,7 +136,7 @@ class _Solution:
         """One shard, the `index`th of this rank."""
         call, virtual = self._call, self._virtual
         args, kwargs, primals = self.inputs.of(index)
-        with running(self._region, virtual, shard), chain() as collectives:
+        with running(self._region, virtual, shard), tokens() as collectives:
             out = call.evaluate(args, kwargs)
             collectives.stop()
             if self.results is None:
@@ -151,9 +151,9 @@ class _Solution:
                 look(call, args, kwargs, out, aux, parts, bool(collectives.end))
             ends = Evaluated(call, out.value, weight, _NO_AUX, collectives).ends()
             if ends and primals:
-                with chain(), torch.autograd.set_multithreading_enabled(False):
+                with tokens(), torch.autograd.set_multithreading_enabled(False):
                     torch.autograd.backward(ends, inputs=[*primals.values(), collectives.first])
-            self._trains = self._trains or not self._sums.filled.isdisjoint(self._places)
+            self._trains = self._trains or not self._sums.filled.isdisjoint(self._slots)
             self._sums.end_shard()
             for number, primal in primals.items():
                 if number in self._pieces:
@@ -170,9 +170,9 @@ class _Solution:
         found = self._sums.finish()
         value, factor, aux = self.results.finish(found)
         gradients = []
-        for index, (argument, place) in enumerate(zip(call.arguments, self._places, strict=True)):
-            if place is not None:
-                total = found[place] if factor is None else found[place] * factor
+        for index, (argument, slot) in enumerate(zip(call.arguments, self._slots, strict=True)):
+            if slot is not None:
+                total = found[slot] if factor is None else found[slot] * factor
                 gradients.append(noted(call, total, argument.reduce))
             elif index in self._pieces:
                 whole = torch.cat([plain(argument.leaf)[:0], *self._pieces[index]])
@@ -236,7 +236,7 @@ def _describe(region: Region, virtual: VirtualShards, out: Output) -> None:
     if not _some_have_none(virtual):
         return
     description = b""
-    if virtual.place == _first_with_samples(virtual):
+    if virtual.position == _first_with_samples(virtual):
         parts = trees.map(blank, (out.value, out.count, out.aux))
         description = cloudpickle.dumps((parts, _notes(out.aux)))
     region.session.comm(virtual.axis).all_gather_bytes(description)
@@ -253,11 +253,11 @@ def _described(call: Call, inputs: _Inputs, region: Region, virtual: VirtualShar
 
 def _first_with_samples(virtual: VirtualShards) -> int:
     """Of the ranks: in a batch of a stream it need not be rank 0, whose virtual streams may have ended."""
-    return next(place for place in range(len(virtual.owners)) if virtual.filled(place))
+    return next(position for position in range(len(virtual.owners)) if virtual.filled(position))
 
 
 def _some_have_none(virtual: VirtualShards) -> bool:
-    return not all(virtual.filled(place) for place in range(len(virtual.owners)))
+    return not all(virtual.filled(position) for position in range(len(virtual.owners)))
 
 
 def _notes(aux: Any) -> list[tuple[Any, frozenset[str] | None]]:
@@ -272,7 +272,7 @@ def _is_summed(argument: Argument) -> bool:
 
 def _sum(call: Call, x: Tensor, axes: tuple[str, ...]) -> Tensor:
     sums = Sums(call.region, call.plan)
-    place = sums.add(x, axes, exact=True)
+    slot = sums.add(x, axes, exact=True)
     sums.open()
-    sums.fill(place, x)
-    return sums.finish()[place]
+    sums.fill(slot, x)
+    return sums.finish()[slot]

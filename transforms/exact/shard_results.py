@@ -33,7 +33,7 @@ class _Leaf:
     path: str
     first: Any
     axes: tuple[str, ...] | None
-    place: int | None = None
+    slot: int | None = None
     carry: tuple[float, Tensor] | None = None
     dim: int | None = None
     pieces: list[Tensor] = dataclasses.field(default_factory=list)
@@ -75,9 +75,9 @@ class Results:
             self._sums.fill(self._value, out.value)
             self._sums.fill(self._count, out.count)
         for leaf, its in zip(made.leaves, self._leaves, strict=True):
-            if its.place is not None:
+            if its.slot is not None:
                 self._check_like(leaf, its)
-                self._sums.fill(its.place, leaf.detach() * weight)
+                self._sums.fill(its.slot, leaf.detach() * weight)
             elif its.carry is not None or its.dim is not None:
                 its.pieces.append(leaf.detach().clone())
             elif leaf is not its.first and token(leaf, None) != token(its.first, None):
@@ -120,7 +120,7 @@ class Results:
                 if axes == ():  # an integer that differs over other axes only
                     its.axes = None
                     continue
-                its.place = self._sums.add(leaf.detach().contiguous(), axes, self._scale(axes), exact=True)
+                its.slot = self._sums.add(leaf.detach().contiguous(), axes, self._scale(axes), exact=True)
             elif axes is not None:
                 its.dim = dims[index]
                 if leaf.dim() <= its.dim:
@@ -159,8 +159,8 @@ class Results:
         folded = self._fold([leaf for leaf in self._leaves if leaf.carry is not None])
         leaves = []
         for leaf in self._leaves:
-            if leaf.place is not None:
-                leaves.append(found[leaf.place])
+            if leaf.slot is not None:
+                leaves.append(found[leaf.slot])
             elif leaf.carry is not None:
                 leaves.append(next(folded))
             elif leaf.dim is not None:
@@ -177,14 +177,14 @@ class Results:
         if not axes or not x.dtype.is_floating_point:
             return x
         sums = Sums(self._region, self._plan)
-        place = sums.add(x, axes, exact=True)
+        slot = sums.add(x, axes, exact=True)
         sums.open()
-        sums.fill(place, x * self._weight(axes))
-        return sums.finish()[place]
+        sums.fill(slot, x * self._weight(axes))
+        return sums.finish()[slot]
 
     def _fold(self, leaves: list[_Leaf]):
         """Every rank sees all shards' running statistics, and folds them in the order of the shards."""
-        counts = [len(self._virtual.filled(place)) for place in range(len(self._virtual.owners))]
+        counts = [len(self._virtual.filled(position)) for position in range(len(self._virtual.owners))]
         comm = self._region.session.comm(self._virtual.axis)
         groups: dict[torch.dtype, list[_Leaf]] = {}
         for leaf in leaves:
@@ -192,7 +192,7 @@ class Results:
         rows: dict[int, list[Tensor]] = {}
         for dtype, members in groups.items():
             sizes = [leaf.first.numel() for leaf in members]
-            mine = torch.empty(counts[self._virtual.place], sum(sizes), dtype=dtype)
+            mine = torch.empty(counts[self._virtual.position], sum(sizes), dtype=dtype)
             for leaf, part in zip(members, mine.split(sizes, 1), strict=True):
                 for row, piece in zip(part, leaf.pieces, strict=True):
                     row.copy_(piece.reshape(-1))

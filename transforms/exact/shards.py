@@ -20,7 +20,7 @@ class VirtualShards:
         axis: over which the batch is split.
         sizes: samples of every shard.
         owners: for each rank along the axis the shards that it runs, contiguous.
-        place: which of the ranks this one is.
+        position: which of the ranks this one is.
         batch: this rank's part of the batch, leaf by leaf.
         tree: the same, as the step is given it.
         calls: how many functions have been differentiated over them in this step.
@@ -29,7 +29,7 @@ class VirtualShards:
     axis: str
     sizes: list[int]
     owners: list[range]
-    place: int
+    position: int
     batch: list[Tensor] = dataclasses.field(default_factory=list)
     tree: Any = None
     calls: int = 0
@@ -54,7 +54,7 @@ class VirtualShards:
     @property
     def here(self) -> int:
         """Samples of the shards that this rank runs."""
-        return sum(self.sizes[shard] for shard in self.owners[self.place])
+        return sum(self.sizes[shard] for shard in self.owners[self.position])
 
     @property
     def scale(self) -> float:
@@ -64,11 +64,11 @@ class VirtualShards:
     def weight(self, shard: int) -> float:
         return self.sizes[shard] / max(self.sizes)
 
-    def filled(self, place: int) -> list[int]:
+    def filled(self, position: int) -> list[int]:
         """The shards of a rank that have samples."""
-        return [shard for shard in self.owners[place] if self.sizes[shard]]
+        return [shard for shard in self.owners[position] if self.sizes[shard]]
 
     def deal(self, leaf: Tensor) -> Tensor:
         """This rank's shards, end to end, of a whole leaf."""
         count = len(self.sizes)
-        return torch.cat([leaf[:0], *(leaf[shard::count] for shard in self.owners[self.place])])
+        return torch.cat([leaf[:0], *(leaf[shard::count] for shard in self.owners[self.position])])

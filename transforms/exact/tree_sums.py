@@ -50,8 +50,8 @@ class TreeSums:
         self._sums: list[_Sum] = []
         self.filled: set[int] = set()
         self._buckets: dict[float, Buckets] = {}
-        self._nodes = [maximal_nodes(virtual.filled(place)) for place in range(len(virtual.owners))]
-        self._last = max(virtual.filled(virtual.place), default=None)
+        self._nodes = [maximal_nodes(virtual.filled(position)) for position in range(len(virtual.owners))]
+        self._last = max(virtual.filled(virtual.position), default=None)
 
     def add(self, like: Tensor, axes: tuple[str, ...], scale: float, *, exact: bool = False) -> int:
         """Announce a leaf, to be summed over `axes` and multiplied by `scale`.
@@ -92,18 +92,18 @@ class TreeSums:
     def _comm(self):
         return self._region.session.comm(self._virtual.axis, channel="buckets")
 
-    def fill(self, place: int, value: Tensor) -> None:
+    def fill(self, slot: int, value: Tensor) -> None:
         """What the running shard contributes to a leaf."""
-        net, one = active(), self._sums[place]
+        net, one = active(), self._sums[slot]
         if net is not None:
             one.varying = joined([one.varying, net.of(value)])
         with unfollowed():
-            self._fill(place, one, value)
+            self._fill(slot, one, value)
 
-    def _fill(self, place: int, one: _Sum, value: Tensor) -> None:
+    def _fill(self, slot: int, one: _Sum, value: Tensor) -> None:
         shard = plan_of(self._region).shard
         assert shard is not None
-        self.filled.add(place)
+        self.filled.add(slot)
         one.partials.push(shard, value.detach().to(one.like.dtype))
         if shard == self._last and self._buckets:
             ((_, total),) = one.partials.nodes
@@ -112,9 +112,9 @@ class TreeSums:
 
     def end_shard(self) -> None:
         """A leaf that the shard did not use gets zeros: 0 + -0 is 0, and -0 with nothing added stays -0."""
-        for place in set(range(len(self._sums))) - self.filled:
-            leaf = self._sums[place].like
-            self.fill(place, torch.zeros((), dtype=leaf.dtype).expand(leaf.shape))
+        for slot in set(range(len(self._sums))) - self.filled:
+            leaf = self._sums[slot].like
+            self.fill(slot, torch.zeros((), dtype=leaf.dtype).expand(leaf.shape))
         self.filled.clear()
 
     def finish(self) -> list[Tensor]:
@@ -141,33 +141,33 @@ class TreeSums:
         found = [total.to(one.dtype) for one, total in zip(self._sums, found, strict=True)]
         # Over other axes ranks are what they always are: added in rank order.
         rest = Sums(self._region, self._plan)
-        places = [rest.add(total, one.others, exact=True) for one, total in zip(self._sums, found, strict=True)]
+        indexes = [rest.add(total, one.others, exact=True) for one, total in zip(self._sums, found, strict=True)]
         rest.open()
-        for place, total in zip(places, found, strict=True):
-            rest.fill(place, total)
+        for slot, total in zip(indexes, found, strict=True):
+            rest.fill(slot, total)
         sums = rest.finish()
-        return [sums[place] for place in places]
+        return [sums[slot] for slot in indexes]
 
     def _exchanged(self) -> list[Tensor]:
         groups: dict[tuple[float, torch.dtype], list[int]] = {}
-        for place, one in enumerate(self._sums):
-            groups.setdefault((one.scale, one.like.dtype), []).append(place)
+        for slot, one in enumerate(self._sums):
+            groups.setdefault((one.scale, one.like.dtype), []).append(slot)
         found: dict[int, Tensor] = {}
-        for (scale, dtype), places in groups.items():
-            found.update(self._exchange(places, dtype, scale))
-        return [found[place] for place in range(len(self._sums))]
+        for (scale, dtype), indexes in groups.items():
+            found.update(self._exchange(indexes, dtype, scale))
+        return [found[slot] for slot in range(len(self._sums))]
 
-    def _exchange(self, places: list[int], dtype: torch.dtype, scale: float) -> dict[int, Tensor]:
+    def _exchange(self, indexes: list[int], dtype: torch.dtype, scale: float) -> dict[int, Tensor]:
         """Leaves of one dtype laid end to end, in slices of a multiple of 64 elements: one for each rank to add."""
         comm, nodes = self._comm(), self._nodes
         starts, numel = [], 0
-        for place in places:
+        for slot in indexes:
             starts.append(numel)
-            numel += -(-self._sums[place].like.numel // 16) * 16
+            numel += -(-self._sums[slot].like.numel // 16) * 16
         length = -(-numel // (64 * comm.size)) * 64
         mine = torch.zeros(len(nodes[comm.rank]), comm.size * length, dtype=dtype)
-        for place, start in zip(places, starts, strict=True):
-            leaf, partials = self._sums[place].like, self._sums[place].partials
+        for slot, start in zip(indexes, starts, strict=True):
+            leaf, partials = self._sums[slot].like, self._sums[slot].partials
             for row, (_, value) in zip(mine, partials.nodes, strict=True):
                 _view(row, start, leaf).copy_(value)
             partials.nodes.clear()
@@ -181,7 +181,7 @@ class TreeSums:
             torch.mul(combine(rows), scale, out=out)
 
         flat = comm.all_gathered(length, dtype, write)
-        return {place: _view(flat, start, self._sums[place].like) for place, start in zip(places, starts, strict=True)}
+        return {slot: _view(flat, start, self._sums[slot].like) for slot, start in zip(indexes, starts, strict=True)}
 
 
 def _view(flat: Tensor, start: int, leaf: Leaf) -> Tensor:

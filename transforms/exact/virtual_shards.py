@@ -40,7 +40,7 @@ def cut(virtual: VirtualShards, leaf: Tracked, name: str, path: str) -> list[Ten
                 remedy=f"pass the batch itself, and compute from it in {name}",
             )
         )
-    parts = plain(leaf).split([virtual.sizes[shard] for shard in virtual.filled(virtual.place)])
+    parts = plain(leaf).split([virtual.sizes[shard] for shard in virtual.filled(virtual.position)])
     # How a kernel adds may depend on where its memory begins.
     return [mark(part.clone(), frozenset({virtual.axis}), "the batch") for part in parts]
 

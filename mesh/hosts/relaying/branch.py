@@ -52,11 +52,11 @@ class Branch:
     def handle(self, message: Any, content: bytes) -> None:
         """Do what the driver says of the tree, or through it."""
         if isinstance(message, protocol.Numbered):
-            self._ordered.take(message.number, message.said, content)
+            self._ordered.take(message.number, message.encoded, content)
         elif isinstance(message, protocol.Forward):
             if self._relay is not None:
                 self._relay.forward(message, content)
-            self._take(protocol.decode(message.said), content)
+            self._take(protocol.decode(message.encoded), content)
         elif isinstance(message, protocol.Had):
             self._ordered.had(message)
         elif isinstance(message, protocol.OpenRelay):

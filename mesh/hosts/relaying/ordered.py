@@ -39,24 +39,24 @@ class Ordered:
         """Send a message, and its content in pieces of bytes, by the link; nobody is waited for."""
         self.send_encoded(encode(message), content)
 
-    def send_encoded(self, said: bytes, content: Sequence[Any]) -> None:
+    def send_encoded(self, msg: bytes, content: Sequence[Any]) -> None:
         """As `send`, of what was encoded before."""
         if self._link.foreign:
             return
         with self._lock:
             if self._numbered:
                 self._sent += 1
-                self._link.send(Numbered(self._sent, said), *content)
+                self._link.send(Numbered(self._sent, msg), *content)
             else:
-                self._link.send_encoded(said, content)
+                self._link.send_encoded(msg, content)
 
-    def relayed(self, said: bytes, content: Sequence[Any]) -> int:
+    def relayed(self, msg: bytes, content: Sequence[Any]) -> int:
         """The number of a message that the caller has relayed now; 0: it is to be sent by the link."""
         with self._lock:
             if not self._relayed or not self._sent:  # the first comes by the link, behind what has no number
                 return 0
             self._sent += 1
-            self._kept.append((self._sent, said, content))
+            self._kept.append((self._sent, msg, content))
             return self._sent
 
     def use_relay(self, there: bool) -> None:
@@ -64,29 +64,29 @@ class Ordered:
         with self._lock:
             self._relayed = there
             self._numbered = self._numbered or there
-            for number, said, content in () if there else self._kept:
-                self._link.send(Numbered(number, said), *content)
+            for number, msg, content in () if there else self._kept:
+                self._link.send(Numbered(number, msg), *content)
             if not there:
                 self._kept.clear()
 
     def resend(self) -> None:
         """Send by the link, too, what may still be on its way by the relay: what comes next must not wait for it."""
         with self._lock:
-            for number, said, content in self._kept:
-                self._link.send(Numbered(number, said), *content)
+            for number, msg, content in self._kept:
+                self._link.send(Numbered(number, msg), *content)
 
-    def take(self, number: int, said: bytes, content: bytes) -> None:
+    def take(self, number: int, msg: bytes, content: bytes) -> None:
         """Take a message in its turn, unless it was taken before."""
         if number > self._taken:
-            self._early[number] = said, content
+            self._early[number] = msg, content
         while self._early and (found := self._early.pop(self._taken + 1, None)) is not None:
             self._taken += 1
             if self._taken % _ACKNOWLEDGED == 0:
                 self._link.send(Had(self._taken))
             self._take(decode(found[0]), found[1])
 
-    def had(self, said: Had) -> None:
+    def had(self, msg: Had) -> None:
         """The other end has taken all up to this."""
         with self._lock:
-            while self._kept and self._kept[0][0] <= said.number:
+            while self._kept and self._kept[0][0] <= msg.number:
                 self._kept.popleft()

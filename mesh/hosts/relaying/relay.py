@@ -67,10 +67,10 @@ class Relay(Serving):
             return
         link.send(Pulse())
 
-    def forward(self, said: Forward, content: bytes) -> None:
-        for host, number in said.numbers:
+    def forward(self, msg: Forward, content: bytes) -> None:
+        for host, number in msg.numbers:
             if (link := self._below.get(host)) is not None:
-                link.send(Numbered(number, said.said), content)
+                link.send(Numbered(number, msg.encoded), content)
 
     def _read(self, host: int, link: Link) -> None:
         if (messages := received(link)) is None:
@@ -79,22 +79,22 @@ class Relay(Serving):
             if self._below.get(host) is link:
                 del self._below[host]
             return
-        for said, content in messages:
-            if isinstance(said, Gathered):
-                self._hold(host, said, content)
+        for msg, content in messages:
+            if isinstance(msg, Gathered):
+                self._hold(host, msg, content)
 
-    def _hold(self, host: int, said: Gathered, content: bytes) -> None:
+    def _hold(self, host: int, msg: Gathered, content: bytes) -> None:
         if not self._held:
             self._since = time.monotonic()
-        self._held.setdefault(content, []).append((host, said.number, said.said))
-        if not said.done:
+        self._held.setdefault(content, []).append((host, msg.number, msg.encoded))
+        if not msg.done:
             return
-        done = self._done.setdefault(said.done, set())
+        done = self._done.setdefault(msg.done, set())
         done.add(host)
         if len(self._done) > _UNFINISHED:  # long answers go another way
             del self._done[min(self._done)]
         if done >= self._below.keys():
-            self._done = {task: hosts for task, hosts in self._done.items() if task > said.done}
+            self._done = {task: hosts for task, hosts in self._done.items() if task > msg.done}
             self._flush()
 
     def _flush(self) -> None:

@@ -41,24 +41,24 @@ class Relayed:
         self._dialling = threading.Thread()
         self._heard = 0.0
 
-    def dial(self, said: DialRelay) -> None:
+    def dial(self, msg: DialRelay) -> None:
         """Have this relay, if it can be reached; what can't be reached from here is done without."""
-        if said == self._dialled and (self._relay is not None or self._dialling.is_alive()):
+        if msg == self._dialled and (self._relay is not None or self._dialling.is_alive()):
             return
-        self._dialled = said
-        self._dialling = threading.Thread(target=self._dial, args=(said,), name="spmd-relayed", daemon=True)
+        self._dialled = msg
+        self._dialling = threading.Thread(target=self._dial, args=(msg,), name="spmd-relayed", daemon=True)
         self._dialling.start()
 
-    def _dial(self, said: DialRelay) -> None:
+    def _dial(self, msg: DialRelay) -> None:
         for _ in range(_TRIES):
             with contextlib.suppress(OSError, NotOfThisMesh):
-                connection = socket.create_connection((said.address, said.port), timeout=GREETING_SECONDS)
+                connection = socket.create_connection((msg.address, msg.port), timeout=GREETING_SECONDS)
                 try:
-                    link = greet_driver(connection, secret_of(self._key), said.number)
+                    link = greet_driver(connection, secret_of(self._key), msg.number)
                 except BaseException:
                     connection.close()
                     raise
-                read = functools.partial(self._read, link, said)
+                read = functools.partial(self._read, link, msg)
                 self._selector.register(connection, selectors.EVENT_READ, (read, None))
                 return
             time.sleep(_AGAIN_SECONDS)
@@ -68,22 +68,22 @@ class Relayed:
         if messages is None or dialled != self._dialled:  # it has ended, or another is to be the relay by now
             self._end(link)
             return
-        for said, content in messages:
+        for msg, content in messages:
             self._heard = time.monotonic()
-            if isinstance(said, Pulse) and link is not self._relay:  # it has let this host in
+            if isinstance(msg, Pulse) and link is not self._relay:  # it has let this host in
                 self._leave()
                 self._relay = link
                 self._link.send(HasRelay(True))
                 self._ordered.use_relay(True)
-            elif isinstance(said, Numbered):
-                self._ordered.take(said.number, said.said, content)
+            elif isinstance(msg, Numbered):
+                self._ordered.take(msg.number, msg.encoded, content)
 
-    def answer(self, said: bytes, content: Sequence[Any], done: int) -> None:
+    def answer(self, msg: bytes, content: Sequence[Any], done: int) -> None:
         """Send an answer of ranks to what was said to all hosts; see `Gathered`."""
-        if self._relay is not None and (number := self._ordered.relayed(said, content)):
-            self._relay.send(Gathered(number, said, done), *content)
+        if self._relay is not None and (number := self._ordered.relayed(msg, content)):
+            self._relay.send(Gathered(number, msg, done), *content)
         else:
-            self._ordered.send_encoded(said, content)
+            self._ordered.send_encoded(msg, content)
 
     def tick(self) -> None:
         """Do what is due."""

@@ -39,7 +39,7 @@ class Tree:
             if below:
                 head.link.send(protocol.OpenRelay())
 
-    def send(self, said: bytes, pieces: Sequence[Any]) -> bool:
+    def send(self, msg: bytes, pieces: Sequence[Any]) -> bool:
         """Send a message, with its content in pieces of bytes, to all hosts, if there are relays; whether it was."""
         if not self._heads or sum(map(len, pieces)) > RELAYED_BYTES:
             return False
@@ -47,14 +47,14 @@ class Tree:
         for head in self._heads:
             numbers = []
             for host in head.below.values():
-                if number := host.ordered.relayed(said, (content,)):
+                if number := host.ordered.relayed(msg, (content,)):
                     numbers.append((host.number, number))
                 else:
-                    host.ordered.send_encoded(said, (content,))
+                    host.ordered.send_encoded(msg, (content,))
             if numbers:
-                head.ordered.send(protocol.Forward(tuple(numbers), said), content)
+                head.ordered.send(protocol.Forward(tuple(numbers), msg), content)
             else:
-                head.ordered.send_encoded(said, (content,))
+                head.ordered.send_encoded(msg, (content,))
         return True
 
 

@@ -158,8 +158,8 @@ def in_turn(
                 steps[name] = max(1, min(MOST_STEPS, round(seconds / once)))
         names = list(contenders)
         for turn in range(rounds):
-            for place in range(len(names)):
-                name = names[(turn + place) % len(names)]  # each round begins with another
+            for position in range(len(names)):
+                name = names[(turn + position) % len(names)]  # each round begins with another
                 group, variant, _ = contenders[name]
                 samples[name].append(max(group.ask("run", variant, steps[name])))
     finally:

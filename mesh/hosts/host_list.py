@@ -22,7 +22,7 @@ _DIALLED = "tcp://"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Places:
+class HostList:
     """The hosts of a mesh.
 
     Attributes:
@@ -37,7 +37,7 @@ class Places:
     counts: tuple[int, ...]
     launcher: Launcher
     local: bool
-    given: Places | None = None
+    given: HostList | None = None
 
     @property
     def dialled(self) -> bool:
@@ -51,23 +51,23 @@ class Places:
     def ranks(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each host.
 
-        >>> Places(("a", "b"), (2, 3), LocalLauncher([]), True).ranks()
+        >>> HostList(("a", "b"), (2, 3), LocalLauncher([]), True).ranks()
         ((0, 1), (2, 3, 4))
         """
-        ends = [sum(self.counts[:place]) for place in range(len(self.counts) + 1)]
+        ends = [sum(self.counts[:index]) for index in range(len(self.counts) + 1)]
         return tuple(tuple(range(start, end)) for start, end in itertools.pairwise(ends))
 
-    def only(self, places: Sequence[int]) -> Places:
+    def only(self, indexes: Sequence[int]) -> HostList:
         """Some of them."""
-        names, counts = [self.names[place] for place in places], [self.counts[place] for place in places]
+        names, counts = [self.names[index] for index in indexes], [self.counts[index] for index in indexes]
         return dataclasses.replace(self, names=tuple(names), counts=tuple(counts))
 
-    def spread(self, size: int) -> Places:
+    def spread(self, size: int) -> HostList:
         """Those that so many ranks are on: each as many as its part of what the program has given, at least one.
 
         Where there are fewer ranks than hosts, those that come last have none, and are not among them.
 
-        >>> two = Places(("a", "b"), (4, 2), LocalLauncher([]), True)
+        >>> two = HostList(("a", "b"), (4, 2), LocalLauncher([]), True)
         >>> [two.spread(size).counts for size in (12, 7, 6, 5, 3, 2, 1)]
         [(8, 4), (5, 2), (4, 2), (3, 2), (2, 1), (1, 1), (1,)]
 
@@ -77,7 +77,7 @@ class Places:
         given = self.given or self
         counts = [0] * len(given.names)
         for _ in range(size):
-            counts[min(range(len(counts)), key=lambda place: counts[place] / given.counts[place])] += 1
+            counts[min(range(len(counts)), key=lambda index: counts[index] / given.counts[index])] += 1
         if size > given.size and isinstance(self.launcher, SlurmLauncher | RayLauncher):
             raise MeshError(
                 message(
@@ -88,15 +88,15 @@ class Places:
             )
         return given._with(counts)
 
-    def without(self, ranks: Collection[int]) -> Places:
+    def without(self, ranks: Collection[int]) -> HostList:
         """Those that are left when these ranks have gone, each from its host."""
         left = [sum(rank not in ranks for rank in its) for its in self.ranks()]
         return self._with(left)
 
-    def _with(self, counts: Sequence[int]) -> Places:
-        having = [place for place, count in enumerate(counts) if count]
+    def _with(self, counts: Sequence[int]) -> HostList:
+        having = [index for index, count in enumerate(counts) if count]
         return dataclasses.replace(
-            self.only(having), counts=tuple(counts[place] for place in having), given=self.given or self
+            self.only(having), counts=tuple(counts[index] for index in having), given=self.given or self
         )
 
     def by_rank(self) -> list[str]:
@@ -112,10 +112,10 @@ class Places:
         return [*python, "-c", code, *sys.path]
 
 
-def places_of(hosts: Any) -> Places:
+def host_list_of(hosts: Any) -> HostList:
     """What `Mesh(hosts=)` means.
 
-    >>> places_of("local:2x4").ranks()
+    >>> host_list_of("local:2x4").ranks()
     ((0, 1, 2, 3), (4, 5, 6, 7))
 
     Raises:
@@ -128,7 +128,7 @@ def places_of(hosts: Any) -> Places:
         number, _, each = counts.partition("x")
         if kind != "local" or not _is_count(number) or not _is_count(each):
             raise _not_understood(hosts)
-        hosts = LocalLauncher([f"local{place}:{each}" for place in range(int(number))])
+        hosts = LocalLauncher([f"local{index}:{each}" for index in range(int(number))])
         return _checked(hosts, True)
     if isinstance(hosts, list | tuple):
         dialled = [isinstance(host, str) and host.startswith(_DIALLED) for host in hosts]
@@ -144,7 +144,7 @@ def _of_engine(kind: str, each: int | None) -> Launcher:
     return SlurmLauncher(each) if kind == "slurm" else RayLauncher(each)
 
 
-def _checked(launcher: Launcher, local: bool) -> Places:
+def _checked(launcher: Launcher, local: bool) -> HostList:
     names, counts = [], []
     for host in launcher.hosts:
         name, _, count = host.rpartition(":") if isinstance(host, str) else ("", "", "")
@@ -157,7 +157,7 @@ def _checked(launcher: Launcher, local: bool) -> Places:
         raise _not_understood(launcher.hosts)
     if len(set(names)) < len(names):
         raise MeshError(message("a host is named twice", got=list(launcher.hosts), remedy="name each host once"))
-    return Places(tuple(names), tuple(counts), launcher, local)
+    return HostList(tuple(names), tuple(counts), launcher, local)
 
 
 def _is_count(text: str) -> bool:
