@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 
 from ...kernels.flat import as_bytes
+from ...kernels.torch_private import arguments, operation_name
 
 _SMALL = 1 << 16  # bytes of tensors that are compared
 Refuse = Callable[[], NoReturn]
+# In training these write to running statistics, which their schemas do not tell.
+_BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 _Span = tuple[int, int, Refuse]
 
 
@@ -69,6 +72,16 @@ class Watched:
         before = bisect.bisect_left(self._starts, span[1])
         if before and self._furthest[before - 1] > span[0]:
             next(refuse for _, end, refuse in self._spans[:before] if end > span[0])()
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+    """What an operation of torch's writes to, by the names of its arguments."""
+    is_training = operation_name(func)[0] in _BATCH_NORMS and args[5]
+    return [
+        (one.name, args[index] if index < len(args) else kwargs.get(one.name))
+        for index, one in enumerate(arguments(func))
+        if (one.alias_info is not None and one.alias_info.is_write) or (is_training and index in (3, 4))
+    ]
 
 
 def _span_of(tensor: Tensor) -> tuple[int, int] | None:

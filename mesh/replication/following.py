@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ...kernels.torch_compiled import eagerly
 from ...kernels.torch_private import DispatchMode, arguments, operation_name, storage, without_torch_function
 from ...kernels.word_key import word_key
-from ..purity.writes import Watched, tensors_in
+from ..purity.writes import Watched, tensors_in, written_by
 from ..region import current
 from .net import NOWHERE, Net, Varying, activate, joined, nbytes
 from .numbers import numbers_in
@@ -55,10 +55,9 @@ class _Writes(DispatchMode):
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         with without_torch_function():
-            for index, argument in enumerate(arguments(func)):
-                written = argument.alias_info is not None and argument.alias_info.is_write
-                if written and not _only_scales(argument.name, kwargs):
-                    self._watched.check_all(args[index] if index < len(args) else kwargs.get(argument.name))
+            for name, value in written_by(func, args, kwargs):
+                if not _only_scales(name, kwargs):
+                    self._watched.check_all(value)
         return func(*args, **kwargs)
 
 
@@ -92,28 +91,25 @@ class _Join:
         self.written: list[Any] = []
         self.changed: list[Any] = []  # of these what is written to in fact
         self._inputs: set[int] = set()
+        written = dict(written_by(func, args, kwargs))
+        for name, value in written.items():
+            if name == "state_steps":  # counts, of which fused optimizers read nothing but themselves
+                continue
+            self.written.append(value)
+            if not _only_scales(name, kwargs):
+                self.changed.append(value)
         for index, argument in enumerate(arguments(func)):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             if not isinstance(value, Tensor | list | tuple):
                 continue
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if (
-                written and argument.name != "state_steps"
-            ):  # counts, of which fused optimizers read nothing but themselves
-                self.written.append(value)
-                if not _only_scales(argument.name, kwargs):
-                    self.changed.append(value)
             self._inputs.update(_key(tensor) for tensor in tensors_in(value))
-            if written and overwrites:
+            if overwrites and argument.name in written:
                 continue
             if isinstance(value, Tensor):
                 self.reads.append((net.of(value), None))
             else:
                 each = [joined(net.of(tensor) for tensor in tensors_in(item)) for item in value]
                 self.reads.append((joined(each), each))
-        if self._name == "native_batch_norm" and args[5]:  # training; the schema does not tell that these are written
-            self.written += [stat for stat in args[3:5] if stat is not None]
-            self.changed += self.written
         self._overwrites = overwrites
         shapes_only = self._name in _SHAPES_ONLY
         self._all = NOWHERE if shapes_only else joined(whole for whole, _ in self.reads)

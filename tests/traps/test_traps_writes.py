@@ -50,7 +50,11 @@ def rectified(x):
     nn.functional.relu_(x.sub_(2))
 
 
-WRITES = [added, added_below, added_to_a_view, added_to_each, written_out, rectified]
+def kept_as_a_mean(x):
+    nn.functional.batch_norm(torch.ones(3, len(x)), x, torch.ones(len(x)), training=True)
+
+
+WRITES = [added, added_below, added_to_a_view, added_to_each, written_out, rectified, kept_as_a_mean]
 
 
 @pytest.mark.parametrize("check", ["first", "never"])

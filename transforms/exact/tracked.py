@@ -10,7 +10,6 @@ computed from its part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from ...kernels import torch_private
 from ...kernels.errors import SpecError, message
 from ...mesh import trees
+from ...mesh.purity.writes import tensors_in, written_by
 from ...mesh.region import Region, current
 from .._plan import plan_of
 from .shards import VirtualShards
@@ -53,7 +53,7 @@ class Tracked(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         region = current()
-        written = list(_written(func, args, kwargs))
+        written = [tensor for _, value in written_by(func, args, kwargs) for tensor in tensors_in(value)]
         if region is not None:
             name = func.name().partition("::")[2]
             _refuse_in_a_shard(name, region)
@@ -90,16 +90,6 @@ def _followed(result: Any) -> Any:
     if isinstance(result, Tensor):
         return result if isinstance(result, Tracked) else result.as_subclass(Tracked)
     return type(result)(map(_followed, result)) if isinstance(result, list | tuple) else result
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operation of torch's overwrites."""
-    for index, argument in enumerate(torch_private.arguments(func)):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = kwargs.get(argument.name) if argument.kwarg_only or index >= len(args) else args[index]
-            yield from (one for one in (value if isinstance(value, list | tuple) else [value]) if one is not None)
-    if func.overloadpacket is torch.ops.aten.native_batch_norm and args[5]:  # training; the schema does not tell
-        yield from (one for one in args[3:5] if one is not None)
 
 
 def _virtual(region: Region) -> VirtualShards:
