@@ -7,10 +7,12 @@ Invariant: a thread is in one region at a time, from `inside` on until its block
 from __future__ import annotations
 
 import dataclasses
+import random
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..kernels.errors import MeshError, message
@@ -117,6 +119,12 @@ def seed_generators(key: tuple) -> None:
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)
+
+
+def seed_others(number: int) -> None:
+    """Seed the generators of NumPy and Python."""
+    np.random.seed(number & 0xFFFFFFFF)
+    random.seed(number)
 
 
 def reseed(region: Region, *more: Any, alike: frozenset[str] = frozenset()) -> None:

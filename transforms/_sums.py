@@ -160,6 +160,17 @@ class Sums:
         return found
 
 
+def summed(region: Region | None, plan: Plan, values: Sequence[tuple[Tensor, tuple[str, ...]]]) -> list[Tensor]:
+    """The sums of values, each with the axes that it is summed over."""
+    sums = Sums(region, plan)
+    slots = [sums.add(value, axes, exact=True) for value, axes in values]
+    sums.open()
+    for slot, (value, _) in zip(slots, values, strict=True):
+        sums.fill(slot, value)
+    found = sums.finish()
+    return [found[slot] for slot in slots]
+
+
 def _check_device(device: str, region: Region) -> None:
     own = region.session.device.type
     if device not in ("cpu", own):

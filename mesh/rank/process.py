@@ -6,14 +6,12 @@ import datetime
 import functools
 import os
 import pickle
-import random
 import signal
 import socket
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -26,6 +24,7 @@ from ..display.trace import LOGGER
 from ..hosts import joining as hosts
 from ..hosts.copier import Copier
 from ..mesh import Mesh
+from ..region import seed_others
 from ..remote.serving import serve_when_called
 from ..spec import Layout
 from . import devices
@@ -55,8 +54,7 @@ def main(request: protocol.RankRequest, fds: list[int]) -> None:
     sys.argv[:] = request.argv
     torch.set_num_threads(request.threads)
     rank = request.rank
-    random.seed(request.seed * 65537 + rank)
-    np.random.seed((request.seed * 65537 + rank) % (1 << 32))
+    seed_others(request.seed * 65537 + rank)
     if request.factory is not None:
         register_backend(request.backend, pickle.loads(request.factory))
     layout = Layout(request.axes)

@@ -7,7 +7,7 @@ ranks go on, or all raise the same error, which says which ranks differ in what.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,13 @@ def agree(
     outcome = attempt(begin, path, asked["step"]) if mesh.rank == 0 and problem is None else None
     try:
         with mesh.run_state.uncounted():
-            everyones = mesh.run(_itself, (problem, digest, outcome))
+            everyones = mesh.run(itself, (problem, digest, outcome))
         for failed, *_ in everyones:
             if failed is not None:
                 raise failed
         if len({digest for _, digest, *_ in everyones}) > 1:
             with mesh.run_state.uncounted():
-                everyone = mesh.run(_itself, mine)
+                everyone = mesh.run(itself, mine)
             raise SpmdError(
                 message(
                     "the ranks do not agree on what to save",
@@ -69,8 +69,15 @@ def agree(
     return everyones[0][2]
 
 
-def _itself(x: Any) -> Any:
+def itself(x: Any) -> Any:
     return x
+
+
+def mesh_among(leaves: Sequence[Any]) -> Mesh | None:
+    """The mesh of a run, as far as its values, or else its Loaders, say."""
+    of_arrays = (leaf.mesh for leaf in leaves if isinstance(leaf, Array))
+    of_loaders = (leaf.mesh for leaf in leaves if isinstance(leaf, Loader) and leaf.mesh is not None)
+    return next(of_arrays, None) or next(of_loaders, None)
 
 
 def _kinds(leaves: Mapping[str, Any]) -> dict[str, str]:

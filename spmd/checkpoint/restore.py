@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..data.loader import Loader
 from ..kernels.callsite import warn
 from ..kernels.errors import message
 from ..mesh import trees
@@ -21,6 +20,7 @@ from ..mesh.put import is_array, put
 from ..mesh.region import current
 from . import leaves
 from . import tree as described
+from .agreement import itself, mesh_among
 from .background import failures
 from .fingerprint import fingerprint, resume, warn_if_other
 from .read import Damaged, Gone, Opened, open_last
@@ -62,7 +62,7 @@ def restore(path: str | os.PathLike, *, like: Any = None, mesh: Mesh | None = No
     for directory in (path, path.parent):
         for error in failures(directory):
             warn(f"a checkpoint could not be written in the background ({type(error).__name__}: {error})")
-    onto = mesh or _mesh_of(like)
+    onto = mesh or (None if like is None else mesh_among(trees.leaves(like, is_leaf=is_array)))
     opened, problems = _open(path, onto)
     with opened:
         for problem in problems:
@@ -89,14 +89,14 @@ def _open_together(path: Path, mesh: Mesh) -> tuple[Opened, list[str]]:
             if mesh.rank == 0:
                 mine, chosen = _chosen(path)
             with mesh.run_state.uncounted():
-                chosen = mesh.run(_itself, chosen)[0]
+                chosen = mesh.run(itself, chosen)[0]
             if isinstance(chosen, Exception):
                 raise chosen
             name, digest, folder, problems = chosen
             if mine is None:
                 mine = _same(path / name, digest)
             with mesh.run_state.uncounted():
-                wrong = mesh.run(_itself, str(mine) if isinstance(mine, Exception) else None)
+                wrong = mesh.run(itself, str(mine) if isinstance(mine, Exception) else None)
         except BaseException:
             if isinstance(mine, Opened):
                 mine.close()
@@ -113,10 +113,6 @@ def _open_together(path: Path, mesh: Mesh) -> tuple[Opened, list[str]]:
             remedy="give all ranks the same file system, and let nobody write there meanwhile",
         )
     )
-
-
-def _itself(x: Any) -> Any:
-    return x
 
 
 def _chosen(path: Path) -> tuple[Opened | None, Any]:
@@ -153,11 +149,3 @@ def _read(opened: Opened, like: Any, mesh: Mesh | None, onto: Mesh | None) -> An
         return tensor if where is None else put(tensor, leaves.spec_on(where, entry, wanted), mesh=where)
 
     return described.rebuild(manifest["tree"], manifest["leaves"], like, value)
-
-
-def _mesh_of(like: Any) -> Mesh | None:
-    """The mesh that a run goes on on, as far as `like` says."""
-    found = [] if like is None else trees.leaves(like, is_leaf=is_array)
-    of_arrays = (leaf.mesh for leaf in found if isinstance(leaf, Array))
-    of_loaders = (leaf.mesh for leaf in found if isinstance(leaf, Loader) and leaf.mesh is not None)
-    return next(of_arrays, None) or next(of_loaders, None)

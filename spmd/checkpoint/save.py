@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from ..data.loader import Loader
 from ..kernels.errors import MeshError, SpecError, SpmdError, message
 from ..mesh import trees
 from ..mesh.array import Array
@@ -22,7 +21,7 @@ from ..mesh.mesh import Mesh, nearest
 from ..mesh.put import is_array
 from ..mesh.region import current
 from . import tree as described
-from .agreement import agree
+from .agreement import agree, mesh_among
 from .background import Saved, raise_failure, start
 from .fingerprint import of_run
 from .schema import LARGEST
@@ -119,11 +118,5 @@ def _problem(path: Path, step: Any, keep: int | None) -> Exception | None:
 
 def _mesh_of(leaves: Sequence[Any]) -> Mesh | None:
     """The mesh of a run: that of its values, of its Loader, or the one that this process is a rank of."""
-    for leaf in leaves:
-        if isinstance(leaf, Array):
-            return leaf.mesh
-    for leaf in leaves:
-        if isinstance(leaf, Loader) and leaf.mesh is not None:
-            return leaf.mesh
     here = nearest()
-    return None if here is None or here.is_driver else here
+    return mesh_among(leaves) or (None if here is None or here.is_driver else here)

@@ -82,10 +82,6 @@ def mapping_of(of: Check) -> Check:
     return check_mapping
 
 
-def optional(of: Check) -> Check:
-    return lambda field, value: None if value is None else of(field, value)
-
-
 def fields(field: str, value: Any, required: Mapping[str, Check], more: Mapping[str, Check] | None = None) -> None:
     """An object of these fields and no others."""
     known = {**required, **(more or {})}

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import itertools
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..kernels.errors import SpecError, message
 from ..kernels.word_key import word_key
 from ..mesh.readers import process
 from ..transforms import numbered, permutation
+from .random_numbers import seed_generators
 from .rows import seen
 
 State = Any
@@ -302,22 +300,6 @@ class Mixed:
 
     def state(self) -> State:
         return [self._count, [int(alive) for alive in self._alive], [source.state() for source in self._sources]]
-
-
-def takes_position(opened: Callable[..., Any]) -> bool:
-    """Whether `open(shard, position)` can be called, besides `open(shard)`."""
-    try:
-        inspect.signature(opened).bind(None, None)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def seed_generators(number: int) -> None:
-    """Set the generators of torch, NumPy and Python."""
-    torch.default_generator.manual_seed(number)
-    np.random.seed(number & 0xFFFFFFFF)
-    random.seed(number)
 
 
 def taken(cursor: Any, count: int) -> list[Any]:

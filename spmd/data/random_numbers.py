@@ -12,13 +12,17 @@ import torch
 
 from ..kernels.word_key import word_key
 from ..mesh.readers import process
+from ..mesh.region import seed_others
 
 
 def seed(*key: Any) -> None:
-    number = word_key("loader", *key)
+    seed_generators(word_key("loader", *key))
+
+
+def seed_generators(number: int) -> None:
+    """Set the generators of torch, NumPy and Python."""
     torch.default_generator.manual_seed(number)
-    np.random.seed(number & 0xFFFFFFFF)
-    random.seed(number)
+    seed_others(number)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from .._call import Call, Output, Solution
 from .._empty_shards import blank
 from .._first_call import check_trains, look
 from .._plan import Plan
-from .._sums import Hook, Sums
+from .._sums import Hook, summed
 from .._tokens import tokens
 from .shard_results import Results
 from .shards import VirtualShards
@@ -177,7 +177,8 @@ class _Solution:
             elif index in self._pieces:
                 whole = torch.cat([plain(argument.leaf)[:0], *self._pieces[index]])
                 whole = whole * (self._scale if factor is None else factor)
-                gradients.append(noted(call, _sum(call, whole, argument.reduce), argument.reduce))
+                (total,) = summed(call.region, call.plan, [(whole, argument.reduce)])
+                gradients.append(noted(call, total, argument.reduce))
             else:
                 gradients.append(plain(argument.zeros()))
         if not self._trains:
@@ -268,11 +269,3 @@ def _notes(aux: Any) -> list[tuple[Any, frozenset[str] | None]]:
 def _is_summed(argument: Argument) -> bool:
     """Whether a leaf is differentiated by that is no part of the batch."""
     return argument.primal is not None and not isinstance(argument.primal, Tracked)
-
-
-def _sum(call: Call, x: Tensor, axes: tuple[str, ...]) -> Tensor:
-    sums = Sums(call.region, call.plan)
-    slot = sums.add(x, axes, exact=True)
-    sums.open()
-    sums.fill(slot, x)
-    return sums.finish()[slot]

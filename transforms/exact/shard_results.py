@@ -21,7 +21,7 @@ from ...mesh.spec import Sharded, is_sharded
 from .._arguments import declared_axes
 from .._auxiliary import Auxiliary, shown, token
 from .._call import Call, Output, inverse
-from .._sums import Sums
+from .._sums import summed
 from .shards import VirtualShards
 from .tree_sums import HALVES, TreeSums
 
@@ -176,11 +176,7 @@ class Results:
         """Over axes that are not that of the shards."""
         if not axes or not x.dtype.is_floating_point:
             return x
-        sums = Sums(self._region, self._plan)
-        slot = sums.add(x, axes, exact=True)
-        sums.open()
-        sums.fill(slot, x * self._weight(axes))
-        return sums.finish()[slot]
+        return summed(self._region, self._plan, [(x * self._weight(axes), axes)])[0]
 
     def _fold(self, leaves: list[_Leaf]):
         """Every rank sees all shards' running statistics, and folds them in the order of the shards."""

@@ -17,7 +17,7 @@ from ...kernels.reduction import Pairwise
 from ...mesh.region import Region
 from ...mesh.replication.net import NOWHERE, Varying, active, joined, unfollowed
 from .._plan import Plan, plan_of
-from .._sums import Sums
+from .._sums import summed
 from .shards import VirtualShards
 from .tree import Node, Partials, combine, maximal_nodes
 
@@ -140,13 +140,8 @@ class TreeSums:
             found = self._exchanged()
         found = [total.to(one.dtype) for one, total in zip(self._sums, found, strict=True)]
         # Over other axes ranks are what they always are: added in rank order.
-        rest = Sums(self._region, self._plan)
-        indexes = [rest.add(total, one.others, exact=True) for one, total in zip(self._sums, found, strict=True)]
-        rest.open()
-        for slot, total in zip(indexes, found, strict=True):
-            rest.fill(slot, total)
-        sums = rest.finish()
-        return [sums[slot] for slot in indexes]
+        others = [one.others for one in self._sums]
+        return summed(self._region, self._plan, list(zip(found, others, strict=True)))
 
     def _exchanged(self) -> list[Tensor]:
         groups: dict[tuple[float, torch.dtype], list[int]] = {}

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...kernels.errors import SpecError, message
 from ...kernels.word_key import word_key
 from ...mesh import trees
-from ...mesh.region import Region, generators, reseed, restore_generators
+from ...mesh.region import Region, generators, reseed, restore_generators, seed_others
 from ...mesh.replication.net import mark
 from ...mesh.spec import Sharded, is_sharded
 from .._plan import Plan, following, plan_of
@@ -105,13 +105,7 @@ def stepping(region: Region, virtual: VirtualShards) -> Iterator[None]:
 def _reseed(region: Region, *more: Any, alike: frozenset[str] = frozenset()) -> None:
     """Seed the generators of torch, NumPy and Python: models and losses draw from all of them."""
     reseed(region, *more, alike=alike)
-    _seed_others(region.random)
-
-
-def _seed_others(key: tuple) -> None:
-    number = word_key("rng", *key)
-    np.random.seed(number & 0xFFFFFFFF)
-    python_random.seed(number)
+    seed_others(word_key("rng", *region.random))
 
 
 def after_shards(region: Region, virtual: VirtualShards, state: Any) -> None:
@@ -120,7 +114,7 @@ def after_shards(region: Region, virtual: VirtualShards, state: Any) -> None:
     The shards have left them elsewhere on every rank; to have saved the latter would cost more than to seed them.
     """
     restore_generators(state)
-    _seed_others((*region.random, "after", virtual.calls))
+    seed_others(word_key("rng", *region.random, "after", virtual.calls))
 
 
 @contextlib.contextmanager
