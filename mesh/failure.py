@@ -47,7 +47,15 @@ def capture(error: BaseException) -> Failure:
         kind = "interrupted"
     text = "".join(_formatted(error))
     pickled = _pickled(error.with_traceback(None)) or _pickled(_Parts.of(error))
-    return Failure(kind, type(error).__qualname__, str(error), text, pickled)
+    return Failure(kind, type(error).__qualname__, text_of(error), text, pickled)
+
+
+def text_of(error: BaseException) -> str:
+    """What an exception says of itself, if it can."""
+    try:
+        return str(error)
+    except Exception as why:
+        return f"{type(error).__name__}, whose text can't be had: {type(why).__name__}: {why}"
 
 
 def _pickled(obj: Any) -> bytes | None:
@@ -70,14 +78,14 @@ class _Parts:
 
     @staticmethod
     def of(error: BaseException) -> _Parts:
-        args = error.args if _pickled(error.args) is not None else (str(error),)
+        args = error.args if _pickled(error.args) is not None else (text_of(error),)
         state = {name: value for name, value in vars(error).items() if _pickled(value) is not None}
         return _Parts(type(error), args, state)
 
     def join(self) -> BaseException:
         error = self.cls.__new__(self.cls, *self.args)
         error.args = self.args
-        vars(error).update(self.state)
+        error.__setstate__(self.state)
         return error
 
 

@@ -97,6 +97,7 @@ class PlannedCall:
     plan: InputPlan
 
 
+_MOST_CHOICES = 16
 _Input = tuple[P, frozenset[str], bool, bool]  # of a tensor: its spec, that one's axes, is it to be cut, is it donated
 
 
@@ -110,10 +111,12 @@ class CompiledCall:
     def __init__(self, session: RankSession, mesh: Any, program: Program, treedef: Any, plan: InputPlan):
         self._session, self._mesh, self._program, self._treedef, self._plan = session, mesh, program, treedef, plan
         self._donating = plan.donating
+        self._has_values = any(leaf.kind == "value" for leaf in plan.leaves)
         self._array_specs: list[P] | None = None  # of the arguments on the mesh, as they were last
         self._inputs: list[_Input | None] = []
         self._results = Results(session, program.name, program.out_specs)
         self._looked_at: set[Any] = set()
+        self._choices: set[tuple[Any, ...]] = set()  # the flags and names that there were among the arguments
         self._captured: Captured  # what the body refers to, as it was before the first call
 
     def forget(self) -> None:
@@ -149,10 +152,12 @@ class CompiledCall:
         first = not self._results.known
         captured_state: CapturedState | None = None
         watched: Watched | None = None
+        chosen = self._has_values and self._is_new_choice(values)
         if first:
             whole = (type(self._mesh), Array)
             self._captured = Captured([self._program.body, *values], whole)
             captured_state = None if session.launched else CapturedState([self._program.body], whole)
+        if first or chosen:
             watched = self._watched(local)
         region = Region(session, key, self._mesh, self._plan.batch, pure=True, looked_at=self._looked_at)
         region.captured, region.updates = self._captured.trainable, [] if first else None
@@ -169,6 +174,7 @@ class CompiledCall:
             self._check_unwritten(local, tensors, entered)
         if watched is not None:
             watched.compare()
+        if first:
             self._check_updates(region, local, result)
             self._captured.check(self._program.name, session.where())
             if captured_state is not None:
@@ -176,6 +182,14 @@ class CompiledCall:
         outcome = self._results.kept(result, net, check)
         donation.settle(values, local, outcome.leaves, donating=self._donating)
         return outcome
+
+    def _is_new_choice(self, values: list[Any]) -> bool:
+        """Whether flags or names are others than ever: a body that asks for them may do what it has not done yet."""
+        choice = tuple(value for value in values if isinstance(value, bool | str))
+        if choice in self._choices or len(self._choices) >= _MOST_CHOICES:
+            return False
+        self._choices.add(choice)
+        return bool(choice)
 
     def _inputs_of(self, specs: list[P]) -> list[_Input | None]:
         found: list[_Input | None] = []
@@ -259,7 +273,7 @@ class CompiledCall:
             )
 
     def _watched(self, local: list[Any]) -> Watched:
-        """What the body may not write to, which is seen before it does at the first call of a signature."""
+        """What the body may not write to: seen before it does, at the first call of a signature, or with new flags."""
         inputs = [
             (leaf, functools.partial(self._refuse_write, index))
             for index, leaf in enumerate(local)

@@ -114,7 +114,7 @@ class NetworkedCommunicator(Communicator):
         text = call.text
         head = struct.Struct(f"<Q{self.size}Q")
         for attempt in range(2):
-            shown = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
+            shown = text.encode(errors="backslashreplace")[:_TEXT].ljust(_TEXT, b"\0")
             data = head.pack(call.signature, *send_sizes) + shown
             mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             theirs = [torch.empty_like(mine) for _ in range(self.size)]

@@ -109,7 +109,7 @@ class Board:
         return self._read(participant, _TEXT, _TEXT_LENGTH)
 
     def _write(self, start: int, length: int, text: str) -> None:
-        data = text.encode()[:_TEXT_BYTES]
+        data = text.encode(errors="backslashreplace")[:_TEXT_BYTES]
         start += PAGE + self.rank * _STATUS
         self.words[self._status(self.rank) + length] = 0
         self._bytes[start : start + len(data)] = data

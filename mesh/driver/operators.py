@@ -48,6 +48,8 @@ _ELEMENTWISE = frozenset((
     "type", "where", "xlogy", "zeros_like",
 ))
 # fmt: on
+# DTensor averages the ranks' means, which are of other numbers of samples where some are left out or have weights.
+_OWN_MEANS = frozenset(("cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"))
 # Python's names of operators that are torch's functions by another.
 _NAMES = {"__invert__": "bitwise_not", "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor"}
 _OF_GRADIENTS = frozenset(
@@ -90,12 +92,17 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if _writes(func, name, kwargs):
         if is_array(args[0] if args else None) or any(map(is_array, trees.leaves(kwargs.get("out"), is_leaf=is_array))):
             remedy = "write x = torch.where(here, y, x)" if name == "setitem" else "write x = x + y"
+            if kwargs.get("inplace"):
+                remedy = "leave inplace=True out"
             problem = f"torch's {name} would change an Array, whose value never changes"
             raise SpecError(message(problem, remedy=f"{remedy}, or change a tensor in an @spmd function"))
         return func(*fetch(args), **fetch(kwargs))
     if any(isinstance(leaf, np.ndarray) for leaf in leaves):
         leaves = list(map(as_tensor, leaves))
         args, kwargs = trees.unflatten(treedef, leaves)
+    if name in ("to", "type_as") and (like := _like(args, kwargs)) is not None:
+        func, name, args, kwargs = torch.Tensor.to, "to", (args[0], like), {}
+        leaves, treedef = trees.flatten((args, kwargs))
     way, specs, out = _way(mesh.layout, name, treedef, tuple(map(_kind_of, leaves)))
     program, operation = _program(func, name, way, out)
     with mesh.run_state.aside():
@@ -140,7 +147,7 @@ def _way(layout: Layout, name: str, treedef: Any, kinds: tuple[Any, ...]) -> tup
         return _Way.OWN, trees.unflatten(treedef, specs), next(iter(cut.values()))
     if name == "sum" and treedef == _ALONE:  # of all elements, the most common reduction
         return _Way.ADDED, None, P()
-    even = all(_is_even(layout, shapes[index], spec) for index, spec in cut.items())
+    even = name not in _OWN_MEANS and all(_is_even(layout, shapes[index], spec) for index, spec in cut.items())
     return _Way.RULES if even else _Way.WHOLE, None, P()
 
 
@@ -166,7 +173,7 @@ def _alike(layout: Layout, leaves: int, shapes: dict[int, tuple], cut: dict[int,
 
 def _is_even(layout: Layout, shape: tuple[int, ...], spec: P) -> bool:
     """Whether DTensor knows such cuts."""
-    if RAGGED in shape:
+    if RAGGED in shape or 0 in shape:  # torch's rule for views of what has no elements may never end
         return False
     names = layout.names
     axes = [spec.dim_axes(dim) for dim in range(len(spec.entries))]
@@ -266,6 +273,12 @@ def _whole(session: RankSession, leaf: Any) -> Any:
     return session.on_device(session.layout.join(shards, spec))
 
 
+def _like(args: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:
+    """The type of the other tensor in `x.to(other)`, of which nothing else counts: what a mesh has is on its device."""
+    other = kwargs.get("other", args[1] if len(args) > 1 else None)
+    return other.dtype if isinstance(other, torch.Tensor | Array) else None
+
+
 def _name_of(func: Callable) -> str:
     name = getattr(func, "__name__", str(func))
     name = _NAMES.get(name, name)
@@ -275,4 +288,5 @@ def _name_of(func: Callable) -> str:
 def _writes(func: Callable, name: str, kwargs: dict[str, Any]) -> bool:
     """Whether a function changes what it is given, by torch's rule for names."""
     own = getattr(func, "__name__", "")
-    return (name.endswith("_") and not own.startswith("__")) or own == "__setitem__" or kwargs.get("out") is not None
+    named = (name.endswith("_") and not own.startswith("__")) or own == "__setitem__"
+    return named or kwargs.get("out") is not None or bool(kwargs.get("inplace"))

@@ -24,6 +24,7 @@ from ...kernels.shm.arena import Arena
 from ...kernels.shm.blocks import copied_out
 from ...kernels.torch_private import outside_torch_func
 from ..counting.counted import CountedCommunicator, counting
+from ..failure import text_of
 from ..run_state import RunState
 from ..spec import Layout
 from .lasting_values import KnownLayout, LastingValues
@@ -253,7 +254,7 @@ class RankSession(Owned):
         except BaseException as error:
             if self.foreign:
                 raise
-            self.watch.abort(f"{self.where()}: {type(error).__qualname__}: {error}")
+            self.watch.abort(f"{self.where()}: {type(error).__qualname__}: {text_of(error)}")
             raise
         finally:
             if not self.foreign:

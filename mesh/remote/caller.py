@@ -141,7 +141,8 @@ class Caller:
                 self._wait_for_room(connection, owner)
             with uninterrupted(), self._post.lock:
                 number = target[1] if method in ("", RESTORABLE) else self.next_number()
-                ref = Ref(self, owner, (self._post.id, number), label)
+                where = owner if restorable is None else (owner[0], 0)  # or where the object is made again
+                ref = Ref(self, where, (self._post.id, number), label)
                 waiting = Waiting(self._settler(ref), label, ref.future, ref.name, refs, packet.nbytes)
                 names = tuple((one.owner, one.name) for one in refs)
                 released = self._released(owner) if self._garbage else ()
@@ -268,7 +269,7 @@ class Caller:
     def fetch(self, owner: NodeId, name: Name, what: str) -> Future:
         """Ask a process for the result of a call: a future of its packet."""
         future = new_future()
-        self._ask(owner, lambda number: Fetch(number, name), Waiting(settles(future), what))
+        self._ask(owner, lambda number: Fetch(number, owner[1], name), Waiting(settles(future), what))
         return future
 
     def object_of(self, name: tuple) -> Any:

@@ -55,9 +55,14 @@ class Release(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fetch(Message):
-    """Send the result of a call, as soon as it is there."""
+    """Send the result of a call, as soon as it is there.
+
+    Attributes:
+        incarnation: as of an `Invoke`; 0 for that of an object that is made again where its process dies.
+    """
 
     number: int
+    incarnation: int
     call: Name
 
 

@@ -222,7 +222,7 @@ class Residents:
                     call.missing.discard(index)
                     live.consider(call)
 
-        if owner == self._post.id:
+        if owner[0] == self._post.id[0] and owner[1] in (0, self._post.id[1]):
             self._ask(wanted, lambda kind, packet: came(duplicate(packet), kind is not Result))
             return
 
@@ -266,7 +266,11 @@ class Residents:
             def send(kind: type, packet: wire.Packet) -> None:
                 connection.send(Result(msg.number, False) if kind is Result else Raised(msg.number), packet)
 
-            self._ask(msg.call, send)
+            if msg.incarnation in (0, self._post.id[1]):
+                self._ask(msg.call, send)
+            else:
+                lost = answers.lost(self._post.id[0], "a result", self._post.describe())
+                send(Raised, answers.packed(lost, self._post.id[0]))
         elif isinstance(msg, Kept):
             self._saving.kept(msg.number)
         elif isinstance(msg, Release):

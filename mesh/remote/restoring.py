@@ -19,7 +19,7 @@ from .. import wire
 from . import answers
 from .connections import Connection
 from .pending import Waiting, duplicate
-from .protocol import LOAD, RESTORABLE, Invoke, Kept, Name, NodeId, SavedResult, SavedState
+from .protocol import LOAD, RESTORABLE, Invoke, Kept, Name, NodeId, Release, SavedResult, SavedState
 
 ATTEMPTS = 3
 PAUSE_SECONDS = 0.02  # between two looks whether a rank has been replaced
@@ -46,6 +46,7 @@ class Restorable:
         coming: the same of a call whose state is on its way.
         sent: the maker's calls that are not answered, by number.
         away: its rank has died, and it is not made again yet.
+        failed: nor is it tried any more: making it failed. The next call tries again.
         first: the number of the call that it was at when its rank died, and how often in a row.
         handle: a weak reference to its handle.
     """
@@ -59,6 +60,7 @@ class Restorable:
     coming: tuple[int, bool, wire.Packet] | None = None
     sent: dict[int, Sent] = dataclasses.field(default_factory=dict)
     away: bool = False
+    failed: bool = False
     first: tuple[int, int] = (0, 0)
     handle: Callable[[], Any] = lambda: None
 
@@ -115,6 +117,9 @@ class Restoring:
             settle(packet, error)
 
         sent.waiting.settle = answered
+        if one.failed:
+            one.failed = False
+            self._start(one)
         return None if one.away or connection is None or connection.lost else connection
 
     def take(self, connection: Connection, msg: Any, packet: wire.Packet) -> None:
@@ -147,7 +152,10 @@ class Restoring:
         for one in self.objects.values():
             if one.owner == peer and not one.away:
                 one.away = True
-                threading.Thread(target=self._make_again, args=(one,), name="spmd-restore", daemon=True).start()
+                self._start(one)
+
+    def _start(self, one: Restorable) -> None:
+        threading.Thread(target=self._make_again, args=(one,), name="spmd-restore", daemon=True).start()
 
     def _make_again(self, one: Restorable) -> None:
         end = time.monotonic() + self._seconds
@@ -160,11 +168,15 @@ class Restoring:
             if self._made_on(connection, one):
                 return
             time.sleep(PAUSE_SECONDS)
+        self._fail(one, answers.lost(one.owner[0], one.label, self._post.describe()))
+
+    def _fail(self, one: Restorable, error: BaseException) -> None:
+        """Fail the calls of an object that could not be made again, and let the next one try."""
         with self._post.lock:
-            sent, one.sent = one.sent, {}
+            sent, one.sent, one.failed = one.sent, {}, True
         for call in sent.values():
             call.packet.close()
-            call.waiting.settle(None, answers.lost(one.owner[0], one.label, self._post.describe()))
+            call.waiting.settle(None, error)
 
     def _made_on(self, connection: Connection, one: Restorable) -> bool:
         """Make an object again over a connection, and send its calls after it; whether anybody was there."""
@@ -176,12 +188,16 @@ class Restoring:
             failed = self._invoke(connection, one, msg, one.state)
             if connection.lost:
                 return False
+        if failed is not None:
+            connection.send(Release((), (one.name,)))
+            self._fail(one, failed)
+            return True
         with self._post.lock:
             one.owner, one.away = connection.peer, False
             if (handle := one.handle()) is not None:
                 handle._owner = one.owner
             sent, one.sent = one.sent, {}
-            if failed is None and not connection.lost:
+            if not connection.lost:
                 done = {0 if one.last is None else one.last[0]}
                 hopeless = self._hopeless(one, [number for number in sent if number not in done])
                 one.sent = {number: call for number, call in sent.items() if number not in done | hopeless}
@@ -193,9 +209,8 @@ class Restoring:
                 sent = {number: call for number, call in sent.items() if number in done | hopeless}
         for call in sent.values():
             call.packet.close()
-            if failed is not None or one.last is None or call.invoke.number != one.last[0]:
-                lost = answers.lost(one.owner[0], one.label, self._post.describe())
-                call.waiting.settle(None, lost if failed is None else failed)
+            if one.last is None or call.invoke.number != one.last[0]:
+                call.waiting.settle(None, answers.lost(one.owner[0], one.label, self._post.describe()))
             else:
                 _, was_error, packet = one.last
                 error = answers.raised(packet, self._post.describe()) if was_error else None

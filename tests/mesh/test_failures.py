@@ -156,6 +156,15 @@ def test_types_of_exceptions(shared_mesh):
 
         mesh.run(body)
 
+    class Mute(Exception):
+        def __str__(self):
+            return self.missing
+
+    for run in (mesh.run, lambda body: mesh.submit(body).result(HANGS), lambda body: spmd(body, mesh=mesh)()):
+        with pytest.raises(Mute):
+            run(lambda: (_ for _ in ()).throw(Mute()))
+        with pytest.raises(ValueError, match="no image: \udcff"):  # a file's name that is no UTF-8
+            run(lambda: (_ for _ in ()).throw(ValueError("no image: \udcff")))
     for error in (Local, Closure, StopIteration, KeyError, AssertionError, SystemExit, torch.OutOfMemoryError):
         with raises(error):
             throw(lambda error=error: error("text"))

@@ -47,6 +47,9 @@ x[torch.tensor([1, 0])]; x.index_select(0, torch.tensor([1]))
 x @ w; torch.matmul(x, w); x.mm(w); torch.einsum("ij,jk->ik", x, w); torch.outer(v, v); v @ v; torch.dot(v, v); x @ v
 F.softmax(x, 1); F.log_softmax(x, 0); x.softmax(-1); F.layer_norm(x, (6,)); F.normalize(x); F.one_hot(i % 3)
 F.mse_loss(x, y); F.l1_loss(x, y); F.cross_entropy(x, i[:, 0] % 6); F.linear(x, w.t()); F.pad(x, (1, 1))
+F.cross_entropy(x, i[:, 0].clamp(0, 5), ignore_index=0); F.nll_loss(x, i[:, 0] % 6, weight=torch.arange(6.0))
+F.cross_entropy(x, i[:, 1] % 6, weight=torch.arange(6.0), label_smoothing=0.1); torch.ones(6).to(x); v.to(x.double())
+torch.ones((), dtype=torch.int32).type_as(x); x[:, :0].unflatten(1, (2, 0, 0)); x[:0].sum(0); x[:, :0].mean(0)
 x.sort(1).values; x.topk(2, 1).values; x.tril(); x.triu(); x.diagonal()
 torch.bincount(i.flatten() + 9)
 x.gather(1, i.abs() % 6); x.masked_fill(b, 0.0); x.scatter(1, i.abs() % 6, 0.0); torch.allclose(x, x); torch.equal(x, y)
@@ -184,6 +187,10 @@ def test_what_is_refused_says_what_to_write(shared_mesh: Any) -> None:
         x.add_(1)
     with pytest.raises(SpecError, match="would change an Array"):
         torch.add(x, 1, out=x)
+    for _ in range(2):
+        assert torch.equal(torch.nn.functional.relu(x - 2).full(), torch.zeros(3))
+        with pytest.raises(SpecError, match="relu would change an Array, .*: leave inplace=True out"):
+            torch.nn.functional.relu(x, inplace=True)
     with pytest.raises(SpecError, match=r"setitem would change an Array, .*: write x = torch.where\(here, y, x\)"):
         x[0] = 2.0
     with pytest.raises(AttributeError, match=r"no attribute 'weight'; \.full\(\) is the whole value"):

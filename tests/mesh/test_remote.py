@@ -357,6 +357,12 @@ def test_a_rank_that_dies_takes_its_objects_along(make_mesh: Any, hosts: str | N
     with pytest.raises(PeerLost):
         lost.where().get()
     assert kept.get().get() == 0
+    total = mesh.remote(Tensors, rank=0).total(large)
+    for wait in (total.get, mesh.submit(lambda x: float(x.sum()), large).result):
+        with pytest.raises(PeerLost, match="rank 1"):
+            wait(HANGS)
+    with pytest.raises(PeerLost, match="rank 1"):
+        spmd(lambda x: x.sum(), mesh=mesh)(large)
     again = mesh.remote(Tensors, rank=1)
     assert again.where().get() != pid
     assert mesh.run(lambda: float(torch.ones(2).sum())) == [2.0, 2.0]
@@ -440,6 +446,28 @@ def test_an_object_that_saves_is_restored(make_mesh: Any, tmp_path: Any, hosts: 
     assert ledger.read().get(HANGS) == lines
     with pytest.raises(MeshError, match=r"restore=True needs.*lacks load, save"):
         mesh.remote(Counter, rank=0, restore=True)
+
+
+class Fragile(Ledger):
+    """Is read from a file that may be away for a moment."""
+
+    def load(self, lines: list[str]) -> None:
+        if not os.path.exists(lines[0]):
+            raise FileNotFoundError(lines[0])
+        self.lines = lines
+
+
+def test_an_object_that_cannot_be_restored_yet(make_mesh: Any, tmp_path: Any) -> None:
+    """No call is done by one that has not what was saved; the next call tries again."""
+    mesh, path = make_mesh({"data": 2}), tmp_path / "there"
+    ledger = mesh.remote(Fragile, str(path), rank=1, restore=True)
+    assert ledger.write("a").get() == 2
+    os.kill(ledger.where().get(), signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError, match="there"):
+            ledger.write("b").get(HANGS)
+    path.touch()
+    assert ledger.write("b").get(HANGS) == 3 and ledger.read().get() == [str(path), "a", "b"]
 
 
 def test_strangers_are_turned_away(mesh: Mesh, one_host: Mesh) -> None:
