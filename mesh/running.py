@@ -6,7 +6,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 from ..kernels.arguments import check_function, is_whole
 from ..kernels.callsite import shows_only_users
@@ -14,32 +14,9 @@ from ..kernels.errors import MeshError, message
 from . import protocol, wire
 from .ambient import Ambient, ambient, under
 from .counting.counted import note_mesh
-from .driver.session import DriverSession
+from .driver.mesh_view import MeshView
 from .launch import launched
-from .rank.session import RankSession
 from .region import Region, current, generators, inside, reseed, restore_generators
-from .run_state import RunState
-from .spec import Layout
-
-
-class MeshView(Protocol):
-    """The mesh, as far as it is seen from here."""
-
-    seed: int
-
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def is_driver(self) -> bool: ...
-    @property
-    def driver(self) -> DriverSession: ...
-    @property
-    def session(self) -> RankSession: ...
-    @property
-    def run_state(self) -> RunState: ...
-    def check_driver(self, what: str, remedy: str) -> None: ...
 
 
 def device_mesh(mesh: MeshView) -> Any:

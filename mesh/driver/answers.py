@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ...kernels.processes import Owned
@@ -19,38 +18,23 @@ from ...kernels.shm.arena import Arena
 from .. import protocol, wire
 from ..display.records import Records
 from ..failure import Failure, capture, combine
-from ..hosts.uncopied import Uncopied
+from ..hosts.uncopied import Uncopied, ValuesSession
 from ..rank.interrupts import uninterrupted
-from .debugging import Debugging
 from .functions import ShippedObjects
-from .pending import Outcome, Pending, Task
-from .ranks import Rank, Ranks
+from .pending import Outcome, Task
+from .ranks import Rank
 from .receiving import Receiving
-from .values import Values
 
 _SHARED = (type(None), bool, int, float, str, bytes)  # what none can change
 _KINDS = {protocol.Failed: "failed", protocol.Skipped: "skipped"}
 
 
-class Session(Protocol):
+class Session(ValuesSession, Protocol):
     """The driver's session, as far as it is seen from here."""
 
-    lock: threading.RLock
-    changed: threading.Condition
-    numbers: Iterator[int]
-    options: dict[str, Any]
-    debugging: Debugging
-    pending: Pending
-    ranks: Ranks
     receiving: Receiving
     shipped: ShippedObjects
     uncopied: Uncopied
-    values: Values
-
-    def describe(self) -> str: ...
-    def tell(
-        self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None
-    ) -> None: ...
 
 
 class Failing(Protocol):

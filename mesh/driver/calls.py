@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ...kernels.errors import SpecError, message
 from .. import agreement, protocol, trees
@@ -18,19 +18,12 @@ from ..replication.values import Check, check_of
 from ..request import Span, passable
 from ..run_state import Call
 from .functions import Shipped
+from .mesh_view import MeshView
 from .pending import Outcome, Task
 from .session import DriverSession
 from .values import CallValues
 
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})  # what any pickle can take to the ranks
-
-
-class MeshView(Protocol):
-    """The mesh, as far as it is seen from here."""
-
-    @property
-    def layout(self) -> Any: ...
-    def describe(self) -> str: ...
 
 
 class DriverCall:

@@ -7,17 +7,17 @@ Invariant: what a `Shipped` stands for is on every rank, also on one that replac
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from ...kernels.callsite import warn
 from ...kernels.errors import MeshError, message
 from .. import protocol, trees, wire
 from ..rank.reloading import LoadedModules
 from . import snapshot
+from .session_view import Session
 
 LARGE = 100 << 20  # bytes of a function and what it takes with it
 
@@ -49,17 +49,6 @@ class ShippedOnce:
         return self._known[1]
 
 
-class Teller(Protocol):
-    """What sends to the ranks: the driver's session."""
-
-    lock: threading.RLock
-
-    def describe(self) -> str: ...
-    def ready(self) -> None: ...
-    def dumps(self, obj: Any, names: list[Any] | None = None) -> wire.Packet: ...
-    def tell(self, message: protocol.Message, packet: wire.Packet | None = None) -> None: ...
-
-
 class ShippedObjects:
     """What was sent to the ranks of one mesh.
 
@@ -71,7 +60,7 @@ class ShippedObjects:
         followed: by the key of a call's signature the axes over which the types in it were followed.
     """
 
-    def __init__(self, session: Teller, whole: tuple[type, ...]):
+    def __init__(self, session: Session, whole: tuple[type, ...]):
         self._session, self._whole = session, whole
         self._packets: dict[str, wire.Packet] = {}
         self._uses: Counter[str] = Counter()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 import torch
 
@@ -16,39 +15,19 @@ from .. import protocol, wire
 from ..protocol import Spans
 from ..spec import P
 from .pending import Task
-from .ranks import Ranks
+from .session import DriverSession
+from .session_view import Make
 from .values import CallValues
 
 
-class Session(Protocol):
-    """What sends tasks to the ranks: the driver's session."""
-
-    ranks: Ranks
-
-    @property
-    def lasting(self) -> bool: ...
-    def dumps(self, obj: Any, *, allocate: Callable[[int], memoryview] | None = None) -> wire.Packet: ...
-    def submit(
-        self,
-        make: Callable[[int, int, Spans, tuple[str, ...]], protocol.Task],
-        content: Callable[[], wire.Packet] | None = None,
-        *,
-        name: str | None = None,
-        values: Sequence[CallValues] = (),
-    ) -> Task: ...
-
-
-Make = Callable[[int, int, Spans, tuple[str, ...]], protocol.Task]
-
-
-def put(session: Session, values: CallValues, tensors: Sequence[torch.Tensor], specs: tuple[P, ...]) -> Task:
+def put(session: DriverSession, values: CallValues, tensors: Sequence[torch.Tensor], specs: tuple[P, ...]) -> Task:
     """Have every rank keep its shards of whole tensors, as the values of a call."""
     make, content = message_of(session, values, tensors, specs)
     return session.submit(make, content, name="put", values=(values,))
 
 
 def message_of(
-    session: Session, values: CallValues, tensors: Sequence[torch.Tensor], specs: tuple[P, ...]
+    session: DriverSession, values: CallValues, tensors: Sequence[torch.Tensor], specs: tuple[P, ...]
 ) -> tuple[Make, Callable[[], wire.Packet]]:
     """What says so, and its content, which is to be made first."""
     arena = session.ranks.arena if session.lasting else None

@@ -8,26 +8,13 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, Protocol
 
 from ..display import trace
 from ..failure import ranks_text
-from .debugging import Debugging
-from .pending import Pending
 from .receiving import Receiving
+from .session_view import Session
 
 SAY_SECONDS = 3.0  # until closing says what it waits for
-
-
-class Session(Protocol):
-    timeout: float
-    pending: Pending
-    ranks: Any
-
-    @property
-    def mesh(self) -> Any: ...
-    def close(self, why: str) -> None: ...
-    def describe(self) -> str: ...
 
 
 _open: set[Session] = set()
@@ -53,20 +40,20 @@ def discard(session: Session) -> None:
     _open.discard(session)
 
 
-def finish_tasks(session: Session, pending: Pending, debugging: Debugging) -> None:
+def finish_tasks(session: Session) -> None:
     """Wait for what is under way, all together no longer than the timeout, and say so if it takes its time."""
     began, warned = time.monotonic(), False
-    for task in list(pending.tasks.values()):
-        debugging.wait(task, max(0.0, began + SAY_SECONDS - time.monotonic()))
+    for task in list(session.pending.tasks.values()):
+        session.debugging.wait(task, max(0.0, began + SAY_SECONDS - time.monotonic()))
         if not task.settled.is_set() and not warned and session.timeout > SAY_SECONDS:
-            warned, busy = True, sorted(pending.busy())
+            warned, busy = True, sorted(session.pending.busy())
             print(
                 f"spmd: {session.describe()} is to be closed, and waits up to {session.timeout:g} s for what "
                 f"{ranks_text(busy)} {'does' if len(busy) == 1 else 'do'} (Ctrl-C: no longer)",
                 file=sys.stderr,
                 flush=True,
             )
-        debugging.wait(task, max(0.0, began + session.timeout - time.monotonic()))
+        session.debugging.wait(task, max(0.0, began + session.timeout - time.monotonic()))
 
 
 def close_quietly(session: Session) -> None:

@@ -10,64 +10,23 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 from ...kernels.errors import MeshError
-from .. import protocol, wire
+from .. import protocol
 from ..failure import combine, ranks_text
 from ..hosts.moving import Moves, moves_of
-from ..hosts.uncopied import Uncopied
-from ..run_state import RunState
-from ..spec import Layout
-from .answers import Answers
-from .debugging import Debugging
-from .functions import ShippedObjects
-from .pending import Outcome, Pending, Task
-from .ranks import Rank, Ranks
-from .receiving import Receiving
+from .answers import Answers, Session
+from .pending import Outcome, Task
+from .ranks import Rank
 from .rerun import freed_meanwhile, send_again, send_read, tell, to_rerun
 from .stuck import Stuck
-from .values import Values
 
 INTERRUPT_SECONDS = 0.3  # for calls under way to end by themselves after Ctrl-C
 WAIT_SECONDS = 1.0  # for ranks to stop after Ctrl-C, before it is said which do not
 GRACE_SECONDS = 0.75  # for ranks to give up by themselves once one has failed
 FENCE_SECONDS = 10.0  # for ranks to give up a call that is to run again; then they count as lost
-
-
-class Session(Protocol):
-    """The driver's session, as far as it is seen from here."""
-
-    layout: Layout
-    numbers: Iterator[int]
-    lock: threading.RLock
-    changed: threading.Condition
-    closed: str | None
-    closing: bool
-    debugging: Debugging
-    pending: Pending
-    ranks: Ranks
-    regions: int
-    receiving: Receiving
-    reruns: bool
-    run_state: RunState
-    shipped: ShippedObjects
-    uncopied: Uncopied
-    options: dict[str, Any]
-    values: Values
-
-    @property
-    def lasting(self) -> bool: ...
-    @property
-    def mesh(self) -> Any: ...
-    def describe(self) -> str: ...
-    def shut(self, why: str) -> None: ...
-    def tell(
-        self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None
-    ) -> None: ...
 
 
 class Recovery:

@@ -3,46 +3,12 @@
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection
 
 from ...kernels.errors import PeerLost, message
-from .. import protocol, wire
+from .. import protocol
 from ..array import Meta
-from ..protocol import Spans
-from ..run_state import RunState
-from ..spec import Layout
-from .pending import Task
-
-
-class Session(Protocol):
-    """What sends tasks to the ranks and waits for them: the driver's session."""
-
-    layout: Layout
-    lock: threading.RLock
-    node: Any
-    options: dict[str, Any]
-    run_state: RunState
-
-    @property
-    def foreign(self) -> bool: ...
-    @property
-    def mesh(self) -> Any: ...
-    def describe(self) -> str: ...
-    def dumps(self, obj: Any) -> wire.Packet: ...
-    def wait(self, task: Task) -> Task: ...
-    def submit(
-        self,
-        make: Callable[[int, int, Spans, tuple[str, ...]], protocol.Task],
-        content: Callable[[], wire.Packet] | None = None,
-        *,
-        ranks: Sequence[int] | None = None,
-        needs: Callable[[], Iterable[Sequence[Any]]] = tuple,
-        name: str | None = None,
-        holds: Any = None,
-        values: Any = None,
-    ) -> Task: ...
+from .session_view import Session
 
 
 def copy_from_replicas(
@@ -72,17 +38,7 @@ def _host_of(session: Session, rank: int) -> str:
     return "" if hosts is None else f" on host {hosts.by_rank()[rank]}"
 
 
-class Saving(Protocol):
-    """A session, as far as it is asked what a program can go on from."""
-
-    options: dict[str, Any]
-    run_state: RunState
-
-    @property
-    def mesh(self) -> Any: ...
-
-
-def remedy(session: Saving) -> str:
+def remedy(session: Session) -> str:
     """How to go on without a value that nobody has."""
     several = session.mesh is not None and session.mesh.hosts is not None
     saved = session.run_state.saved

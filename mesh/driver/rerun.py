@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
-from .. import protocol, wire
+from .. import wire
 from ..failure import ranks_text
 from ..protocol import Spans
-from .pending import Pending, Task
+from .pending import Task
+from .session_view import Make, Session
 from .values import CallValues
 
 LOSSES = 3  # of ranks, in a row, in one call: then it is the call's fault
@@ -43,7 +44,7 @@ class Again:
     """
 
     name: str
-    make: Callable[[int, int, Spans, tuple[str, ...]], protocol.Task]
+    make: Make
     packet: wire.Packet
     holds: Compiled | None
     arguments: Sequence[Any]
@@ -100,18 +101,6 @@ def _order(task: Task) -> tuple[bool, bool, int]:
     """What makes values on its own comes first, then what fetches them, then regions."""
     fetches = task.again is not None and not task.again.values
     return task.region > 0, fetches, task.number
-
-
-class Session(Protocol):
-    """The driver's session, as far as it is seen from here."""
-
-    numbers: Iterator[int]
-    pending: Pending
-    regions: int
-
-    def tell(
-        self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None
-    ) -> None: ...
 
 
 def send_again(session: Session, task: Task, replaced: Collection[int]) -> None:

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from ...kernels.errors import MeshError, SpmdError, message
 from .. import wire
 from ..array import Array
 from ..remote.handle import Remote, named
 from ..remote.reference import Ref
+from .session_view import Session
 from .snapshot import unpicklable_among
 from .values import CallValues, Values
-
-
-class Session(Protocol):
-    """The driver's session, as far as it is seen from here."""
-
-    @property
-    def whole(self) -> tuple[type, ...]: ...
-
-    def describe(self) -> str: ...
-    def dumps(self, obj: Any) -> wire.Packet: ...
 
 
 def content(session: Session, obj: Any, parts: Callable[[], Iterable[tuple[str, Any]]]) -> wire.Packet:

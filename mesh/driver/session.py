@@ -24,10 +24,10 @@ from ..display.notebook import shorten
 from ..hosts.ranks import ranks_of
 from ..hosts.uncopied import Uncopied
 from ..rank.interrupts import uninterrupted
-from ..remote.making import driver_node
+from ..remote.node import driver_node
 from ..run_state import RunState
 from ..spec import Layout
-from . import open_sessions, sending
+from . import open_sessions, sending, session_view
 from .debugging import Debugging
 from .functions import ShippedObjects
 from .pending import Flight, Outcome, Pending, Task
@@ -97,8 +97,8 @@ class DriverSession(Owned):
         self.resizing: Any = None  # ranks of another size that get ready; see `resizing`
         self.leaving: threading.Thread | None = None  # sees to the end of those that a resize has told to leave
         self.switching = 0  # the thread that exchanges the ranks; others wait meanwhile
-        self.ranks = ranks_of(hosts, layout, self.options, self.receiving)
-        self.node = driver_node(self.ranks, self.describe, self._mesh, self.values.object_of)
+        ranks = self.ranks = ranks_of(hosts, layout, self.options, self.receiving)
+        self.node = driver_node(ranks.request.key, self.describe, self._mesh, self.values.object_of, ranks.elsewhere)
         try:
             self.ranks.start(layout.size)
         except BaseException:
@@ -130,7 +130,7 @@ class DriverSession(Owned):
         """Go on with other ranks, of another layout, to which values are still to be sent; with the lock, and quiet."""
         self.node.close("their mesh was resized")
         self.ranks, self.layout = ranks, layout
-        self.node = driver_node(ranks, self.describe, self._mesh, self.values.object_of)
+        self.node = driver_node(ranks.request.key, self.describe, self._mesh, self.values.object_of, ranks.elsewhere)
         self.calls.clear()
         self.shipped.forget_last_results()
 
@@ -155,7 +155,7 @@ class DriverSession(Owned):
 
     def submit(
         self,
-        make: Callable[[int, int, protocol.Spans, tuple[str, ...]], protocol.Task],
+        make: session_view.Make,
         content: Callable[[], wire.Packet] | None = None,
         *,
         ranks: Sequence[int] | None = None,
@@ -310,7 +310,7 @@ class DriverSession(Owned):
         open_sessions.discard(self)
         failed: BaseException | None = None
         try:
-            open_sessions.finish_tasks(self, self.pending, self.debugging)
+            open_sessions.finish_tasks(self)
             self.raise_failure()
             self.node.caller.raise_unseen()
         except BaseException as error:

@@ -14,27 +14,16 @@ import dataclasses
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 from ...kernels.processes import status_of
 from ..display.stacks import stacks_of
-from .pending import Pending
-from .ranks import Ranks
+from .session_view import Session
 
 LOOKS = 8  # in the grace
 IDLE = 1e-3  # of a processor, up to which a rank does nothing
-
-
-class Session(Protocol):
-    """The driver's session, as far as it is seen from here."""
-
-    lock: threading.RLock
-    pending: Pending
-    ranks: Ranks
 
 
 @dataclasses.dataclass(slots=True)

@@ -24,7 +24,8 @@ from ..rank.interrupts import uninterrupted
 from ..replication.values import scalar_in
 from ..spec import Layout, P
 from .pending import Task
-from .replicas import Session, copy_from_replicas
+from .replicas import copy_from_replicas
+from .session_view import Session
 
 
 class Watch(weakref.ref):
@@ -339,8 +340,7 @@ class Values:
     def unread(self, held: Iterable[Any]) -> list[CallValues]:
         """Of what can be read again that which some rank lacks, if these (values, or Arrays) or a function need it."""
         wanted = {id(one._source if isinstance(one, Array) else one) for one in held}
-        found = [values for values in self._all() if values.unread_on]
-        return [values for values in found if id(values) in wanted or values.named]
+        return [values for values in self._all() if values.unread_on and (id(values) in wanted or values.named)]
 
     def object_of(self, name: Any) -> Any:
         """What a name stands for that an object was sent under (see `sending`)."""

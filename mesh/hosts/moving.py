@@ -7,40 +7,18 @@ else has stays noted as missing, so that whoever asks for it is told.
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
-from .. import protocol, wire
+from .. import protocol
 from ..array import Array
-from ..driver.pending import Pending, Task
-from ..driver.ranks import Ranks
+from ..driver.pending import Task
 from ..driver.replicas import remedy
-from ..driver.values import CallValues, Values
-from ..run_state import RunState
+from ..driver.values import CallValues
 from ..spec import Layout
+from .uncopied import ValuesSession
 
 Copies = Mapping[tuple[int, int, int], tuple[str, int]]
-
-
-class Session(Protocol):
-    """The driver's session, as far as it is seen from here."""
-
-    layout: Layout
-    lock: threading.RLock
-    numbers: Iterator[int]
-    options: dict[str, Any]
-    pending: Pending
-    ranks: Ranks
-    regions: int
-    run_state: RunState
-    values: Values
-
-    @property
-    def mesh(self) -> Any: ...
-    def tell(
-        self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None
-    ) -> None: ...
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,7 +71,7 @@ class Moves:
         )
         return f"{what} nobody else had, is lost: {self.remedy}"
 
-    def send(self, session: Session) -> None:
+    def send(self, session: ValuesSession) -> None:
         """Have the ranks do it, as the next region of all."""
         if not self.sends and not self.fetches:
             return
@@ -118,7 +96,7 @@ class Moves:
         return True
 
 
-def moves_of(session: Session, again: Iterable[Task]) -> Moves:
+def moves_of(session: ValuesSession, again: Iterable[Task]) -> Moves:
     """What has to go where, for all to have what they had; of calls that are over, and do not run again."""
     found, copies = Moves(remedy=remedy(session)), session.ranks.copies()
     made = {id(values) for task in again for values in task.again.values}

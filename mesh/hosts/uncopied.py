@@ -7,32 +7,22 @@ host had is either copied or can be computed again.
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from .. import protocol, wire
+from .. import protocol
 from ..array import Array
-from ..driver.pending import Pending, Task
+from ..driver.pending import Task
 from ..driver.ranks import Rank, Ranks
+from ..driver.session_view import Session
 from ..driver.values import CallValues, Values
 
 _MOST = 32  # calls that are held, however long their copies take
 
 
-class Session(Protocol):
-    """The driver's session, as far as it is seen from here."""
+class ValuesSession(Session, Protocol):
+    """The driver's session, with its values."""
 
-    lock: threading.RLock
-    numbers: Iterator[int]
-    pending: Pending
-    options: dict[str, Any]
-    ranks: Ranks
     values: Values
-
-    def tell(
-        self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None
-    ) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +43,7 @@ class Uncopied:
         self._waits: dict[int, dict[int, int]] = {}  # call -> rank that copies its results -> number of its `CopyTo`
         self._held: dict[int, _Held] = {}  # by call
 
-    def copy_to_hosts(self, session: Session) -> None:
+    def copy_to_hosts(self, session: ValuesSession) -> None:
         """Tell all ranks where there are hosts now, if values have copies."""
         if session.options["copies"]:
             session.tell(self.copy_to(session.ranks, session.values))
@@ -64,7 +54,7 @@ class Uncopied:
         needed, _ = values.needed()
         return protocol.CopyTo(self._number, ranks.copies_at(), needed)
 
-    def hear(self, session: Session, rank: Rank, msg: protocol.Copying) -> None:
+    def hear(self, session: ValuesSession, rank: Rank, msg: protocol.Copying) -> None:
         """Note what a rank says of its copies."""
         with session.lock:
             if session.ranks.has(rank):
@@ -97,7 +87,7 @@ class Uncopied:
         if len(self._held) > _MOST:
             self._held.pop(next(iter(self._held))).again.close()
 
-    def tasks_for(self, lost: list[CallValues], session: Session) -> list[Task]:
+    def tasks_for(self, lost: list[CallValues], session: ValuesSession) -> list[Task]:
         """Tasks that make lost values again, in order, which are lost no more."""
         found: list[Task] = []
         left = {id(values) for values in lost if values.number not in self._held}

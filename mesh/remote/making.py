@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from ...kernels.errors import MeshError, PeerLost, message
 from ..display.notebook import shorten
+from ..driver.mesh_view import MeshView
 from ..driver.snapshot import typed_sources
 from . import answers
-from .handle import Remote, plain_name_of
+from .handle import Remote
 from .node import Node
-from .protocol import DRIVER
 
 REPLACED_SECONDS = 10.0  # in which a rank that has died is to be replaced
-
-
-class Ranks(Protocol):
-    """The driver's ranks, as far as they are seen from here."""
-
-    request: Any
-
-    def elsewhere(self, rank: int) -> tuple[str, int] | None: ...
-
-
-class MeshView(Protocol):
-    """The mesh, as far as it is seen from here."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def is_driver(self) -> bool: ...
-    @property
-    def driver(self) -> Any: ...
-    @property
-    def session(self) -> Any: ...
-    def describe(self) -> str: ...
 
 
 def make_remote(mesh: MeshView, cls: Callable, args: tuple, kwargs: dict[str, Any], rank: int, restore: bool) -> Remote:
@@ -75,16 +52,6 @@ def _made(mesh: MeshView, rank: int, args: tuple, kwargs: dict[str, Any], label:
             if time.monotonic() > end or not mesh.is_driver:
                 raise answers.unreachable(rank, label, mesh.describe()) from None
             time.sleep(0.01)
-
-
-def driver_node(
-    ranks: Ranks, describe: Callable[[], str], mesh: Callable[[], Any], object_of: Callable[[Any], Any]
-) -> Node:
-    """The driver's node: it calls, and is not called."""
-    name_of = functools.partial(plain_name_of, mesh=mesh)
-    return Node(
-        DRIVER, ranks.request.key, describe=describe, name_of=name_of, object_of=object_of, elsewhere=ranks.elsewhere
-    )
 
 
 def _node(mesh: MeshView) -> Node:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import functools
 import secrets
 import socket
 import threading
@@ -23,6 +24,7 @@ from . import answers
 from .addresses import connected
 from .caller import Caller
 from .connections import Connection, Exchange
+from .handle import plain_name_of
 from .protocol import DRIVER, Cancelled, Invoke, NodeId, Raised, Result, SavedResult, SavedState, decode
 from .residents import Residents
 
@@ -202,3 +204,15 @@ class Node(Owned):
             self._exchange.give_back()
         else:
             self._exchange.close()
+
+
+def driver_node(
+    key: bytes,
+    describe: Callable[[], str],
+    mesh: Callable[[], Any],
+    object_of: Callable[[Any], Any],
+    elsewhere: Callable[[int], tuple[str, int] | None],
+) -> Node:
+    """The driver's node: it calls, and is not called."""
+    name_of = functools.partial(plain_name_of, mesh=mesh)
+    return Node(DRIVER, key, describe=describe, name_of=name_of, object_of=object_of, elsewhere=elsewhere)

@@ -10,14 +10,14 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ...kernels.errors import MeshError, PeerLost, message
 from ...kernels.processes import available_bytes
 from ...kernels.shm.heap import Heap
 from .. import protocol, wire
-from ..driver.functions import ShippedObjects
 from ..driver.ranks import Rank, Ranks
+from ..driver.session import DriverSession
 from ..hosts.host_list import HostList
 from ..hosts.ranks import HostRanks
 from ..spec import Layout
@@ -26,18 +26,6 @@ from .messages import Populate
 TRIES = 3  # newcomers that die are started again
 _CHUNK_BYTES = 64 << 20  # made ready between two such looks
 _LOOK_SECONDS = 0.1  # between two looks at whether they are wanted any more
-
-
-class Session(Protocol):
-    """The driver's session, as far as it is seen from here."""
-
-    lock: threading.RLock
-    options: dict[str, Any]
-    ranks: Ranks
-    shipped: ShippedObjects
-    timeout: float
-
-    def describe(self) -> str: ...
 
 
 class Died(Exception):
@@ -59,7 +47,7 @@ class Newcomers:
     """
 
     def __init__(
-        self, session: Session, layout: Layout, threads: int, shared: int, own: int, host_list: HostList | None
+        self, session: DriverSession, layout: Layout, threads: int, shared: int, own: int, host_list: HostList | None
     ):
         self.layout, self._host_list = layout, host_list
         self._session, self._options = session, session.options | {"threads": threads}

@@ -14,12 +14,13 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from ...kernels.arguments import is_whole
 from ...kernels.errors import MeshError, PeerLost, message
 from .. import protocol
 from ..driver import open_sessions
+from ..driver.mesh_view import MeshView
 from ..driver.rerun import send_read
 from ..driver.session import DriverSession
 from ..hosts.host_list import HostList
@@ -31,23 +32,6 @@ from .moved import Moved, bytes_to_move
 from .newcomers import TRIES, Died, Newcomers
 
 logger = logging.getLogger("spmd")
-
-
-class MeshView(Protocol):
-    """The mesh, as far as it is seen from here."""
-
-    hosts: HostList | None
-    at_close: list[concurrent.futures.Future]
-
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def is_driver(self) -> bool: ...
-    @property
-    def driver(self) -> DriverSession: ...
-    def describe(self) -> str: ...
-    def set_layout(self, layout: Layout, threads: int, hosts: HostList | None) -> None: ...
-    def threads_for(self, layout: Layout) -> int: ...
 
 
 def resize(self: MeshView, axes: dict[str, int], *, wait: bool = True) -> None:

@@ -1,0 +1,37 @@
+"""The mesh as the files see it that it is made of: they cannot import it, since it imports them."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Protocol
+
+from ..hosts.host_list import HostList
+from ..rank.session import RankSession
+from ..run_state import RunState
+from ..spec import Layout
+from .session import DriverSession
+
+
+class MeshView(Protocol):
+    """What they may use of it."""
+
+    at_close: list[Future]
+    hosts: HostList | None
+    seed: int
+
+    @property
+    def driver(self) -> DriverSession: ...
+    @property
+    def is_driver(self) -> bool: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def run_state(self) -> RunState: ...
+    @property
+    def session(self) -> RankSession: ...
+    @property
+    def size(self) -> int: ...
+    def check_driver(self, what: str, remedy: str) -> None: ...
+    def describe(self) -> str: ...
+    def set_layout(self, layout: Layout, threads: int, hosts: HostList | None) -> None: ...
+    def threads_for(self, layout: Layout) -> int: ...

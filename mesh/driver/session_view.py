@@ -1,0 +1,69 @@
+"""The driver's session as the files see it that it is made of: they cannot import it, since it imports them.
+
+What a file needs besides, which may need this one in turn, it adds to `Session` in its own place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from .. import protocol, wire
+from ..run_state import RunState
+from ..spec import Layout
+from .debugging import Debugging
+from .pending import Pending, Task
+from .ranks import Ranks
+
+Make = Callable[[int, int, protocol.Spans, tuple[str, ...]], protocol.Task]
+"""Makes a message from what all tasks begin with."""
+
+
+class Session(Protocol):
+    """What all may use of the driver's session."""
+
+    changed: threading.Condition
+    closed: str | None
+    closing: bool
+    debugging: Debugging
+    layout: Layout
+    lock: threading.RLock
+    node: Any
+    numbers: Iterator[int]
+    options: dict[str, Any]
+    pending: Pending
+    ranks: Ranks
+    regions: int
+    reruns: bool
+    run_state: RunState
+    timeout: float
+
+    @property
+    def foreign(self) -> bool: ...
+    @property
+    def lasting(self) -> bool: ...
+    @property
+    def mesh(self) -> Any: ...
+    @property
+    def whole(self) -> tuple[type, ...]: ...
+    def close(self, why: str) -> None: ...
+    def describe(self) -> str: ...
+    def dumps(self, obj: Any, names: list[Any] | None = None) -> wire.Packet: ...
+    def ready(self) -> None: ...
+    def shut(self, why: str) -> None: ...
+    def submit(
+        self,
+        make: Make,
+        content: Callable[[], wire.Packet] | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        needs: Callable[[], Iterable[Sequence[Any]]] = tuple,
+        name: str | None = None,
+        holds: Any = None,
+        values: Any = None,
+    ) -> Task: ...
+    def tell(
+        self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None
+    ) -> None: ...
+    def wait(self, task: Task) -> Task: ...
