@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pickle
-import threading
 import time
 import weakref
 from collections import deque
@@ -23,7 +22,7 @@ from ...kernels.errors import MeshError, PeerLost, message
 from .. import wire
 from ..rank.interrupts import uninterrupted
 from . import answers
-from .connections import Connection
+from .connections import Connection, Post
 from .contents import Contents
 from .handle import Remote, handle_of
 from .pending import Waiting, duplicate, new_future, settles
@@ -39,20 +38,15 @@ REPLACED_SECONDS = 60.0  # in which a rank that has died is to be replaced
 PROBE_SECONDS = 0.1  # that a method waits for a call before it is looked whether it waits for itself
 
 
-class Post(Protocol):
-    """What carries messages: this process's node."""
+class CallersPost(Post, Protocol):
+    """What carries messages, as a caller needs it."""
 
-    id: NodeId
-    lock: threading.RLock
-    closed: str | None
     residents: Residents
 
     @property
     def foreign(self) -> bool: ...
-    def describe(self) -> str: ...
     def check_own(self) -> None: ...
     def check_open(self) -> None: ...
-    def connection(self, rank: int) -> Connection: ...
     def alive(self, owner: NodeId) -> Connection | None: ...
     def is_serving_thread(self) -> bool: ...
     def wake(self) -> None: ...
@@ -66,7 +60,7 @@ class Caller:
         name_of, object_of: see `Contents`.
     """
 
-    def __init__(self, post: Post, name_of: Callable[[Any], Any], object_of: Callable[[Any], Any]):
+    def __init__(self, post: CallersPost, name_of: Callable[[Any], Any], object_of: Callable[[Any], Any]):
         self._post = post
         self.contents = Contents(self, post.describe, name_of, object_of)
         self._numbers = itertools.count(1)

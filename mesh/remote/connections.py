@@ -123,11 +123,8 @@ class Connection:
                     self.socket.send(self._number + own + proof)
                     continue
                 if self.outgoing is not None:
-                    number, peer, proof = (
-                        greeting[:CODE_BYTES],
-                        greeting[CODE_BYTES:-CODE_BYTES],
-                        greeting[-CODE_BYTES:],
-                    )
+                    number, peer = greeting[:CODE_BYTES], greeting[CODE_BYTES:-CODE_BYTES]
+                    proof = greeting[-CODE_BYTES:]
                     if not same(proof, code(key, b"called", self._number, number, peer)):
                         return False
                     if _ID.unpack(peer)[0] != self.outgoing:
@@ -165,6 +162,17 @@ class Connection:
             while self._early:
                 self._early.popleft()[1].close()
             self.socket.close()
+
+
+class Post(Protocol):
+    """What carries messages: this process's node."""
+
+    id: NodeId
+    lock: threading.RLock
+    closed: str | None
+
+    def describe(self) -> str: ...
+    def connection(self, rank: int) -> Connection: ...
 
 
 class Listener(Protocol):

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from ...kernels.errors import MeshError, PeerLost, message
 from .. import wire
 from . import answers
-from .connections import Connection
+from .connections import Connection, Post
 from .contents import Contents
 from .objects import Call, LiveObject
 from .pending import duplicate
@@ -43,16 +43,6 @@ from .saving import Saving
 PUSHED = 1 << 16  # bytes of a result that is sent with the answer; larger ones stay until they are fetched
 
 Waiter = Callable[[type, wire.Packet], None]
-
-
-class Post(Protocol):
-    """What carries messages: this process's node."""
-
-    id: NodeId
-    lock: threading.RLock
-
-    def describe(self) -> str: ...
-    def connection(self, rank: int) -> Connection: ...
 
 
 class Reader(Protocol):
@@ -81,7 +71,7 @@ class Residents:
         self._gone: set[NodeId] = set()
         self._serials = itertools.count(1)
         self._here = threading.local()
-        self._saving = Saving(post, reader)
+        self._saving = Saving(post, reader.contents)
         self.probes = Probes(post.id, self._calls, self.objects, post.connection)
 
     # -- on an object's own thread -------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from ...kernels.errors import MeshError
 from .. import wire
 from . import answers
-from .connections import Connection
+from .connections import Connection, Post
 from .pending import Waiting, duplicate
 from .protocol import LOAD, RESTORABLE, Invoke, Kept, Name, NodeId, Release, SavedResult, SavedState
 
@@ -70,17 +70,6 @@ class Restorable:
                 packet.close()
         for sent in self.sent.values():
             sent.packet.close()
-
-
-class Post(Protocol):
-    """What carries messages: this process's node."""
-
-    id: NodeId
-    lock: threading.RLock
-    closed: str | None
-
-    def describe(self) -> str: ...
-    def connection(self, rank: int) -> Connection: ...
 
 
 class Restoring:

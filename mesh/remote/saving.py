@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import Protocol
 
 from .. import wire
 from . import answers
+from .connections import Post
 from .contents import Contents
 from .objects import Call, LiveObject
-from .protocol import NodeId, Raised, SavedResult, SavedState
-
-
-class Post(Protocol):
-    """What carries messages: this process's node."""
-
-    id: NodeId
-    lock: threading.RLock
-
-
-class Reader(Protocol):
-    contents: Contents
+from .protocol import Raised, SavedResult, SavedState
 
 
 class Saving:
     """What of this process's objects is on its way to their makers; see `restoring`."""
 
-    def __init__(self, post: Post, reader: Reader):
-        self._post, self._reader = post, reader
+    def __init__(self, post: Post, contents: Contents):
+        self._post, self._contents = post, contents
         self._numbers = itertools.count(1)
         self._coming: dict[int, threading.Event] = {}
 
@@ -36,7 +25,7 @@ class Saving:
         """Have the maker of an object keep what it has become, before anybody is told that the call is done."""
         assert live.maker is not None
         try:
-            state, _ = self._reader.contents.of_result(live.value.save(), f"{type(live.value).__name__}.save")
+            state, _ = self._contents.of_result(live.value.save(), f"{type(live.value).__name__}.save")
         except BaseException as error:
             packet.close()
             return Raised, answers.packed(error, self._post.id[0])
