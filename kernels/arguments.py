@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import numbers
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from .errors import SpecError, message
+from .errors import MeshError, SpecError, message
 
 
 def is_number(x: Any) -> bool:
@@ -39,6 +40,25 @@ def check_function(what: str, f: Any, remedy: str) -> None:
         name = getattr(f, "__qualname__", type(f).__qualname__)
         got = f"{name}, which is {'a generator' if generates else 'async'}"
         raise SpecError(message(problem, got=got, remedy="write def, without async or yield, and return the results"))
+
+
+def checked_rank(rank: Any, size: int) -> int:
+    """A rank of a mesh of so many, as Python's own number; refuses what is none."""
+    if not is_whole(rank) or not 0 <= rank < size:
+        raise MeshError(message("there is no such rank", got=repr(rank), expected=f"0 to {size - 1}"))
+    return int(rank)
+
+
+def checked_ranks(ranks: Any, size: int) -> list[int]:
+    """Ranks of a mesh of so many, as `checked_rank`; refuses what is no list, and one that names a rank twice."""
+    if not isinstance(ranks, Iterable) or isinstance(ranks, str):
+        remedy = f"write ranks=[{ranks!r}]"
+        raise MeshError(message("this is no list of ranks", got=f"ranks={ranks!r}", remedy=remedy))
+    ranks = list(ranks)
+    found = [checked_rank(rank, size) for rank in ranks]
+    if len(set(found)) < len(found):
+        raise MeshError(message("a rank is named twice", got=ranks, remedy="name each rank once"))
+    return found
 
 
 def check_rank(name: str, argument: str, rank: int, size: int) -> None:

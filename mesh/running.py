@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from ..kernels.arguments import check_function, is_whole
+from ..kernels.arguments import check_function, checked_ranks
 from ..kernels.callsite import shows_only_users
 from ..kernels.errors import MeshError, message
 from . import protocol, wire
@@ -133,16 +133,4 @@ def _checked(mesh: MeshView, ranks: Sequence[int] | None) -> list[int]:
         raise MeshError(
             message("mesh.run and mesh.submit were called inside a region", remedy="call the function directly there")
         )
-    size = mesh.size
-    if ranks is None:
-        return list(range(size))
-    if not isinstance(ranks, Iterable) or isinstance(ranks, str):
-        remedy = f"write ranks=[{ranks!r}]"
-        raise MeshError(message("this is no list of ranks", got=f"ranks={ranks!r}", remedy=remedy))
-    chosen = list(ranks)
-    for rank in chosen:
-        if not is_whole(rank) or not 0 <= rank < size:
-            raise MeshError(message("there is no such rank", got=repr(rank), expected=f"0 to {size - 1}"))
-    if len(set(chosen)) < len(chosen):
-        raise MeshError(message("a rank is named twice", got=chosen, remedy="name each rank once"))
-    return [int(rank) for rank in chosen]
+    return list(range(mesh.size)) if ranks is None else checked_ranks(ranks, mesh.size)

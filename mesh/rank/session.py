@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.arguments import checked_ranks
 from ...kernels.communicator import Communicator
 from ...kernels.errors import Aborted, MeshError, SpecError, message
 from ...kernels.network.hosts import HostWatch
@@ -116,12 +117,7 @@ class RankSession(Owned):
             return self.comm(axis)
         if axis is not None:
             raise MeshError(message('comm got both "axis" and "ranks"', remedy="give one of them"))
-        group, size = tuple(ranks), self.layout.size
-        for rank in group:
-            if not isinstance(rank, int) or not 0 <= rank < size:
-                raise MeshError(message("there is no such rank", got=repr(rank), expected=f"0 to {size - 1}"))
-        if len(set(group)) < len(group):
-            raise MeshError(message("a rank is named twice", got=list(group), remedy="name each rank once"))
+        group = tuple(checked_ranks(ranks, self.layout.size))
         if self.rank not in group:
             raise MeshError(
                 message(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ...kernels.arguments import checked_rank
 from ...kernels.errors import MeshError, PeerLost, message
 from ..display.notebook import shorten
 from ..driver.mesh_view import MeshView
@@ -23,8 +24,7 @@ def make_remote(mesh: MeshView, cls: Callable, args: tuple, kwargs: dict[str, An
     """See `Mesh.remote`."""
     if not callable(cls):
         raise MeshError(message("mesh.remote makes objects of a class", got=repr(cls), remedy="pass a class"))
-    if not isinstance(rank, int) or not 0 <= rank < mesh.size:
-        raise MeshError(message("there is no such rank", got=repr(rank), expected=f"0 to {mesh.size - 1}"))
+    rank = checked_rank(rank, mesh.size)
     label = getattr(cls, "__name__", type(cls).__name__)
     functions = [each for each in vars(cls).values() if inspect.isfunction(each)] if inspect.isclass(cls) else [cls]
     sources: dict[str, list[str]] = {}

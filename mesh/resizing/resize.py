@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from ...kernels.arguments import is_whole
+from ...kernels.arguments import checked_rank, is_whole
 from ...kernels.errors import MeshError, PeerLost, message
 from .. import protocol
 from ..driver import open_sessions
@@ -96,8 +96,7 @@ def retire(self: MeshView, rank: int) -> None:
         MeshError: there is no such rank, or none would be left; what `resize` raises.
     """
     layout = self.layout
-    if not isinstance(rank, int) or not 0 <= rank < layout.size:
-        raise MeshError(message("there is no such rank", got=repr(rank), expected=f"0 to {layout.size - 1}"))
+    rank = checked_rank(rank, layout.size)
     axis = layout.batch_axis
     if layout.axes[axis] == 1:
         problem = f"the mesh has nothing left without rank {rank}: axis {axis!r} has one place"
