@@ -15,6 +15,7 @@ from . import protocol, wire
 from .ambient import Ambient, ambient, under
 from .counting.counted import note_mesh
 from .driver.mesh_view import MeshView
+from .driver.session import DriverSession
 from .launch import launched
 from .region import Region, current, generators, inside, reseed, restore_generators
 
@@ -65,16 +66,9 @@ def run(mesh: MeshView, fn: Callable[..., Any], args: tuple, ranks: Sequence[int
     if mesh.is_driver:
         if not chosen:
             return []
-        driver, settings = mesh.driver, ambient()
-        function = driver.shipped.ship_function(fn).key
-        task = driver.submit(
-            functools.partial(protocol.CallFunction, function=function, key=key),
-            lambda: driver.content((settings, args), lambda: _named(args)),
-            ranks=chosen,
-            region=True,
-            layout=layout,
-        )
-        return driver.wait(task).values()
+        make, content = _message(mesh.driver, fn, args)
+        task = mesh.driver.submit(functools.partial(make, key=key), content, ranks=chosen, region=True, layout=layout)
+        return mesh.driver.wait(task).values()
     rank, settings = mesh.session.rank, ambient()
 
     def here() -> tuple[Any, list[bytes]]:
@@ -94,22 +88,27 @@ def submit(mesh: MeshView, fn: Callable[..., Any], args: tuple, rank: int) -> Fu
     future: Future = Future()
     future.set_running_or_notify_cancel()
     if mesh.is_driver:
-        driver, settings = mesh.driver, ambient()
-        function = driver.shipped.ship_function(fn).key
+        make, content = _message(mesh.driver, fn, args)
         key = (mesh.seed, "run", mesh.run_state.next_run())
-        driver.submit(
-            functools.partial(protocol.CallFunction, function=function, key=key),
-            lambda: driver.content((settings, args), lambda: _named(args)),
-            ranks=[chosen],
-            future=future,
-            layout=layout,
-        )
+        mesh.driver.submit(functools.partial(make, key=key), content, ranks=[chosen], future=future, layout=layout)
         return future
     try:
         future.set_result(run(mesh, fn, args, [chosen])[0])
     except Exception as error:
         future.set_exception(error)
     return future
+
+
+def _message(
+    driver: DriverSession, fn: Callable[..., Any], args: tuple
+) -> tuple[Callable[..., protocol.CallFunction], Callable[[], wire.Packet]]:
+    """The message that has ranks call a function, but for its key, and the content."""
+    settings, shipped = ambient(), driver.shipped.ship_function(fn)
+
+    def content() -> wire.Packet:
+        return driver.content((settings, args), lambda: [(f"argument {at}", arg) for at, arg in enumerate(args)])
+
+    return functools.partial(protocol.CallFunction, function=shipped.key), content
 
 
 def _call_here(mesh: MeshView, fn: Callable[..., Any], args: tuple, key: tuple, settings: Ambient | None) -> Any:
@@ -121,11 +120,6 @@ def _call_here(mesh: MeshView, fn: Callable[..., Any], args: tuple, key: tuple, 
             return fn(*args)
     finally:
         restore_generators(state)
-
-
-def _named(args: tuple) -> list[tuple[str, Any]]:
-    """A plain function's arguments, and what to call them in a message."""
-    return [(f"argument {index}", arg) for index, arg in enumerate(args)]
 
 
 def _checked(mesh: MeshView, ranks: Sequence[int] | None) -> list[int]:
