@@ -133,7 +133,8 @@ def put_on(mesh: Mesh, tree: Any, spec: Any) -> Any:
     elif todo:
         driver, values = mesh.driver, mesh.driver.new_values()
         cuts = tuple(its_spec for _, _, its_spec in todo)
-        task = giving.put(driver, values, [leaf for _, leaf, _ in todo], cuts)
+        make, content = giving.message_of(driver, values, [leaf for _, leaf, _ in todo], cuts)
+        task = driver.submit(make, content, name="put", values=(values,))
         arrays = values.arrays(task, metas)
     else:
         arrays = []

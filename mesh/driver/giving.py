@@ -14,22 +14,15 @@ import torch
 from .. import protocol, wire
 from ..protocol import Spans
 from ..spec import P
-from .pending import Task
 from .session import DriverSession
 from .session_view import Make
 from .values import CallValues
 
 
-def put(session: DriverSession, values: CallValues, tensors: Sequence[torch.Tensor], specs: tuple[P, ...]) -> Task:
-    """Have every rank keep its shards of whole tensors, as the values of a call."""
-    make, content = message_of(session, values, tensors, specs)
-    return session.submit(make, content, name="put", values=(values,))
-
-
 def message_of(
     session: DriverSession, values: CallValues, tensors: Sequence[torch.Tensor], specs: tuple[P, ...]
 ) -> tuple[Make, Callable[[], wire.Packet]]:
-    """What says so, and its content, which is to be made first."""
+    """What has every rank keep its shards of whole tensors, as a call's values; and its content, to be made first."""
     arena = session.ranks.arena if session.lasting else None
     given: list[tuple[int, int, int]] = []
 

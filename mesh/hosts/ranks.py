@@ -11,7 +11,6 @@ import datetime
 import itertools
 import json
 import secrets
-import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -298,10 +297,6 @@ class HostRanks(Ranks):
             reports[host].text if host in reports else "\n\n".join(f"rank {rank}: {_LOST}" for rank in ranks)
             for host, ranks in zip(list(self._hosts), self._members, strict=False)
         )
-
-    def kill(self) -> None:
-        for rank in self.all:
-            rank.signal(signal.SIGKILL)
 
     def close(self) -> None:
         """End the per-host processes, and with them all that runs there."""
