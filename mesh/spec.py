@@ -51,14 +51,8 @@ class P:
             elif entry is None or isinstance(entry, str):
                 normal.append(entry)
             else:
-                raise SpecError(
-                    message(
-                        "P got an unexpected entry",
-                        expected="None, an axis name or a tuple of axis names",
-                        got=repr(entry),
-                        remedy='write for instance P("data", None)',
-                    )
-                )
+                expected, remedy = "None, an axis name or a tuple of axis names", 'write for instance P("data", None)'
+                raise SpecError(message("P got an unexpected entry", expected=expected, got=repr(entry), remedy=remedy))
         while normal and normal[-1] is None:
             normal.pop()
         object.__setattr__(self, "entries", tuple(normal))
@@ -228,6 +222,11 @@ class Layout:
         for name in axes:
             ranks = [{**at, name: index} for at in ranks for index in range(self.axes[name])]
         return tuple(self.rank(at) for at in ranks)
+
+    def axes_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """The axes along which the first and the last of a group differ: for one that `group` gives, all its own."""
+        first, last = self.coords(ranks[0]), self.coords(ranks[-1])
+        return tuple(name for name in self.names if first[name] != last[name])
 
     def check(self, spec: P, *, where: str = "") -> None:
         """Refuse a spec that names an axis which this mesh lacks."""

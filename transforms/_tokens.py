@@ -165,9 +165,7 @@ def _forward(operation: Operation, x: Tensor) -> Tensor:
     net, region = active(), current()
     if net is None or region is None:
         return operation.forward(x)
-    layout, ranks = region.session.layout, operation.comm.ranks
-    first, last = layout.coords(ranks[0]), layout.coords(ranks[-1])
-    over = [name for name in layout.names if first[name] != last[name]]
+    over = region.session.layout.axes_of(operation.comm.ranks)
     varying = net.of(x).without(over)
     if not operation.replicates:
         varying = joined([varying, Varying(dict.fromkeys(over, operation.name))])

@@ -156,8 +156,7 @@ class RankSession(Owned):
         return self._counted(comm, channel) if comm.size > 1 and counting() else comm
 
     def _counted(self, comm: Communicator, channel: str) -> Communicator:
-        first, last = self.layout.coords(comm.ranks[0]), self.layout.coords(comm.ranks[-1])
-        axes = tuple(name for name in self.layout.names if first[name] != last[name])
+        axes = self.layout.axes_of(comm.ranks)
         counted: Any = CountedCommunicator(comm, axes, of_gradients=channel == "buckets")
         return counted
 

@@ -12,7 +12,7 @@ from .net import Net, Varying, active, joined
 class FollowedCommunicator:
     """A communicator whose messages are followed: what comes differs along its axes, unless all get the same."""
 
-    def __init__(self, net: Net, comm: Any, axes: list[str]):
+    def __init__(self, net: Net, comm: Any, axes: tuple[str, ...]):
         self._net, self._comm, self._axes = net, comm, axes
 
     def __getattr__(self, name: str) -> Any:
@@ -45,6 +45,4 @@ def followed(comm: Any, layout: Layout) -> Any:
     net = active()
     if net is None:
         return comm
-    first, last = layout.coords(comm.ranks[0]), layout.coords(comm.ranks[-1])
-    axes = [name for name in net.axes if first[name] != last[name]]
-    return FollowedCommunicator(net, comm, axes)
+    return FollowedCommunicator(net, comm, layout.axes_of(comm.ranks))
