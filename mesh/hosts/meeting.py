@@ -5,7 +5,6 @@ Invariant: nothing of the program is sent before all hosts have come with what t
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import socket
@@ -20,10 +19,10 @@ from ...kernels.network.interface import address_of, chosen, towards
 from .coded import NotOfThisMesh
 from .host_list import HostList
 from .launchers import dialled_address
-from .link import GREETING_SECONDS, Link, accepted, greet_host, listener
+from .link import GREETING_SECONDS, Link, greet_host, listener
 from .protocol import Hello, versions
+from .serving import STRANGERS, Serving
 
-_STRANGERS = 32  # connections at once that have not proved anything
 DIAL_SECONDS = 30.0  # for a host to listen that is dialled
 _LOOK_SECONDS = 0.1
 
@@ -42,20 +41,18 @@ class Meeting:
         self._host_list, self._secret, self._seconds = host_list, secret, seconds
         self._check_wanted = check_wanted
         self.address = _address(host_list)
-        self._listener: socket.socket | None = None
+        self._serving: Serving | None = None
         self._came = threading.Condition()
         self._links: dict[int, Link] = {}
-        self._strangers: collections.deque[socket.socket] = collections.deque()
-        self._most_strangers = max(_STRANGERS, 2 * len(host_list.names))  # all hosts may come at once
         self._closed = False
         self._handles: list[Any] = []
 
     def begin(self) -> None:
         """Have the processes started, and listen for them."""
-        self._listener = listener(self.address)
-        threading.Thread(target=self._accept, args=(self._listener,), name="spmd-meeting", daemon=True).start()
+        most = max(STRANGERS, 2 * len(self._host_list.names))  # all hosts may come at once
+        self._serving = Serving(self.address, self._secret, "spmd-meeting", welcome=self._keep, most_strangers=most)
         for index, name in enumerate(self._host_list.names):
-            config = {"address": self.address, "port": self._listener.getsockname()[1], "index": index}
+            config = {"address": self.address, "port": self._serving.port, "index": index}
             stdin = json.dumps(config | {"secret": self._secret.hex()}).encode() + b"\n"
             try:
                 self._handles.append(self._host_list.launcher.start(name, self._host_list.command(), stdin))
@@ -121,29 +118,6 @@ class Meeting:
                     )
                 )
 
-    def _accept(self, listening: socket.socket) -> None:
-        while (connection := accepted(listening)) is not None:
-            with self._came:
-                if self._closed:
-                    connection.close()
-                    continue
-                self._strangers.append(connection)
-                if len(self._strangers) > self._most_strangers:  # the oldest makes room; its thread closes it
-                    with contextlib.suppress(OSError):
-                        self._strangers.popleft().shutdown(socket.SHUT_RDWR)
-            threading.Thread(target=self._greet, args=(connection,), name="spmd-greeting", daemon=True).start()
-
-    def _greet(self, connection: socket.socket) -> None:
-        try:
-            index, link = greet_host(connection, self._secret)
-        except (OSError, NotOfThisMesh):
-            connection.close()
-            return
-        finally:
-            with self._came, contextlib.suppress(ValueError):
-                self._strangers.remove(connection)
-        self._keep(index, link)
-
     def _keep(self, index: int, link: Link) -> None:
         with self._came:
             if self._closed or index in self._links or index >= len(self._host_list.names):
@@ -155,10 +129,8 @@ class Meeting:
     def close(self) -> None:
         """Let nobody in any more."""
         self._closed = True
-        if self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
-            self._listener.close()
+        if self._serving is not None:
+            self._serving.close()
 
     def stop(self) -> None:
         """End the links that there are, and see to it that what was started has ended."""

@@ -1,18 +1,20 @@
-"""A port of a host's process at which ranks ask for something: each proves that it has the key of its mesh.
+"""A port at which ranks ask a host's process for something, or hosts come to the driver: each proves who it is.
 
 Invariant: of connections that have proved nothing there are few, and nobody waits for them.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
 
 from .coded import NotOfThisMesh
 from .link import Link, accepted, greet_host, listener
 
-_STRANGERS = 32  # connections at once that have not proved anything
+STRANGERS = 32  # connections at once that have not proved anything
 
 
 class Serving:
@@ -22,12 +24,24 @@ class Serving:
         address: of this host, at which ranks of others reach it.
         secret: what they prove that they have.
         name: of its threads.
+        welcome: takes who has proved it and its link, on a thread of its own, instead of `serve`.
+        most_strangers: connections at once that have not proved it.
     """
 
-    def __init__(self, address: str, secret: bytes, name: str):
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        name: str,
+        *,
+        welcome: Callable[[int, Link], None] | None = None,
+        most_strangers: int = STRANGERS,
+    ):
         self._secret, self._name, self._listener = secret, name, listener(address)
         self.port: int = self._listener.getsockname()[1]
-        self._strangers = threading.Semaphore(_STRANGERS)
+        self._instead, self._most_strangers = welcome, most_strangers
+        self._strangers: collections.deque[socket.socket] = collections.deque()
+        self._lock_of_strangers = threading.Lock()
         threading.Thread(target=self._accept, name=name, daemon=True).start()
 
     def serve(self, rank: int, link: Link) -> None:
@@ -36,21 +50,24 @@ class Serving:
 
     def _accept(self) -> None:
         while (connection := accepted(self._listener)) is not None:
-            if not self._strangers.acquire(blocking=False):
-                connection.close()
-                continue
+            with self._lock_of_strangers:
+                self._strangers.append(connection)
+                if len(self._strangers) > self._most_strangers:  # the oldest makes room; its thread closes it
+                    with contextlib.suppress(OSError):
+                        self._strangers.popleft().shutdown(socket.SHUT_RDWR)
             threading.Thread(target=self._greet, args=(connection,), name=self._name, daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:
-        """A thread's main function: one rank's process."""
+        """A thread's main function: one that has connected."""
         try:
-            rank, link = greet_host(connection, self._secret)
+            index, link = greet_host(connection, self._secret)
         except (OSError, NotOfThisMesh):
             connection.close()
             return
         finally:
-            self._strangers.release()
-        self.welcome(rank, link)
+            with self._lock_of_strangers, contextlib.suppress(ValueError):
+                self._strangers.remove(connection)
+        (self._instead or self.welcome)(index, link)
 
     def welcome(self, rank: int, link: Link) -> None:
         try:

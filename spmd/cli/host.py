@@ -20,8 +20,7 @@ from ..mesh.hosts.coded import NotOfThisMesh
 from ..mesh.hosts.launchers import dialled_address, secret_of_hosts
 from ..mesh.hosts.link import accepted, greet_driver
 from ..mesh.hosts.process import hold
-
-_STRANGERS = 32  # connections at once that have not proved anything
+from ..mesh.hosts.serving import STRANGERS
 
 
 def listen(where: str) -> None:
@@ -31,7 +30,7 @@ def listen(where: str) -> None:
     try:
         secret = secret_of_hosts()
         server = socket.create_server(
-            address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET, backlog=_STRANGERS
+            address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET, backlog=STRANGERS
         )
     except (MeshError, OSError) as error:
         sys.exit(f"spmd host: {where}: {error}")
@@ -41,7 +40,7 @@ def listen(where: str) -> None:
     strangers: deque[tuple[int, int]] = deque()  # pid, and a pipe that ends when it is none any more
     while (connection := accepted(server)) is not None:
         strangers = deque(one for one in strangers if not _ended(one[1]))
-        if len(strangers) >= _STRANGERS:  # the oldest makes room
+        if len(strangers) >= STRANGERS:  # the oldest makes room
             pid, standing = strangers.popleft()
             os.kill(pid, signal.SIGKILL)
             os.close(standing)
