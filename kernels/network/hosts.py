@@ -120,9 +120,8 @@ class HostArena(Arena):
         self.members, self.beyond = tuple(members), beyond
         super().__init__(fd, len(members), self.members.index(rank))
 
-    @property
-    def mesh_rank(self) -> int:
-        return self.members[self.rank]
+    def mesh_rank_of(self, participant: int) -> int:
+        return self.members[participant]
 
     def participant(self, rank: int) -> int:
         return self.members.index(rank)
@@ -147,13 +146,10 @@ class HostArena(Arena):
         return super().in_debugger() or self.beyond.in_debugger()
 
     def check_peers(self) -> None:
-        try:
-            super().check_peers()
-        except PeerLost as lost:
-            assert lost.rank is not None
-            gone = self.members[lost.rank]
-            text = f"rank {gone} died or exited while rank {self.mesh_rank} waited for it"
-            raise PeerLost(message(text, remedy="see its output"), gone) from None
+        super().check_peers()
+        self._check_beyond()
+
+    def _check_beyond(self) -> None:
         try:
             self.beyond.check_peers()
         except Aborted as aborted:
@@ -165,19 +161,7 @@ class StandingHostArena(StandingArena, HostArena):
     """As `HostArena`, for ranks that are in no region: see `StandingArena`."""
 
     def check_peers(self) -> None:
-        try:
-            self.beyond.check_peers()
-        except Aborted as aborted:
-            Arena.abort(self, str(aborted))  # the others of this host ask the store less often
-            raise
-
-    def lost(self, rank: int) -> PeerLost | None:
-        found = super().lost(rank)
-        if found is None:
-            return None
-        gone = self.members[rank]
-        text = f"rank {gone} died or exited while rank {self.mesh_rank} waited for it"
-        return PeerLost(message(text, remedy="see its output"), gone)
+        self._check_beyond()
 
 
 class HostWatch:

@@ -59,7 +59,11 @@ class Board:
     @property
     def mesh_rank(self) -> int:
         """The number by which the mesh knows this rank."""
-        return self.rank
+        return self.mesh_rank_of(self.rank)
+
+    def mesh_rank_of(self, participant: int) -> int:
+        """The number by which the mesh knows a rank."""
+        return participant
 
     def participant(self, rank: int) -> int:
         """The number by which the board knows a rank of the mesh."""
@@ -255,14 +259,18 @@ class Board:
                     self._peers[rank] = -1
 
     def check_peers(self) -> None:
-        for rank, pidfd in self._peers.items():
-            if pidfd < 0 or ended(pidfd):
-                raise PeerLost(
-                    message(
-                        f"rank {rank} died or exited while rank {self.rank} waited for it", remedy="see its output"
-                    ),
-                    rank,
-                )
+        for rank in self._peers:
+            if (lost := self._if_dead(rank)) is not None:
+                raise lost
+
+    def _if_dead(self, rank: int) -> PeerLost | None:
+        """What is said of a watched rank whose process has ended."""
+        pidfd = self._peers.get(rank)
+        if pidfd is None or not (pidfd < 0 or ended(pidfd)):
+            return None
+        gone = self.mesh_rank_of(rank)
+        problem = f"rank {gone} died or exited while rank {self.mesh_rank} waited for it"
+        return PeerLost(message(problem, remedy="see its output"), gone)
 
     def close(self) -> None:
         for pidfd in self._peers.values():

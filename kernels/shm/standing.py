@@ -6,9 +6,8 @@ done its part in an operation before it went is not missed in it.
 
 from __future__ import annotations
 
-from ..errors import PeerLost, message
+from ..errors import PeerLost
 from .arena import Arena
-from .board import ended
 
 
 class StandingArena(Arena):
@@ -31,9 +30,4 @@ class StandingArena(Arena):
         return super().has_left(rank) or self.lost(rank) is not None
 
     def lost(self, rank: int) -> PeerLost | None:
-        pidfd = self._peers.get(rank)
-        if pidfd is None or not (pidfd < 0 or ended(pidfd)):
-            return None
-        return PeerLost(
-            message(f"rank {rank} died or exited while rank {self.rank} waited for it", remedy="see its output"), rank
-        )
+        return self._if_dead(rank)
