@@ -42,7 +42,7 @@ from .saving import Saving
 
 PUSHED = 1 << 16  # bytes of a result that is sent with the answer; larger ones stay until they are fetched
 
-Waiter = Callable[[type, wire.Packet], None]
+Waiter = Callable[[type, wire.Packet], None]  # takes `Result`, or another that it has failed with, and the content
 
 
 class Reader(Protocol):
@@ -144,22 +144,28 @@ class Residents:
 
     def _finish(self, live: LiveObject, call: Call, kind: type, packet: wire.Packet, *, left: bool = False) -> None:
         with self._lock:
-            call.state, call.answer = "done", (kind, packet)
             live.done += 1
-            for waiter in call.asked:
-                waiter(kind, packet)
-            call.asked.clear()
-            if kind is Raised:
-                call.origin.send(Raised(call.name[1]), packet)
-            elif call.wanted and packet.nbytes <= PUSHED:
-                call.origin.send(Result(call.name[1], False), packet)
-            else:
-                call.origin.send(Result(call.name[1], True))
+            self._settle(call, "done", kind, packet)
             if not call.wanted:
                 self._forget(call)
             if not left:
                 live.running = None
                 live.left(call)
+
+    def _settle(self, call: Call, state: str, kind: type, packet: wire.Packet) -> None:
+        """Tell what has come of a call, and in what state that leaves it: its caller, and who else asks for it."""
+        call.state, call.answer = state, (kind, packet)
+        for waiter in call.asked:
+            waiter(kind, packet)
+        call.asked.clear()
+        if kind is Cancelled:
+            call.origin.send(Cancelled(call.name[1]))
+        elif kind is Raised:
+            call.origin.send(Raised(call.name[1]), packet)
+        elif call.wanted and packet.nbytes <= PUSHED:
+            call.origin.send(Result(call.name[1], False), packet)
+        else:
+            call.origin.send(Result(call.name[1], True))
 
     # -- on the exchange's thread --------------------------------------------------------------------------------------
 
@@ -175,10 +181,7 @@ class Residents:
             call.asked = self._expected.pop(name, [])
             live, problem = self._target(msg, call)
             if live is None:
-                call.state, call.answer = "done", (Raised, answers.packed(problem, self._post.id[0]))
-                for waiter in call.asked:
-                    waiter(*call.answer)
-                connection.send(Raised(msg.number), call.answer[1])
+                self._settle(call, "done", Raised, answers.packed(problem, self._post.id[0]))
                 return
             call.missing = set(range(len(msg.refs)))
             live.add(call)
@@ -205,8 +208,9 @@ class Residents:
             with self._lock:
                 if call.state != "queued":
                     packet.close()
-                elif failed:
-                    self._refuse(live, call, packet)
+                elif failed:  # it cannot begin
+                    self._settle(call, "cancelled", Raised, packet)
+                    live.left(call)
                 else:
                     call.arguments[index] = packet
                     call.missing.discard(index)
@@ -224,15 +228,6 @@ class Residents:
                 came(answers.packed(error, owner[0]), True)
 
         self._reader.fetch(owner, wanted, "an argument").add_done_callback(fetched)
-
-    def _refuse(self, live: LiveObject, call: Call, packet: wire.Packet) -> None:
-        """A call cannot begin: an argument of it is the result of one that failed."""
-        call.state = "cancelled"
-        live.left(call)
-        call.answer = (Raised, packet)
-        for waiter in call.asked:
-            waiter(Raised, packet)
-        call.origin.send(Raised(call.name[1]), packet)
 
     def _ask(self, name: Name, waiter: Waiter) -> None:
         """Give the result of a call to a waiter, now or when it is there."""
@@ -283,15 +278,11 @@ class Residents:
             call = self._calls.get(name)
             if call is None or call.state != "queued":
                 return False
-            call.state = "cancelled"
             error = answers.packed(RuntimeError("the call whose result this needs was cancelled"), self._post.id[0])
-            call.answer = (Raised, error)
-            for waiter in call.asked:
-                waiter(Raised, error)
+            self._settle(call, "cancelled", Cancelled, error)
             live = self.objects.get(call.invoke.target)
             if live is not None:
                 live.left(call)
-            call.origin.send(Cancelled(name[1]))
             return True
 
     def _release(self, caller: NodeId, numbers: tuple[int, ...]) -> None:
