@@ -20,6 +20,7 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Collection
 
 import torch.distributed as dist
 
@@ -90,20 +91,12 @@ class RollCall:
         size = self._launch.size
         self._sign_in()
         found: dict[int, _Signature] = {}
-        strange: dict[int, bytes] = {}  # what stands in a rank's place, and has not been written with this secret
         end, pause = time.monotonic() + timeout, 1e-3
         while len(found) < size:
             self._stay()
-            strange.clear()
-            for peer in sorted(set(range(size)) - set(found)):
-                if not self._store.check([f"rank/{peer}"]):
-                    continue
-                data = self._store.get(f"rank/{peer}")
-                signature = self._opened(peer, data)
-                if signature is None:
-                    strange[peer] = data
-                    continue
-                found[peer] = signature
+            more, strange = self._signed_in(found)
+            found |= more
+            for peer, signature in more.items():
                 self._check_size(peer, signature.size)
             self._check_refused()
             if strange and len(found) + len(strange) == size and (others := self._of_other_secrets(found, strange)):
@@ -121,7 +114,8 @@ class RollCall:
         announced = b""
         while True:
             self._stay()
-            found, strange = self._signed_in()
+            there, strange = self._signed_in()
+            found = {peer: signature for peer, signature in there.items() if signature.size == size}  # no earlier size
             all_here = bool(strange) and len(found) + len(strange) == size
             others = self._of_other_secrets(found, strange) if all_here else {}
             key = b"" if others else self._secret.key
@@ -141,17 +135,17 @@ class RollCall:
                 raise self._missing(missing or list(range(size)), timeout, strange)
             time.sleep(_LOOK_SECONDS)
 
-    def _signed_in(self) -> tuple[dict[int, _Signature], dict[int, bytes]]:
-        """The ranks that have signed in, now or in an earlier life, and what is there that this secret has not made."""
+    def _signed_in(self, known: Collection[int] = ()) -> tuple[dict[int, _Signature], dict[int, bytes]]:
+        """The other ranks that have signed in, now or before, and what is there that this secret has not made."""
         found: dict[int, _Signature] = {}
         strange: dict[int, bytes] = {}
         for peer in range(self._launch.size):
-            if self._store.check([f"rank/{peer}"]):
+            if peer not in known and self._store.check([f"rank/{peer}"]):
                 data = self._store.get(f"rank/{peer}")
                 signature = self._opened(peer, data)
                 if signature is None:
                     strange[peer] = data
-                elif signature.size == self._launch.size:  # else of a job that has shrunk
+                else:
                     found[peer] = signature
         return found, strange
 
