@@ -168,23 +168,42 @@ class StandingBy(Zygote):
         del self._fork  # and with it the other
 
     def _started(self, theirs: socket.socket) -> Any:
-        return _Grandchild(*self._fork(protocol.StandBy(), [theirs.fileno()]))
+        return ForkedProcess(*self._fork(protocol.StandBy(), [theirs.fileno()]))
 
 
-class _Grandchild:
-    """A process of which only a pidfd is known, with what is used of `subprocess.Popen`."""
+class ForkedProcess:
+    """A process of which a pidfd is known, with what is used of `subprocess.Popen`."""
 
     def __init__(self, pid: int, pidfd: int):
         self.pid, self._pidfd = pid, pidfd
+        self._code: int | None = None
+        self._lock = threading.Lock()
         weakref.finalize(self, os.close, pidfd)
 
     def poll(self) -> int | None:
-        return -signal.SIGKILL if ended(self._pidfd, 0) else None
+        return self._code_after(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        if not ended(self._pidfd, -1.0 if timeout is None else timeout):
+        code = self._code_after(-1.0 if timeout is None else timeout)
+        if code is None:
             raise subprocess.TimeoutExpired("zygote", timeout or 0.0)
-        return -signal.SIGKILL
+        return code
+
+    def _code_after(self, seconds: float) -> int | None:
+        """The exit code, once it has ended; of what is no child of this process it is not known."""
+        if not ended(self._pidfd, seconds):
+            return None
+        with self._lock:  # it is told once
+            if self._code is None:
+                try:
+                    found = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
+                except ChildProcessError:
+                    found = None
+                if found is None:
+                    self._code = -signal.SIGKILL
+                else:
+                    self._code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+            return self._code
 
     def send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

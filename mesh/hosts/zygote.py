@@ -6,12 +6,9 @@ What may not be forked is a process in which torch has computed, or that has thr
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
-import time
 
-from ..driver.spawn import Zygote
+from ..driver.spawn import ForkedProcess, Zygote
 from ..rank.zygote import main
 
 
@@ -26,7 +23,7 @@ class ForkedZygote(Zygote):
         self._open = connection
         super().__init__()
 
-    def _started(self, theirs: socket.socket) -> _Child:
+    def _started(self, theirs: socket.socket) -> ForkedProcess:
         pid = os.fork()
         if pid == 0:
             try:
@@ -36,31 +33,4 @@ class ForkedZygote(Zygote):
                 main(theirs.detach(), self.driver_pid)
             finally:
                 os._exit(1)
-        return _Child(pid)
-
-
-class _Child:
-    """A forked process, with what is used of `subprocess.Popen`."""
-
-    def __init__(self, pid: int):
-        self.pid = pid
-        self._code: int | None = None
-
-    def poll(self) -> int | None:
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self._code = os.waitstatus_to_exitcode(status)
-        return self._code
-
-    def wait(self, timeout: float = float("inf")) -> int:
-        end = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("zygote", timeout)
-            time.sleep(0.005)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.Signals(number))
+        return ForkedProcess(pid, os.pidfd_open(pid))
