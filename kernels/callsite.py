@@ -33,11 +33,17 @@ def is_ours(frame: FrameType) -> bool:
     return name.partition(".")[0] in _LIBRARY
 
 
+def _nearest() -> tuple[FrameType, int]:
+    """The nearest caller outside this library, and its `stacklevel` in a warning by who asks for it."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and is_ours(frame):
+        level, frame = level + 1, frame.f_back
+    return frame, level
+
+
 def call_site() -> str:
     """`train.py:12 in train_step`: the nearest caller outside this library."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and is_ours(frame):
-        frame = frame.f_back
+    frame, _ = _nearest()
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
@@ -94,15 +100,11 @@ def shows_only_users(call: F) -> F:
 
 def warn(text: str) -> None:
     """Warn the user of something, at the line of the nearest caller outside this library."""
-    level, frame = 1, sys._getframe(0)
-    while frame.f_back is not None and is_ours(frame):
-        level, frame = level + 1, frame.f_back
+    _, level = _nearest()
     warnings.warn(text, stacklevel=level)
 
 
 def user_line() -> str:
     """`train.py:12`: file and line of the nearest caller outside this library; its folder is left out."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and is_ours(frame):
-        frame = frame.f_back
+    frame, _ = _nearest()
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

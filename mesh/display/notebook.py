@@ -29,20 +29,12 @@ def name_cells(text: str) -> str:
     if compiler is None:
         return text
 
-    def cell(code: str) -> str | None:
-        found = compiler.format_code_name(code)
-        return f"{found[0]} {found[1]}" if found and found[0] == "Cell" else None
+    def cell(match: re.Match[str]) -> str:
+        found = compiler.format_code_name(match[1])
+        return f"{found[0]} {found[1]}, line {match[2]}" if found and found[0] == "Cell" else match[0]
 
-    def frame(match: re.Match[str]) -> str:
-        name = cell(match[1])
-        return match[0] if name is None else f"{name}, line {match[2]}"
-
-    def cell_of(match: re.Match[str]) -> str:
-        name = cell(match[1])
-        return match[0] if name is None else f"{name}, line {match[2]} in"
-
-    text = re.sub(r'File "([^"\n]+)", line (\d+)', frame, text)
-    return re.sub(r"(/[^\s:]*ipykernel_[^\s:]+\.py):(\d+) in", cell_of, text)
+    text = re.sub(r'File "([^"\n]+)", line (\d+)', cell, text)
+    return re.sub(r"(/[^\s:]*ipykernel_[^\s:]+\.py):(\d+)(?= in)", cell, text)
 
 
 def shorten(error: BaseException) -> BaseException:
