@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ..kernels import torch_private
 from ..kernels.bucket import ALIGNED
+from ..mesh.strides import standard
 
 # Elements. Smaller leaves that don't lie end to end are copied so: torch goes over one tensor sooner than over many.
 SMALL = 1 << 14
@@ -59,12 +61,8 @@ def _layouts(shapes: tuple[Sequence[int], ...]) -> list[tuple[Sequence[int], tup
     """
     found, start = [], 0
     for shape in shapes:
-        strides, step = [], 1
-        for size in reversed(shape):
-            strides.append(step)
-            step *= size
-        found.append((shape, tuple(reversed(strides)), start))
-        start += -(-step // ALIGNED) * ALIGNED
+        found.append((shape, standard(shape), start))
+        start += -(-math.prod(shape) // ALIGNED) * ALIGNED
     return found
 
 
