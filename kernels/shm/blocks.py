@@ -36,7 +36,7 @@ import torch
 from ..errors import MeshError, message
 from ..processes import Owned
 from .heap import Heap
-from .pages import PAGE, any_copied
+from .pages import MAP_NORESERVE, PAGE, any_copied
 
 
 class Result(NamedTuple):
@@ -162,7 +162,7 @@ class Views(Owned):
 
     def __init__(self, fd: int, length: int, words: memoryview):
         super().__init__()
-        self._private = mmap.mmap(fd, length, flags=mmap.MAP_PRIVATE | 0x4000)  # MAP_NORESERVE
+        self._private = mmap.mmap(fd, length, flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
         self.address = torch.frombuffer(memoryview(self._private)[:PAGE], dtype=torch.uint8).data_ptr()
         self._length, self._words = length, words
         self._taken: dict[int, tuple[weakref.ref, int, int, int]] = {}  # kept alive; offset, bytes, word

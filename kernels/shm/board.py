@@ -15,9 +15,8 @@ from collections.abc import Callable
 
 from ..errors import Aborted, PeerLost, message
 from .bells import Bells
-from .pages import PAGE
+from .pages import MAP_NORESERVE, PAGE
 
-_MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE exists from Python 3.13 on
 _STATUS = PAGE  # one page per participant
 _TEXT, _REASON, _TEXT_BYTES = 128, 2048, 1920  # where a status page's texts start, and their length
 _CORES, _CORES_BYTES = PAGE - 64, 64  # the cores that a participant may use, a bit each
@@ -43,7 +42,7 @@ class Board:
 
     def __init__(self, fd: int, size: int, rank: int):
         self.fd, self.size, self.rank = fd, size, rank
-        self._shared = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
+        self._shared = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED | MAP_NORESERVE)
         self.words = memoryview(self._shared).cast("Q")
         self._bytes = memoryview(self._shared)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._shared))

@@ -14,9 +14,7 @@ import torch
 from ..processes import Owned
 from .blocks import Extent
 from .heap import Heap
-from .pages import populate
-
-_NORESERVE = 0x4000
+from .pages import MAP_NORESERVE, populate
 
 
 class Lasting(Owned):
@@ -29,7 +27,7 @@ class Lasting(Owned):
     def __init__(self, fd: int, start: int, length: int, heap: Heap):
         super().__init__()
         self._heap, self._start, self._length = heap, start, length
-        self._shared = mmap.mmap(fd, length, flags=mmap.MAP_SHARED | _NORESERVE, offset=start)
+        self._shared = mmap.mmap(fd, length, flags=mmap.MAP_SHARED | MAP_NORESERVE, offset=start)
         self._bytes = memoryview(self._shared)
         self._base = torch.frombuffer(self._bytes[:8], dtype=torch.uint8).data_ptr()
         self._held: dict[int, tuple[weakref.ref, int, int]] = {}  # kept alive; offset, bytes

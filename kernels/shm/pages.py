@@ -11,6 +11,7 @@ import struct
 import numpy as np
 
 PAGE = 4096
+MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE exists from Python 3.13 on
 # Linux's include/uapi/linux/fs.h: struct pm_scan_arg (twelve 64-bit words), PAGE_IS_FILE, PAGE_IS_PRESENT, _SWAPPED.
 _PAGEMAP_SCAN = 0xC0606610
 _FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
