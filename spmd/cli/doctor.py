@@ -205,23 +205,13 @@ def _mpi() -> tuple[str, ...]:
         return "absent", missing
     version = subprocess.run([launcher, "--version"], capture_output=True, text=True, timeout=SECONDS).stdout
     more = ["--oversubscribe"] if "Open MPI" in version else []
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environ = {"OMP_NUM_THREADS": "1"}
     if os.geteuid() == 0:  # as in containers, where Open MPI wants to be told that this is meant
         environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    try:
-        done = subprocess.run(
-            [launcher, *more, "-n", "2", sys.executable, "-c", _MPI_TEST],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return "FAILS", f"mpirun did not end within {SECONDS:g} s", "(not needed unless asked for)"
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return "FAILS", last, "(not needed unless asked for)"
-    return "works", done.stdout.splitlines()[0], version.splitlines()[0] if version else ""
+    works, text = _run([launcher, *more, "-n", "2", sys.executable, "-c", _MPI_TEST], environ, SECONDS)
+    if not works:
+        return "FAILS", text, "(not needed unless asked for)"
+    return "works", text.splitlines()[0], version.splitlines()[0] if version else ""
 
 
 def _nccl() -> list[tuple[str, ...]]:
@@ -241,13 +231,15 @@ def _nccl() -> list[tuple[str, ...]]:
 
 def _reduced_by_nccl(ranks: int, environ: dict[str, str]) -> tuple[bool, str]:
     """Whether so many ranks can reduce on GPUs, and what they say."""
-    command = [sys.executable, "-c", _NCCL_TEST, str(ranks)]
+    return _run([sys.executable, "-c", _NCCL_TEST, str(ranks)], environ, 2 * SECONDS)
+
+
+def _run(command: list[str], environ: dict[str, str], seconds: float) -> tuple[bool, str]:
+    """Whether a program ends well within so many seconds, and what it says, or says last."""
     try:
-        done = subprocess.run(
-            command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=2 * SECONDS
-        )
+        done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return False, f"did not end within {2 * SECONDS:g} s"
+        return False, f"did not end within {seconds:g} s"
     if done.returncode:
         return False, (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     return True, done.stdout.strip()
