@@ -224,9 +224,9 @@ class Layout:
         return tuple(self.rank(at) for at in ranks)
 
     def axes_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """The axes along which the first and the last of a group differ: for one that `group` gives, all its own."""
-        first, last = self.coords(ranks[0]), self.coords(ranks[-1])
-        return tuple(name for name in self.names if first[name] != last[name])
+        """The axes along which some of these ranks differ."""
+        coords = [self.coords(rank) for rank in ranks]
+        return tuple(name for name in self.names if len({one[name] for one in coords}) > 1)
 
     def check(self, spec: P, *, where: str = "") -> None:
         """Refuse a spec that names an axis which this mesh lacks."""

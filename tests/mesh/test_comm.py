@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 import torch
 
-from spmd import Mesh, MeshError
+from spmd import Mesh, MeshError, P, SpecError, spmd
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -72,3 +72,17 @@ def test_bad_ranks(mesh: Mesh, arguments: dict[str, Any], text: str) -> None:
 def test_the_driver_is_no_rank(mesh: Mesh) -> None:
     with pytest.raises(MeshError, match="called in the driver"):
         mesh.comm(ranks=[0])
+
+
+def test_what_came_from_listed_ranks_differs_along_all_their_axes(shared_mesh):
+    mesh = shared_mesh({"data": 2, "model": 2})
+
+    def step(x):
+        if mesh.rank != 2:
+            comm = mesh.comm(ranks=[0, 3, 1])
+            if comm.rank < 2:
+                (comm.send if comm.rank == 0 else comm.recv)(x, 1 - comm.rank)
+        return x + 0
+
+    with pytest.raises(SpecError, match="may differ between ranks along data, though it does not this time"):
+        spmd(step, mesh=mesh, out_specs=P("model"))(torch.ones(1))

@@ -189,7 +189,7 @@ def test_what_is_refused_says_what_to_write(shared_mesh: Any) -> None:
         torch.add(x, 1, out=x)
     for _ in range(2):
         assert torch.equal(torch.nn.functional.relu(x - 2).full(), torch.zeros(3))
-        with pytest.raises(SpecError, match="relu would change an Array, .*: leave inplace=True out"):
+        with pytest.raises(SpecError, match=r"relu would change an Array, .*: leave inplace=True out"):
             torch.nn.functional.relu(x, inplace=True)
     with pytest.raises(SpecError, match=r"setitem would change an Array, .*: write x = torch.where\(here, y, x\)"):
         x[0] = 2.0
