@@ -93,10 +93,7 @@ def without_torch_function() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def below_subclasses() -> Iterator[None]:
-    """Operations within see subclasses as the tensors that they are, neither by function nor by dispatch.
-
-    Public way: none for a subclass that holds no inner tensor to compute with.
-    """
+    """Operations within see subclasses as plain tensors. Public way: none for one that is no wrapper of a tensor."""
     with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         yield
 
@@ -117,8 +114,9 @@ def operation_name(operation: Any) -> tuple[str, str]:
 class DispatchMode(TorchDispatchMode):
     """Sees every operation below autograd, in both directions, in `operation`.
 
-    Public way: none; `TorchFunctionMode` misses backward passes. Torch's own way to have its compiler leave such a mode
-    alone imports the compiler at the first operation: half a second on every rank. Marking the code imports nothing.
+    Public way: none; `TorchFunctionMode` misses backward passes. Torch's own way to keep its compiler from such a mode
+    imports it at the first operation, half a second on every rank; marking the code imports nothing. Below a mode torch
+    overlooks conjugates of its own making, which `linalg.pinv` of complex numbers has: they are seen again.
     """
 
     @classmethod
@@ -126,10 +124,12 @@ class DispatchMode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.operation(func, args, kwargs or {})
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+        excluded = excluded.remove(torch._C.DispatchKey.Conjugate).remove(torch._C.DispatchKey.Negative)
+        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+            return self.operation(func, args, kwargs or {})
 
-    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any: ...
 
 
 _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # this frame, and what it calls

@@ -148,11 +148,6 @@ class Array:
         return self.shape if dim is None else self.shape[dim]
 
     @property
-    def T(self) -> Any:
-        """With its dimensions the other way round."""
-        return self.permute(*reversed(range(self.ndim)))
-
-    @property
     def dtype(self) -> torch.dtype:
         return self._source.meta(self._index).dtype
 
@@ -253,6 +248,8 @@ class Array:
             refuse_gradients("requires_grad was asked of an Array")
 
     def __getattr__(self, name: str) -> Any:
+        if name in (attributes := _operators().ATTRIBUTES):
+            return attributes[name](self)
         method = None if name.startswith("_") else getattr(torch.Tensor, name, None)
         if method is None or not callable(method):
             way = WAY if name in ("grad", "grad_fn") else ".full() is the whole value as a tensor"
@@ -312,10 +309,13 @@ def _as_numpy(value: Any) -> Any:
     return np.asarray(value) if isinstance(value, Array) else value
 
 
+def _operators() -> Any:
+    return importlib.import_module(f"{__package__}.driver.operators")  # by name: it stands above this file
+
+
 @shows_only_users
 def _operated(func: Any, *args: Any, **kwargs: Any) -> Any:
-    operators = importlib.import_module(f"{__package__}.driver.operators")  # by name: it stands above this file
-    return operators.operate(func, args, kwargs)
+    return _operators().operate(func, args, kwargs)
 
 
 def _define(name: str) -> None:
@@ -333,7 +333,7 @@ _OPERATORS = tuple(
     for name in (
         *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
         *("pow", "rpow", "matmul", "rmatmul", "and", "or", "xor", "neg", "pos", "abs", "invert"),
-        *("eq", "ne", "lt", "le", "gt", "ge"),
+        *("lshift", "rlshift", "rshift", "rrshift", "eq", "ne", "lt", "le", "gt", "ge", "contains"),
     )
 )
 for _name in _OPERATORS:

@@ -45,13 +45,26 @@ _ELEMENTWISE = frozenset((
     "reciprocal", "relu", "relu6", "remainder", "rfloordiv", "rmod", "rmul", "round", "rpow", "rsqrt", "rsub",
     "rtruediv", "selu", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh", "softplus",
     "softsign", "sqrt", "square", "sub", "subtract", "tan", "tanh", "to", "true_divide", "truediv", "trunc",
-    "type", "where", "xlogy", "zeros_like",
+    "lshift", "rlshift", "rshift", "rrshift", "type", "where", "xlogy", "zeros_like",
 ))
 # fmt: on
-# DTensor averages the ranks' means, which are of other numbers of samples where some are left out or have weights.
-_OWN_MEANS = frozenset(("cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"))
 # Python's names of operators that are torch's functions by another.
 _NAMES = {"__invert__": "bitwise_not", "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor"}
+# What a tensor has without a call.
+ATTRIBUTES: dict[str, Callable[[Array], Any]] = {
+    "real": lambda x: torch.real(x),  # type: ignore[arg-type]
+    "imag": lambda x: torch.imag(x),  # type: ignore[arg-type]
+    "T": lambda x: x.permute(*reversed(range(x.ndim))),
+    "mT": lambda x: x.transpose(-2, -1),
+    "mH": lambda x: x.adjoint(),
+    "H": lambda x: x.adjoint(),
+    "device": lambda x: torch.device(x.mesh.device),
+    "layout": lambda x: torch.strided,
+    "itemsize": lambda x: x.dtype.itemsize,
+    "nbytes": lambda x: x.numel() * x.dtype.itemsize,
+    "is_leaf": lambda x: True,
+    "is_nested": lambda x: False,
+}
 _OF_GRADIENTS = frozenset(
     ("backward", "grad", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 )
@@ -142,12 +155,13 @@ def _way(layout: Layout, name: str, treedef: Any, kinds: tuple[Any, ...]) -> tup
     cut = {index: meta.spec for index, meta in metas.items() if meta.spec.entries}
     if not cut:
         return _Way.OWN, None, P()
-    specs = _alike(layout, len(kinds), shapes, cut) if name in _ELEMENTWISE else None
+    elementwise = name in _ELEMENTWISE and (name != "where" or len(kinds) > 1)  # else it is of indices
+    specs = _alike(layout, len(kinds), shapes, cut) if elementwise else None
     if specs is not None:
         return _Way.OWN, trees.unflatten(treedef, specs), next(iter(cut.values()))
     if name == "sum" and treedef == _ALONE:  # of all elements, the most common reduction
         return _Way.ADDED, None, P()
-    even = name not in _OWN_MEANS and all(_is_even(layout, shapes[index], spec) for index, spec in cut.items())
+    even = all(_is_even(layout, shapes[index], spec) for index, spec in cut.items())
     return _Way.RULES if even else _Way.WHOLE, None, P()
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..kernels.errors import MeshError, SpmdError
-from ..kernels.torch_private import ITEM, TorchDispatchMode
+from ..kernels.torch_private import ITEM, DispatchMode
 from ..mesh import trees
 from ..mesh.region import Region
 from ..mesh.spec import REPLICATED, Layout, P, Sharded
@@ -25,7 +25,12 @@ from .device_mesh import of_mesh
 from .dtensor import as_dtensor
 from .torch_private import laid_out, with_layout
 
+aten = torch.ops.aten
 _KINDS = 4096  # of shards whose layouts are kept
+_LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+_WHOLE = {ITEM.default, aten.linalg_pinv.atol_rtol_tensor}  # below a DTensor torch has that wrong (see `DispatchMode`)
+_MEAN = 1  # torch's number for that way to reduce
+_SUMMED_LATER = {aten.detach.default, aten.alias.default, aten.view.default, aten.squeeze.dim, aten.unsqueeze.default}
 
 
 class NeedsWhole(Exception):
@@ -59,13 +64,36 @@ class _Layouts:
 _layouts = _Layouts()
 
 
-class _OnShards(TorchDispatchMode):
-    """Refuses what DTensor takes from a rank's shard."""
+class _OnShards(DispatchMode):
+    """Refuses what DTensor takes from a rank's shard, and what its rules have wrong.
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is ITEM.default or torch.Tag.nondeterministic_seeded in func.tags:
+    A mean of samples with weights is not the mean of the ranks' means; a convolution is of whole samples and whole
+    weights; and what is yet to be summed is so before anything else is done with it: 1 - x is not.
+    """
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in _WHOLE or torch.Tag.nondeterministic_seeded in func.tags:
             raise NeedsWhole
-        return func(*args, **(kwargs or {}))
+        if (func in _LOSSES and args[3] == _MEAN) or (func is aten.convolution.default and not _cut_by_samples(*args)):
+            raise NeedsWhole
+        if func not in _SUMMED_LATER:
+            args, kwargs = trees.map(_summed, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _cut_by_samples(x: DTensor, *others: Any) -> bool:
+    """Whether of a convolution nothing is cut but the first dimension of the input."""
+    weights = (leaf for leaf in others if isinstance(leaf, DTensor))
+    return all(each in (Replicate(), Shard(0)) for each in x.placements) and all(map(_is_whole, weights))
+
+
+def _summed(leaf: Any) -> Any:
+    """A tensor whose parts on the ranks are summed, or whatever else is left to do with them."""
+    if not isinstance(leaf, DTensor) or not any(isinstance(each, Partial) for each in leaf.placements):
+        return leaf
+    return leaf.redistribute(
+        placements=[Replicate() if isinstance(each, Partial) else each for each in leaf.placements]
+    )
 
 
 def on_shards(region: Region, func: Callable, args: tuple, kwargs: dict[str, Any], *, first: bool) -> tuple[Any, bool]:
@@ -121,12 +149,18 @@ def _left(region: Region, leaf: Any) -> Any:
         wanted, axes = [Replicate()] * len(wanted), []  # torch cuts unevenly in another way
     summed = tuple(name for name, each in zip(layout.names, placements, strict=True) if each == Partial("sum"))
     if summed and sum(each != other for each, other in zip(placements, wanted, strict=True)) == len(summed):
-        local = leaf.to_local()
-        session.comm(summed).all_reduce(local)  # along all of them at once
+        local = _all_reduced(session.comm(summed), leaf.to_local())  # along all of them at once
     else:
         local = (leaf if wanted == placements else leaf.redistribute(placements=wanted)).to_local()
     spec = P(*axes)
     return Sharded(local, spec) if spec.entries else local
+
+
+def _all_reduced(comm: Any, local: torch.Tensor) -> torch.Tensor:
+    """The sum, rounded once where it is of 16 bits."""
+    total = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
+    comm.all_reduce(total)
+    return total.to(local.dtype)
 
 
 @contextlib.contextmanager

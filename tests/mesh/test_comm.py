@@ -80,6 +80,7 @@ def test_what_came_from_listed_ranks_differs_along_all_their_axes(shared_mesh):
     def step(x):
         if mesh.rank != 2:
             comm = mesh.comm(ranks=[0, 3, 1])
+            x = x + 0
             if comm.rank < 2:
                 (comm.send if comm.rank == 0 else comm.recv)(x, 1 - comm.rank)
         return x + 0

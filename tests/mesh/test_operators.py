@@ -18,6 +18,7 @@ SPECS = {"whole": P(), "rows": P("data"), "columns": P(None, "model"), "both": P
 ELEMENT_BY_ELEMENT = """
 x + y; x - y; x * y; x / y; x // y; x % y; x ** 2; 2 ** x; 1 - x; 1 / (x + 4); 7 // (x + 4); -x; +x; abs(x)
 x + 1; 2 * x; x + v; v * x; x - v; x > y; x >= y; x < y; x <= y; x == y; x != y; x > 0; x == 1.0
+i << 1; i >> 1; 1 << i.abs(); torch.real(x); x.real
 i & 3; i | 1; i ^ i; ~b; b & b; b | ~b; torch.logical_and(b, ~b); torch.logical_xor(b, b)
 torch.abs(x); torch.exp(x); torch.log(x + 5); torch.sqrt(x + 5); torch.rsqrt(x + 5); torch.sin(x); torch.cos(x)
 torch.tan(x); torch.tanh(x); torch.sinh(x); torch.cosh(x); torch.asinh(x); torch.atan(x); torch.sigmoid(x)
@@ -50,6 +51,11 @@ F.mse_loss(x, y); F.l1_loss(x, y); F.cross_entropy(x, i[:, 0] % 6); F.linear(x, 
 F.cross_entropy(x, i[:, 0].clamp(0, 5), ignore_index=0); F.nll_loss(x, i[:, 0] % 6, weight=torch.arange(6.0))
 F.cross_entropy(x, i[:, 1] % 6, weight=torch.arange(6.0), label_smoothing=0.1); torch.ones(6).to(x); v.to(x.double())
 torch.ones((), dtype=torch.int32).type_as(x); x[:, :0].unflatten(1, (2, 0, 0)); x[:0].sum(0); x[:, :0].mean(0)
+x.mT; x.H; x.mH; (x * 1j).imag; 1.0 in x; x[0, 0].item() in x; torch.where(b)[1]; torch.where(x[:, 0] > 0)[0]
+torch.linalg.pinv(x * 1j + y); F.cosine_embedding_loss(x, y, torch.ones(4)); (x.half() + 1).mean(0)
+F.conv1d(x[None], torch.ones(2, 4, 3), padding=1); F.conv1d(x[:, None], torch.ones(1, 1, 3))
+F.conv1d(x, torch.ones(2, 4, 3))
+F.conv_transpose1d(x[None], torch.ones(4, 2, 3), stride=2); F.conv1d(torch.ones(1, 6, 5), x[:, :, None])
 x.sort(1).values; x.topk(2, 1).values; x.tril(); x.triu(); x.diagonal()
 torch.bincount(i.flatten() + 9)
 x.gather(1, i.abs() % 6); x.masked_fill(b, 0.0); x.scatter(1, i.abs() % 6, 0.0); torch.allclose(x, x); torch.equal(x, y)
