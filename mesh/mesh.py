@@ -126,6 +126,7 @@ class Mesh:
 
     def _set(self, layout: Layout, seed: int, timeout: float, grace: float = 0.0, on_loss: str = "raise") -> None:
         self._layout, self.seed, self.timeout, self.grace, self.device = layout, seed, timeout, grace, "cpu"
+        self.most_ranks = layout.size  # that there have been
         self.on_loss, self._depth = on_loss, 0
         self.at_close: list[Future] = []  # what to wait for before the ranks are stopped
         self._rank_session = self._driver = self.hosts = None
@@ -308,6 +309,7 @@ class Mesh:
     def set_layout(self, layout: Layout, threads: int, hosts: HostList | None) -> None:
         """Stand for ranks of another layout, with so many threads each, on these hosts, from now on."""
         self._layout, self.threads, self.hosts = layout, threads, hosts
+        self.most_ranks = max(self.most_ranks, layout.size)
 
     def threads_for(self, layout: Layout) -> int:
         """A rank's threads on a mesh of that layout in this driver."""

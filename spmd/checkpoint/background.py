@@ -7,6 +7,7 @@ the mesh when it closes, or at the end of the program.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -74,6 +75,10 @@ def _failed(path: Path) -> list[Saved]:
         if not _started[path]:
             del _started[path]
     return [future for future in failed if future.exception() is not None]
+
+
+# A fork has other threads, which write nothing.
+os.register_at_fork(after_in_child=_started.clear)
 
 
 @atexit.register

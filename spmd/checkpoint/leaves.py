@@ -159,7 +159,10 @@ def _check_tensor(path: str, entry: Entry, leaf: Any) -> None:
 
 
 def _is_padded_alike(entry: Entry, leaf: Any) -> bool:
-    """Whether both may be the same state of a sharded optimizer, padded for different numbers of ranks."""
+    """Whether both may be the same state of a sharded optimizer, padded for different numbers of ranks.
+
+    On a mesh that was resized values are as long as they were.
+    """
     if len(entry["shape"]) != 1 or len(leaf.shape) != 1:
         return False
     is_cut = isinstance(leaf, Array) and bool(leaf.spec.entries)
@@ -169,7 +172,7 @@ def _is_padded_alike(entry: Entry, leaf: Any) -> bool:
     if one % _ALIGNED or other % _ALIGNED:
         return False
     padding = _ALIGNED * math.prod(parts_of(entry))
-    padding_here = _ALIGNED * (leaf.mesh.layout.parts(leaf.spec.dim_axes(0)) if is_cut else 1)
+    padding_here = _ALIGNED * (leaf.mesh.most_ranks if is_cut else 1)
     return one - padding < other and other - padding_here < one  # there is a length that both are padded from
 
 

@@ -350,7 +350,7 @@ def test_like_before_the_first_step(tmp_path: Path) -> None:
 
 
 def test_like_of_another_number_of_ranks(make_mesh: Any, tmp_path: Path) -> None:
-    """Slices of a sharded optimizer are padded for the ranks that there are."""
+    """Slices of a sharded optimizer are padded for the ranks that there are, or were when they were made."""
     opt = optimizer(torch.optim.AdamW, lr=0.1, shard="data")
     params = {"w": torch.linspace(0, 1, 150)}
     meshes = [make_mesh({"data": size}) for size in (1, 2, 3)]
@@ -369,6 +369,9 @@ def test_like_of_another_number_of_ranks(make_mesh: Any, tmp_path: Path) -> None
                 back = restore(path, like={"params": like, "state": wanted}, mesh=mesh)
                 after = spmd(step, mesh=mesh)(back["params"], back["state"])[0]["w"].full()
                 assert torch.equal(after, spmd(step, mesh=meshes[number])(new, state)[0]["w"].full())
+    meshes[2].resize({"data": 1})  # the state is as long as it was for three
+    back = restore(tmp_path / "0", like={"state": states[2][1]}, mesh=meshes[2])["state"]
+    assert torch.equal(*(one["state"]["float32"]["exp_avg"].full()[:150] for one in (back, states[0][1])))
     other = {"w": torch.linspace(0, 1, 700)}
     with pytest.raises(SpecError, match=r"another shape .*exp_avg.*expected \(704,\), got \(256,\)"):
         restore(tmp_path / "1", like={"state": spmd(step, mesh=meshes[0])(other, opt.init(other))[1]})
