@@ -105,16 +105,16 @@ class Array:
 
     def check_readable(self) -> None:
         """Refuse a value that was donated."""
-        if self._donated is not None:
+        if self.donated_to is not None:
             raise SpecError(
                 message(
-                    f"this Array was donated to {self._donated} and its memory reused",
+                    f"this Array was donated to {self.donated_to} and its memory reused",
                     remedy="use the value that the call returned, or leave the argument out of donate=",
                 )
             )
 
     @property
-    def _donated(self) -> str | None:
+    def donated_to(self) -> str | None:
         """The function that it was donated to."""
         return self._source.donated.get(self._index)
 
@@ -276,16 +276,16 @@ class Array:
         raise MeshError(message("an Array cannot be pickled: its data is on a mesh", remedy="pickle fetch(tree)"))
 
     def _repr_html_(self) -> str:
-        if self._donated is not None:
+        if self.donated_to is not None:
             return f"<code>{self!r}</code>"
         return drawing.html([self.grid()], self.mesh.size)
 
     def __str__(self) -> str:
         # On launched ranks the whole of a value that is cut is to be had only together.
-        small = self._donated is None and 0 <= self.shape.numel() <= MOST_SHOWN
+        small = self.donated_to is None and 0 <= self.shape.numel() <= MOST_SHOWN
         shown = small and (self.mesh.is_driver or not self.spec.entries)
         title = f"Array({self.tolist()!r}, {self._kind()}, {self.spec})" if shown else repr(self)
-        if self._donated is not None or not self.shape or self.mesh.size > drawing.MOST_DRAWN:
+        if self.donated_to is not None or not self.shape or self.mesh.size > drawing.MOST_DRAWN:
             return title
         return "\n".join([title, *drawing.text(self.grid()).splitlines()[1:]])
 
@@ -298,8 +298,8 @@ class Array:
         return drawing.array_grid(self.mesh.layout, self.spec, tuple(self.shape), f"{name}{self!r}")
 
     def __repr__(self) -> str:
-        if self._donated is not None:
-            return f"Array(donated to {self._donated})"
+        if self.donated_to is not None:
+            return f"Array(donated to {self.donated_to})"
         return f"Array({self._kind()}, {self.spec}, {self.mesh.describe()})"
 
 

@@ -60,8 +60,8 @@ def call(
     settings = ambient()
     note_mesh(mesh)
     session: Any = mesh.driver if mesh.is_driver else mesh.session
-    if mesh.is_driver and session.resizing is not None:
-        session.resizing.switch_if_ready()
+    if mesh.is_driver and (resizing := session.resizing) is not None:
+        resizing.switch_if_ready()
     calls = session.calls.get(holder)
     if calls is None:
         calls = session.calls[holder] = Calls()

@@ -107,9 +107,8 @@ class Mesh:
         self._threads, self.pinned_threads = threads, threads or 1
         if launch is not None:
             self.threads = launched.set_threads(threads, launch, layout.size)
-            self._rank_session, self.backend = launched.join(
-                layout, launch, backend=backend, device=device, seed=seed, timeout=timeout
-            )
+            how: Any = {"backend": backend, "device": device, "seed": seed, "timeout": timeout}
+            self._rank_session, self.backend = launched.join(layout, launch, **how)
             self.device = self._rank_session.device.type
             self._rank_session.mesh_text = self.describe()
         else:
@@ -126,8 +125,7 @@ class Mesh:
 
     def _set(self, layout: Layout, seed: int, timeout: float, grace: float = 0.0, on_loss: str = "raise") -> None:
         self._layout, self.seed, self.timeout, self.grace, self.device = layout, seed, timeout, grace, "cpu"
-        self.most_ranks = layout.size  # that there have been
-        self.on_loss, self._depth = on_loss, 0
+        self.on_loss, self._depth, self.most_ranks = on_loss, 0, layout.size  # the most that there have been
         self.at_close: list[Future] = []  # what to wait for before the ranks are stopped
         self._rank_session = self._driver = self.hosts = None
 

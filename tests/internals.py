@@ -377,3 +377,10 @@ def links_sent_on(mesh: Any) -> Iterator[list[int]]:
         yield counts
     finally:
         Link.send_encoded = real  # type: ignore[method-assign]
+
+
+def end_of_program() -> None:
+    """What Python calls of checkpoints before it ends."""
+    from spmd.checkpoint import background
+
+    background._report_at_exit()

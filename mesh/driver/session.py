@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 from ...kernels.errors import MeshError, message
 from ...kernels.limits import named_limits
@@ -84,8 +84,7 @@ class DriverSession(Owned):
         self.shipped = ShippedObjects(self, self.whole)
         # Of each @spmd function its calls by signature: what is settled at the first call, and then looked up.
         self.calls: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self.closed: str | None = None
-        self.closing = False
+        self.closed, self.closing = cast("str | None", None), False
         self.numbers: Iterator[int] = itertools.count(1)
         self.regions, self.run_state, self.uncopied = 0, RunState(), Uncopied()
         self.pending, self._flight = Pending(self.run_state), Flight()
@@ -95,6 +94,7 @@ class DriverSession(Owned):
         options = {"backend": backend, "device": device, "threads": threads, "pinned": pinned, "seed": seed}
         self.options: dict[str, Any] = options | {"timeout": timeout, "copies": 0 if hosts is None else copies}
         self.resizing: Any = None  # ranks of another size that get ready; see `resizing`
+        self.resize_lock = threading.RLock()  # of who gives the mesh another size, or counts on the one that it has
         self.leaving: threading.Thread | None = None  # sees to the end of those that a resize has told to leave
         self.switching = 0  # the thread that exchanges the ranks; others wait meanwhile
         ranks = self.ranks = ranks_of(hosts, layout, self.options, self.receiving)

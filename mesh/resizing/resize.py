@@ -59,7 +59,13 @@ def resize(self: MeshView, axes: dict[str, int], *, wait: bool = True) -> None:
             or size; a dimension is cut over several axes at once; new ranks cannot be had, or old ones are busy; too
             few hosts are left for `copies=`. The mesh is as it was then.
     """
-    _resize(self, axes, wait)
+    with one_at_a_time(self):
+        _resize(self, axes, wait)
+
+
+def one_at_a_time(mesh: MeshView) -> contextlib.AbstractContextManager:
+    """Within, no other thread gives the mesh another size; on launched ranks nobody does."""
+    return mesh.driver.resize_lock if mesh.is_driver else contextlib.nullcontext()
 
 
 def _resize(self: MeshView, axes: dict[str, int], wait: bool, leaving: Collection[int] = ()) -> None:
@@ -95,14 +101,15 @@ def retire(self: MeshView, rank: int) -> None:
     Raises:
         MeshError: there is no such rank, or none would be left; what `resize` raises.
     """
-    layout = self.layout
-    rank = checked_rank(rank, layout.size)
-    axis = layout.batch_axis
-    if layout.axes[axis] == 1:
-        problem = f"the mesh has nothing left without rank {rank}: axis {axis!r} has one place"
-        raise MeshError(message(problem, where=self.describe(), remedy="close the mesh"))
-    others = tuple(name for name in layout.names if name != axis)
-    _resize(self, {axis: layout.axes[axis] - 1}, True, layout.group(rank, others))
+    with one_at_a_time(self):
+        layout = self.layout
+        rank = checked_rank(rank, layout.size)
+        axis = layout.batch_axis
+        if layout.axes[axis] == 1:
+            problem = f"the mesh has nothing left without rank {rank}: axis {axis!r} has one place"
+            raise MeshError(message(problem, where=self.describe(), remedy="close the mesh"))
+        others = tuple(name for name in layout.names if name != axis)
+        _resize(self, {axis: layout.axes[axis] - 1}, True, layout.group(rank, others))
 
 
 def _checked(mesh: MeshView, axes: dict[str, int]) -> Layout:
@@ -174,9 +181,15 @@ class Resizing:
 
     def switch_if_ready(self) -> None:
         """Between two calls: go on with the new ranks, if they are there, and the old ones write no checkpoint."""
-        if not self._thread.is_alive() and all(future.done() for future in self._mesh.at_close):
-            self._driver.resizing = None
-            self.finish()
+        lock = self._driver.resize_lock
+        if self._thread.is_alive() or not lock.acquire(blocking=False):
+            return
+        try:
+            if self._driver.resizing is self and all(future.done() for future in self._mesh.at_close):
+                self._driver.resizing = None
+                self.finish()
+        finally:
+            lock.release()
 
     def finish(self) -> None:
         """Wait for the new ranks, and go on with them."""

@@ -6,6 +6,7 @@ the writer, the checkpoints that are there stay as they are, and what is read is
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -20,6 +21,7 @@ from ..mesh.array import Array
 from ..mesh.mesh import Mesh, nearest
 from ..mesh.put import is_array
 from ..mesh.region import current
+from ..mesh.resizing.resize import one_at_a_time
 from . import tree as described
 from .agreement import agree, mesh_among
 from .background import Saved, raise_failure, start
@@ -65,6 +67,18 @@ def save(
     path = Path(path).absolute()
     leaves, _ = trees.flatten(tree, is_leaf=is_array)
     mesh = _mesh_of(leaves)
+    # The ranks of one size describe the leaves, write them, and are waited for by those of the next.
+    with contextlib.nullcontext() if mesh is None else one_at_a_time(mesh):
+        future = _begun(path, tree, leaves, mesh, step=step, keep=keep, background=background)
+    if not background:
+        future.result()
+    return future
+
+
+def _begun(
+    path: Path, tree: Any, leaves: list[Any], mesh: Mesh | None, *, step: int | None, keep: int | None, background: bool
+) -> Saved:
+    """A checkpoint on its way; without `background` it is done. For the arguments see `save`."""
     writes = mesh is not None and (not mesh.is_driver or any(isinstance(leaf, Array) for leaf in leaves))
     problem, started = _problem(path, step, keep), None
     if problem is None:
@@ -93,9 +107,7 @@ def save(
         future.set_exception(error)
         if background:
             start(path, future)
-    if not background:
-        future.result()
-    elif mesh is not None:
+    if background and mesh is not None:
         mesh.at_close = [*(one for one in mesh.at_close if not one.done()), future]
     return future
 

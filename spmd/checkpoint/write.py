@@ -195,8 +195,16 @@ class Writing:
         """Write, here, what a rank that was lost had to write, of its shards."""
         for name in (f"rank-{rank:05d}.safetensors", f".rank-{rank:05d}.json"):  # half of it, perhaps
             (self._folder / name).unlink(missing_ok=True)
-        with aside():
-            held = {key: value.shards()[rank] for key, value in self._tensors.items() if isinstance(value, Array)}
+        arrays = {key: value for key, value in self._tensors.items() if isinstance(value, Array)}
+        try:
+            with aside():
+                held = {key: value.shards()[rank] for key, value in arrays.items()}
+        except SpecError:
+            if not any(value.donated_to for value in arrays.values()):
+                raise
+            problem = f"rank {rank} was lost before {self._path} was written, and a step was given the values' memory"
+            remedy = "go on from the checkpoint before, which is whole, or leave what is saved out of donate="
+            raise MeshError(message(problem, remedy=remedy)) from None
         _write_here(rank, self._ranks, self._folder, self._tensors, held)
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from bodies import never_finish_writing
+from internals import end_of_program
 from patience import HANGS, until
 
-from spmd import Mesh, P, SpmdError, put, restore, save
+from spmd import Mesh, MeshError, P, SpmdError, put, restore, save, spmd
 
 LARGE = 1 << 21  # elements: written in no moment
 
@@ -44,6 +45,32 @@ def test_in_the_background(mesh: Mesh, tmp_path: Path, ranks: list[int]) -> None
         os.kill(mesh.driver.pids[rank], signal.SIGKILL)
     assert future.result(HANGS) == tmp_path / "step-00000000"
     check(tmp_path)
+
+
+def test_of_values_that_a_step_was_given_since(mesh: Mesh, tmp_path: Path) -> None:
+    values = tree(mesh)
+    save(tmp_path, values)
+    mesh.run(never_finish_writing, ranks=[1])
+    future = save(tmp_path, values, background=True)
+    spmd(lambda x: x + 1, mesh=mesh, donate=("x",), in_specs=P("data"), out_specs=P("data"))(values["cut"])
+    os.kill(mesh.driver.pids[1], signal.SIGKILL)
+    with pytest.raises(MeshError, match=r"rank 1 was lost .* a step was given the values' memory: go on"):
+        future.result(HANGS)
+    check(tmp_path)
+
+
+def test_a_fork_does_not_wait(mesh: Mesh, tmp_path: Path) -> None:
+    mesh.run(never_finish_writing, ranks=[1])
+    future = save(tmp_path, tree(mesh), background=True)
+    child = os.fork()
+    if child == 0:
+        end_of_program()
+        os._exit(0)
+    try:
+        assert until(lambda: os.waitpid(child, os.WNOHANG) == (child, 0))
+    finally:
+        os.kill(mesh.driver.pids[1], signal.SIGKILL)
+    assert future.result(HANGS) == tmp_path / "step-00000000"
 
 
 @pytest.mark.parametrize("on_loss", ["rerun", "raise"])

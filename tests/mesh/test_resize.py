@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from spmd import (
     optimizer,
     psum,
     put,
+    restore,
+    save,
     spmd,
     value_and_grad,
 )
@@ -311,6 +314,38 @@ def test_another_thread_calls_meanwhile(mesh: Mesh) -> None:
         over.set()
         thread.join()
     assert not wrong and set(found) <= {1.0, 2.0, 3.0} and found[-1] == 3.0
+
+
+def test_two_threads_resize_at_once(mesh: Mesh) -> None:
+    """Both have their ranks ready, and wait for the old ones to be idle."""
+    x = put(torch.arange(12.0), P("data"), mesh=mesh)
+    mesh.submit(time.sleep, 2)
+    threads = [threading.Thread(target=mesh.resize, args=({"data": size},)) for size in (1, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANGS)
+    assert mesh.size in (1, 3) and torch.equal(x.full(), torch.arange(12.0))
+    assert mesh.run(lambda: mesh.size) == [mesh.size] * mesh.size
+
+
+def test_another_thread_saves_meanwhile(mesh: Mesh, tmp_path: Path) -> None:
+    """What is saved was written by the ranks of one size."""
+    x = put(torch.arange(12.0), P("data"), mesh=mesh)
+    over, found = threading.Event(), list[torch.Tensor]()
+
+    def keep_saving() -> None:
+        while not over.is_set():
+            saved = save(tmp_path, {"x": x}, keep=2, background=len(found) % 2 == 0)
+            found.append(restore(saved.result())["x"])
+
+    saver = threading.Thread(target=keep_saving)
+    saver.start()
+    for turn in range(40):
+        mesh.resize({"data": 1 + turn % 3})
+    over.set()
+    saver.join(HANGS)
+    assert found and all(torch.equal(one, torch.arange(12.0)) for one in found)
 
 
 @pytest.mark.parametrize("ranks", [None, [2]])
