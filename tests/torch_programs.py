@@ -628,6 +628,14 @@ def disagreement(rank: int, size: int) -> None:
         else:
             raise AssertionError("nothing was raised")
     dist.barrier()  # other groups go on
+    later = dist.new_group()
+    time.sleep(0.1 * (rank == 0))
+    try:  # what the others did in the first group is not what they do now
+        dist.all_reduce(torch.ones(7), group=later) if rank == 0 else dist.barrier(group=later)
+    except spmd.CollectiveMismatch as error:
+        assert "all_reduce float32[7]" in str(error) and f"rank {size - 1}: barrier" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
 
 
 @program

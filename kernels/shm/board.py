@@ -22,7 +22,7 @@ _TEXT, _REASON, _TEXT_BYTES = 128, 2048, 1920  # where a status page's texts sta
 _CORES, _CORES_BYTES = PAGE - 64, 64  # the cores that a participant may use, a bit each
 
 # How a rank's text begins while it waits.
-WAITING = "waiting in"
+_WAITING, _OF_GROUP = "waiting in", "\0"
 
 # words of the first page
 _ABORT, _GENERATION = 0, 1
@@ -98,18 +98,20 @@ class Board:
 
     # -- who is doing what ---------------------------------------------------------------------------------------------
 
-    def set_status(self, text: str) -> None:
-        """Publish what this participant is doing, for the messages of others."""
-        self._write(_TEXT, _TEXT_LENGTH, text)
+    def set_status(self, text: str, group: int = 0) -> None:
+        """Publish what this participant is doing, for the messages of others; in a group, that which has this key."""
+        self._write(_TEXT, _TEXT_LENGTH, f"{group}{_OF_GROUP}{text}" if text else "")
 
     def set_waiting(self, what: str) -> None:
         """Publish what this participant waits in, unless it has said something else since it entered the region."""
-        status, text = self.status(self.rank), f"{WAITING} {what}"
-        if status != text and (not status or status.startswith(WAITING)):
+        status, text = self.status(self.rank), f"{_WAITING} {what}"
+        if status != text and (not status or status.startswith(_WAITING)):
             self.set_status(text)
 
-    def status(self, participant: int) -> str:
-        return self._read(participant, _TEXT, _TEXT_LENGTH)
+    def status(self, participant: int, group: int | None = None) -> str:
+        """What a participant is doing; of a group, if that is what it said last of itself."""
+        key, _, text = self._read(participant, _TEXT, _TEXT_LENGTH).partition(_OF_GROUP)
+        return text if group is None or key == str(group) else ""
 
     def _write(self, start: int, length: int, text: str) -> None:
         data = text.encode(errors="backslashreplace")[:_TEXT_BYTES]

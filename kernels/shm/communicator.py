@@ -71,15 +71,8 @@ class ShmCommunicator(Communicator):
             arena.directory.publish(self._key, block)
         else:
             block = self._first_ranks_block()
-        self._slots = Slots(
-            arena,
-            self.ranks,
-            self.rank,
-            block,
-            operations=self._operations,
-            site=self.site,
-            spin=not self.oversubscribed,
-        )
+        how: Any = {"operations": self._operations, "site": self.site, "spin": not self.oversubscribed}
+        self._slots = Slots(arena, self.ranks, self.rank, block, self._key, **how)
         self._rings = Rings(arena, self._participants, self.rank, self._key, wrong_size=self._wrong_size)
         self._kinds: dict[tuple, AllReduce] = {}
         self._gathered: set[int] = set()  # blocks that this group has written its slices to

@@ -19,7 +19,6 @@ from ..processes import nanoseconds_of, status_of
 from ..waiting import SAVED_SECONDS, cores, yielded
 from .arena import Arena
 from .blocks import Result, Staging
-from .board import WAITING
 from .pages import PAGE
 
 SLOTS = 8
@@ -70,7 +69,7 @@ class Slots:
 
     Args:
         ranks: the group's ranks in the mesh.
-        block: where the lines lie, zeroed.
+        block, key: where the lines lie, zeroed; what no other group has, nor this one in another generation.
         operations: those under way, which go on while a call waits for a condition.
         site: where the user called the operation at work.
     """
@@ -81,6 +80,7 @@ class Slots:
         ranks: Sequence[int],
         rank: int,
         block: int,
+        key: int,
         *,
         operations: Operations,
         site: Callable[[], str],
@@ -90,7 +90,7 @@ class Slots:
         self.words = arena.words
         self.staging = Staging(arena.heap, arena.results, leads=rank == 0, members=tuple(map(arena.participant, ranks)))
         self.sequence = 0  # operations begun
-        self._operations, self._wait, self._site = operations, operations.wait_until, site
+        self._key, self._operations, self._wait, self._site = key, operations, operations.wait_until, site
         self.spins, self._tries = spin, range(SPINS if spin else 1)
         self._free_through = SLOTS  # operations whose slots are known to be free
         self.small_bytes = small_bytes(self.size)
@@ -319,7 +319,7 @@ class Slots:
         """Tell the others what this rank called, wait to learn what they did, and raise."""
         arena = self.arena
         mine = f"{call.text if call else 'the second half of an operation'}, call {sequence}, at {self._site()}"
-        arena.set_status(mine)
+        arena.set_status(mine, self._key)
         sides, computed = {self.rank: mine}, dict[int, int]()
         began = held_up = time.monotonic()
         over = False
@@ -329,8 +329,8 @@ class Slots:
                 held_up = now
             over = now - held_up > _MOMENT_SECONDS or now - began > self._operations.timeout or bool(arena.aborted())
             for rank, member in enumerate(self.ranks):
-                stated = arena.status(arena.participant(member))
-                if rank != self.rank and stated and not stated.startswith(WAITING):  # left from an earlier wait
+                stated = arena.status(arena.participant(member), self._key)
+                if rank != self.rank and stated:  # not of a wait, nor of another group
                     sides[rank] = stated
             time.sleep(1e-3)
         for rank in range(self.size):
