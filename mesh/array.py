@@ -109,7 +109,8 @@ class Array:
             raise SpecError(
                 message(
                     f"this Array was donated to {self.donated_to} and its memory reused",
-                    remedy="use the value that the call returned, or leave the argument out of donate=",
+                    remedy="use the value that the call returned, or leave the argument out of donate=; if that call "
+                    "has failed, restore a checkpoint",
                 )
             )
 

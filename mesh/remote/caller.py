@@ -279,6 +279,11 @@ class Caller:
 
     def _ask(self, owner: NodeId, make: Callable[[int], Any], waiting: Waiting) -> None:
         """Send something to a process that answers it."""
+        try:
+            self._post.check_open()
+        except MeshError as error:  # in a fork, or after the end
+            waiting.settle(None, error)
+            return
         connection = self._post.alive(owner)
         with self._post.lock:
             if connection is not None and not connection.lost:
