@@ -128,7 +128,7 @@ class DriverSession(Owned):
 
     def hand_over(self, ranks: Ranks, layout: Layout) -> None:
         """Go on with other ranks, of another layout, to which values are still to be sent; with the lock, and quiet."""
-        self.node.close("their mesh was resized")
+        self.node.close("their mesh was resized", "make them again")
         self.ranks, self.layout = ranks, layout
         self.node = driver_node(ranks.request.key, self.describe, self._mesh, self.values.object_of, ranks.elsewhere)
         self.calls.clear()

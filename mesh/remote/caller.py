@@ -18,7 +18,7 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Protocol
 
-from ...kernels.errors import MeshError, PeerLost, message
+from ...kernels.errors import MeshError, PeerLost, SpmdError, message
 from .. import wire
 from ..rank.interrupts import uninterrupted
 from . import answers
@@ -48,6 +48,7 @@ class CallersPost(Post, Protocol):
     def check_own(self) -> None: ...
     def check_open(self) -> None: ...
     def alive(self, owner: NodeId) -> Connection | None: ...
+    def lost_error(self, rank: int, what: str) -> SpmdError: ...
     def is_serving_thread(self) -> bool: ...
     def wake(self) -> None: ...
 
@@ -68,7 +69,8 @@ class Caller:
         self._unseen: deque[BaseException] = deque(maxlen=1)
         # What nothing here refers to any more; the garbage collector, which may come at any moment, puts it there.
         self._garbage: deque[tuple[NodeId, int]] = deque()
-        self._dropped: deque[tuple[NodeId, Name]] = deque()
+        self.dropped_names: deque[tuple[NodeId, Name]] = deque()
+        self.made: set[Name] = set()  # the objects whose handles this process has
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -97,6 +99,7 @@ class Caller:
             raise
         assert connection.peer is not None
         handle = Remote(self, connection.peer, name, label, methods, owns=True)
+        self.made.add(name)
         if restore:
             self.restoring.add(Restorable(name, label, connection.peer, making, handle=weakref.ref(handle)), connection)
         else:
@@ -279,11 +282,6 @@ class Caller:
 
     def _ask(self, owner: NodeId, make: Callable[[int], Any], waiting: Waiting) -> None:
         """Send something to a process that answers it."""
-        try:
-            self._post.check_open()
-        except MeshError as error:  # in a fork, or after the end
-            waiting.settle(None, error)
-            return
         connection = self._post.alive(owner)
         with self._post.lock:
             if connection is not None and not connection.lost:
@@ -291,7 +289,7 @@ class Caller:
                 connection.pending[number] = waiting
                 connection.send(make(number))
                 return
-        waiting.settle(None, answers.lost(owner[0], waiting.what, self._post.describe()))
+        waiting.settle(None, self._post.lost_error(owner[0], waiting.what))
 
     def raise_unseen(self) -> None:
         """Raise the error of a call whose result nobody has asked for, and nobody can any more."""
@@ -317,7 +315,7 @@ class Caller:
     def dropped(self, handle: Remote) -> None:
         """The handle of an object is gone that this process has made."""
         if self._post.closed is None and not self._post.foreign:
-            self._dropped.append((handle._owner, handle._named))
+            self.dropped_names.append((handle._owner, handle._named))
             self._post.wake()
 
     def _released(self, owner: NodeId) -> tuple[int, ...]:
@@ -334,8 +332,9 @@ class Caller:
     def tidy(self) -> None:
         """Tell the others what is not needed any more."""
         with self._post.lock:
-            while self._dropped:
-                owner, name = self._dropped.popleft()
+            while self.dropped_names:
+                owner, name = self.dropped_names.popleft()
+                self.made.discard(name)
                 self.restoring.forget(name)
                 self._release(owner, (name,))
             while len(self._garbage) >= RELEASES:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError, SpmdError, message
 from ...kernels.processes import Owned
 from .. import wire
 from . import answers
@@ -66,6 +66,7 @@ class Node(Owned):
         self.describe = describe
         self.lock = threading.RLock()
         self.closed: str | None = None
+        self._remedy = ""
         self._to: dict[int, Connection] = {}  # rank -> where what is for it goes
         self._dead: set[NodeId] = set()
         self._exchange = Exchange(key, self.id, self, listening, connect=lambda to: connected(key, to, elsewhere(to)))
@@ -96,8 +97,10 @@ class Node(Owned):
 
     @property
     def in_use(self) -> bool:
-        """Whether this process has called objects of others."""
-        return bool(self._to)
+        """Whether objects live for this process, or calls of it are under way."""
+        with self.lock:
+            made = len(self.caller.made) > len(self.caller.dropped_names)
+            return made or any(connection.pending for connection in self._to.values())
 
     def wake(self) -> None:
         self._exchange.wake()
@@ -130,6 +133,14 @@ class Node(Owned):
             return self.connection(owner[0])
         return None
 
+    def lost_error(self, rank: int, what: str) -> SpmdError:
+        """Why nothing comes of something: its rank has ended, or nothing is sent any more."""
+        try:
+            self.check_open()
+        except MeshError as error:
+            return error
+        return answers.lost(rank, what, self.describe())
+
     def check_own(self) -> None:
         if self.foreign:
             raise MeshError(
@@ -140,7 +151,7 @@ class Node(Owned):
         self.check_own()
         if self.closed is not None:
             raise MeshError(
-                message(f"remote objects are gone: {self.closed}", where=self.describe(), remedy="make a new Mesh")
+                message(f"remote objects are gone: {self.closed}", where=self.describe(), remedy=self._remedy)
             )
 
     # -- what comes ----------------------------------------------------------------------------------------------------
@@ -190,16 +201,16 @@ class Node(Owned):
         for waiting in (one for one in pending.values() if not one.again):
             waiting.settle(None, answers.lost(rank, waiting.what, self.describe()))
 
-    def close(self, why: str) -> None:
+    def close(self, why: str, remedy: str = "make a new Mesh") -> None:
         """End all calls; nothing is heard or sent any more."""
         if self.closed is not None or self.foreign:
             return
         with self.lock:
-            self.closed = why
+            self.closed, self._remedy = why, remedy
             waiting = [one for connection in self._to.values() for one in connection.pending.values()]
         for one in waiting:
             with contextlib.suppress(Exception):
-                one.settle(None, MeshError(message(f"{one.what} has no result: {why}", remedy="make a new Mesh")))
+                one.settle(None, MeshError(message(f"{one.what} has no result: {why}", remedy=remedy)))
         if self._thread is None:
             self._exchange.give_back()
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import signal
@@ -418,6 +419,9 @@ def test_what_cannot_be(mesh: Mesh) -> None:
     with pytest.raises(MeshError, match=r"objects of mesh\.remote"):
         mesh.resize({"data": 1})
     del counter
+    gc.collect()
+    mesh.resize({"data": 1})
+    assert mesh.remote(list).count(0).get() == 0 and mesh.size == 1
     with Mesh({"data": 1}, timeout=2.0) as other:
         with pytest.raises(MeshError, match="nothing left without rank 0"):
             other.retire(0)
