@@ -50,8 +50,9 @@ def _leaf(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -
     if _is_dense(shape, stride):
         return Leaf(shape, stride, dtype)
     # Dense, with the tensor's order of dimensions. On "meta" torch imports SymPy for it, a third of a second: only for
-    # empty leaves, where it says something else than on the CPU. The memory is never touched.
-    device = "meta" if 0 in shape else "cpu"
+    # empty leaves, of which it says something else than on the CPU, and where torch fills what is new: else no memory
+    # is touched.
+    device = "meta" if 0 in shape or torch.are_deterministic_algorithms_enabled() else "cpu"
     primal = torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device=device))
     return Leaf(shape, tuple(primal.stride()), dtype)
 

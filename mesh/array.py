@@ -249,7 +249,7 @@ class Array:
             refuse_gradients("requires_grad was asked of an Array")
 
     def __getattr__(self, name: str) -> Any:
-        if name in (attributes := _operators().ATTRIBUTES):
+        if not name.startswith("_") and name in (attributes := _operators().ATTRIBUTES):
             return attributes[name](self)
         method = None if name.startswith("_") else getattr(torch.Tensor, name, None)
         if method is None or not callable(method):

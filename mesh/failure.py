@@ -85,7 +85,7 @@ class _Parts:
     def join(self) -> BaseException:
         error = self.cls.__new__(self.cls, *self.args)
         error.args = self.args
-        error.__setstate__(self.state)
+        error.__dict__.update(self.state)
         return error
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -152,12 +153,12 @@ class CompiledCall:
         first = not self._results.known
         captured_state: CapturedState | None = None
         watched: Watched | None = None
-        chosen = self._has_values and self._is_new_choice(values)
+        choice = self._new_choice(values) if self._has_values else ()
         if first:
             whole = (type(self._mesh), Array)
             self._captured = Captured([self._program.body, *values], whole)
             captured_state = None if session.launched else CapturedState([self._program.body], whole)
-        if first or chosen:
+        if first or choice:
             watched = self._watched(local)
         region = Region(session, key, self._mesh, self._plan.batch, pure=True, looked_at=self._looked_at)
         region.captured, region.updates = self._captured.trainable, [] if first else None
@@ -174,6 +175,7 @@ class CompiledCall:
             self._check_unwritten(local, tensors, entered)
         if watched is not None:
             watched.compare()
+            self._choices.add(choice)
         if first:
             self._check_updates(region, local, result)
             self._captured.check(self._program.name, session.where())
@@ -183,13 +185,10 @@ class CompiledCall:
         donation.settle(values, local, outcome.leaves, donating=self._donating)
         return outcome
 
-    def _is_new_choice(self, values: list[Any]) -> bool:
-        """Whether flags or names are others than ever: a body that asks for them may do what it has not done yet."""
-        choice = tuple(value for value in values if isinstance(value, bool | str))
-        if choice in self._choices or len(self._choices) >= _MOST_CHOICES:
-            return False
-        self._choices.add(choice)
-        return bool(choice)
+    def _new_choice(self, values: list[Any]) -> tuple[Any, ...]:
+        """Flags and names that are others than ever: a body that asks for them may do what it has not done yet."""
+        choice = tuple(value for value in values if isinstance(value, bool | str | enum.Enum))
+        return () if choice in self._choices or len(self._choices) >= _MOST_CHOICES else choice
 
     def _inputs_of(self, specs: list[P]) -> list[_Input | None]:
         found: list[_Input | None] = []

@@ -88,10 +88,12 @@ class Caller:
         if restore and refs:
             raise MeshError(message(f"{label} is to be restored, and was given a Ref", remedy="give it ref.get()"))
         making = duplicate(packet)
+        self.made.add(name)
         ref = self._send(connection, (rank, 0), name, RESTORABLE if restore else "", packet, refs, label)
         try:
             methods = ref.get()
         except BaseException as error:
+            self.made.discard(name)
             making.close()
             if isinstance(error, PeerLost) and connection.peer is None:
                 # Who was about to die accepted the connection, and read nothing of it.
@@ -99,7 +101,6 @@ class Caller:
             raise
         assert connection.peer is not None
         handle = Remote(self, connection.peer, name, label, methods, owns=True)
-        self.made.add(name)
         if restore:
             self.restoring.add(Restorable(name, label, connection.peer, making, handle=weakref.ref(handle)), connection)
         else:
@@ -140,13 +141,13 @@ class Caller:
                 number = target[1] if method in ("", RESTORABLE) else self.next_number()
                 where = owner if restorable is None else (owner[0], 0)  # or where the object is made again
                 ref = Ref(self, where, (self._post.id, number), label)
-                waiting = Waiting(self._settler(ref), label, ref.future, ref.name, refs, packet.nbytes)
+                waiting = Waiting(self._settler(ref, restorable), label, ref.future, ref.name, refs, packet.nbytes)
                 names = tuple((one.owner, one.name) for one in refs)
                 released = self._released(owner) if self._garbage else ()
                 msg = Invoke(number, owner[1], target, method, caller, names, released)
                 if restorable is not None:
                     connection = self.restoring.note(restorable, Sent(msg, packet, waiting), connection)
-                elif connection is None or connection.lost:
+                elif connection is None or connection.lost or self._post.closed is not None:
                     ref.future.set_exception(answers.lost(owner[0], label, self._post.describe()))
                     return ref
                 if connection is not None:
@@ -161,11 +162,13 @@ class Caller:
         """A number that nothing else this process sends has."""
         return next(self._numbers)
 
-    def _settler(self, ref: Ref) -> Callable[[Any, BaseException | None], None]:
+    def _settler(self, ref: Ref, restorable: Restorable | None) -> Callable[[Any, BaseException | None], None]:
         """What makes an answer known; that it is waited for does not keep a Ref alive."""
         future, alive = ref.future, weakref.ref(ref)
 
         def settle(packet: Any, error: BaseException | None) -> None:
+            if restorable is not None and (answered := alive()) is not None:
+                answered.owner = restorable.owner  # it is there, and nowhere else
             if error is None:
                 future.set_result(packet)
                 return

@@ -42,7 +42,7 @@ from .saving import Saving
 
 PUSHED = 1 << 16  # bytes of a result that is sent with the answer; larger ones stay until they are fetched
 
-Waiter = Callable[[type, wire.Packet], None]  # takes `Result`, or another that it has failed with, and the content
+Waiter = Callable[[type, wire.Packet], None]  # takes the kind of the answer (`Result` or what it failed with), and it
 
 
 class Reader(Protocol):

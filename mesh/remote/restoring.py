@@ -133,8 +133,15 @@ class Restoring:
     def forget(self, name: Name) -> None:
         """The handle of an object is gone."""
         one = self.objects.pop(name, None)
-        if one is not None:
-            one.close()
+        if one is None:
+            return
+        sent, one.sent = one.sent, {}
+        one.close()
+        for call in sent.values():
+            call.packet.close()
+            call.waiting.again = False  # as of any other object
+            if one.away:
+                call.waiting.settle(None, answers.lost(one.owner[0], one.label, self._post.describe()))
 
     def rank_lost(self, peer: NodeId) -> None:
         """A process has ended: make again what was there; the node's lock is held."""
@@ -148,7 +155,7 @@ class Restoring:
 
     def _make_again(self, one: Restorable) -> None:
         end = time.monotonic() + self._seconds
-        while time.monotonic() < end and self._post.closed is None:
+        while time.monotonic() < end and self._post.closed is None and one.name in self.objects:
             try:
                 connection = self._post.connection(one.owner[0])
             except (OSError, MeshError):  # not replaced yet, or closed meanwhile
@@ -182,6 +189,8 @@ class Restoring:
             self._fail(one, failed)
             return True
         with self._post.lock:
+            if connection.lost:
+                return False
             one.owner, one.away = connection.peer, False
             if (handle := one.handle()) is not None:
                 handle._owner = one.owner

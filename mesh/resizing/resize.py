@@ -65,7 +65,10 @@ def resize(self: MeshView, axes: dict[str, int], *, wait: bool = True) -> None:
 
 def one_at_a_time(mesh: MeshView) -> contextlib.AbstractContextManager:
     """Within, no other thread gives the mesh another size; on launched ranks nobody does."""
-    return mesh.driver.resize_lock if mesh.is_driver else contextlib.nullcontext()
+    if not mesh.is_driver:
+        return contextlib.nullcontext()
+    mesh.driver.check_owner()  # first: who has the lock may not be in a fork
+    return mesh.driver.resize_lock
 
 
 def _resize(self: MeshView, axes: dict[str, int], wait: bool, leaving: Collection[int] = ()) -> None:
@@ -150,6 +153,7 @@ def _host_list(mesh: MeshView, layout: Layout, leaving: Collection[int]) -> Host
 
 
 def _check_remote(driver: DriverSession) -> None:
+    driver.node.caller.raise_unseen()
     if driver.node.in_use:
         problem = "a mesh on whose ranks objects of mesh.remote live cannot be resized"
         raise MeshError(message(problem, where=driver.describe(), remedy="make them on a mesh of their own"))

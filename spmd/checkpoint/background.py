@@ -77,8 +77,14 @@ def _failed(path: Path) -> list[Saved]:
     return [future for future in failed if future.exception() is not None]
 
 
-# A fork has other threads, which write nothing.
-os.register_at_fork(after_in_child=_started.clear)
+def _forget() -> None:
+    """In a fork: the threads that write are the other process's."""
+    global _lock
+    _lock = threading.Lock()
+    _started.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 @atexit.register

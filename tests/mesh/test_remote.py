@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -456,6 +458,12 @@ class Fragile(Ledger):
             raise FileNotFoundError(lines[0])
         self.lines = lines
 
+    def much(self) -> torch.Tensor:
+        return torch.ones(1 << 18)
+
+    def wait(self) -> None:
+        time.sleep(HANGS)
+
 
 def test_an_object_that_cannot_be_restored_yet(make_mesh: Any, tmp_path: Any) -> None:
     """No call is done by one that has not what was saved; the next call tries again."""
@@ -468,6 +476,23 @@ def test_an_object_that_cannot_be_restored_yet(make_mesh: Any, tmp_path: Any) ->
             ledger.write("b").get(HANGS)
     path.touch()
     assert ledger.write("b").get(HANGS) == 3 and ledger.read().get() == [str(path), "a", "b"]
+    large = ledger.much()
+    assert until(large.done)
+    os.kill(ledger.where().get(), signal.SIGKILL)
+    with pytest.raises(PeerLost, match="rank 1"):  # it lived there, and is not made again
+        large.get(HANGS)
+    assert ledger.write("c").get(HANGS) == 4
+    pid, under_way = ledger.where().get(), ledger.wait()
+    del ledger
+    gc.collect()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(PeerLost, match="rank 1"):
+        under_way.get(HANGS)
+    mesh.remote(Ledger, "", rank=0).fail("unseen")
+    with pytest.raises(LookupError, match="unseen"):
+        while True:
+            with contextlib.suppress(MeshError):  # while the call is under way
+                mesh.resize({"data": 1 + mesh.size % 2})
 
 
 def test_strangers_are_turned_away(mesh: Mesh, one_host: Mesh) -> None:

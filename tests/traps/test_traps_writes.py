@@ -84,9 +84,10 @@ def test_flags_that_a_step_has_not_had_yet(mesh: Mesh) -> None:
 
     for times in range(2):
         assert float(step(x, "out of place", times)) == 6.0 * times
-    with pytest.raises(SpecError, match="step changed its input argument 0 in place"):
-        step(x, "in place", 2)
-    assert torch.equal(x.full(), X)
+    for _ in range(2):
+        with pytest.raises(SpecError, match="step changed its input argument 0 in place"):
+            step(x, "in place", 2)
+        assert torch.equal(x.full(), X)
 
 
 def test_an_argument_written_through_numpy(mesh: Mesh) -> None:
