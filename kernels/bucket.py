@@ -22,6 +22,7 @@ from .operations import Work
 from .reduction import Op
 
 FIRST_BYTES = 1 << 20
+_LEAF_BYTES = 1 << 16  # a leaf; of smaller ones a hook each costs more than an early start of their sum gains
 _ALIGN = 64  # bytes; leaves start at cache lines
 ALIGNED = 64  # elements: where leaves start that optimizers step as one
 
@@ -208,7 +209,8 @@ class _Plan:
         elements_of = [leaf.numel * each for leaf, each in zip(leaves, self.per_element, strict=True)]
         nbytes = sum(_padded(count, ALIGNED) * dtype.itemsize for count, dtype in zip(elements_of, dtypes, strict=True))
         # What goes into one bucket lies there in order, as an optimizer has it, which then needs no copy.
-        self.in_order = len(set(dtypes)) == 1 and nbytes <= min(FIRST_BYTES, bucket_bytes) and not products
+        single = min(max(FIRST_BYTES, len(leaves) * _LEAF_BYTES), bucket_bytes)
+        self.in_order = len(set(dtypes)) == 1 and nbytes <= single and not products
         for index in range(len(leaves)) if self.in_order else reversed(range(len(leaves))):
             leaf, dtype, elements = leaves[index], dtypes[index], elements_of[index]
             if index in products:
@@ -217,7 +219,7 @@ class _Plan:
                 self.counts.append(1)
                 self.sizes.append((elements, dtype))
                 continue
-            limit = FIRST_BYTES if open_bucket.get(dtype) == 0 else bucket_bytes
+            limit = FIRST_BYTES if open_bucket.get(dtype) == 0 and not self.in_order else bucket_bytes
             bucket = open_bucket.get(dtype)
             if bucket is None or (
                 self.sizes[bucket][0] and (self.sizes[bucket][0] + elements) * dtype.itemsize > limit
