@@ -145,7 +145,7 @@ class Buckets:
             self._comm.progress()  # what is reduced by now gives its memory back
             size, dtype = self._plan.sizes[bucket]
             buffer = self._buffers[bucket] = self._comm.scratch(size, dtype=dtype)
-            if self._plan.in_order:  # what lies between the leaves is stepped with them
+            if self._plan.has_gaps:  # which are stepped with the leaves
                 buffer.zero_()
         return buffer
 
@@ -210,8 +210,9 @@ class _Plan:
         nbytes = sum(_padded(count, ALIGNED) * dtype.itemsize for count, dtype in zip(elements_of, dtypes, strict=True))
         # What goes into one bucket lies there in order, as an optimizer has it, which then needs no copy.
         single = min(max(FIRST_BYTES, len(leaves) * _LEAF_BYTES), bucket_bytes)
-        self.in_order = len(set(dtypes)) == 1 and nbytes <= single and not products
-        for index in range(len(leaves)) if self.in_order else reversed(range(len(leaves))):
+        in_order = len(set(dtypes)) == 1 and nbytes <= single and not products
+        self.has_gaps = in_order and any(count % ALIGNED for count in elements_of)
+        for index in range(len(leaves)) if in_order else reversed(range(len(leaves))):
             leaf, dtype, elements = leaves[index], dtypes[index], elements_of[index]
             if index in products:
                 self.slots[index] = _Slot(len(self.counts), 0)
@@ -219,7 +220,7 @@ class _Plan:
                 self.counts.append(1)
                 self.sizes.append((elements, dtype))
                 continue
-            limit = FIRST_BYTES if open_bucket.get(dtype) == 0 and not self.in_order else bucket_bytes
+            limit = FIRST_BYTES if open_bucket.get(dtype) == 0 and not in_order else bucket_bytes
             bucket = open_bucket.get(dtype)
             if bucket is None or (
                 self.sizes[bucket][0] and (self.sizes[bucket][0] + elements) * dtype.itemsize > limit
@@ -230,7 +231,7 @@ class _Plan:
             start = self.sizes[bucket][0]
             self.slots[index] = _Slot(bucket, start)
             self.counts[bucket] += 1
-            step = ALIGNED if self.in_order else max(1, _ALIGN // dtype.itemsize)
+            step = ALIGNED if in_order else max(1, _ALIGN // dtype.itemsize)
             self.sizes[bucket] = (start + _padded(elements, step), dtype)
         if products:  # each of which would leave those before it waiting for the small leaves around it
             self._order()
