@@ -1,4 +1,4 @@
-# `make demo` shows what the library does, `make test` is all that must pass, `make bench` measures it beside its peers
+# `make demo` shows what the library does, `make test` is what every change must pass, `make bench` measures it beside its peers
 # (all suites take about a quarter of an hour; `make bench SUITE=all_reduce` is one). All begin by making .venv, each with
 # what it needs.
 
@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo docs test test-fast test-real test-torch test-hosts test-compile bench chaos profile lint types suite clean gpu
+.PHONY: demo docs test test-fast test-real test-torch test-hosts test-long test-compile bench chaos profile lint types suite clean gpu
 
 demo: $(VENV)/.demo
 	$(PY) notebooks/digits.py
@@ -77,7 +77,11 @@ types: $(VENV)/.made
 # conftest.py's order.
 suite: $(VENV)/.made
 	$(PY) -m compileall -q spmd mesh kernels transforms
-	cd tests && $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	cd tests && $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m 'not long'
+
+# What `make test` leaves out: drivers of several hosts, and combinations of what it has.
+test-long: $(VENV)/.made
+	cd tests && $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m long
 
 # Real models beside plain torch; what they come from is installed for them alone.
 test-real: $(VENV)/.real

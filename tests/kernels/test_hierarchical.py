@@ -46,7 +46,11 @@ def ranks(size: int, folder: Path, *arguments: str, **environ: str) -> list[tupl
             process.wait()
 
 
-@pytest.mark.parametrize("layouts", [["[[0, 1], [2]]"], ["[[0, 1], [2, 3]]", "[[0, 2], [1, 3]]"]], ids=["3", "4"])
+@pytest.mark.parametrize(
+    "layouts",
+    [pytest.param(["[[0, 1], [2]]"], marks=pytest.mark.long), ["[[0, 1], [2, 3]]", "[[0, 2], [1, 3]]"]],
+    ids=["3", "4"],
+)
 def test_suite(layouts: list[str], tmp_path: Path) -> None:
     """Layouts of as many ranks one after the other in the same processes, which take long to start."""
     size = len(re.findall(r"\d", layouts[0]))

@@ -17,7 +17,7 @@ HERE = Path(__file__).parents[1]
 
 
 @needs_mpi
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_suite(ranks: int, tmp_path: Path) -> None:
     path = tmp_path / "cells.pickle"
     done = mpirun(ranks, "mpi_suite.py", str(path))

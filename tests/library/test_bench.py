@@ -192,7 +192,9 @@ def test_parts_lie_within_their_step() -> None:
     assert 0 < taken["opt.step"] < taken["the region"]
 
 
-@pytest.mark.parametrize("launcher", [(), ("run", "-n", "2", "-m", "spmd")], ids=["alone", "launched"])
+@pytest.mark.parametrize(
+    "launcher", [(), pytest.param(("run", "-n", "2", "-m", "spmd"), marks=pytest.mark.long)], ids=["alone", "launched"]
+)
 def test_spmd_bench_prints_a_table(launcher: tuple[str, ...]) -> None:
     size = () if launcher else ("-n", "2")
     command = [sys.executable, "-m", "spmd", *launcher, "bench", "--rounds", "1", *size]

@@ -187,6 +187,7 @@ mesh.close()
 """
 
 
+@pytest.mark.long
 def test_launched(tmp_path: Path) -> None:
     status, out, err = launched(4, script(tmp_path, LAUNCHED), str(tmp_path / "runs"))
     assert status == 0, err

@@ -156,7 +156,7 @@ def check(mesh, program, backend):
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_as_in_eager_on_a_driver(shared_mesh, program, backend):
     check(shared_mesh({"data": 2}), program, backend)
@@ -192,7 +192,7 @@ def large_weights(mesh, compiled, **options):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("program", [loss_and_grads, large_weights])
+@pytest.mark.parametrize("program", [loss_and_grads, pytest.param(large_weights, marks=pytest.mark.long)])
 def test_inductor(shared_mesh, program):
     check(shared_mesh({"data": 2}), program, "inductor")
 
@@ -288,7 +288,7 @@ def compiled_in_the_step(x):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("within", [pytest.param(False, marks=pytest.mark.long), True])
 def test_what_was_compiled_runs_compiled(make_mesh, within):
     """Though at the first call, which is followed operation by operation, it runs as the plain function."""
     mesh = make_mesh({"data": 2})

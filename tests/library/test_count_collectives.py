@@ -65,7 +65,7 @@ def expected_of_parallel(counts: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_both_directions(shared_mesh: Callable[..., Mesh], compiled: bool) -> None:
     mesh = shared_mesh({"data": 2, "model": 2})
     f = torch.compile(parallel, backend="aot_eager") if compiled else parallel

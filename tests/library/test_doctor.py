@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from jobs import environ_without, mpirun, needs_mpi, section
 from patience import HANGS
@@ -62,6 +63,7 @@ def test_under_torchrun() -> None:
 
 
 @needs_mpi
+@pytest.mark.long
 def test_under_mpirun() -> None:
     done = mpirun(2, "-m", "spmd", "doctor")
     assert done.returncode == 0, done.stdout + done.stderr

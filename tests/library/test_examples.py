@@ -44,6 +44,7 @@ def test_by_hand(name: str, by_hand: str) -> None:
     assert "agree" in by_hand.partition(f"program {name}\n")[2].partition("program ")[0], by_hand
 
 
+@pytest.mark.long
 def test_by_hand_launched() -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
     assert "gradients agree" in run(NOTEBOOKS / "tensor_parallel.py", *launcher)

@@ -57,6 +57,7 @@ def run_torchs(script: Path, folder: Path) -> tuple[str, dict[str, torch.Tensor]
     return printed, torch.load(folder / "model.pt")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_same_losses_and_weights(tmp_path: Path) -> None:
     ours = str(DOCS / "ddp" / "train_spmd.py")

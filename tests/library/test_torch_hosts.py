@@ -16,7 +16,7 @@ from scripts import HERE, script
 from several_hosts import namespaces
 
 REASON = namespaces.unavailable()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.long, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 PROGRAMS = ["ddp", "fsdp2", "messages", "monitored_barrier", "objects", "objects_of_strangers"]
 

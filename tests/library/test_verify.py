@@ -32,6 +32,7 @@ def test_exact(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_not_exact(tmp_path: Path) -> None:
     status, out, err = run("-m", "spmd", "verify", "--ranks", "1,3", script(tmp_path, TRAIN.format(shards=None)))
     assert status == 1

@@ -40,6 +40,8 @@ from spmd import (
     value_and_grad,
 )
 
+pytestmark = pytest.mark.long
+
 STEPS = 12
 
 

@@ -172,7 +172,7 @@ def test_without_a_terminal_it_ends_with_a_sentence(tmp_path: Path) -> None:
     assert code == 0 and "result 13.0" in out, err
 
 
-@pytest.mark.parametrize("chosen", ["", "1"])
+@pytest.mark.parametrize("chosen", ["", pytest.param("1", marks=pytest.mark.long)])
 def test_under_a_launcher_the_chosen_rank_stops(tmp_path: Path, chosen: str) -> None:
     forked, rank = str(Path(HERE) / "forked.py"), int(chosen or 0)
     timeout = min(max(2 * slowness(), 8.0), 20.0)  # in which the ranks meet, and all else

@@ -23,6 +23,8 @@ from spmd import Mesh, MeshError
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import namespaces
 
+pytestmark = pytest.mark.long
+
 # The losses and digest of a run on four ranks, and what processes it had; by the driver that a test starts.
 PROGRAM = """
 import json, os, sys

@@ -26,6 +26,8 @@ from test_hosts import REASON, namespaces, trained, works
 
 from spmd import Mesh, MeshError, PeerLost, put, spmd
 
+pytestmark = pytest.mark.long
+
 
 @contextlib.contextmanager
 def listening(count: int, environ: dict[str, str]) -> Iterator[tuple[list[str], list[subprocess.Popen]]]:

@@ -29,6 +29,8 @@ from tqdm import tqdm
 
 from spmd import Loader, Mesh, P, axis_index, fetch, put, restore, save
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Mesh]:

@@ -26,7 +26,7 @@ sys.path.append(str(BENCH))
 import namespaces  # noqa: E402
 
 REASON = namespaces.unavailable()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.long, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 TIMEOUT = 4
 RECOVERY_SECONDS = 5.0  # that the others of a rank that died take, at most, to say so

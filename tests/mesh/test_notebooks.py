@@ -309,6 +309,7 @@ NAMES = [
     "5_a_longer_run",
     "6_several_hosts",
 ]
+LONG = ("2_character_transformer", "5_a_longer_run")
 
 
 def outputs(path: Path) -> list[list[dict[str, Any]]]:
@@ -321,7 +322,7 @@ def kinds(shown: list[dict[str, Any]]) -> set[str]:
     return {kind for output in shown for kind in (output.get("data") or [output["name"]])}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in NAMES])
 def test_a_notebook_runs_and_shows_what_was_committed(tmp_path: Path, name: str) -> None:
     path = tmp_path / f"{name}.ipynb"
     shutil.copy(NOTEBOOKS / path.name, path)

@@ -27,6 +27,8 @@ from test_hosts_listening import listening
 
 from spmd import Mesh, put, spmd
 
+pytestmark = pytest.mark.long
+
 HOSTS, HAVE_RELAYS = "local:5x1", [1, 2, 4]  # theirs are on hosts 0 and 3
 
 

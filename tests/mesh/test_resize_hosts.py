@@ -19,6 +19,8 @@ from torch import nn
 
 from spmd import Loader, Mesh, MeshError, P, PeerLost, fetch, psum, put, spmd
 
+pytestmark = pytest.mark.long
+
 __all__ = ["undisturbed"]  # a fixture
 
 

@@ -79,7 +79,7 @@ mesh.close()
 """
 
 
-@pytest.mark.parametrize(("backend", "ranks"), [("shm", 2), ("gloo", 3)])
+@pytest.mark.parametrize(("backend", "ranks"), [("shm", 2), pytest.param("gloo", 3, marks=pytest.mark.long)])
 def test_launched(shared_mesh: Any, tmp_path: Path, ranks: int, backend: str) -> None:
     expected = chained(Run(shared_mesh({"data": 1}), "transformer", 8, shard=True).run(STEPS))
     text = LAUNCHED.format(folder=str(Path(__file__).parents[1]), backend=backend, steps=STEPS)
