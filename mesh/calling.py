@@ -160,9 +160,16 @@ def _signature(
         elif kind is Ref:
             raise HasRefs
         else:
-            parts.append((kind, leaf if isinstance(leaf, int | str | None) else None))
+            parts.append((kind, _telling(leaf)))
     parts.append(None if deal is None else (deal.shards, deal.sizes))
     return tuple(parts), deal
+
+
+def _telling(leaf: Any) -> Any:
+    """What of a value that is no tensor may tell a result's shape or cut; numbers with a point change too often."""
+    if type(leaf) is slice:
+        return _telling(leaf.start), _telling(leaf.stop), _telling(leaf.step)
+    return leaf if isinstance(leaf, int | str | torch.dtype | None) else None
 
 
 def _moves(leaves: list[Any], wanted: Request) -> list[tuple[int, Any]]:

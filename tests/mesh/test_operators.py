@@ -124,6 +124,33 @@ def test_results_stay_cut_as_dtensor_has_them(shared_mesh: Any, name: str) -> No
             assert found.spec == spec, text
 
 
+def test_what_is_not_known_yet_is_not_taken_to_be_as_before(shared_mesh: Any) -> None:
+    """An operation called before with another slice, type or number may have left its result cut in another way."""
+    mesh, plain = shared_mesh({"data": 2}), torch.arange(24.0).view(4, 6)
+    for before, text in (
+        ("x[:, :3]", "torch.relu(x[1:, ::2])"),
+        ("x[1:, ::2]", "torch.linalg.cross(x[:, :3], x[:, 1:4])"),
+        ("x[:, :3]", "x[:, 2:] + torch.ones(4)"),
+        ("x[:, :3]", "x[1:, ::2].sum()"),
+        ("F.dropout(x, 0.0)", "F.dropout(x, 1.0) * 2"),
+        ("x.half()", "x.to(torch.float64)"),
+        ("x[x > 3]", "x[x > 17] * 2"),
+        ("x[:, : x[0, 3].long()]", "x[:, : x[0, 4].long()] + torch.ones(4)"),
+    ):
+        x = put(plain, P("data"), mesh=mesh)
+        evaluated(before, {"x": x})
+        assert_as_plain(f"{text}, after {before}", evaluated(text, {"x": x}), evaluated(text, {"x": plain}))
+
+
+def test_what_a_step_is_given_is_not_taken_to_be_as_before(shared_mesh: Any) -> None:
+    mesh, plain = shared_mesh({"data": 2}), torch.arange(24).view(4, 6)
+    x = put(plain, P("data"), mesh=mesh)
+    _ = x[1:, ::2]
+    assert float(spmd(torch.sum, mesh=mesh, in_specs=P())(x[:, :3])) == plain[:, :3].sum()
+    twice = spmd(lambda x: x * 2, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    assert torch.equal(twice(x[:, :3]).full(), plain[:, :3] * 2)
+
+
 def test_arrays_of_numpy_beside_them(shared_mesh: Any) -> None:
     x = put(torch.ones(4, 3), P("data"), mesh=shared_mesh({"data": 2}))
     found = x + np.arange(12.0).reshape(4, 3)
