@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from ...kernels.errors import MeshError, SpecError, message
-from ...kernels.torch_private import in_torch_func
+from ...kernels.torch_private import in_torch_func, run_as_written
 from .. import trees
 from ..array import WAY, Array, Meta, refuse_gradients, refuse_ragged
 from ..calling import call
@@ -140,6 +141,9 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             for result in trees.leaves(results, is_leaf=is_array):
                 _ = result.shape
     return results
+
+
+run_as_written([operate, *map(inspect.unwrap, filter(inspect.isfunction, vars(Array).values()))])  # no tensors to trace
 
 
 class _Way(enum.Enum):

@@ -292,6 +292,16 @@ def in_place(mesh, part, **options):
     return apply, params, [step(params, BATCH) for _ in range(3)][-1]
 
 
+def test_operators_on_arrays_run_as_written(shared_mesh):
+    """In a function of the driver, which has nothing to compile."""
+    plain = torch.arange(24.0).view(4, 6)
+    x = spmd.put(plain, P("data"), mesh=shared_mesh({"data": 2}))
+    for function in (lambda x: x * 2 + 1, lambda x: torch.relu(x[1:, ::2]).sum() if x.sum() > 0 else x):
+        run = torch.compile(function, backend="eager")
+        for _ in range(2):
+            assert torch.equal(run(x).full(), function(plain))
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", ["", "inside"])
 def test_a_module_that_was_compiled_in_place(shared_mesh, part):
