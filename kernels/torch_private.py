@@ -308,7 +308,7 @@ def compiled_from(function: Any) -> Any:
 
 def dynamic_of(context: Any) -> bool | None:
     """The argument `dynamic` that a compiled function was made with; public way: none."""
-    return context._dynamic  # type: ignore[no-any-return]
+    return context._dynamic
 
 
 def compiled_call(module: nn.Module) -> Any:
