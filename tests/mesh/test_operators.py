@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from spmd import Array, Loader, P, PeerLost, SpecError, data_parallel, fetch, grad, put, spmd
+from spmd import Array, Loader, P, PeerLost, SpecError, data_parallel, fetch, grad, pmean, put, spmd
 
 SPECS = {"whole": P(), "rows": P("data"), "columns": P(None, "model"), "both": P("data", "model")}
 
@@ -149,6 +149,19 @@ def test_what_a_step_is_given_is_not_taken_to_be_as_before(shared_mesh: Any) -> 
     assert float(spmd(torch.sum, mesh=mesh, in_specs=P())(x[:, :3])) == plain[:, :3].sum()
     twice = spmd(lambda x: x * 2, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     assert torch.equal(twice(x[:, :3]).full(), plain[:, :3] * 2)
+
+
+def test_a_step_is_given_what_values_have_sized(shared_mesh: Any) -> None:
+    """By a step, whose next result may have another size."""
+    mesh = shared_mesh({"data": 2})
+    positive = spmd(lambda x: x[x > 0], mesh=mesh)
+    mean = spmd(lambda x: pmean(x.mean(), "data"), mesh=mesh, in_specs=P("data"))
+    positive(torch.tensor([1.0, 2, 3, 4, 5, -1]))
+    assert float(mean(positive(torch.tensor([1.0, 2, 3, 4, 5, 6])))) == 3.5
+    assert float(mean(positive(torch.tensor([1.0, 2, 3, 4, -1, -1])))) == 2.5
+    for _ in range(2):
+        with pytest.raises(SpecError, match="dimension 0 of size 5 is not divisible by axis data of size 2"):
+            mean(positive(torch.tensor([1.0, 2, 3, 4, 5, -1]))).full()
 
 
 def test_arrays_of_numpy_beside_them(shared_mesh: Any) -> None:
