@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from spmd import Array, Loader, P, PeerLost, SpecError, data_parallel, fetch, grad, pmean, put, spmd
+from spmd import Array, Loader, P, PeerLost, SpecError, data_parallel, fetch, grad, pmean, put, spmd, value_and_grad
 
 SPECS = {"whole": P(), "rows": P("data"), "columns": P(None, "model"), "both": P("data", "model")}
 
@@ -159,6 +159,12 @@ def test_a_step_is_given_what_values_have_sized(shared_mesh: Any) -> None:
     positive(torch.tensor([1.0, 2, 3, 4, 5, -1]))
     assert float(mean(positive(torch.tensor([1.0, 2, 3, 4, 5, 6])))) == 3.5
     assert float(mean(positive(torch.tensor([1.0, 2, 3, 4, -1, -1])))) == 2.5
+    uneven = spmd(
+        data_parallel(lambda batch: value_and_grad(lambda w: (w * batch).mean())(torch.ones(()))[0]), mesh=mesh
+    )
+    for x in (torch.tensor([1.0, 2, 3, 4, -1, -1]), torch.tensor([1.0, 2, 3, 4, 50, -1])):
+        for _ in range(2):
+            assert float(uneven(positive(x))) == x[x > 0].mean()
     for _ in range(2):
         with pytest.raises(SpecError, match="dimension 0 of size 5 is not divisible by axis data of size 2"):
             mean(positive(torch.tensor([1.0, 2, 3, 4, 5, -1]))).full()
