@@ -137,10 +137,10 @@ class Communicator(abc.ABC):
         if self._board is not None:
             self._board.set_status("")
 
-    def on_timeout(self, work: Work) -> BaseException:
+    def on_timeout(self, work: Work, seconds: float) -> BaseException:
         """The error for a wait that lasts too long."""
-        problem = f"{work.what} on rank {self.ranks[self.rank]} got no answer for {self.timeout:g} s"
-        remedy = "see what the other ranks do, or raise the timeout (Mesh(timeout=))"
+        problem = f"{work.what} on rank {self.ranks[self.rank]} got no answer for {seconds:g} s"
+        remedy = "see what the other ranks do, or raise the timeout (timeout= of Mesh or init_process_group)"
         return PeerLost(message(problem, where=f"group {self.ranks}", remedy=remedy))
 
     def _is_message(self, work: Work) -> bool:

@@ -44,7 +44,7 @@ class Transport(Protocol):
     def on_waited(self) -> None:
         """A wait that lasted is over."""
 
-    def on_timeout(self, work: Work) -> BaseException:
+    def on_timeout(self, work: Work, seconds: float) -> BaseException:
         """The error for a wait that lasts too long."""
 
 
@@ -206,12 +206,13 @@ class Operations:
             stalled = True
             self._transport.on_stall(work())
 
+        seconds = self.timeout if timeout is None else timeout
         wait_until(
             progressed,
             self._watch,
-            timeout=self.timeout if timeout is None else timeout,
+            timeout=seconds,
             oversubscribed=self._oversubscribed,
-            on_timeout=lambda: self._transport.on_timeout(work()),
+            on_timeout=lambda: self._transport.on_timeout(work(), seconds),
             on_stall=on_stall,
             sleep=self._transport.sleep,
             gently=gently,

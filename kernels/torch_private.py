@@ -132,9 +132,14 @@ class DispatchMode(TorchDispatchMode):
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any: ...
 
 
-_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # this frame, and what it calls
-set_code_exec_strategy(DispatchMode.__torch_dispatch__.__code__, _SKIP)
+def run_as_written(functions: Iterable[Any]) -> None:
+    """Keep the compiler from these and what they call. Public way: `torch.compiler.disable`, which imports it."""
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    for function in functions:
+        set_code_exec_strategy(function.__code__, skip)
 
+
+run_as_written([DispatchMode.__torch_dispatch__])
 # What `item` and `bool` of a tensor become below `__torch_function__`. Public way: none, it has no other name there.
 ITEM = torch.ops.aten._local_scalar_dense
 
@@ -166,12 +171,9 @@ class PretendedNumbers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ITEM.default and is_fake(args[0]):
-            return _one(args[0].dtype)
+            dtype = args[0].dtype
+            return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1j if dtype.is_complex else 1
         return func(*args, **(kwargs or {}))
-
-
-def _one(dtype: torch.dtype) -> Any:
-    return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1j if dtype.is_complex else 1
 
 
 def is_fake(tensor: Any) -> bool:
@@ -306,8 +308,7 @@ def compiled_from(function: Any) -> Any:
 
 def dynamic_of(context: Any) -> bool | None:
     """The argument `dynamic` that a compiled function was made with; public way: none."""
-    found: bool | None = context._dynamic
-    return found
+    return context._dynamic
 
 
 def compiled_call(module: nn.Module) -> Any:

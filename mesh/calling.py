@@ -21,7 +21,7 @@ from .counting.counted import note_mesh
 from .driver.calls import DriverCall
 from .launch.calls import LaunchedCall
 from .mesh import Mesh
-from .program import Program
+from .program import InputPlan, Program
 from .put import as_tensor, put_on
 from .remote.reference import Ref
 from .request import Request, Span, donate, spans_of
@@ -70,10 +70,14 @@ def call(
     calls.lengths = [span.stop - span.start for span in spans]
     signature, deal = _signature(leaves, spans, treedef, settings)
     known: DriverCall | LaunchedCall | None = calls.known.get(signature)
+    if known is not None and known.cuts and _were_resized([leaves[index] for index in known.cuts]):
+        signature, deal = _signature(leaves, spans, treedef, settings)
+        known = calls.known.get(signature)
     if known is not None and not known.accepts(mesh, leaves, spans):
         known = None
     if known is None:
         wanted = request()
+        signature, deal = _signature(leaves, spans, treedef, settings)  # of the shapes that it has waited for
         plan, moves = wanted.plan(settings), _moves(leaves, wanted)
         leaves = wanted.leaves
         spans = spans_of(leaves)
@@ -94,6 +98,7 @@ def call(
             if known is None or known.shipped is not shipped:
                 made: Any = DriverCall if mesh.is_driver else LaunchedCall
                 known = made(mesh, session, program, shipped, treedef, plan, moves)
+                known.cuts = _cuts(leaves, plan)
             assert known is not None
             results = known(leaves, spans, key, this, check=check)
         except BaseException:
@@ -160,9 +165,31 @@ def _signature(
         elif kind is Ref:
             raise HasRefs
         else:
-            parts.append((kind, leaf if isinstance(leaf, int | str | None) else None))
+            parts.append((kind, _telling(leaf)))
     parts.append(None if deal is None else (deal.shards, deal.sizes))
     return tuple(parts), deal
+
+
+def _cuts(leaves: list[Any], plan: InputPlan) -> list[int]:
+    """The Arrays that are whole and are cut as they are passed."""
+    return [
+        index
+        for index, (leaf, wanted) in enumerate(zip(leaves, plan.leaves, strict=True))
+        if type(leaf) is Array and wanted.spec is not None and wanted.spec.entries and not leaf.hint().spec.entries
+    ]
+
+
+def _were_resized(arrays: list[Array]) -> bool:
+    """Whether some Arrays, once they are there, have other shapes than the last such ones had."""
+    hints = [array.hint() for array in arrays]
+    return any(array.shape != hint.shape for array, hint in zip(arrays, hints, strict=True))
+
+
+def _telling(leaf: Any) -> Any:
+    """What of a value that is no tensor may tell a result's shape or cut; numbers with a point change too often."""
+    if type(leaf) is slice:
+        return _telling(leaf.start), _telling(leaf.stop), _telling(leaf.step)
+    return leaf if isinstance(leaf, int | str | torch.dtype | None) else None
 
 
 def _moves(leaves: list[Any], wanted: Request) -> list[tuple[int, Any]]:

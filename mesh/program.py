@@ -247,6 +247,11 @@ class CompiledCall:
         """This rank's part of a tensor that came whole."""
         session = self._session
         if spec.entries:
+            # Of a value that was not there yet the caller knew the shape that it had the last time.
+            uneven = self._plan.batch.axis is not None
+            session.layout.check_shape(
+                tuple(value.shape), spec, uneven=uneven, where=f"an argument of {self._program.name}"
+            )
             return session.on_device(session.layout.take(value, spec, session.rank))
         if value.device != session.device:
             return frozen_as(value, session.on_device(value.detach()))

@@ -52,6 +52,9 @@ class Request:
         self._tree = (args, kwargs)
         leaves, self.treedef = trees.flatten(self._tree)
         self.leaves = [leaf if type(leaf) is Array else as_tensor(leaf) for leaf in leaves]
+        for leaf in self.leaves if mesh.is_driver else ():
+            if type(leaf) is Array and leaf.donated_to is None:
+                _ = leaf.shape  # waits: until then a hint is what the last such call gave
         self.specs: list[P | None] = (
             [None] * len(leaves) if specs is None else specs_for(specs, self._tree, f"in_specs of {name}")
         )

@@ -591,6 +591,23 @@ def futures(rank: int, size: int) -> None:
 
 
 @program
+def a_wait_with_a_limit(rank: int, size: int) -> None:
+    """Of its own, which is what its error tells."""
+    group, store = dist.new_group(), dist.group.WORLD.get_group_store()
+    if rank:
+        store.wait(["waited"])
+        return
+    work = dist.barrier(group=group, async_op=True)
+    try:
+        work.wait(datetime.timedelta(seconds=0.1))
+    except spmd.PeerLost as error:
+        assert "barrier on rank 0 got no answer for 0.1 s" in str(error) and "init_process_group" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+    store.set("waited", "1")
+
+
+@program
 def two_threads(rank: int, size: int) -> None:
     """Ranks take turns at being late in one group or in the other: no thread keeps the other's group waiting."""
     group, wrong = dist.new_group(), []

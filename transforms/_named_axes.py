@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_exporting
 
 from ..kernels.communicator import Communicator
 from ..kernels.errors import SpecError, message
@@ -102,7 +103,7 @@ def group(what: str, axis: Axis) -> tuple[tuple[str, ...], Communicator]:
 
 def refuse_recording(what: str) -> None:
     """Refuse to communicate while torch records operations: it would keep what comes as a constant."""
-    if being_recorded():
+    if is_exporting() or being_recorded():
         raise SpecError(
             message(
                 f"{what} was called while torch records operations (make_fx, torch.func.linearize, torch.jit.trace, "

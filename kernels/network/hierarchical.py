@@ -205,8 +205,8 @@ class HierarchicalCommunicator(GlooCommunicator):
     def on_waited(self) -> None:
         self._arena.set_status("")
 
-    def on_timeout(self, work: Work) -> BaseException:
-        error = super().on_timeout(work)
+    def on_timeout(self, work: Work, seconds: float) -> BaseException:
+        error = super().on_timeout(work, seconds)
         if self._is_message(work):
             return error
         lines = [f"\n  it waited for {self._waits_for}"] if self._waits_for else []

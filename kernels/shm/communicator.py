@@ -163,8 +163,8 @@ class ShmCommunicator(Communicator):
         first = self._slots.sequence - max(1, len(self._operations.queue)) + 1
         return self._slots.took_part(rank, first)
 
-    def on_timeout(self, work: Work) -> BaseException:
-        error = super().on_timeout(work)
+    def on_timeout(self, work: Work, seconds: float) -> BaseException:
+        error = super().on_timeout(work, seconds)
         lines = []
         for rank, member in enumerate(self.ranks):
             if rank != self.rank:

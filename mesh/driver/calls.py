@@ -47,6 +47,7 @@ class DriverCall:
     ):
         self._layout, self._driver, self._name, self._where = mesh.layout, driver, program.name, mesh.describe()
         self.shipped, self.plan, self.moves, self._treedef = shipped, plan, moves, treedef
+        self.cuts: list[int] = []  # whole Arrays that are cut as they are passed
         self._tree = driver.shipped.ship_treedef(treedef)
         self._planned = driver.shipped.ship(PlannedCall(shipped.key, self._tree.key, plan))
         self._encoded: list[bytes] = []  # what the ranks told of the results, and what that comes to

@@ -11,14 +11,15 @@ from __future__ import annotations
 import enum
 import functools
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...kernels.errors import MeshError, SpecError, message
-from ...kernels.torch_private import in_torch_func
+from ...kernels.torch_private import in_torch_func, run_as_written
 from .. import trees
 from ..array import WAY, Array, Meta, refuse_gradients, refuse_ragged
 from ..calling import call
@@ -50,6 +51,11 @@ _ELEMENTWISE = frozenset((
 # fmt: on
 # Python's names of operators that are torch's functions by another.
 _NAMES = {"__invert__": "bitwise_not", "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor"}
+# Those whose result has a shape that values settle, as do some indices; see `_is_sized_by_values`.
+_SIZED_BY_VALUES = frozenset(
+    ("argwhere", "bincount", "masked_select", "nonzero", "one_hot", "repeat_interleave", "unique", "unique_consecutive")
+)
+_FLAGS = (torch.bool, torch.uint8)  # of which an index is a choice of elements
 # What a tensor has without a call.
 ATTRIBUTES: dict[str, Callable[[Array], Any]] = {
     "real": lambda x: torch.real(x),  # type: ignore[arg-type]
@@ -117,9 +123,11 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         func, name, args, kwargs = torch.Tensor.to, "to", (args[0], like), {}
         leaves, treedef = trees.flatten((args, kwargs))
     way, specs, out = _way(mesh.layout, name, treedef, tuple(map(_kind_of, leaves)))
-    program, operation = _program(func, name, way, out)
+    # How results are cut may hang on a number (that of a dropout), and which of them are known goes by the program.
+    numbers = () if name in _ELEMENTWISE else tuple(leaf for leaf in leaves if isinstance(leaf, float))
+    program, operation = _program(func, name, way, out, numbers)
     with mesh.run_state.aside():
-        return call(
+        results = call(
             mesh,
             program,
             func,
@@ -129,12 +137,20 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             holder=operation,
             flat=(leaves, treedef),
         )
+        if _is_sized_by_values(name, leaves):  # what it was the last time says nothing
+            for result in trees.leaves(results, is_leaf=is_array):
+                _ = result.shape
+    return results
+
+
+run_as_written([operate, *map(inspect.unwrap, filter(inspect.isfunction, vars(Array).values()))])  # no tensors to trace
 
 
 class _Way(enum.Enum):
     """What a rank gives a function: its shards as they are, its shards by DTensor's rules, or whole values.
 
-    ADDED: its shard as it is, and what this gives is added up over the ranks.
+    ADDED: its shard as it is, and what this gives is added up over the ranks. How values are cut is looked at there,
+    for the driver may not know it yet; for OWN it is what the driver expects, or is made so.
     """
 
     OWN, ADDED, RULES, WHOLE = "own", "added", "rules", "whole"
@@ -154,9 +170,9 @@ def _way(layout: Layout, name: str, treedef: Any, kinds: tuple[Any, ...]) -> tup
     shapes = {index: getattr(kind, "shape", kind) for index, kind in enumerate(kinds) if kind is not None}
     cut = {index: meta.spec for index, meta in metas.items() if meta.spec.entries}
     if not cut:
-        return _Way.OWN, None, P()
+        return _Way.WHOLE, None, P()
     elementwise = name in _ELEMENTWISE and (name != "where" or len(kinds) > 1)  # else it is of indices
-    specs = _alike(layout, len(kinds), shapes, cut) if elementwise else None
+    specs = _alike(layout, len(kinds), shapes, metas) if elementwise else None
     if specs is not None:
         return _Way.OWN, trees.unflatten(treedef, specs), next(iter(cut.values()))
     if name == "sum" and treedef == _ALONE:  # of all elements, the most common reduction
@@ -165,24 +181,35 @@ def _way(layout: Layout, name: str, treedef: Any, kinds: tuple[Any, ...]) -> tup
     return _Way.RULES if even else _Way.WHOLE, None, P()
 
 
-def _alike(layout: Layout, leaves: int, shapes: dict[int, tuple], cut: dict[int, P]) -> list[P | None] | None:
+def _alike(layout: Layout, leaves: int, shapes: dict[int, tuple], metas: dict[int, Meta]) -> list[P | None] | None:
     """How to cut arguments such that each rank computes its own elements; None if what is cut differs."""
+    cut = {index: meta.spec for index, meta in metas.items() if meta.spec.entries}
     (spec, whole), *others = {(spec, shapes[index]) for index, spec in cut.items()}
-    if others or RAGGED in whole or torch.broadcast_shapes(*shapes.values()) != whole:
+    if others or RAGGED in whole or not _are_within(whole, shapes.values()):
         return None
     specs: list[P | None] = [None] * leaves
-    for index in set(shapes) - set(cut):
-        missing = len(whole) - len(shapes[index])
+    for index, shape in shapes.items():
+        if index in cut:
+            specs[index] = spec
+            continue
+        missing = len(whole) - len(shape)
         own = [
             spec.entries[missing + dim] if missing + dim < len(spec.entries) and size > 1 else None
-            for dim, size in enumerate(shapes[index])
+            for dim, size in enumerate(shape)
         ]
-        if any(own):  # each rank takes the elements that go with its shard
-            specs[index] = theirs = P(*own)
-            parts = [layout.parts(theirs.dim_axes(dim)) for dim in range(len(own))]
-            if any(size % count for size, count in zip(shapes[index], parts, strict=True)):
-                return None  # uneven shards, which are not cut so
+        specs[index] = theirs = P(*own)  # each rank takes the elements that go with its shard
+        parts = [layout.parts(theirs.dim_axes(dim)) for dim in range(len(own))]
+        if any(size % count for size, count in zip(shape, parts, strict=True)):
+            return None  # uneven shards, which are not cut so
     return specs
+
+
+def _are_within(whole: tuple[int, ...], shapes: Iterable[tuple[int, ...]]) -> bool:
+    """Whether all shapes broadcast to one of them; if not, ranks say what is wrong with the whole values."""
+    try:
+        return torch.broadcast_shapes(*shapes) == whole
+    except RuntimeError:
+        return False
 
 
 def _is_even(layout: Layout, shape: tuple[int, ...], spec: P) -> bool:
@@ -198,7 +225,7 @@ def _is_even(layout: Layout, shape: tuple[int, ...], spec: P) -> bool:
 
 
 @functools.lru_cache(maxsize=_KINDS)
-def _program(func: Callable, name: str, way: _Way, out: P) -> tuple[Program, _Operation]:
+def _program(func: Callable, name: str, way: _Way, out: P, numbers: tuple[float, ...]) -> tuple[Program, _Operation]:
     operation = _Operation(func, way)
     return Program(operation, out, name), operation
 
@@ -285,6 +312,23 @@ def _whole(session: RankSession, leaf: Any) -> Any:
     shards = [torch.empty(shape, dtype=mine.dtype) for shape in shapes]
     comm.all_gather(shards, mine)
     return session.on_device(session.layout.join(shards, spec))
+
+
+def _is_sized_by_values(name: str, leaves: list[Any]) -> bool:
+    """Whether the shapes of the arguments leave open what shape the result has."""
+    if name in ("getitem", "where"):
+        return (name == "where" and len(leaves) == 1) or any(map(_selects, leaves[1:] if name == "getitem" else ()))
+    return name in _SIZED_BY_VALUES
+
+
+def _selects(index: Any) -> bool:
+    if isinstance(index, slice):
+        return any(map(_is_value, (index.start, index.stop, index.step)))
+    return _is_value(index) and (index.hint().dtype if type(index) is Array else index.dtype) in _FLAGS
+
+
+def _is_value(x: Any) -> bool:
+    return isinstance(x, torch.Tensor | Array)
 
 
 def _like(args: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:

@@ -43,6 +43,7 @@ class LaunchedCall:
     ):
         self._mesh, self._session, self._name = mesh, session, program.name
         self.shipped, self.plan, self.moves = shipped, plan, moves
+        self.cuts: list[int] = []
         self._call = CompiledCall(session, mesh, program, treedef, plan)
         self._found: tuple[Any, list[agreement.Result]] | None = None
         self._count = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -53,17 +54,14 @@ def from_dtensor(dtensor: DTensor, *, mesh: Mesh | None = None) -> Any:
         raise SpecError(message("from_dtensor got no DTensor", got=got, remedy=remedy))
     layout, session = mesh.layout, mesh.session
     names = dtensor.device_mesh.mesh_dim_names or ()
-    if not set(names) <= set(layout.names) or any(
-        dtensor.device_mesh.size(dim) != layout.axes[name] for dim, name in enumerate(names)
-    ):
-        raise SpecError(
-            message(
-                "from_dtensor got a tensor on another mesh",
-                got=f"axes {names}, sizes {tuple(dtensor.device_mesh.shape)}",
-                expected=f"some of {layout.axes}",
-                remedy="make it on mesh.device_mesh",
-            )
-        )
+    if not set(names) <= set(layout.names):
+        got = f"axes {names}, sizes {tuple(dtensor.device_mesh.shape)}"
+        raise _on_another_mesh(got, f"some of {layout.axes}")
+    for name in names:
+        ranks = sorted(dist.get_process_group_ranks(dtensor.device_mesh.get_group(name)))
+        expected = list(layout.group(session.rank, (name,)))
+        if ranks != expected:
+            raise _on_another_mesh(f"ranks {ranks} along {name!r}", f"{expected} on rank {session.rank}")
     if any(isinstance(placement, Partial) for placement in dtensor.placements):
         whole = [Replicate() if isinstance(each, Partial) else each for each in dtensor.placements]
         dtensor = dtensor.redistribute(placements=whole)
@@ -88,6 +86,11 @@ def from_dtensor(dtensor: DTensor, *, mesh: Mesh | None = None) -> Any:
         return Sharded(local, spec)
     (array,) = LocalValues(session, [local], [meta(shape, dtensor.dtype, spec)]).arrays(mesh)
     return array
+
+
+def _on_another_mesh(got: str, expected: str) -> SpecError:
+    remedy = "make it on mesh.device_mesh"
+    return SpecError(message("from_dtensor got a tensor on another mesh", got=got, expected=expected, remedy=remedy))
 
 
 def to_dtensor(array: Array) -> DTensor:

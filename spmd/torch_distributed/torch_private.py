@@ -6,7 +6,6 @@ As `kernels/torch_private.py`, for what only this room uses.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,17 +32,6 @@ def end_event(event: list[Any]) -> None:
     thread = threading.Thread(target=event.clear)  # it ends, for good, where the last reference to it goes
     thread.start()
     thread.join()
-
-
-def run_as_written(functions: Iterable[Any]) -> None:
-    """Keep the compiler from tracing these functions, and what they call, when compiled code comes to them.
-
-    Public way: `torch.compiler.disable`, which imports the compiler: a second, in every program.
-    """
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    for function in functions:
-        frames.set_code_exec_strategy(function.__code__, skip)
 
 
 def laid_out(dtensor: Any) -> tuple[type, Any]:

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from ..kernels.communicator import Communicator
+from ..kernels.torch_private import run_as_written
 from ..kernels.waiting import turn
-from .torch_private import end_event, run_as_written
+from .torch_private import end_event
 
 
 class Work(dist.Work):

@@ -9,7 +9,21 @@ from scripts import launched, script
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import spmd
-from spmd import P, SpecError, all_gather, data_parallel, functional, grad, optimizer, pmean, psum, value_and_grad
+from spmd import (
+    P,
+    SpecError,
+    all_gather,
+    all_to_all,
+    data_parallel,
+    functional,
+    grad,
+    optimizer,
+    pmean,
+    ppermute,
+    psum,
+    psum_scatter,
+    value_and_grad,
+)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -124,6 +138,18 @@ def gradient_through_a_collective(mesh, compiled, **options):
     return [step(BATCH["x"]) for _ in range(3)][-1]
 
 
+def moved(mesh, compiled, **options):
+    """What the ranks' own tensors go through outside of a loss, and at a new shape again."""
+
+    def move(x):
+        turned = all_to_all(ppermute(x, "data", [(0, 1), (1, 0)]), "data", 0, 0, tiled=True)
+        return turned + all_gather(psum_scatter(x, "data", tiled=True), "data", tiled=True)
+
+    run = compiled(move, **options)
+    step = spmd.spmd(lambda x: run(x), in_specs=P("data"), out_specs=P("data"), mesh=mesh)
+    return [step(torch.arange(3.0 * rows).view(rows, 3)) for rows in (4, 4, 8, 12)]
+
+
 def an_object(mesh, compiled, **options):
     run = compiled(Scale(3.0), **options)
     step = spmd.spmd(lambda x: psum(run(x), "data"), mesh=mesh)
@@ -140,7 +166,7 @@ def a_module(mesh, compiled, **options):
 
 PROGRAMS = [
     *(loss_and_grads, applied, trained, trained_compiled_within, collectives, gradient_through_a_collective),
-    *(an_object, a_module, a_gradient_made_outside, a_whole_step),
+    *(moved, an_object, a_module, a_gradient_made_outside, a_whole_step),
 ]
 
 
@@ -266,6 +292,16 @@ def in_place(mesh, part, **options):
     return apply, params, [step(params, BATCH) for _ in range(3)][-1]
 
 
+def test_operators_on_arrays_run_as_written(shared_mesh):
+    """In a function of the driver, which has nothing to compile."""
+    plain = torch.arange(24.0).view(4, 6)
+    x = spmd.put(plain, P("data"), mesh=shared_mesh({"data": 2}))
+    for function in (lambda x: x * 2 + 1, lambda x: torch.relu(x[1:, ::2]).sum() if x.sum() > 0 else x):
+        run = torch.compile(function, backend="eager")
+        for _ in range(2):
+            assert torch.equal(run(x).full(), function(plain))
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", ["", "inside"])
 def test_a_module_that_was_compiled_in_place(shared_mesh, part):
@@ -308,10 +344,17 @@ def compiled_by_counting():
     return getattr(torch, "counted_compilations", 0)
 
 
+class Called(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
 RECORDERS = {
     "make_fx": lambda f, x: make_fx(f)(x),
     "linearize": torch.func.linearize,
     "jit.trace": lambda f, x: torch.jit.trace(f, x, check_trace=False),
+    "export": lambda f, x: torch.export.export(Called(f), (x,)),
 }
 
 

@@ -160,5 +160,15 @@ def test_what_has_no_counterpart_is_refused(mesh: spmd.Mesh) -> None:
 
     with pytest.raises(SpecError, match="another mesh"):
         mesh.run(elsewhere)
+
+    def otherwise_named() -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))
+        spmd.from_dtensor(distribute_tensor(torch.ones(4), other, [Replicate(), Shard(0)]), mesh=mesh)
+
+    with pytest.raises(SpecError, match=r"another mesh \(expected \[\d, \d\] on rank \d, got ranks .* along 'model'"):
+        mesh.run(otherwise_named)
     with pytest.raises(SpecError, match="got no DTensor \\(got Tensor\\)"):
         mesh.run(spmd.from_dtensor, torch.ones(4))

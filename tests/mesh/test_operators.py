@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from spmd import Array, Loader, P, PeerLost, SpecError, data_parallel, fetch, grad, put, spmd
+from spmd import Array, Loader, P, PeerLost, SpecError, data_parallel, fetch, grad, pmean, put, spmd, value_and_grad
 
 SPECS = {"whole": P(), "rows": P("data"), "columns": P(None, "model"), "both": P("data", "model")}
 
@@ -122,6 +122,52 @@ def test_results_stay_cut_as_dtensor_has_them(shared_mesh: Any, name: str) -> No
             found = evaluated(text, names)
             assert_as_plain(text, found, evaluated(text, plain))
             assert found.spec == spec, text
+
+
+def test_what_is_not_known_yet_is_not_taken_to_be_as_before(shared_mesh: Any) -> None:
+    """An operation called before with another slice, type or number may have left its result cut in another way."""
+    mesh, plain = shared_mesh({"data": 2}), torch.arange(24.0).view(4, 6)
+    for before, text in (
+        ("x[:, :3]", "torch.relu(x[1:, ::2])"),
+        ("x[1:, ::2]", "torch.linalg.cross(x[:, :3], x[:, 1:4])"),
+        ("x[:, :3]", "x[:, 2:] + torch.ones(4)"),
+        ("x[:, :3]", "x[1:, ::2].sum()"),
+        ("F.dropout(x, 0.0)", "F.dropout(x, 1.0) * 2"),
+        ("x.half()", "x.to(torch.float64)"),
+        ("x[x > 3]", "x[x > 17] * 2"),
+        ("x[:, : x[0, 3].long()]", "x[:, : x[0, 4].long()] + torch.ones(4)"),
+    ):
+        x = put(plain, P("data"), mesh=mesh)
+        evaluated(before, {"x": x})
+        assert_as_plain(f"{text}, after {before}", evaluated(text, {"x": x}), evaluated(text, {"x": plain}))
+
+
+def test_what_a_step_is_given_is_not_taken_to_be_as_before(shared_mesh: Any) -> None:
+    mesh, plain = shared_mesh({"data": 2}), torch.arange(24).view(4, 6)
+    x = put(plain, P("data"), mesh=mesh)
+    _ = x[1:, ::2]
+    assert float(spmd(torch.sum, mesh=mesh, in_specs=P())(x[:, :3])) == plain[:, :3].sum()
+    twice = spmd(lambda x: x * 2, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    assert torch.equal(twice(x[:, :3]).full(), plain[:, :3] * 2)
+
+
+def test_a_step_is_given_what_values_have_sized(shared_mesh: Any) -> None:
+    """By a step, whose next result may have another size."""
+    mesh = shared_mesh({"data": 2})
+    positive = spmd(lambda x: x[x > 0], mesh=mesh)
+    mean = spmd(lambda x: pmean(x.mean(), "data"), mesh=mesh, in_specs=P("data"))
+    positive(torch.tensor([1.0, 2, 3, 4, 5, -1]))
+    assert float(mean(positive(torch.tensor([1.0, 2, 3, 4, 5, 6])))) == 3.5
+    assert float(mean(positive(torch.tensor([1.0, 2, 3, 4, -1, -1])))) == 2.5
+    uneven = spmd(
+        data_parallel(lambda batch: value_and_grad(lambda w: (w * batch).mean())(torch.ones(()))[0]), mesh=mesh
+    )
+    for x in (torch.tensor([1.0, 2, 3, 4, -1, -1]), torch.tensor([1.0, 2, 3, 4, 50, -1])):
+        for _ in range(2):
+            assert float(uneven(positive(x))) == x[x > 0].mean()
+    for _ in range(2):
+        with pytest.raises(SpecError, match="dimension 0 of size 5 is not divisible by axis data of size 2"):
+            mean(positive(torch.tensor([1.0, 2, 3, 4, 5, -1]))).full()
 
 
 def test_arrays_of_numpy_beside_them(shared_mesh: Any) -> None:
