@@ -31,6 +31,7 @@ from ..mesh.region import generators, restore_generators
 from ._auxiliary import Auxiliary
 from ._call import Call, Output
 
+_EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
 _MOST = 4096  # functions that are remembered of those that were looked at
 _looked_at: set[Any] = set()  # in regions that have no signature: of `mesh.run`
 
@@ -65,7 +66,7 @@ def look(
     if key in looked_at:
         call.region.looked_at.add(lookup)
         return
-    _look_at_tape(call, out)
+    _look_at_tape(call, out, bool(split) or call.plan.virtual is not None)
     rows = batch[0].shape[0] if batch else 0
     if split and call.plan.samples and out.count is None and call.plan.virtual is None:
         _check_parts(call, args, kwargs, split)
@@ -103,7 +104,7 @@ def _code(function: Any) -> tuple[Any, ...]:
 # -- the tape ----------------------------------------------------------------------------------------------------------
 
 
-def _look_at_tape(call: Call, out: Output) -> None:
+def _look_at_tape(call: Call, out: Output, has_part: bool) -> None:
     given = {id(argument.primal) for argument in call.arguments}
     held = frozenset() if call.region is None else call.region.captured
     for node in _nodes(out.value.grad_fn):
@@ -113,6 +114,14 @@ def _look_at_tape(call: Call, out: Output) -> None:
                 message(
                     f"{call.name} uses reentrant activation checkpointing, which can't be differentiated by arguments",
                     remedy=NOT_REENTRANT,
+                )
+            )
+        if has_part and name in _EMBEDDINGS and torch_private.saved(node, "scale_grad_by_freq"):
+            raise SpecError(
+                message(
+                    f"{call.name} scales an embedding's gradient by how often an index is in the batch",
+                    got="a part of the batch on each rank, or in each virtual shard",
+                    remedy="make the embedding with scale_grad_by_freq=False, and weigh samples in the loss",
                 )
             )
         leaf = getattr(node, "variable", None) if name == "AccumulateGrad" else None

@@ -262,6 +262,14 @@ def test_clipping_gradients_that_are_there(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("shards", [None, 2])
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_counts_indices(mesh: Mesh, layer: Any, shards: int | None) -> None:
+    apply, params = functional(layer(3, 1, scale_grad_by_freq=True))
+    with pytest.raises(SpecError, match=r"how often an index is in the batch.*scale_grad_by_freq=False"):
+        gradients(mesh, lambda p, rows: apply(p, rows).mean(), params, torch.zeros(4, 1, dtype=torch.int64), shards)
+
+
+@pytest.mark.parametrize("shards", [None, 2])
 def test_reentrant_checkpointing_with_nothing_trained_before_it(mesh: Mesh, shards: int | None) -> None:
     """Beside a layer that is trained; torch only warns."""
     _, params = functional(model())
