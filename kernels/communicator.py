@@ -208,10 +208,7 @@ class Communicator(abc.ABC):
         self.isend(tensor, dst, tag).wait()
 
     def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> int:
-        """Receive into `tensor` from rank `src` (None: from any); returns the source.
-
-        Give it the sent dtype: only the number of bytes is compared, as other transports of messages do.
-        """
+        """Receive into `tensor`, of the sent dtype (bytes are compared), from `src` (None: any); returns the source."""
         return self.irecv(tensor, src, tag).wait()
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:

@@ -265,9 +265,12 @@ def test_a_spec_may_change_from_call_to_call(mesh):
     total = spmd(lambda x: psum(x.sum(), "data"), mesh=mesh, in_specs=P("data"))
     x = torch.ones(2)
     assert f(x, torch.tensor(False)).spec == P()
+    whole = spmd(lambda x: x, mesh=mesh, in_specs=P())
+    assert whole(f(x, torch.tensor(True))).full().tolist() == [1.0] * 4  # the first call waits for what it is given
+    whole(f(x, torch.tensor(False)))
     cut = f(x, torch.tensor(True))
     with pytest.raises(SpecError, match="came back with another spec than before"):
-        spmd(lambda x: x, mesh=mesh, in_specs=P())(cut)
+        whole(cut).full()
     cut = f(x, torch.tensor(True))
     assert float(total(cut)) == 4.0 and cut.spec == P("data") and cut.shape == (4,)
 
