@@ -77,7 +77,7 @@ types: $(VENV)/.made
 # conftest.py's order.
 suite: $(VENV)/.made
 	$(PY) -m compileall -q spmd mesh kernels transforms
-	cd tests && $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m 'not long'
+	cd tests && $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m 'not long' --ignore real
 
 # What `make test` leaves out: drivers of several hosts, and combinations of what it has.
 test-long: $(VENV)/.made

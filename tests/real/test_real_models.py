@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import BATCH_NORM, BUILDERS, build
-from training import assert_same, by_mesh, by_torch, dealt_batches
+from real_training import assert_same, by_mesh, by_torch, dealt_batches
 
 from spmd import optimizer
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from models import batch, build
+from real_training import SAMPLES, STEPS, Run, assert_same, by_mesh, by_torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from training import SAMPLES, STEPS, Run, assert_same, by_mesh, by_torch
 from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
