@@ -23,6 +23,7 @@ from .reduction import Op
 
 FIRST_BYTES = 1 << 20
 _LEAF_BYTES = 1 << 16  # a leaf; of smaller ones a hook each costs more than an early start of their sum gains
+_GAP_BYTES = 1 << 14  # zeroed about as soon as a view is made
 _ALIGN = 64  # bytes; leaves start at cache lines
 ALIGNED = 64  # elements: where leaves start that optimizers step as one
 
@@ -145,8 +146,7 @@ class Buckets:
             self._comm.progress()  # what is reduced by now gives its memory back
             size, dtype = self._plan.sizes[bucket]
             buffer = self._buffers[bucket] = self._comm.scratch(size, dtype=dtype)
-            if self._plan.has_gaps:  # which are stepped with the leaves
-                buffer.zero_()
+            self._plan.fill_gaps(buffer)
         return buffer
 
     def mark_ready(self, index: int) -> None:
@@ -211,7 +211,6 @@ class _Plan:
         # What goes into one bucket lies there in order, as an optimizer has it, which then needs no copy.
         single = min(max(FIRST_BYTES, len(leaves) * _LEAF_BYTES), bucket_bytes)
         in_order = len(set(dtypes)) == 1 and nbytes <= single and not products
-        self.has_gaps = in_order and any(count % ALIGNED for count in elements_of)
         for index in range(len(leaves)) if in_order else reversed(range(len(leaves))):
             leaf, dtype, elements = leaves[index], dtypes[index], elements_of[index]
             if index in products:
@@ -235,9 +234,23 @@ class _Plan:
             self.sizes[bucket] = (start + _padded(elements, step), dtype)
         if products:  # each of which would leave those before it waiting for the small leaves around it
             self._order()
+        # Behind leaves that an optimizer has end to end; it steps these elements, too.
+        self._gaps = [
+            (slot.start + count, slot.start + _padded(count, ALIGNED))
+            for slot, count in zip(self.slots, elements_of, strict=True)
+            if in_order and count % ALIGNED
+        ]
         self._members: list[list[int]] = [[] for _ in self.counts]  # by bucket
         for index, slot in enumerate(self.slots):
             self._members[slot.bucket].append(index)
+
+    def fill_gaps(self, buffer: torch.Tensor) -> None:
+        """Zeros between leaves: one by one, unless there are so many that going over everything is sooner done."""
+        if len(self._gaps) * _GAP_BYTES > buffer.nbytes:
+            buffer.zero_()
+        else:
+            for start, stop in self._gaps:
+                buffer[start:stop].zero_()
 
     def view(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
         """A leaf in its bucket's buffer."""

@@ -162,8 +162,8 @@ def _state_of(module: Any) -> list[Any]:
     modules, seen = [module], {id(module)}
     tensors: list[Any] = []
     for one in modules:
-        for child in one.children():
-            if id(child) not in seen:
+        for child in torch_private.children(one):
+            if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 modules.append(child)
         tensors += torch_private.parameters(one).values()

@@ -110,7 +110,7 @@ class LastingValues:
         self._layouts: dict[Any, tuple[int, tuple[Leaf, ...]]] = {}
         self._kept: dict[int, tuple[int, tuple[Leaf, ...]]] = {}  # call -> its entry in the ledger, how it is told
         self._known: weakref.WeakKeyDictionary[KnownLayout, tuple[int, tuple[Leaf, ...], list[int]]]
-        self._known = weakref.WeakKeyDictionary()  # as `_layouts`, and the bytes of each, of those that are all small
+        self._known = weakref.WeakKeyDictionary()  # as `_layouts`, and the bytes of each
 
     def lay_out(self, leaves: list[Any], known: KnownLayout | None = None) -> None:
         """Put results, in place in the list, in memory that lasts, but for those small enough to lie in the ledger.
@@ -181,23 +181,28 @@ class LastingValues:
         if known is not None and not known.large:
             self._kept[call] = self._written(call, tensors, known)
         else:
-            self._kept[call] = self._written_singly(call, tensors, specs)
+            layout, leaves = self._layout(tensors, specs) if known is None else self._layout_of(known, tensors)[:2]
+            self._kept[call] = self._written_singly(call, tensors, layout, leaves)
         if before is not None:
             self._ledger.remove(before[0])
 
     def _written(self, call: int, tensors: Sequence[Any], known: KnownLayout) -> tuple[int, tuple[Leaf, ...]]:
         """The entry of small values that lie as others did, and how it is told."""
-        found = self._known.get(known)
-        if found is None:
-            layout, leaves = self._layout(tensors, known.specs)
-            found = self._known[known] = layout, leaves, [leaf.nbytes for leaf in leaves]
-        layout, leaves, sizes = found
+        layout, leaves, sizes = self._layout_of(known, tensors)
         addresses = [tensor.data_ptr() for tensor in tensors]
         words = (layout, *[address & 63 for address in addresses])
         return self._ledger.write(call, (), words, b"", addresses, sizes), leaves
 
+    def _layout_of(self, known: KnownLayout, tensors: Sequence[Any]) -> tuple[int, tuple[Leaf, ...], list[int]]:
+        """As `_layout`, and the bytes of each."""
+        found = self._known.get(known)
+        if found is None:
+            layout, leaves = self._layout(tensors, known.specs)
+            found = self._known[known] = layout, leaves, [leaf.nbytes for leaf in leaves]
+        return found
+
     def _written_singly(
-        self, call: int, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]
+        self, call: int, tensors: Sequence[torch.Tensor | None], layout: int, leaves: tuple[Leaf, ...]
     ) -> tuple[int, tuple[Leaf, ...]]:
         """The entry of any values, and how it is told."""
         extents: dict[Extent, int] = {}
@@ -205,7 +210,7 @@ class LastingValues:
         addresses: list[int] = []
         sizes: list[int] = []
         data = b""
-        layout, leaves = self._layout(tensors, specs)
+        which = first = stop = 0  # of the last storage; parameters lie side by side in one
         for tensor, leaf in zip(tensors, leaves, strict=True):
             if tensor is None:
                 words.append(0)
@@ -219,12 +224,16 @@ class LastingValues:
                 words.append(len(pickled))
                 data += pickled
             else:
-                storage = tensor.untyped_storage()
-                # What a program has written to a value since (it should not) is not the value, and goes with the rank.
-                extent = extent_of(self._arena, storage, written=True)
-                assert extent is not None, "a large value that is kept has been placed"
-                which = extents.setdefault(extent, len(extents))
-                words.append(which << _AT | tensor.data_ptr() - storage.data_ptr())
+                address = tensor.data_ptr()
+                if not first <= address <= stop - leaf.nbytes:
+                    storage = tensor.untyped_storage()
+                    # What a program has written to a value since (it should not) is not the value, and goes with the
+                    # rank.
+                    extent = extent_of(self._arena, storage, written=True)
+                    assert extent is not None, "a large value that is kept has been placed"
+                    which = extents.setdefault(extent, len(extents))
+                    first, stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+                words.append(which << _AT | address - first)
         return self._ledger.write(call, tuple(extents), (layout, *words), data, addresses, sizes), leaves
 
     def shrink(self, call: int, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> None:

@@ -197,6 +197,7 @@ def tables() -> None:
     torch_private.parameters(layer)["weight"] = torch.tensor([2.0, 3.0])
     torch_private.buffers(layer)["running_mean"] = torch.tensor([1.0, 1.0])
     assert layer.weight.tolist() == [2, 3] and layer.running_mean.tolist() == [1, 1]
+    assert list(torch_private.children(nn.Sequential(layer, layer))) == [layer, layer]
 
 
 class Twice(nn.Module):

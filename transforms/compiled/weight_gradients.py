@@ -27,6 +27,7 @@ Fill = Callable[..., None]
 """`fill(left, right, borrowed=True)`: whose memory the graph uses again when the call is over."""
 
 NODE = "CompiledFunctionBackward"  # a compiled graph on the tape
+_SOURCE = Path(__file__)
 LARGE = 1 << 17  # bytes of a weight; below, a copy costs less than finding out
 
 _made: weakref.WeakKeyDictionary[type, set[int]] = weakref.WeakKeyDictionary()
@@ -49,7 +50,7 @@ _running = _Running()
 
 def prepare() -> None:
     """Have graphs rewritten from now on, if this program has imported Inductor."""
-    if torch_compiled.rewrite_graphs(_rewrite, Path(__file__)):
+    if torch_compiled.rewrite_graphs(_rewrite, _SOURCE):
         _operator()
 
 
