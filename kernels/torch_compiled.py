@@ -74,11 +74,13 @@ def options_of(function: Any) -> dict[str, Any]:
 
 
 def _options(context: Any) -> dict[str, Any]:
-    backend = context.callback
-    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
-        backend = inner
+    *wrappers, backend = _chain(context.callback)
     try:
-        chosen = {"fullgraph": bool(context.fullgraph), "dynamic": torch_private.dynamic_of(context)}
+        if hasattr(context, "_dynamic") and not hasattr(context, "fullgraph"):  # torch 2.8
+            fullgraph = any(type(one).__name__ == "ConvertFrameAssert" for one in wrappers)
+        else:
+            fullgraph = bool(context.fullgraph)
+        chosen = {"fullgraph": fullgraph, "dynamic": torch_private.dynamic_of(context)}
         if type(backend).__name__ == "_TorchCompileInductorWrapper":
             return {**chosen, "backend": "inductor", "options": dict(backend.config) or None}
         return {**chosen, "backend": backend.compiler_fn, **backend.kwargs}
@@ -86,6 +88,15 @@ def _options(context: Any) -> dict[str, Any]:
         raise TypeError(
             f"a function compiled by torch.compile can't be taken apart ({error}): compile it inside the step"
         ) from None
+
+
+def _chain(callback: Any) -> list[Any]:
+    """What turns frames into graphs, from the outside in, and the backend that it ends with."""
+    found = [callback]
+    for one in found:
+        inner = getattr(one, "_torchdynamo_orig_backend", None) or getattr(one, "_torchdynamo_orig_callable", None)
+        found += [] if inner is None else [inner]
+    return found
 
 
 def _compiled(function: Callable, options: dict[str, Any]) -> Callable:

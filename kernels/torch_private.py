@@ -192,7 +192,8 @@ def saved(node: Node, name: str) -> Any:
 def saves_itself(node: Node, name: str) -> Tensor | None:
     """The tensor that a node keeps, if it keeps it as it is and not packed by a hook; else None.
 
-    What is packed (`torch.utils.checkpoint`, `save_on_cpu`) may be asked for only once. Public way: none.
+    What is packed (`torch.utils.checkpoint`, `save_on_cpu`) may be asked for only once; None in torch 2.8, which does
+    not say so. Public way: none.
     """
     kept = getattr(node, f"_raw_saved_{name}")
     return None if getattr(kept, "unpack_hook", kept) is not None else getattr(kept, "data", None)
@@ -232,10 +233,7 @@ def hooks_made() -> int:
 
 
 def in_torch_func() -> bool:
-    """Whether a transform of `torch.func` (vmap, grad, jvp, ...) is at work.
-
-    Public way: none; whether a given tensor is transformed can't be asked either.
-    """
+    """Whether a transform of `torch.func` (vmap, grad, jvp, ...) is at work. Public way: none."""
     return torch._C._are_functorch_transforms_active()
 
 
@@ -327,10 +325,7 @@ def compiler_listens() -> bool:
 
 
 def tree_node_of(cls: type) -> tuple[Any, Any] | None:
-    """How torch's trees take objects of a class apart and make them anew; None if it was not registered there.
-
-    Public way: none reads the registry; `torch.utils._pytree` is where models' outputs are registered.
-    """
+    """How torch's trees take objects of a registered class apart and make them anew. Public way: none reads them."""
     node = SUPPORTED_NODES.get(cls)
     return None if node is None else (node.flatten_fn, node.unflatten_fn)
 
@@ -347,3 +342,8 @@ def gloo_options(timeout: float, hostname: str) -> Any:
     options._timeout = datetime.timedelta(seconds=timeout)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=hostname)]
     return options
+
+
+def set_timeout(group: Any, timeout: datetime.timedelta) -> None:
+    """Of a Gloo group. Public way: `group.set_timeout`, which torch 2.8 lacks."""
+    (getattr(group, "set_timeout", None) or group._set_default_timeout)(timeout)

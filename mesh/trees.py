@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import pickle
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -247,14 +248,19 @@ def travels_by_name(obj: Any) -> bool:
 _Cached = type(functools.lru_cache(lambda: None))
 
 
-def caching_anew(obj: Any) -> tuple[Any, ...] | None:
-    """How a `functools.cache` or `lru_cache` of a function that travels by value is pickled: with an empty cache.
+def reduced(obj: Any) -> tuple[Any, ...] | None:
+    """How functions are pickled, where cloudpickle alone would lose something; None for all else.
 
-    Python's own way is by name, which the receiver's `__main__` does not have.
+    A `functools.cache` or `lru_cache` of a function that travels by value: with an empty cache; Python's own way is by
+    name, which the receiver's `__main__` does not have. Code: with the name of its file, which errors and tracebacks of
+    ranks tell, and cloudpickle leaves out since 3.1.3.
     """
-    if type(obj) is not _Cached or travels_by_name(obj):
-        return None
-    return _cached, (obj.__wrapped__, dict(obj.cache_parameters()))
+    if type(obj) is _Cached and not travels_by_name(obj):
+        return _cached, (obj.__wrapped__, dict(obj.cache_parameters()))
+    if type(obj) is types.CodeType:
+        made, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](obj)
+        return made, tuple(obj.co_filename if one == "<dynamic-code>" else one for one in arguments)
+    return None
 
 
 def _cached(function: Callable, parameters: dict[str, Any]) -> Any:

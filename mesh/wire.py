@@ -86,7 +86,7 @@ class _Pickler(cloudpickle.Pickler):
         self.kept: list[Any] = []  # ids stay unique only while the objects live
 
     def reducer_override(self, obj: Any) -> Any:
-        found = torch_compiled.taken_apart(obj) or opened_elsewhere(obj) or trees.caching_anew(obj)
+        found = torch_compiled.taken_apart(obj) or opened_elsewhere(obj) or trees.reduced(obj)
         return super().reducer_override(obj) if found is None else found
 
     def persistent_id(self, obj: Any) -> Any:

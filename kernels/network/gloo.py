@@ -23,7 +23,7 @@ from ..call import Call, wrong_size
 from ..errors import PeerLost, message
 from ..operations import Steps
 from ..processes import Owned
-from ..torch_private import gloo_options
+from ..torch_private import gloo_options, set_timeout
 from ..waiting import Watch, wait_until
 from . import gloo_group
 from .communicator import NetworkedCommunicator
@@ -85,7 +85,7 @@ class GlooCommunicator(NetworkedCommunicator):
         try:
             self._group, self._sockets = gloo_group.connect(store, self.rank, self.size, options, self._wait)
             # From here on it is our wait that gives up: it knows of a rank that is in a debugger, and says more.
-            self._group.set_timeout(_LONG)
+            set_timeout(self._group, _LONG)
         except RuntimeError as error:
             raise self._unconnected(_reason(error)) from None
 

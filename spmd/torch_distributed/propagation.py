@@ -152,6 +152,10 @@ def _left(region: Region, leaf: Any) -> Any:
         local = _all_reduced(session.comm(summed), leaf.to_local())  # along all of them at once
     else:
         local = (leaf if wanted == placements else leaf.redistribute(placements=wanted)).to_local()
+    # Torch 2.14 says of `argmin` that it is cut where the tensor is not, and computes all of it on every rank.
+    cut = zip(leaf.shape, local.shape, axes, strict=False)
+    if any(size != each * layout.parts(tuple(own)) for size, each, own in cut):
+        raise NeedsWhole
     spec = P(*axes)
     return Sharded(local, spec) if spec.entries else local
 

@@ -1,6 +1,7 @@
 """Private parts of torch: each does what it is used for with this version of torch, and no other file names one."""
 
 import ast
+import datetime
 import pathlib
 import warnings
 from collections.abc import Callable
@@ -133,7 +134,8 @@ def saved() -> None:
     for y, name in ((nn.functional.linear(x, w), "self"), (nn.functional.linear(x, w, torch.ones(4)), "mat1")):
         assert y.grad_fn.name() in ("MmBackward0", "AddmmBackward0")
         assert torch.equal(torch_private.saved(y.grad_fn, name), x)
-        assert torch.equal(torch_private.saves_itself(y.grad_fn, name), x)
+        itself = torch_private.saves_itself(y.grad_fn, name)
+        assert torch.equal(itself, x) if hasattr(torch._C._autograd.SavedTensor, "data") else itself is None
         assert not torch_private.scales(y.grad_fn)
 
 
@@ -248,7 +250,8 @@ def compiled_call() -> None:
     module = nn.Linear(1, 1)
     assert torch_private.compiled_call(module) is None
     module.compile(backend="eager")
-    assert torch_private.compiled_from(torch_private.compiled_call(module)) == module._call_impl
+    found = torch_private.compiled_from(torch_private.compiled_call(module))
+    assert getattr(found, "__func__", found) is nn.Linear._call_impl  # bound or, since torch 2.14, not
 
 
 def tree_node_of() -> None:
@@ -261,6 +264,7 @@ def tree_node_of() -> None:
 def gloo_options() -> None:
     options = torch_private.gloo_options(7.0, "127.0.0.1")
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
+    torch_private.set_timeout(group, datetime.timedelta(seconds=70))
     group.allreduce([torch.ones(1)]).wait()
 
 
