@@ -24,7 +24,7 @@ from ...kernels.shm.arena import Arena
 from ...kernels.shm.board import ended
 from .. import protocol, wire
 from ..display import trace
-from ..rank.logs import levels
+from ..display.records import levels
 from ..remote.addresses import listen
 from ..spec import Layout
 from .spawn import fork_rank, mesh_begins, mesh_ends

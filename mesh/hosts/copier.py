@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import pickle
 import queue
-import socket
 import struct
 import threading
 import time
@@ -26,7 +25,7 @@ from ..spec import Layout, P
 from . import protocol as hosts_protocol
 from .coded import NotOfThisMesh
 from .holder import secret_of
-from .link import GREETING_SECONDS, Link, greet_driver
+from .link import Link, dial
 
 Kept = Iterable[tuple[int, Sequence[torch.Tensor | None], Sequence[P]]]
 """Values of calls, by the call's number, with their specs."""
@@ -149,7 +148,7 @@ class Copier:
         for rank, address, port, owner, names in copies:
             if rank != self._rank:
                 continue
-            link = self._greeted((address, port))
+            link = dial((address, port), self._secret, self._rank)
             try:
                 msg, content = link.ask(hosts_protocol.SendCopies(owner, names))
             finally:
@@ -178,14 +177,6 @@ class Copier:
             link.close()
         self._links.clear()
 
-    def _greeted(self, address: tuple[str, int]) -> Link:
-        connection = socket.create_connection(address, timeout=GREETING_SECONDS)
-        try:
-            return greet_driver(connection, self._secret, self._rank)
-        except BaseException:
-            connection.close()
-            raise
-
     def _send_all(
         self,
         calls: list[tuple[int, list[_Item]]],
@@ -199,7 +190,7 @@ class Copier:
         """
         self._close()
         for neighbour in self._neighbours:
-            link = self._links[neighbour] = self._greeted(msg.hosts[neighbour])
+            link = self._links[neighbour] = dial(msg.hosts[neighbour], self._secret, self._rank)
             held, _ = link.ask(hosts_protocol.ListCopies())
             there = {(call, index) for _, call, index in held.names}
             gone = sorted({call for call, _ in there}.difference(msg.needed, (call for call, _ in calls)))

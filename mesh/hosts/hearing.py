@@ -5,8 +5,7 @@ Invariant: the thread waits for no host, and for nobody else; what it puts into 
 
 from __future__ import annotations
 
-import os
-import selectors
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,8 @@ from typing import Any, Protocol
 
 from .. import wire
 from ..driver.ranks import Rank
-from .framing import whole_packet
+from ..driver.sockets import READ, Listening
+from .coded import whole_packet
 from .gathering import is_gathered
 from .link import Link
 
@@ -100,33 +100,37 @@ class Reading(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="spmd-hosts", daemon=True)
-        self._selector = selectors.DefaultSelector()
-        self._read_end, self._bell = os.pipe()
-        self._selector.register(self._read_end, selectors.EVENT_READ)
+        self._listening = Listening()
+        self._hosts: list[Host] = []
         self._closed = False
         self.start()
 
     def add(self, host: Host) -> None:
         """Read a host's link; from now on that is closed by this thread."""
-        self._selector.register(host.link.connection, selectors.EVENT_READ, host)
+        self._hosts.append(host)
+        self._listening.selector.register(host.link.connection, READ, functools.partial(self._read, host))
+
+    def _read(self, host: Host, events: int) -> None:
+        if not host.read():
+            self._end(host)
+
+    def _end(self, host: Host) -> None:
+        self._hosts.remove(host)
+        self._listening.forget(host.link.connection)
+        host.end()
 
     def run(self) -> None:
         while not self._closed:
-            for key, _ in self._selector.select():
-                if key.data is not None and not key.data.read():
-                    self._selector.unregister(key.fileobj)
-                    key.data.end()
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None:
-                key.data.end()
-        self._selector.close()
-        os.close(self._read_end)
-        os.close(self._bell)
+            for heard in self._listening.select():
+                heard()
+        for host in list(self._hosts):
+            self._end(host)
+        self._listening.close()
 
     def close(self) -> None:
         """End the links, and the thread."""
         if self._closed:
             return
         self._closed = True
-        os.write(self._bell, b"!")
+        self._listening.wake()
         self.join(1.0)

@@ -19,8 +19,7 @@ from ...kernels.processes import Owned
 from .. import wire
 from ..driver.ranks import Rank
 from . import protocol
-from .coded import NotOfThisMesh
-from .framing import framed
+from .coded import NotOfThisMesh, framed
 from .hearing import Inbox
 from .link import Link
 from .relaying.ordered import Ordered

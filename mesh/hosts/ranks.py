@@ -26,7 +26,7 @@ from ..driver.ranks import Rank, Ranks, request_of
 from ..driver.receiving import Receiving
 from ..spec import Layout
 from . import protocol
-from .framing import framed
+from .coded import framed
 from .hearing import Inbox, Reading
 from .host_list import HostList
 from .joining import CALLS

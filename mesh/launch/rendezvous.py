@@ -23,9 +23,8 @@ from ...kernels.network.authentication import AuthenticatedStore, code
 from ...kernels.network.hosts import innermost, leads_nowhere_else, limit_silence
 from ...kernels.network.interface import address_of, chosen, is_loopback, towards
 from .environments import Launch, detect
-from .own_files import open_own, own_folders
 from .roll_call import RollCall
-from .secret import secret_of_user
+from .secret import open_own, own_folders, secret_of_user
 
 _explicit: Launch | None = None
 _given_store: dist.Store | None = None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import functools
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,19 +22,21 @@ from ...kernels.processes import open_more_files
 from ...kernels.registry import register_backend
 from ...kernels.shm.arena import Arena
 from .. import protocol
+from ..ambient import Ambient, under
+from ..display.bars import report_bars
+from ..display.records import relay
 from ..display.stacks import publish
 from ..display.trace import LOGGER
 from ..hosts import joining as hosts
 from ..hosts.copier import Copier
 from ..mesh import Mesh
-from ..region import seed_others
-from ..remote.serving import serve_when_called
+from ..region import Region, inside, seed_others
+from ..remote.handle import plain_name_of
+from ..remote.node import Node
 from ..spec import Layout
 from . import devices
 from .debugger import debug_through
 from .lasting_values import LastingValues
-from .logs import relay
-from .rank_bars import report_bars
 from .session import RankSession
 from .state import RankState
 from .worker import TracedWorker, Worker
@@ -104,3 +109,51 @@ def _store(path: str, size: int, timeout: float) -> Any:
     store = dist.FileStore(path, size)
     store.set_timeout(datetime.timedelta(seconds=timeout))
     return store
+
+
+def serve_when_called(
+    state: RankState,
+    key: bytes,
+    listening: Sequence[socket.socket],
+    elsewhere: Callable[[int], tuple[str, int] | None],
+) -> Node:
+    """This rank's part in remote calls, whose thread starts when somebody connects, or when this rank calls an object.
+
+    Until then there is only a listening socket, whose first connection makes the kernel send SIGIO: a rank that nobody
+    calls has one thread, and one that is in a region for long starts serving all the same.
+
+    Args:
+        elsewhere: see `Node`.
+    """
+    session = state.session
+
+    @contextlib.contextmanager
+    def around(settings: Ambient | None) -> Iterator[None]:
+        session.apart.label = True
+        with inside(Region(session, ("remote", session.rank), state.mesh)), under(settings):
+            yield
+
+    node = Node(
+        session.rank,
+        key,
+        describe=state.mesh.describe,
+        name_of=functools.partial(plain_name_of, mesh=lambda: state.mesh),
+        object_of=lambda name: state.mesh,
+        elsewhere=elsewhere,
+        listening=listening,
+        around=around,
+    )
+
+    def start(*_: Any) -> None:
+        if not node.foreign:
+            node.start()
+
+    signal.signal(signal.SIGIO, start)
+    waiting = select.poll()
+    for one in listening:
+        fcntl.fcntl(one, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(one, fcntl.F_SETFL, fcntl.fcntl(one, fcntl.F_GETFL) | os.O_ASYNC)
+        waiting.register(one, select.POLLIN)
+    if waiting.poll(0):  # somebody came before the signal was asked for
+        start()
+    return node

@@ -8,7 +8,6 @@ fails for itself.
 from __future__ import annotations
 
 import contextlib
-import linecache
 import os
 import select
 import signal
@@ -26,6 +25,7 @@ from ...kernels.processes import Owned
 from .. import protocol, wire
 from ..display.bars import BarState
 from ..display.trace import Recorder
+from ..driver.snapshot import remember_sources
 from ..failure import capture
 from ..resizing.messages import Populate
 from . import memory
@@ -260,9 +260,3 @@ def _is_importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def remember_sources(sources: dict[str, list[str]]) -> None:
-    """Source lines of functions that were typed, not read from a file, for tracebacks."""
-    for name, lines in sources.items():
-        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)

@@ -79,7 +79,7 @@ class Asked:
     def tree(
         self, descriptions: tuple[bytes, ...], deal: Deal | None, *, name: str, ragged: bool = False, remedy: str
     ) -> Any:
-        """Its tree of Arrays, of what each rank has described; for the arguments see `sized.fill`."""
+        """Its tree of Arrays, of what each rank has described; for the arguments see `fill`."""
         where = self._answers.where
         treedef, results = agreement.of_batch(
             self.layout, descriptions, name=name, where=where, ragged=ragged, remedy=remedy

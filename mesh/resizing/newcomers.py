@@ -6,7 +6,7 @@ taken (`resizing`) nothing of the mesh that there is refers to them, so that giv
 
 from __future__ import annotations
 
-import select
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +18,7 @@ from ...kernels.shm.heap import Heap
 from .. import protocol, wire
 from ..driver.ranks import Rank, Ranks
 from ..driver.session import DriverSession
+from ..driver.sockets import RankSockets
 from ..hosts.host_list import HostList
 from ..hosts.ranks import HostRanks
 from ..spec import Layout
@@ -160,31 +161,23 @@ class Newcomers:
 
     def _heard_here(self) -> Iterator[list[tuple[str, Rank, Any]]]:
         """What ranks of this host say, each time after a moment at most."""
-        look = select.poll()
-        sources: dict[int, tuple[str, Rank]] = {}
-        for rank in self.ranks.all:
-            for source, kind in rank.sources():
-                look.register(source, select.POLLIN)
-                sources[source if isinstance(source, int) else source.fileno()] = kind, rank
-        while True:
-            found: list[tuple[str, Rank, Any]] = []
+        found: list[tuple[str, Rank, Any]] = []
+        with contextlib.closing(
+            RankSockets(
+                lambda rank, packets: found.extend(("answer", rank, packet) for packet in packets),
+                lambda rank: found.extend((stream, rank, data) for stream, data in sockets.output_of(rank)),
+                lambda rank: found.append(("death", rank, None)),
+            )
+        ) as sockets:
             for rank in self.ranks.all:
-                rank.flush()
-            for fd, _ in look.poll(1000 * _LOOK_SECONDS):
-                kind, rank = sources[fd]
-                if kind == "answer":
-                    packets = rank.answers()
-                    if packets is None:
-                        rank.ended(1.0)
-                    found += [("death", rank, None)] if packets is None else [(kind, rank, one) for one in packets]
-                elif kind == "death":
-                    found.append((kind, rank, None))
-                else:
-                    while data := rank.read(kind):
-                        found.append((kind, rank, data))
-                    if data is None:
-                        look.unregister(fd)
-            yield found
+                sockets.add(rank)
+            while True:
+                for rank in self.ranks.all:
+                    rank.flush()
+                for heard in sockets.select(_LOOK_SECONDS):
+                    heard()
+                yield found
+                found.clear()
 
     def _heard_of_hosts(self) -> Iterator[list[tuple[str, Rank, Any]]]:
         """The same of ranks of other hosts."""

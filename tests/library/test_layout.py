@@ -127,7 +127,7 @@ def test_no_two_files_import_each_other() -> None:
 
 LINES = 350  # of a product file, at most
 LONGER = {
-    "mesh/mesh.py": 380,
+    "mesh/mesh.py": 362,
 }
 
 
