@@ -17,6 +17,7 @@ from spmd.mesh.hosts import protocol
 from spmd.mesh.hosts.coded import framed, unframed
 from spmd.mesh.hosts.link import greet_driver, mesh_key
 from spmd.mesh.hosts.relaying.branch import Branch
+from spmd.mesh.rank import descriptors
 
 _HELLO = protocol.Hello(protocol.versions())
 _NOTHING = wire.dumps(None).data
@@ -54,7 +55,7 @@ def stub(stdin: bytes) -> None:
         for msg, content in (messages := link.receive()) or ():
             if isinstance(msg, protocol.Begin):
                 ranks = msg.ranks
-                key = mesh_key(secret, ranks_protocol.decode(msg.request).key)
+                key = mesh_key(secret, descriptors.decode(msg.request).key)
                 branch = Branch(link, connection.getsockname()[0], key, len(ranks), selector, handle)
                 link.send(protocol.Started(tuple((rank, os.getpid(), 1) for rank in ranks), 0))
                 for rank in ranks:

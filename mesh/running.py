@@ -16,13 +16,13 @@ from ..kernels.callsite import shows_only_users
 from ..kernels.errors import MeshError, PeerLost, message
 from . import protocol, wire
 from .ambient import Ambient, ambient, under
-from .counting.counted import note_mesh
 from .display.notebook import shorten
 from .driver.mesh_view import MeshView
 from .driver.sending import content as content_of
 from .driver.session import DriverSession
 from .driver.snapshot import typed_sources
 from .launch import launched
+from .rank.counted import note_mesh
 from .region import Region, current, generators, inside, reseed, restore_generators
 from .remote import answers
 from .remote.handle import Remote

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from .mesh.counting.counted import Counts, asked, asked_in, counted_in, take, taken_meshes
+from .mesh.rank.counted import Counts, asked, asked_in, counted_in, take, taken_meshes
 from .mesh.region import current
 
 

@@ -164,7 +164,7 @@ def doctor_waits(seconds: float) -> None:
 
 def values_held() -> int:
     """On a driver's rank: how many values it holds."""
-    from spmd.mesh.rank.values import Values
+    from spmd.mesh.rank.state import Values
 
     (values,) = [obj for obj in gc.get_objects() if isinstance(obj, Values)]
     return len(values)

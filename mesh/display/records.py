@@ -70,11 +70,7 @@ def levels() -> tuple[tuple[str, int], ...]:
 
 
 def relay(session_levels: Iterable[tuple[str, int]], send: Callable[[protocol.Message], None]) -> None:
-    """Have this process's records and warnings sent from now on.
-
-    Args:
-        session_levels: see `levels`.
-    """
+    """Have this process's records and warnings sent from now on."""
     for name, level in session_levels:
         logging.getLogger(name or None).setLevel(level)
     logging.root.addHandler(_Relay(send))

@@ -78,11 +78,7 @@ def _cells(one: RankStatus) -> tuple[str, ...]:
 
 
 def of_board(board: Board, members: Sequence[int]) -> Status:
-    """The status of a host's ranks.
-
-    Args:
-        members: their numbers in the mesh.
-    """
+    """The status of a host's ranks, which have these numbers in the mesh."""
     host = socket.gethostname()
     return Status(_of_rank(board, position, rank, host) for position, rank in enumerate(members))
 

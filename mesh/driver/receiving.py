@@ -52,12 +52,7 @@ class Listener(Protocol):
 
 
 class Receiving(threading.Thread):
-    """Listens from `start` until the session is closed.
-
-    Args:
-        listener: is told.
-        layout: the axes, which say where on the mesh a rank is.
-    """
+    """Listens from `start` until the session is closed."""
 
     def __init__(self, listener: Listener, layout: Layout):
         super().__init__(name="spmd-receiver", daemon=True)

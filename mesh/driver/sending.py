@@ -15,7 +15,8 @@ from ..protocol import Spans
 from ..remote.handle import Remote, named
 from ..remote.reference import Ref
 from ..spec import P
-from .session_view import Make, Session
+from .pending import Make
+from .session_view import Session
 from .snapshot import unpicklable_among
 from .values import CallValues, Values
 

@@ -27,14 +27,13 @@ from ..rank.interrupts import uninterrupted
 from ..remote.node import driver_node
 from ..run_state import RunState
 from ..spec import Layout
-from . import open_sessions, sending, session_view
+from . import open_sessions, sending
 from .debugging import Debugging
 from .functions import ShippedObjects
-from .pending import Flight, Outcome, Pending, Task
+from .pending import Again, Flight, Make, Outcome, Pending, Task
 from .ranks import Ranks
 from .receiving import Receiving
 from .recovery import Recovery
-from .rerun import Again
 from .values import CallValues, Values
 
 CLOSE_SECONDS = 2.0
@@ -133,7 +132,7 @@ class DriverSession(Owned):
 
     def submit(
         self,
-        make: session_view.Make,
+        make: Make,
         content: Callable[[], wire.Packet] | None = None,
         *,
         ranks: Sequence[int] | None = None,
@@ -159,7 +158,7 @@ class DriverSession(Owned):
             needs: of the values whose names are in the message those that a rank may lack, as (those of a call,
                 index, and what to call it); asked once all ranks are there, since one that was replaced has none.
             name: of what may be run again when a rank dies, for messages; None: it may not.
-            holds, arguments, values: see `rerun.Again`.
+            holds, arguments, values: see `Again`.
             layout: of the mesh that it is made for; that it has now by default.
         """
         layout = layout or self.layout

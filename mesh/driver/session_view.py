@@ -13,11 +13,8 @@ from .. import protocol, wire
 from ..run_state import RunState
 from ..spec import Layout
 from .debugging import Debugging
-from .pending import Pending, Task
+from .pending import Make, Pending, Task
 from .ranks import Ranks
-
-Make = Callable[[int, int, protocol.Spans, tuple[str, ...]], protocol.Task]
-"""Makes a message from what all tasks begin with."""
 
 
 class Session(Protocol):

@@ -19,7 +19,7 @@ from ...kernels.errors import MeshError, message
 from .. import protocol
 from ..array import Array, Meta, meta, refuse_ragged
 from ..batch import Deal
-from ..protocol import ALL, Spans
+from ..protocol import ALL, Spans, each_span
 from ..rank.interrupts import uninterrupted
 from ..replication.values import scalar_in
 from ..spec import Layout, P
@@ -147,8 +147,7 @@ class CallValues:
         return (self.number, 0, ALL) if self._live is not None and self._live <= 0 else tuple(self.freed)
 
     def was_freed(self, index: int) -> bool:
-        names = self.freed_names()
-        return any(names[at + 1] <= index < names[at + 2] for at in range(0, len(names), 3))
+        return any(start <= index < stop for _, start, stop in each_span(self.freed_names()))
 
     def gone(self) -> Spans:
         """The names of the values of which there is no Array any more, and that the ranks have not been told of."""

@@ -34,11 +34,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 class CodedSender:
-    """Sends packets to another host without ever waiting; see `wire.Sender`.
-
-    Args:
-        key: of this direction.
-    """
+    """Sends packets to another host without ever waiting; see `wire.Sender`."""
 
     def __init__(self, connection: socket.socket, key: bytes):
         self._connection, self._codes = connection, MessageCodes(key)
@@ -65,11 +61,7 @@ class CodedSender:
 
 
 class CodedReceiver:
-    """Puts packets from another host together; see `wire.Receiver`.
-
-    Args:
-        key: of this direction.
-    """
+    """Puts packets from another host together; see `wire.Receiver`."""
 
     def __init__(self, connection: socket.socket, key: bytes):
         self._packets: list[wire.Packet] = []

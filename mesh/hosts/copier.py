@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from .. import protocol, wire
-from ..protocol import ALL, Spans
+from ..protocol import ALL, Spans, each_span
+from ..rank.descriptors import RankRequest
 from ..rank.lasting_values import Leaf, leaf_of
 from ..spec import Layout, P
 from . import protocol as hosts_protocol
@@ -65,9 +66,7 @@ class Copier:
         watch: raises what has ended the region while this rank waits.
     """
 
-    def __init__(
-        self, layout: Layout, request: protocol.RankRequest, report: Callable[[protocol.Message], None], watch: Any
-    ):
+    def __init__(self, layout: Layout, request: RankRequest, report: Callable[[protocol.Message], None], watch: Any):
         rank, hosts, copies = request.rank, request.hosts, request.copies
         self._rank, self._secret, self._report, self._watch = rank, secret_of(request.key), report, watch
 
@@ -135,11 +134,11 @@ class Copier:
     def free(self, spans: Spans) -> None:
         """These values are needed no more."""
         found: list[int] = []
-        for at in range(0, len(spans), 3):
-            if spans[at] in self._sent:
-                found += spans[at : at + 3]
-                if spans[at + 2] == ALL:
-                    self._sent.discard(spans[at])
+        for call, start, stop in each_span(spans):
+            if call in self._sent:
+                found += (call, start, stop)
+                if stop == ALL:
+                    self._sent.discard(call)
         if found:
             self._queue.put(functools.partial(self._drop, tuple(found)))
 
@@ -222,9 +221,8 @@ class Copier:
     def _drop(self, spans: Spans) -> None:
         for link in self._links.values():
             link.ask(hosts_protocol.DropCopies(spans))
-        gone = tuple(spans[at] for at in range(0, len(spans), 3) if spans[at + 2] == ALL)
         with self._changed:
-            never = tuple(call for call in gone if call in self._under_way)
+            never = tuple(call for call, _, stop in each_span(spans) if stop == ALL and call in self._under_way)
         if never:
             self._done(never)
 

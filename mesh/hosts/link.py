@@ -98,12 +98,7 @@ def _exactly(connection: socket.socket, count: int, end: float) -> bytes:
 
 
 class Link(Owned):
-    """A connection after its greeting.
-
-    Args:
-        connection: to the other end.
-        sending, receiving: the keys of the two directions.
-    """
+    """A connection after its greeting, with the keys of the two directions."""
 
     def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes):
         super().__init__()

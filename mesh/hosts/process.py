@@ -32,7 +32,7 @@ from ..driver.ranks import Rank
 from ..driver.sockets import READ, RankSockets
 from ..driver.spawn import ForkedProcess, Zygote
 from ..failure import capture
-from ..rank import zygote
+from ..rank import descriptors, zygote
 from ..resizing.shares import Offered
 from . import protocol
 from .coded import NotOfThisMesh, inlined, unframed
@@ -45,18 +45,12 @@ from .tunnel import Tunnel
 
 
 class Host:
-    """The ranks of this host.
-
-    Args:
-        link: to the driver.
-        begin: what the driver has said first.
-        secret: of the link.
-    """
+    """The ranks of this host."""
 
     def __init__(self, link: Link, begin: protocol.Begin, secret: bytes):
         self._link, self._members, self._title = link, begin.ranks, begin.title
         address = link.connection.getsockname()[0]
-        request = _fitted(ranks_protocol.decode(begin.request), begin, address)
+        request = _fitted(descriptors.decode(begin.request), begin, address)
         self._tunnel = None if request.store else Tunnel(link)
         store = request.store or f"tcp://127.0.0.1:{self._tunnel.port if self._tunnel else 0}"
         self._request = dataclasses.replace(request, store=store, key=mesh_key(secret, request.key))

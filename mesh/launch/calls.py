@@ -135,11 +135,7 @@ Given = tuple[tuple[Any, bytes | None], ...]  # of each replicated leaf: of what
 
 
 class ReplicatedInputs:
-    """The arguments of calls of one signature that every rank passes whole.
-
-    Args:
-        treedef: of (args, kwargs).
-    """
+    """The arguments of calls of one signature that every rank passes whole."""
 
     def __init__(self, treedef: Any, plan: InputPlan, name: str):
         self._treedef, self._name = treedef, name
@@ -162,11 +158,7 @@ class ReplicatedInputs:
         return tuple(found)
 
     def compare(self, gathered: list[bytes], where: str) -> None:
-        """Refuse what was not given alike.
-
-        Args:
-            gathered: of each rank its pickled `prints`.
-        """
+        """Refuse what was not given alike, as the pickled `prints` of the ranks tell."""
         given: list[Given] = [pickle.loads(data) for data in gathered]
         if len({len(one) for one in given}) > 1:
             got = "; ".join(f"{ranks_text([rank])}: {len(one)} leaves" for rank, one in enumerate(given))

@@ -88,7 +88,7 @@ def meet(launch: Launch, timeout: float, part: str) -> AuthenticatedStore:
         restarts = "TORCHELASTIC_RUN_ID" in os.environ
         store = dist.PrefixStore("spmd/restarts" if restarts else "spmd/0", store)
         where = "the given store" if _given_store is not None else method
-        one_host = _on_one_host(launch) or leads_nowhere_else(store)
+        one_host = launch.local_size == launch.size or leads_nowhere_else(store)
         key = RollCall(store, launch, where, secret, one_host=one_host, restarts=restarts).key(timeout)
         if restarts:  # what ranks that are gone have left is not seen, either
             store = dist.PrefixStore(code(key, b"store").hex()[:16], store)
@@ -117,11 +117,6 @@ def chosen_address() -> str | None:
     """The address that the user wants this host to be reached at, if any."""
     interface = _interface or chosen()
     return None if interface is None else address_of(interface)
-
-
-def _on_one_host(launch: Launch) -> bool:
-    """Whether the launcher says so."""
-    return launch.local_size == launch.size
 
 
 def _beside_parent() -> str:

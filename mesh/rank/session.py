@@ -26,10 +26,10 @@ from ...kernels.registry import make_communicator
 from ...kernels.shm.arena import Arena
 from ...kernels.shm.blocks import copied_out
 from ...kernels.torch_private import outside_torch_func
-from ..counting.counted import CountedCommunicator, counting
 from ..failure import text_of
 from ..run_state import RunState
 from ..spec import Layout
+from .counted import CountedCommunicator, counting
 from .lasting_values import KnownLayout, LastingValues
 from .memory import keep_freed_memory, release_freed_memory
 
@@ -186,11 +186,7 @@ class RankSession(Owned):
         return self.watch.arena if isinstance(self.watch, HostWatch) else self.arena
 
     def lay_out(self, leaves: list[Any], known: KnownLayout | None = None) -> None:
-        """Put results, in place in the list, where they may stay when the region is over.
-
-        Args:
-            known: how they lie, where that is known.
-        """
+        """Put results, in place in the list, where they may stay when the region is over."""
         if self.leases is not None and (leased := self.leases.leased(leaves)):
             copied_out(leaves, leased)
         if self.lasting is not None:

@@ -22,8 +22,7 @@ from ...kernels.word_key import word_key
 from ..purity.writes import Watched, tensors_in, written_by
 from ..region import current
 from ..spec import Layout
-from .net import NOWHERE, Net, Varying, activate, active, joined, nbytes
-from .numbers import numbers_in
+from .net import NOWHERE, Net, Varying, activate, active, joined, nbytes, numbers_in
 
 # What these make has an input's shape and nothing of its values.
 _SHAPES_ONLY = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"}

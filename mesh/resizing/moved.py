@@ -17,15 +17,14 @@ import torch
 from ...kernels.errors import MeshError, message
 from .. import protocol, wire
 from ..array import Meta
-from ..driver.pending import Task
-from ..driver.rerun import Again
+from ..driver.pending import Again, Task
 from ..driver.sending import put_message
 from ..driver.session import DriverSession
 from ..driver.values import CallValues
 from ..hosts.ranks import HostRanks
 from ..rank.lasting_values import values_of
 from ..spec import RAGGED, REPLICATED, Layout, P
-from ..strides import frozen_as
+from ..strides import frozen_as, is_plain
 from .newcomers import Died, Newcomers
 from .pieces import Piece, Pieces, Source
 from .shares import Share, Shares
@@ -55,7 +54,7 @@ class Moved:
                     wholes.append(torch.empty(0))
                     continue
                 specs[index] = spec = spec_on(before, layout, about, driver.describe())
-                if spec.entries and all(map(_is_plain, shards)) and RAGGED not in about.shape:
+                if spec.entries and all(map(is_plain, shards)) and RAGGED not in about.shape:
                     wholes.append(_pieces(before, about, shards, source, arena))
                 else:
                     wholes.append(frozen_as(shards[0], before.join(shards, about.spec)))
@@ -79,10 +78,6 @@ def _put(driver: DriverSession, values: CallValues, wholes: list[Any], specs: tu
     driver.pending.tasks[task.number] = task
     driver.tell(make(task.number, 0, (), ()), packet)
     return task
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _pieces(before: Layout, about: Meta, shards: list[torch.Tensor], source: Source, arena: Any) -> Pieces:

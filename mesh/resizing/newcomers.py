@@ -22,7 +22,6 @@ from ..driver.sockets import RankSockets
 from ..hosts.host_list import HostList
 from ..hosts.ranks import HostRanks
 from ..spec import Layout
-from .messages import Populate
 
 TRIES = 3  # newcomers that die are started again
 _CHUNK_BYTES = 64 << 20  # made ready between two such looks
@@ -54,10 +53,10 @@ class Newcomers:
         self._session, self._options = session, session.options | {"threads": threads}
         # Their first step is taken to make as much as there is, in memory that they share and in their own, and the
         # gradients of what all have. What other hosts have is not known here.
-        memory = Populate(*map(Heap.rounded, (own, own + shared, shared)))
+        memory = protocol.Populate(*map(Heap.rounded, (own, own + shared, shared)))
         needed = shared + memory.results + layout.size * (memory.values + 2 * memory.step)
         fits = host_list is None and 2 * needed < available_bytes()
-        self._shared_bytes, self._memory = (shared, memory) if fits else (0, Populate(0, 0, 0))
+        self._shared_bytes, self._memory = (shared, memory) if fits else (0, protocol.Populate(0, 0, 0))
         self.known: set[str] = set()
         self._printed: list[tuple[Rank, str, bytes]] = []
         self._cancelled = threading.Event()

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,9 @@ from ..hosts.protocol import PartsSent, SendParts
 from ..hosts.serving import Serving
 from ..rank.lasting_values import Leaf, Values, leaf_of, values_of
 from ..spec import Layout, P
-from .pieces import Box, box_of, shared, sizes_of, within
+from .pieces import Allocate, Box, box_of, room_for, shared, sizes_of, within
 
 _MOST_BYTES = 32 << 20  # that are asked for at once, but for a part that is larger
-Allocate = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +83,6 @@ class Shares:
 
         Args:
             who: the rank's address, and the key of its mesh.
-            allocate: gives memory for so many elements of a tensor's kind.
         """
         taken: list[torch.Tensor | None] = [None] * len(self.values)
         boxes: list[Box] = []
@@ -209,9 +207,8 @@ def _few(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
 
 def _allocated(leaf: Leaf, shape: tuple[int, ...], box: Box, allocate: Allocate) -> torch.Tensor:
     """Memory for a part of a value, a shard of which lies so."""
-    sizes = sizes_of(box)
-    order = strides.joined(shape, leaf.shape, strides.dense(leaf.shape, leaf.stride))
-    found = allocate(math.prod(sizes), torch.empty(0, dtype=leaf.dtype)).as_strided(sizes, strides.dense(sizes, order))
+    like = torch.empty(0, dtype=leaf.dtype)
+    found = room_for(like, shape, leaf.shape, leaf.stride, sizes_of(box), allocate)
     return torch.nn.Parameter(found, requires_grad=False) if leaf.frozen else found
 
 
@@ -228,14 +225,7 @@ def secret_of(key: bytes) -> bytes:
 
 
 class Offered(Serving):
-    """The values of one host.
-
-    Args:
-        address: of this host, at which ranks of others reach it.
-        key: of the mesh that takes them over.
-        arena: of this host.
-        members: the ranks that share it.
-    """
+    """The values of one host."""
 
     def __init__(self, address: str, key: bytes, arena: Arena, members: Sequence[int]):
         self._arena, self._members = arena, members

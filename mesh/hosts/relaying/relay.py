@@ -36,14 +36,7 @@ def received(link: Link) -> list[tuple[Any, bytes]] | None:
 
 
 class Relay(Serving):
-    """Served by the thread that reads its host's link, but for those that come.
-
-    Args:
-        address: of this host.
-        key: of the mesh.
-        link: to the driver.
-        selector: has that thread call what is registered with a connection.
-    """
+    """Served by the thread that reads its host's link, but for those that come."""
 
     def __init__(self, address: str, key: bytes, link: Link, selector: selectors.BaseSelector):
         self._link, self._selector = link, selector
