@@ -109,8 +109,7 @@ class Receiving(threading.Thread):
         """Read what these have printed so far, if they have."""
         with self._showing:
             for rank in ranks:
-                if rank.has_printed():
-                    self.read_output(rank)
+                self.read_output(rank)
 
     def show_output(self) -> None:
         """Show all that ranks have printed, and was held to see who else prints it."""

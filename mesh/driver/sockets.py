@@ -63,7 +63,7 @@ class RankSockets(Listening):
     """Listens to ranks.
 
     Args:
-        said, printed, ended: told of a rank with what it has said, that it has printed something (see `output_of`), and
+        said, printed, ended: told of a rank with what it has said, that it may have printed something (`output_of`), and
             that its process has ended.
         flush: sends what a rank's socket did not take before; whether that was all.
     """
@@ -96,8 +96,8 @@ class RankSockets(Listening):
         self.wake()
 
     def output_of(self, rank: Rank) -> Iterator[tuple[str, bytes]]:
-        """What a rank has printed and nobody has read yet, by stream."""
-        for stream, fd in list(rank.pipes.items()):
+        """What a rank has printed and nobody has read yet, by stream; one thread at a time may ask."""
+        for stream, fd in list(rank.pipes.items()) if rank.has_printed() else ():
             while data := rank.read(stream):
                 yield stream, data
             if data is None:
@@ -122,8 +122,7 @@ class RankSockets(Listening):
             if packets is None:
                 self.forget(rank.connection)  # it has ended, or is about to
             elif packets:
-                if rank.has_printed():  # what it printed before it answered comes first
-                    self._printed(rank)
+                self._printed(rank)  # what it printed before it answered comes first
                 self._said(rank, packets)
 
     def _print(self, rank: Rank, events: int) -> None:
