@@ -260,26 +260,7 @@ class Mesh:
         self.driver.shut("it was restarted, and what was on it is lost")
         self._start()
 
-    def stacks(self) -> str:
-        """Where every rank is just now (on a launched one: each of its host), even one that is stuck in C.
-
-        >>> with Mesh({"data": 1}) as mesh:
-        ...     print(mesh.stacks().split(":")[0])
-        rank 0
-
-        Returns:
-            For each rank its threads as the kernel sees them, and Python's stack of each unless it is stopped.
-        """
-        return stacks.of_mesh(self)
-
-    def status(self) -> status.Status:
-        """What every rank does just now (on a launched one: each of its host): a table, live in a notebook.
-
-        Returns:
-            For each rank a row with `rank`, `host`, `pid`, `memory` in bytes, `calls` done, and what it is `doing`.
-        """
-        return status.of_mesh(self)
-
+    stacks, status = stacks.stacks, status.status
     resize, retire = resizing.resize, resizing.retire
 
     def set_layout(self, layout: Layout, threads: int, hosts: HostList | None) -> None:

@@ -145,13 +145,17 @@ class LiveStatus(Status):
         threading.Thread(target=run, args=(_follow, self.mesh, handle, ended), name="spmd-status", daemon=True).start()
 
 
-def of_mesh(mesh: Any) -> Status:
-    """See `Mesh.status`."""
-    rows = _of_mesh(mesh)
-    if not mesh.is_driver or notebook.shell() is None:
+def status(self: Any) -> Status:
+    """What every rank does just now (on a launched one: each of its host): a table, live in a notebook.
+
+    Returns:
+        For each rank a row with `rank`, `host`, `pid`, `memory` in bytes, `calls` done, and what it is `doing`.
+    """
+    rows = _of_mesh(self)
+    if not self.is_driver or notebook.shell() is None:
         return rows
     found = LiveStatus(rows)
-    found.mesh = weakref.ref(mesh)
+    found.mesh = weakref.ref(self)
     return found
 
 

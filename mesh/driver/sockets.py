@@ -63,8 +63,8 @@ class RankSockets(Listening):
     """Listens to ranks.
 
     Args:
-        said, printed, ended: told of a rank with what it has said, that it may have printed something (`output_of`), and
-            that its process has ended.
+        said, printed, ended: told of a rank with what it has said, that it may have printed something, and that its
+            process has ended.
         flush: sends what a rank's socket did not take before; whether that was all.
     """
 
