@@ -28,6 +28,8 @@ from .remote import answers
 from .remote.handle import Remote
 from .remote.node import Node
 
+REPLACED_SECONDS = 10.0  # in which a rank that has died is to be replaced
+
 
 def device_mesh(mesh: MeshView) -> Any:
     """torch's `DeviceMesh` of the mesh's ranks, with the same names, over process groups of "spmd"; inside a rank."""
@@ -146,9 +148,6 @@ def _checked(mesh: MeshView, ranks: Sequence[int] | None) -> list[int]:
             message("mesh.run and mesh.submit were called inside a region", remedy="call the function directly there")
         )
     return list(range(mesh.size)) if ranks is None else checked_ranks(ranks, mesh.size)
-
-
-REPLACED_SECONDS = 10.0  # in which a rank that has died is to be replaced
 
 
 def remote(self: MeshView, cls: Callable, *args: Any, rank: int = 0, restore: bool = False, **kwargs: Any) -> Remote:

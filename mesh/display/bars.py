@@ -24,6 +24,8 @@ from typing import Any
 
 from .output import rank_label
 
+_LOOKS = ("total", "leave", "unit", "unit_scale", "unit_divisor", "initial", "colour", "bar_format")
+
 WINDOW = 0.1  # seconds for which a bar waits for rank 0 to have it, too
 LINGER = 1.0  # seconds for which a bar that has ended waits for ranks that have not begun it
 
@@ -162,11 +164,10 @@ def _tqdm() -> Any:
     return kind
 
 
-_LOOKS = ("total", "leave", "unit", "unit_scale", "unit_divisor", "initial", "colour", "bar_format")
-
-
 def report_bars(current_task: Callable[[], int], send: Callable[[int, BarState], None]) -> None:
-    """Have this process's tqdm bars reported from now on.
+    """Have this process's tqdm bars reported from now on, but for those that write to a file of the program's own.
+
+    The class itself is changed, so that it does not matter where a program got it from.
 
     Args:
         current_task: the number of the task that runs.

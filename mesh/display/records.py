@@ -16,6 +16,8 @@ from typing import Any
 
 from .. import protocol
 
+_PLAIN = (str, int, float, bool, type(None))
+
 
 def _log(rank: int, msg: protocol.Logged) -> None:
     """Handle a rank's record as if it had been made here: its attribute `rank` says where it was."""
@@ -57,9 +59,6 @@ def _class(name: tuple[str, str]) -> type[Warning] | None:
     """A class of warnings, if this process has it."""
     found = getattr(sys.modules.get(name[0], builtins), name[1], None)
     return found if isinstance(found, type) and issubclass(found, Warning) else None
-
-
-_PLAIN = (str, int, float, bool, type(None))
 
 
 def levels() -> tuple[tuple[str, int], ...]:

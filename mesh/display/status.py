@@ -25,6 +25,9 @@ from ...kernels.shm.board import Board
 from . import notebook
 from .stacks import board_of
 
+SECONDS = 1.0  # between two looks
+_shown: weakref.WeakKeyDictionary[Any, threading.Event] = weakref.WeakKeyDictionary()  # mesh -> ends its live table
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankStatus:
@@ -119,10 +122,6 @@ def _doing(board: Board, position: int, busy: bool) -> str:
 
 def _memory(status: dict[str, str] | None) -> int:
     return 1024 * int((status or {}).get("VmRSS", "0").split()[0])
-
-
-SECONDS = 1.0  # between two looks
-_shown: weakref.WeakKeyDictionary[Any, threading.Event] = weakref.WeakKeyDictionary()  # mesh -> ends its live table
 
 
 class LiveStatus(Status):

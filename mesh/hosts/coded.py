@@ -1,4 +1,5 @@
-"""Packets to another host and from there, as messages with codes, each way with a key of its own."""
+"""Packets to another host and from there: as plain bytes, with what lies in a file without a name read and put back;
+and as messages with codes, each way with a key of its own."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from ...kernels.network.authentication import MessageCodes
 from ...kernels.network.frames import Changed, Frames
 from ...kernels.network.frames import framed as coded
 from .. import wire
+
+_LENGTHS = struct.Struct("<QQ")  # of the head, of the pickle; the rest is the tensors' bytes
 
 # An end that is cut off is noticed after so many seconds, by the other.
 SILENT_SECONDS = 10
@@ -83,9 +86,6 @@ class CodedReceiver:
 
     def close(self) -> None:
         """Nothing is held that is not garbage."""
-
-
-_LENGTHS = struct.Struct("<QQ")  # of the head, of the pickle; the rest is the tensors' bytes
 
 
 def framed(packet: wire.Packet) -> list[Any]:

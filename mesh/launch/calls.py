@@ -27,6 +27,10 @@ from ..request import Span, passable
 from ..run_state import Call
 from . import launched
 
+# What is compared of values that are no tensors; of an object nobody knows whether it should be the same.
+_PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
+Given = tuple[tuple[Any, bytes | None], ...]  # of each replicated leaf: of what kind it is, and what is compared of it
+
 
 class LaunchedCall:
     """A program with arguments of one kind on a launched rank; call it with the leaves.
@@ -126,12 +130,6 @@ class LaunchedCall:
 def _as_here(theirs: Any, mine: Any) -> Any:
     """This rank's structure for one that differs in nothing but that a class of the script has arrived as a copy."""
     return mine if theirs != mine and str(theirs) == str(mine) else theirs
-
-
-# What is compared of values that are no tensors; of an object nobody knows whether it should be the same.
-_PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
-
-Given = tuple[tuple[Any, bytes | None], ...]  # of each replicated leaf: of what kind it is, and what is compared of it
 
 
 class ReplicatedInputs:

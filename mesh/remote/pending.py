@@ -14,6 +14,8 @@ from .. import wire
 from .protocol import Name
 from .reference import Ref
 
+LOOK_SECONDS = 0.01
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Waiting:
@@ -62,11 +64,11 @@ def settles(future: Future) -> Callable[[Any, BaseException | None], None]:
     return settle
 
 
-LOOK_SECONDS = 0.01
-
-
 def result_of(future: Future, seconds: float | None) -> Any:
-    """The result of a future; raises what is in it, or `concurrent.futures.TimeoutError` after so many seconds."""
+    """The result of a future; raises what is in it, or `concurrent.futures.TimeoutError` after so many seconds.
+
+    With many looks: a rank that does nothing at all while a call waits for it is killed (`driver.stuck`).
+    """
     end = None if seconds is None else time.monotonic() + seconds
     while True:
         left = LOOK_SECONDS if end is None else end - time.monotonic()

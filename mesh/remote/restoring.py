@@ -248,7 +248,7 @@ class Restoring:
 
 
 class Saving:
-    """What of this process's objects is on its way to their makers; see `restoring`."""
+    """What of this process's objects is on its way to their makers; see `Restoring`."""
 
     def __init__(self, post: Post, contents: Contents):
         self._post, self._contents = post, contents
