@@ -61,7 +61,7 @@ class Receiving(threading.Thread):
         label = coordinates_label(layout)
         self._collator = Collator(self._print, layout.size, label=label)
         self._bars = Bars(label=label)
-        self._sockets = RankSockets(self._take, self.read_output, self._bury, listener.flush)
+        self._sockets = RankSockets(self._take, lambda rank: self.show_printed([rank]), self._bury, listener.flush)
         self.add, self.wake, self.when_writable = self._sockets.add, self._sockets.wake, self._sockets.when_writable
         self._soon: deque[Callable[[], None]] = deque()
         self._inbox: Inbox | None = None  # of the ranks that there are, if they are on other hosts
@@ -109,7 +109,8 @@ class Receiving(threading.Thread):
         """Read what these have printed so far, if they have."""
         with self._showing:
             for rank in ranks:
-                self.read_output(rank)
+                if rank.has_printed():
+                    self.read_output(rank)
 
     def show_output(self) -> None:
         """Show all that ranks have printed, and was held to see who else prints it."""

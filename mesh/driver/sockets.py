@@ -97,7 +97,7 @@ class RankSockets(Listening):
 
     def output_of(self, rank: Rank) -> Iterator[tuple[str, bytes]]:
         """What a rank has printed and nobody has read yet, by stream; one thread at a time may ask."""
-        for stream, fd in list(rank.pipes.items()) if rank.has_printed() else ():
+        for stream, fd in list(rank.pipes.items()):
             while data := rank.read(stream):
                 yield stream, data
             if data is None:

@@ -211,7 +211,7 @@ class Host:
         packet.close()
 
     def _show(self, rank: Rank) -> None:
-        for stream, data in self._sockets.output_of(rank):
+        for stream, data in self._sockets.output_of(rank) if rank.has_printed() else ():
             self._branch.send(protocol.Printed(rank.rank, stream), data)
 
     def _bury(self, rank: Rank) -> None:
