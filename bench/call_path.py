@@ -42,21 +42,22 @@ def entered(found: set[str]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def begin_on_rank() -> None:
-    """Note, from the next task on, which files this rank enters."""
-    found: set[str] = set()
-    spmd.bench_call_path = found  # type: ignore[attr-defined]  # where `end_on_rank` finds it
+def noted_on_rank(begin: bool) -> list[str]:
+    """Begin to note which files this rank enters, or end it: those.
+
+    One function for both, which the rank has from the beginning on, so that nothing but the step comes between.
+    """
+    if not begin:
+        sys.setprofile(None)
+        return sorted(spmd.bench_call_path)  # type: ignore[attr-defined]
+    found = spmd.bench_call_path = set[str]()  # type: ignore[attr-defined]
 
     def note(frame: Any, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(FOLDERS):
             found.add(os.path.relpath(frame.f_code.co_filename, ROOT))
 
     sys.setprofile(note)
-
-
-def end_on_rank() -> list[str]:
-    sys.setprofile(None)
-    return sorted(spmd.bench_call_path)  # type: ignore[attr-defined]
+    return []
 
 
 def main() -> None:
@@ -86,9 +87,9 @@ def main() -> None:
         with entered(in_driver):
             params, opt_state, loss = train_step(params, opt_state, batch)
             float(loss)
-        mesh.run(begin_on_rank, ranks=[0])
+        mesh.run(noted_on_rank, True, ranks=[0])
         params, opt_state, loss = train_step(params, opt_state, batch)
-        (on_rank,) = mesh.run(end_on_rank, ranks=[0])
+        (on_rank,) = mesh.run(noted_on_rank, False, ranks=[0])
     both = sorted(in_driver | set(on_rank))
     for file in both:
         print(f"{'driver' if file in in_driver else '':<8}{'rank' if file in on_rank else '':<6}{file}")

@@ -14,9 +14,10 @@ from typing import Any
 from spmd.mesh import protocol as ranks_protocol
 from spmd.mesh import wire
 from spmd.mesh.hosts import protocol
-from spmd.mesh.hosts.framing import framed, unframed
+from spmd.mesh.hosts.coded import framed, unframed
 from spmd.mesh.hosts.link import greet_driver, mesh_key
 from spmd.mesh.hosts.relaying.branch import Branch
+from spmd.mesh.rank import descriptors
 
 _HELLO = protocol.Hello(protocol.versions())
 _NOTHING = wire.dumps(None).data
@@ -49,12 +50,12 @@ def stub(stdin: bytes) -> None:
         else:
             branch.handle(msg, content)
 
-    def read() -> bool:
+    def read(events: int) -> bool:
         nonlocal ranks, branch
         for msg, content in (messages := link.receive()) or ():
             if isinstance(msg, protocol.Begin):
                 ranks = msg.ranks
-                key = mesh_key(secret, ranks_protocol.decode(msg.request).key)
+                key = mesh_key(secret, descriptors.decode(msg.request).key)
                 branch = Branch(link, connection.getsockname()[0], key, len(ranks), selector, handle)
                 link.send(protocol.Started(tuple((rank, os.getpid(), 1) for rank in ranks), 0))
                 for rank in ranks:
@@ -63,11 +64,11 @@ def stub(stdin: bytes) -> None:
                 handle(msg, content)
         return messages is not None
 
-    selector.register(connection, selectors.EVENT_READ, (read, None))
+    selector.register(connection, selectors.EVENT_READ, read)
     while True:
         left = None if branch is None or branch.left() == float("inf") else branch.left()
-        for key, _ in selector.select(left):
-            if not key.data[0]() and key.fileobj is connection:
+        for key, events in selector.select(left):
+            if not key.data(events) and key.fileobj is connection:
                 return
         if branch is not None:
             branch.tick()

@@ -19,7 +19,7 @@ import torch
 from ..kernels.errors import SpecError, message
 from . import trees
 from .array import Meta, meta
-from .failure import Failure, ranks_text
+from .failure import ranks_text
 from .replication import values
 from .replication.values import Check
 from .spec import Layout, P, ragged_shape
@@ -80,21 +80,6 @@ def decode_all(encoded: Sequence[bytes]) -> dict[int, Outputs]:
             packed, metas = pickle.loads(data)
             decoded[data] = packed.unpack(), metas
     return {rank: decoded[data] for rank, data in enumerate(encoded)}
-
-
-def encode_batches(described: list[tuple], failure: Failure | None, brief: bool) -> bytes:
-    """What a rank tells of its parts of batches: of each what `encode` gave, and more of its own if there is any.
-
-    Args:
-        failure: of the batch behind them.
-        brief: they were read in no time.
-    """
-    return pickle.dumps((described, failure, brief))
-
-
-def decode_batches(data: bytes) -> tuple[list[tuple], Failure | None, bool]:
-    described, failure, brief = pickle.loads(data)
-    return described, failure, brief
 
 
 SHARDS_OF_ONE = "return shards of one global value, or declare another spec"

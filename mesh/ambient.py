@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .counting.counted import asked, body_counted
+from .rank.counted import asked, body_counted
 
 _DEVICES = ("cpu", "cuda")
 

@@ -17,12 +17,12 @@ from . import trees
 from .ambient import Ambient, ambient
 from .array import Array
 from .batch import Deal
-from .counting.counted import note_mesh
 from .driver.calls import DriverCall
 from .launch.calls import LaunchedCall
 from .mesh import Mesh
 from .program import InputPlan, Program
 from .put import as_tensor, put_on
+from .rank.counted import note_mesh
 from .remote.reference import Ref
 from .request import Request, Span, donate, spans_of
 

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -19,19 +19,17 @@ from ..kernels.callsite import shows_only_users
 from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, message
 from . import running
-from .display import drawing, live, stacks, status
+from .display import drawing, stacks, status
 from .driver.open_sessions import close_quietly
 from .driver.session import DriverSession
 from .hosts.host_list import HostList
 from .launch import launched
-from .launch.arguments import check_arguments, check_same, checked_mesh, hosts_of, layout_of, threads_of
+from .launch.arguments import check_arguments, check_same, hosts_of, layout_of, no_mesh, threads_of
 from .launch.rendezvous import launch_of_process
 from .rank import devices
 from .rank.session import RankSession
 from .region import current, planned_session
-from .remote.handle import Remote
-from .remote.making import make_remote
-from .replication.messages import followed
+from .replication.following import followed
 from .resizing import resize as resizing
 from .run_state import RunState
 from .spec import Layout
@@ -107,8 +105,9 @@ class Mesh:
         self._threads, self.pinned_threads = threads, threads or 1
         if launch is not None:
             self.threads = launched.set_threads(threads, launch, layout.size)
-            how: Any = {"backend": backend, "device": device, "seed": seed, "timeout": timeout}
-            self._rank_session, self.backend = launched.join(layout, launch, **how)
+            self._rank_session, self.backend = launched.join(
+                layout, launch, backend=backend, device=device, seed=seed, timeout=timeout
+            )
             self.device = self._rank_session.device.type
             self._rank_session.mesh_text = self.describe()
         else:
@@ -117,9 +116,7 @@ class Mesh:
             self._start()
 
     def _start(self) -> None:
-        names = ("backend", "device", "threads", "seed", "timeout", "on_loss", "grace", "hosts", "copies")
-        options: dict[str, Any] = {name: getattr(self, name) for name in names}
-        self._driver = DriverSession(self, self._layout, pinned=self.pinned_threads, **options)
+        self._driver = DriverSession(self)
         self._finalizer = weakref.finalize(self, close_quietly, self._driver)
         self._finalizer.atexit = False
 
@@ -215,26 +212,7 @@ class Mesh:
 
     device_mesh = property(running.device_mesh)
 
-    @shows_only_users
-    def run(self, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
-        """Call `fn(*args)` on every rank, or on some; collectives work in it.
-
-        Returns:
-            The results, of any type, in rank order (of `ranks`, in the order given).
-
-        Raises:
-            what `fn` raises on a rank, as its own type, with that rank's traceback.
-        """
-        return running.run(self, fn, args, ranks)
-
-    @shows_only_users
-    def submit(self, fn: Callable[..., Any], *args: Any, rank: int = 0) -> Future:
-        """Start `fn(*args)` on one rank and return a future of its result; collectives do not work in it."""
-        return running.submit(self, fn, args, rank)
-
-    def remote(self, cls: Callable, *args: Any, rank: int = 0, restore: bool = False, **kwargs: Any) -> Remote:
-        """Make an object, `cls(*args, **kwargs)`, on a rank: its handle, a `Remote`. Raises what `cls` raises."""
-        return make_remote(self, cls, args, kwargs, rank, restore)
+    run, submit, remote, reload = running.run, running.submit, running.remote, running.reload
 
     @property
     def session(self) -> RankSession:
@@ -282,27 +260,8 @@ class Mesh:
         self.driver.shut("it was restarted, and what was on it is lost")
         self._start()
 
-    def stacks(self) -> str:
-        """Where every rank is just now (on a launched one: each of its host), even one that is stuck in C.
-
-        >>> with Mesh({"data": 1}) as mesh:
-        ...     print(mesh.stacks().split(":")[0])
-        rank 0
-
-        Returns:
-            For each rank its threads as the kernel sees them, and Python's stack of each unless it is stopped.
-        """
-        return stacks.of_mesh(self)
-
-    def status(self) -> status.Status:
-        """What every rank does just now (on a launched one: each of its host): a table, live in a notebook.
-
-        Returns:
-            For each rank a row with `rank`, `host`, `pid`, `memory` in bytes, `calls` done, and what it is `doing`.
-        """
-        return live.of_mesh(self)
-
-    reload, resize, retire = running.reload, resizing.resize, resizing.retire
+    stacks, status = stacks.stacks, status.status
+    resize, retire = resizing.resize, resizing.retire
 
     def set_layout(self, layout: Layout, threads: int, hosts: HostList | None) -> None:
         """Stand for ranks of another layout, with so many threads each, on these hosts, from now on."""
@@ -323,11 +282,11 @@ class Mesh:
         if self._driver is not None:
             self._driver.check_open()
         self._depth += 1
-        _entered().append(self)
+        _entered.meshes.append(self)
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        _entered().remove(self)
+        _entered.meshes.remove(self)
         self._depth -= 1
         if self._depth == 0 and current() is None:
             if error is None:
@@ -339,16 +298,18 @@ class Mesh:
 
 # -- which mesh is meant ----------------------------------------------------------------------------------------------
 
-_state = threading.local()
+
+class _Entered(threading.local):
+    """The meshes of the `with mesh:` blocks that a thread is in."""
+
+    def __init__(self) -> None:
+        self.meshes: list[Mesh] = []
+
+
+_entered = _Entered()
 _default: Mesh | None = None
 _newest: weakref.ref[Mesh] | None = None
 _here: Mesh | None = None  # in a driver's rank: its view of the driver's mesh
-
-
-def _entered() -> list[Mesh]:
-    if not hasattr(_state, "meshes"):
-        _state.meshes = []
-    return _state.meshes
 
 
 def _set_default(mesh: Mesh | None) -> None:
@@ -359,12 +320,14 @@ def _set_default(mesh: Mesh | None) -> None:
 def resolve(mesh: Mesh | None) -> Mesh:
     """`mesh`, or that of the region, of the enclosing `with mesh:`, or the process's default (made on first use)."""
     if mesh is not None:
-        return checked_mesh(mesh, Mesh)
+        if not isinstance(mesh, Mesh):
+            raise no_mesh(mesh)
+        return mesh
     region = current()
     if region is not None and region.mesh is not None:
         return region.mesh
-    if _entered():
-        return _entered()[-1]
+    if _entered.meshes:
+        return _entered.meshes[-1]
     if _default is None or _default.closed:
         _set_default(Mesh())
     assert _default is not None
@@ -374,7 +337,7 @@ def resolve(mesh: Mesh | None) -> Mesh:
 def nearest() -> Mesh | None:
     """The mesh that a picture is most likely meant for: as in `resolve`, else the newest that is open; none is made."""
     region, newest = current(), None if _newest is None else _newest()
-    for mesh in (region.mesh if region is not None else None, *_entered()[-1:], _default, _here, newest):
+    for mesh in (region.mesh if region is not None else None, *_entered.meshes[-1:], _default, _here, newest):
         if mesh is not None and not mesh.closed:
             return mesh
     return None

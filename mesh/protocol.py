@@ -1,4 +1,4 @@
-"""Every message between a driver and its ranks, and between the zygote and what forks from it.
+"""Every message between a driver and its ranks.
 
 A message is a frozen dataclass. What it is travels as its *head*, a pickle of built-in types that any process can
 read; what a program has put in it (functions, arguments, results) is its *content*, a `wire.Packet` whose reading may
@@ -8,16 +8,21 @@ fail, which the other side can then answer. Invariant: ranks take messages in or
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from ..kernels.network.codec import Codec, Message
 from .display.bars import BarState
-from .resizing.messages import Populate
 from .spec import P
 
 Spans = tuple[int, ...]
 """Values by name: (number of the call that made them, first, behind the last), one after another; `ALL` is "all"."""
 ALL = -1
+
+
+def each_span(spans: Spans) -> Iterator[tuple[int, int, int]]:
+    """Them one by one."""
+    return zip(*[iter(spans)] * 3, strict=True)
 
 
 # -- from the driver, without an answer --------------------------------------------------------------------------------
@@ -71,6 +76,16 @@ class CopyTo(Message):
     number: int
     hosts: tuple[tuple[str, int], ...]
     needed: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Populate(Message):
+    """To a rank that gets ready: have memory at hand, so many bytes for values that are about to come, and for what a
+    step makes of them; `results` are what all ranks make together, in memory of the first."""
+
+    values: int
+    step: int
+    results: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -277,74 +292,9 @@ class Skipped(Message):
     task: int
 
 
-# -- the zygote --------------------------------------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True, slots=True)
-class RankRequest(Message):
-    """To the zygote: fork a rank; its socket, standard output and error, and the arena come as descriptors.
-
-    Attributes:
-        rank, axes: its place, and the mesh's axes and sizes.
-        backend, factory: the transport, and what makes it where this program has added it, pickled.
-        device, threads, pinned, seed, timeout: as in `Mesh`; `pinned` are the threads under `shards=`.
-        store: where ranks meet that need a store, a path or tcp://host:port; hosts: the ranks of each, if on several.
-        address: where ranks of other hosts reach this one; copies: how many other hosts have each value.
-        generation: the mesh's; key: of its own, with which its processes know each other.
-        cwd, path, argv, environ: the driver's; levels: of its loggers, by name.
-    """
-
-    rank: int
-    axes: tuple[tuple[str, int], ...]
-    backend: str
-    factory: bytes | None
-    device: str
-    threads: int
-    pinned: int
-    seed: int
-    timeout: float
-    store: str
-    hosts: tuple[tuple[int, ...], ...]
-    address: str
-    copies: int
-    generation: int
-    key: bytes
-    cwd: str
-    path: tuple[str, ...]
-    argv: tuple[str, ...]
-    environ: dict[str, str]
-    levels: tuple[tuple[str, int], ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReaderRequest(Message):
-    """To a rank's zygote: fork a reader; its socket and the board of its notes come as descriptors."""
-
-    index: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StandBy(Message):
-    """To the zygote: fork another zygote, which serves the socket that comes along."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Forked(Message):
-    """From the zygote: the process that it has forked; a descriptor of it comes along."""
-
-    pid: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Exited(Message):
-    """From the zygote: a rank's process has ended; the status is negative for a signal."""
-
-    pid: int
-    status: int
-
-
 _codec = Codec(
-    *(Ship, Free, SetPath, SetSources, Renew, CopyTo, Exit, DebuggerLine, RankRequest, ReaderRequest, StandBy, Forked),
+    *(Ship, Free, SetPath, SetSources, Renew, CopyTo, Populate, Exit, DebuggerLine),
     *(CallProgram, CallFunction, PassThrough, PutValues, FillValues, FetchValue, StoreValue, MoveValues, ReloadModules),
-    *(Populate, Exited, Ready, Progress, DebuggerPrompt, Logged, Warned, Unchanged, Metadata, Copying, Answer),
-    *(Failed, Skipped),
+    *(Ready, Progress, DebuggerPrompt, Logged, Warned, Unchanged, Metadata, Copying, Answer, Failed, Skipped),
 )
 encode, decode = _codec.encode, _codec.decode

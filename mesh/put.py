@@ -14,7 +14,7 @@ from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, message
 from . import trees
 from .array import Array, meta
-from .driver import giving
+from .driver.sending import put_message
 from .mesh import Mesh, resolve
 from .rank.local_values import LocalValues
 from .spec import REPLICATED, P, is_spec
@@ -133,7 +133,7 @@ def put_on(mesh: Mesh, tree: Any, spec: Any) -> Any:
     elif todo:
         driver, values = mesh.driver, mesh.driver.new_values()
         cuts = tuple(its_spec for _, _, its_spec in todo)
-        make, content = giving.message_of(driver, values, [leaf for _, leaf, _ in todo], cuts)
+        make, content = put_message(driver, values, [leaf for _, leaf, _ in todo], cuts)
         task = driver.submit(make, content, name="put", values=(values,))
         arrays = values.arrays(task, metas)
     else:

@@ -21,8 +21,7 @@ from .agreement import OutputMeta, path_in, same
 from .array import Array
 from .rank.lasting_values import KnownLayout
 from .rank.session import RankSession
-from .replication.net import Net
-from .replication.numbers import plain_number
+from .replication.net import Net, plain_number
 from .replication.values import Check, prints_of_all, prints_of_scalars, scalars_among
 from .spec import REPLICATED, P, is_sharded, is_spec
 from .strides import is_frozen
@@ -99,11 +98,7 @@ class _Kind:
 
 
 class Results:
-    """The results of one compiled call.
-
-    Args:
-        name, out_specs: of the program.
-    """
+    """The results of one compiled call."""
 
     def __init__(self, session: RankSession, name: str, out_specs: Any):
         self._session, self._name, self._out_specs = session, name, out_specs

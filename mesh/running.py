@@ -1,23 +1,34 @@
-"""`Mesh.run` and `Mesh.submit`: a function called on ranks as it is, whose result comes back whole."""
+"""What `Mesh` has ranks do beside steps: call a function as it is (`run`, `submit`), and hold an object (`remote`)."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
+import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from ..kernels.arguments import check_function, checked_ranks
+from ..kernels.arguments import check_function, checked_rank, checked_ranks
 from ..kernels.callsite import shows_only_users
-from ..kernels.errors import MeshError, message
+from ..kernels.errors import MeshError, PeerLost, message
 from . import protocol, wire
 from .ambient import Ambient, ambient, under
-from .counting.counted import note_mesh
+from .display.notebook import shorten
 from .driver.mesh_view import MeshView
+from .driver.sending import content as content_of
 from .driver.session import DriverSession
+from .driver.snapshot import typed_sources
 from .launch import launched
+from .rank.counted import note_mesh
 from .region import Region, current, generators, inside, reseed, restore_generators
+from .remote import answers
+from .remote.handle import Remote
+from .remote.node import Node
+
+REPLACED_SECONDS = 10.0  # in which a rank that has died is to be replaced
 
 
 def device_mesh(mesh: MeshView) -> Any:
@@ -56,44 +67,53 @@ def reload(self: MeshView, *modules: Any) -> list[str]:
     return list(dict.fromkeys([*done, *(name for names in lists for name in names)]))
 
 
-def run(mesh: MeshView, fn: Callable[..., Any], args: tuple, ranks: Sequence[int] | None) -> list[Any]:
-    """Call `fn(*args)` on ranks: the results in rank order."""
+@shows_only_users
+def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+    """Call `fn(*args)` on every rank, or on some; collectives work in it.
+
+    Returns:
+        The results, of any type, in rank order (of `ranks`, in the order given).
+
+    Raises:
+        what `fn` raises on a rank, as its own type, with that rank's traceback.
+    """
     check_function("mesh.run", fn, "mesh.run(function, *args)")
-    layout = mesh.layout
-    chosen = _checked(mesh, ranks)
-    key = (mesh.seed, "run", mesh.run_state.next_run())
-    note_mesh(mesh)
-    if mesh.is_driver:
+    layout = self.layout
+    chosen = _checked(self, ranks)
+    key = (self.seed, "run", self.run_state.next_run())
+    note_mesh(self)
+    if self.is_driver:
         if not chosen:
             return []
-        make, content = _message(mesh.driver, fn, args)
-        task = mesh.driver.submit(functools.partial(make, key=key), content, ranks=chosen, region=True, layout=layout)
-        return mesh.driver.wait(task).values()
-    rank, settings = mesh.session.rank, ambient()
+        make, content = _message(self.driver, fn, args)
+        task = self.driver.submit(functools.partial(make, key=key), content, ranks=chosen, region=True, layout=layout)
+        return self.driver.wait(task).values()
+    rank, settings = self.session.rank, ambient()
 
     def here() -> tuple[Any, list[bytes]]:
-        result = _call_here(mesh, fn, args, key, settings) if rank in chosen else None
-        mine = wire.to_bytes(result, lambda obj: ("mesh",) if isinstance(obj, type(mesh)) else None)
-        return result, mesh.session.comm().all_gather_bytes(mine)
+        result = _call_here(self, fn, args, key, settings) if rank in chosen else None
+        mine = wire.to_bytes(result, lambda obj: ("mesh",) if isinstance(obj, type(self)) else None)
+        return result, self.session.comm().all_gather_bytes(mine)
 
-    result, everyone = launched.call(mesh.session, here)
-    return [result if peer == rank else wire.from_bytes(everyone[peer], lambda name: mesh) for peer in chosen]
+    result, everyone = launched.call(self.session, here)
+    return [result if peer == rank else wire.from_bytes(everyone[peer], lambda name: self) for peer in chosen]
 
 
-def submit(mesh: MeshView, fn: Callable[..., Any], args: tuple, rank: int) -> Future:
-    """Start `fn(*args)` on one rank."""
+@shows_only_users
+def submit(self: MeshView, fn: Callable[..., Any], *args: Any, rank: int = 0) -> Future:
+    """Start `fn(*args)` on one rank and return a future of its result; collectives do not work in it."""
     check_function("mesh.submit", fn, "mesh.submit(function, *args, rank=0)")
-    layout = mesh.layout
-    (chosen,) = _checked(mesh, [rank])
+    layout = self.layout
+    (chosen,) = _checked(self, [rank])
     future: Future = Future()
     future.set_running_or_notify_cancel()
-    if mesh.is_driver:
-        make, content = _message(mesh.driver, fn, args)
-        key = (mesh.seed, "run", mesh.run_state.next_run())
-        mesh.driver.submit(functools.partial(make, key=key), content, ranks=[chosen], future=future, layout=layout)
+    if self.is_driver:
+        make, content = _message(self.driver, fn, args)
+        key = (self.seed, "run", self.run_state.next_run())
+        self.driver.submit(functools.partial(make, key=key), content, ranks=[chosen], future=future, layout=layout)
         return future
     try:
-        future.set_result(run(mesh, fn, args, [chosen])[0])
+        future.set_result(run(self, fn, *args, ranks=[chosen])[0])
     except Exception as error:
         future.set_exception(error)
     return future
@@ -106,7 +126,7 @@ def _message(
     settings, shipped = ambient(), driver.shipped.ship_function(fn)
 
     def content() -> wire.Packet:
-        return driver.content((settings, args), lambda: [(f"argument {at}", arg) for at, arg in enumerate(args)])
+        return content_of(driver, (settings, args), lambda: [(f"argument {at}", arg) for at, arg in enumerate(args)])
 
     return functools.partial(protocol.CallFunction, function=shipped.key), content
 
@@ -128,3 +148,54 @@ def _checked(mesh: MeshView, ranks: Sequence[int] | None) -> list[int]:
             message("mesh.run and mesh.submit were called inside a region", remedy="call the function directly there")
         )
     return list(range(mesh.size)) if ranks is None else checked_ranks(ranks, mesh.size)
+
+
+def remote(self: MeshView, cls: Callable, *args: Any, rank: int = 0, restore: bool = False, **kwargs: Any) -> Remote:
+    """Make an object, `cls(*args, **kwargs)`, on a rank: its handle, a `Remote`. Raises what `cls` raises."""
+    if not callable(cls):
+        raise MeshError(message("mesh.remote makes objects of a class", got=repr(cls), remedy="pass a class"))
+    rank = checked_rank(rank, self.size)
+    label = getattr(cls, "__name__", type(cls).__name__)
+    functions = [each for each in vars(cls).values() if inspect.isfunction(each)] if inspect.isclass(cls) else [cls]
+    sources: dict[str, list[str]] = {}
+    for function in functions:
+        sources.update(typed_sources(function))
+    if restore and not self.is_driver:
+        raise MeshError(
+            message("restore=True is for objects that the driver makes", remedy="make it there, and pass its handle")
+        )
+    try:
+        return _made(self, rank, (tuple(sys.path), sources, cls, *args), kwargs, label, restore)
+    except BaseException as error:
+        raise shorten(error) from error.__cause__
+
+
+def _made(mesh: MeshView, rank: int, args: tuple, kwargs: dict[str, Any], label: str, restore: bool) -> Remote:
+    end = time.monotonic() + REPLACED_SECONDS
+    while True:
+        node = _node(mesh)
+        try:
+            return node.caller.make(rank, args, kwargs, label, restore=restore)
+        except PeerLost:
+            raise
+        except OSError:  # the rank has died, and is about to be replaced
+            if time.monotonic() > end or not mesh.is_driver:
+                raise answers.unreachable(rank, label, mesh.describe()) from None
+            time.sleep(0.01)
+
+
+def _node(mesh: MeshView) -> Node:
+    """This process's node, once its mesh is ready for calls."""
+    if mesh.is_driver:
+        mesh.driver.ready()
+        return mesh.driver.node
+    node = mesh.session.node
+    if node is None:
+        raise MeshError(
+            message(
+                "mesh.remote needs a driver, and these ranks were started by a launcher",
+                where=mesh.describe(),
+                remedy="start the program without a launcher; its process then drives the ranks, and objects on them",
+            )
+        )
+    return node

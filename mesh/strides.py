@@ -71,6 +71,11 @@ def joined(shape: Sizes, part: Sizes, strides: Sizes) -> tuple[int, ...]:
     return tuple(strides) if tuple(shape) == tuple(part) else ordered(shape, order_of(part, strides))
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie in memory by strides."""
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
 def is_standard(tensor: torch.Tensor) -> bool:
     """Whether a tensor has the strides of a new one."""
     if not tensor.is_contiguous():

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from .mesh.counting.counted import asked, asked_in, counted_in, take, taken_meshes
-from .mesh.counting.counts import Counts
+from .mesh.rank.counted import Counts, asked, asked_in, counted_in, take, taken_meshes
 from .mesh.region import current
 
 

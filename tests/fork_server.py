@@ -237,7 +237,7 @@ def _served(channel: socket.socket) -> dict[str, Any] | None:
 def _become(request: dict[str, Any], channel: socket.socket) -> None:
     """Run the program as a new Python would."""
     from spmd.mesh.driver import spawn
-    from spmd.mesh.hosts.zygote import ForkedZygote
+    from spmd.mesh.hosts.process import ForkedZygote
     from spmd.mesh.launch import environments
 
     if request["session"]:

@@ -164,7 +164,7 @@ def doctor_waits(seconds: float) -> None:
 
 def values_held() -> int:
     """On a driver's rank: how many values it holds."""
-    from spmd.mesh.rank.values import Values
+    from spmd.mesh.rank.state import Values
 
     (values,) = [obj for obj in gc.get_objects() if isinstance(obj, Values)]
     return len(values)
@@ -228,7 +228,7 @@ def gathered(msg: list[tuple[str, int, int]], due: dict[int, list[int]]) -> list
         (class and task, ranks) of each message; those behind ("held", ()) had to wait for the moment's end.
     """
     from spmd.mesh import protocol, wire
-    from spmd.mesh.hosts.framing import unframed
+    from spmd.mesh.hosts.coded import unframed
     from spmd.mesh.hosts.gathering import Gathering
 
     sent: list[tuple[str, tuple[int, ...]]] = []
@@ -270,7 +270,7 @@ def _said_of(kind: str, task: int) -> Any:
 def taken(msg: list[tuple[str, int, tuple[int, ...]]]) -> list[tuple[str, tuple[int, ...]]]:
     """What a driver takes of what hosts tell it: (the message's class, the task, the ranks that said so), in order."""
     from spmd.mesh import protocol
-    from spmd.mesh.hosts.framing import framed
+    from spmd.mesh.hosts.coded import framed
     from spmd.mesh.hosts.hearing import Inbox
 
     inbox: Any = Inbox()

@@ -16,8 +16,7 @@ from ..mesh import trees
 from ..mesh.put import as_tensor
 from ..mesh.rank.session import RankSession
 from ..mesh.region import require
-from ..mesh.replication.net import differs_over, mark
-from ..mesh.replication.numbers import varying_number
+from ..mesh.replication.net import differs_over, mark, varying_number
 from ._plan import plan_of
 from .exact.tracked import Tracked
 

@@ -1,7 +1,7 @@
 """Progress bars of ranks, merged: one tqdm bar for the whole mesh, in the form that the driver shows best.
 
 Every rank of an SPMD program draws the same bar, and a reader wants it once, and wants it to tell how far the mesh is:
-as far as its slowest rank. So the ranks report their bars instead of drawing them (`rank_bars`), and here those that
+as far as its slowest rank. So the ranks report their bars instead of drawing them (`report_bars`), and those that
 are alike become one, drawn by `tqdm.auto`: a widget in a notebook, a line on a terminal.
 Invariant: a bar of a rank is part of exactly one bar that is shown; one that rank 0 has no part in says whose it is. A
 bar that begins long after its like has ended on the others is one of its own.
@@ -14,12 +14,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .output import rank_label
+
+_LOOKS = ("total", "leave", "unit", "unit_scale", "unit_divisor", "initial", "colour", "bar_format")
 
 WINDOW = 0.1  # seconds for which a bar waits for rank 0 to have it, too
 LINGER = 1.0  # seconds for which a bar that has ended waits for ranks that have not begun it
@@ -157,3 +162,54 @@ def _tqdm() -> Any:
     kind = type("tqdm", (tqdm,), {"monitor_interval": 0, "__module__": __name__})
     kind.set_lock(threading.RLock())  # type: ignore[attr-defined]
     return kind
+
+
+def report_bars(current_task: Callable[[], int], send: Callable[[int, BarState], None]) -> None:
+    """Have this process's tqdm bars reported from now on, but for those that write to a file of the program's own.
+
+    The class itself is changed, so that it does not matter where a program got it from.
+
+    Args:
+        current_task: the number of the task that runs.
+        send: takes the number of the task in which a bar was made, and the bar's state.
+    """
+    from tqdm import std
+
+    # Of its own for each rank, and without the thread that redraws bars which have come to a halt.
+    std.tqdm.set_lock(threading.RLock())
+    std.tqdm.monitor_interval = 0
+    numbers: dict[int, Any] = {}
+    display, clear, close = std.tqdm.display, std.tqdm.clear, std.tqdm.close
+
+    def reported(bar: Any) -> bool:
+        return getattr(bar.fp, "_wrapped", bar.fp) in (sys.stdout, sys.stderr)
+
+    def tell(bar: Any, *, closed: bool = False) -> None:
+        if not hasattr(bar, "spmd_bar"):
+            task = current_task()
+            for old in [old for old in numbers if old != task]:
+                del numbers[old]
+            number = next(numbers.setdefault(task, itertools.count(1)))
+            bar.spmd_bar = (task, number, bar.desc, tuple((name, getattr(bar, name)) for name in _LOOKS))
+        task, number, name, looks = bar.spmd_bar
+        send(task, BarState(number, name, bar.n, bar.desc, bar.postfix or "", looks, closed))
+
+    def display_here(self: Any, msg: str | None = None, pos: int | None = None) -> Any:
+        return tell(self) if reported(self) else display(self, msg, pos)
+
+    def clear_here(self: Any, nolock: bool = False) -> Any:
+        return None if self.disable or reported(self) else clear(self, nolock)
+
+    def close_here(self: Any) -> Any:
+        if getattr(self, "disable", True) or not reported(self):
+            return close(self)
+        self.disable = True
+        self._decr_instances(self)
+        return tell(self, closed=True)
+
+    std.tqdm.display, std.tqdm.clear, std.tqdm.close = display_here, clear_here, close_here
+    # A function from a notebook may name the notebook's form, which can't be drawn here.
+    form: Any = types.ModuleType("tqdm.notebook")
+    form.tqdm = form.tqdm_notebook = std.tqdm
+    form.trange = form.tnrange = std.trange
+    sys.modules["tqdm.notebook"] = form

@@ -111,17 +111,25 @@ def board_of(mesh: Any) -> tuple[Board | None, Sequence[int]]:
     return board, getattr(board, "members", range(mesh.size))
 
 
-def of_mesh(mesh: Any) -> str:
-    """The stacks of all ranks of a host, or of this process alone where they share nothing."""
-    board, members = board_of(mesh)
+def stacks(self: Any) -> str:
+    """Where every rank is just now (on a launched one: each of its host), even one that is stuck in C.
+
+    >>> with Mesh({"data": 1}) as mesh:
+    ...     print(mesh.stacks().split(":")[0])
+    rank 0
+
+    Returns:
+        For each rank its threads as the kernel sees them, and Python's stack of each unless it is stopped.
+    """
+    board, members = board_of(self)
     if board is not None:
         return "\n\n".join(f"rank {rank}: {stacks_of(board, position)}" for position, rank in enumerate(members))
-    if mesh.is_driver:
-        mesh.driver.check_owner()
-        text: str = mesh.driver.ranks.stacks()
+    if self.is_driver:
+        self.driver.check_owner()
+        text: str = self.driver.ranks.stacks()
         return text
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         written = file.read().decode(errors="replace").strip()
-    return f"rank {mesh.rank}: process {os.getpid()}\n{written}"
+    return f"rank {self.rank}: process {os.getpid()}\n{written}"

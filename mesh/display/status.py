@@ -1,21 +1,32 @@
 """What the ranks of a host do just now, as the board of their arena and the kernel tell it: a table.
 
-Nothing is asked of a rank, so that one that computes, waits or is stopped is told of like any other. Invariant: looking
-changes nothing; what is told of several ranks is not of one moment.
+Nothing is asked of a rank, so that one that computes, waits or is stopped is told of like any other. In a notebook the
+table that was shown last stays live while other cells run. Invariant: looking changes nothing; what is told of several
+ranks is not of one moment.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import html
 import os
 import socket
+import sys
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from ...kernels.errors import SpmdError
 from ...kernels.processes import status_of
 from ...kernels.shm.board import Board
+from . import notebook
 from .stacks import board_of
+
+SECONDS = 1.0  # between two looks
+_shown: weakref.WeakKeyDictionary[Any, threading.Event] = weakref.WeakKeyDictionary()  # mesh -> ends its live table
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,16 +81,12 @@ def _cells(one: RankStatus) -> tuple[str, ...]:
 
 
 def of_board(board: Board, members: Sequence[int]) -> Status:
-    """The status of a host's ranks.
-
-    Args:
-        members: their numbers in the mesh.
-    """
+    """The status of a host's ranks, which have these numbers in the mesh."""
     host = socket.gethostname()
     return Status(_of_rank(board, position, rank, host) for position, rank in enumerate(members))
 
 
-def of_mesh(mesh: Any) -> Status:
+def _of_mesh(mesh: Any) -> Status:
     """The status of all ranks of a host, or of this process alone where they share nothing."""
     board, members = board_of(mesh)
     if board is not None:
@@ -115,3 +122,56 @@ def _doing(board: Board, position: int, busy: bool) -> str:
 
 def _memory(status: dict[str, str] | None) -> int:
     return 1024 * int((status or {}).get("VmRSS", "0").split()[0])
+
+
+class LiveStatus(Status):
+    """A `Status` that goes on where a notebook shows it."""
+
+    mesh: Any = None  # a reference to it
+
+    def _ipython_display_(self) -> None:
+        mesh = None if self.mesh is None else self.mesh()
+        show = sys.modules["IPython"].display.display
+        if mesh is None or mesh.closed:
+            show(_drawn(self), raw=True)
+            return
+        handle = show(_drawn(self), raw=True, display_id=True)
+        if (before := _shown.get(mesh)) is not None:
+            before.set()
+        ended = _shown[mesh] = threading.Event()
+        # In this cell's context: the kernel sends what the thread shows as this cell's.
+        run = contextvars.copy_context().run
+        threading.Thread(target=run, args=(_follow, self.mesh, handle, ended), name="spmd-status", daemon=True).start()
+
+
+def status(self: Any) -> Status:
+    """What every rank does just now (on a launched one: each of its host): a table, live in a notebook.
+
+    Returns:
+        For each rank a row with `rank`, `host`, `pid`, `memory` in bytes, `calls` done, and what it is `doing`.
+    """
+    rows = _of_mesh(self)
+    if not self.is_driver or notebook.shell() is None:
+        return rows
+    found = LiveStatus(rows)
+    found.mesh = weakref.ref(self)
+    return found
+
+
+def _follow(reference: Any, handle: Any, ended: threading.Event) -> None:
+    """A thread's main function: until the mesh is closed, gone, or has another live table."""
+    before: Any = None
+    while not ended.wait(SECONDS):
+        mesh = reference()
+        if mesh is None or mesh.closed:
+            return
+        with contextlib.suppress(SpmdError):  # a host is lost, and may come again
+            rows = _of_mesh(mesh)
+            if rows != before and not ended.is_set():
+                handle.update(_drawn(rows), raw=True)
+                before = rows
+        del mesh
+
+
+def _drawn(rows: Status) -> dict[str, str]:
+    return {"text/plain": Status.__repr__(rows), "text/html": rows._repr_html_()}

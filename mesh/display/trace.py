@@ -15,20 +15,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
+
+from ..driver.pending import Task
 
 LOGGER = "spmd.trace"
 LEVEL = logging.DEBUG
 _MOST = 100_000  # ranks of a mesh: their numbers in the picture are the mesh's, times that, and theirs
-
-
-class Task(Protocol):
-    """A call, as far as it is seen from here."""
-
-    number: int
-    ranks: tuple[int, ...]
-    began: float
-    seconds: float
 
 
 def mesh_id(key: bytes) -> str:
@@ -37,12 +30,7 @@ def mesh_id(key: bytes) -> str:
 
 
 class Recorder:
-    """On a rank: the events of a task, until it is over.
-
-    Args:
-        key: of the mesh.
-        send: takes the fields of a record.
-    """
+    """On a rank: the events of a task, until it is over."""
 
     def __init__(self, key: bytes, send: Callable[[dict[str, Any]], None]):
         self._mesh, self._send = mesh_id(key), send

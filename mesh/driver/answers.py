@@ -195,7 +195,7 @@ class Answers(Owned):
         if failure is None and task.compare is not None and len(set(task.prints.values())) > 1:
             failure, together = task.compare(task), True
         generation = session.ranks.generation if together else None
-        if failure is None:
+        if failure is None and session.options["copies"]:
             session.uncopied.hold(task)
         session.pending.settle(task, failure, generation=generation, seen=self._recovery.interrupted)
         session.changed.notify_all()

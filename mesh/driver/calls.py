@@ -17,6 +17,7 @@ from ..program import InputPlan, PlannedCall, Program, describe_path
 from ..replication.values import Check, check_of
 from ..request import Span, passable
 from ..run_state import Call
+from . import sending
 from .functions import Shipped
 from .mesh_view import MeshView
 from .pending import Outcome, Task
@@ -84,7 +85,7 @@ class DriverCall:
                 arrays=names,
                 values=tuple(values) if plain else None,
             ),
-            None if plain else lambda: driver.content(values, lambda: self._parts(leaves)),
+            None if plain else lambda: sending.content(driver, values, lambda: self._parts(leaves)),
             region=True,
             last_results=self._planned.last_results,
             compare=None if waits or not looked else functools.partial(self._compare, looked),

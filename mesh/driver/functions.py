@@ -52,10 +52,6 @@ class ShippedOnce:
 class ShippedObjects:
     """What was sent to the ranks of one mesh.
 
-    Args:
-        session: sends it.
-        whole: types that travel as names.
-
     Attributes:
         followed: by the key of a call's signature the axes over which the types in it were followed.
     """
@@ -120,17 +116,14 @@ class ShippedObjects:
 
     def ship_function(self, function: Any) -> Shipped:
         """Ship a function, pickling it again only if what it refers to has changed."""
-        return self._ship(function, function, function)
+        return self.ship_program(function, function, function)
 
-    def ship_program(self, function: Any, program: Any, holder: Any) -> Shipped:
-        """Ship a program made of a function.
+    def ship_program(self, function: Any, obj: Any, holder: Any) -> Shipped:
+        """The same of a program made of a function.
 
         Args:
             holder: lives as long as the program is worth keeping on the ranks.
         """
-        return self._ship(function, program, holder)
-
-    def _ship(self, function: Any, obj: Any, holder: Any) -> Shipped:
         try:
             known = self._functions.get(holder)
         except TypeError:  # it can't be hashed, or not referred to weakly

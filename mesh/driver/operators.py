@@ -25,6 +25,7 @@ from ..array import WAY, Array, Meta, refuse_gradients, refuse_ragged
 from ..calling import call
 from ..program import Program
 from ..put import as_tensor, fetch, is_array
+from ..rank.local_values import shapes_over
 from ..rank.session import RankSession
 from ..region import current, require, reseed
 from ..request import Request
@@ -259,8 +260,8 @@ class _Operation:
             except propagation.NeedsWhole:
                 self._on_shards[kind] = False
         if self._way is not _Way.OWN:
-            whole = _gathered if self._way is _Way.RULES else _whole
-            args, kwargs = trees.map(functools.partial(whole, region.session), (args, kwargs))
+            whole = functools.partial(_whole, region.session, self._way is _Way.RULES)
+            args, kwargs = trees.map(whole, (args, kwargs))
         reseed(region)
         return self.func(*args, **kwargs)
 
@@ -286,32 +287,20 @@ def _added(session: RankSession, func: Callable, shard: torch.Tensor) -> torch.T
     return total.to(shard.dtype) if shard.is_floating_point() else total
 
 
-def _gathered(session: RankSession, leaf: Any) -> Any:
-    """A whole value on each rank, of shards that are evenly cut."""
+def _whole(session: RankSession, even: bool, leaf: Any) -> Any:
+    """A whole value on each rank, of its shards; where these are even none is asked for its size."""
     if not isinstance(leaf, torch.Tensor) or not _spec(leaf).entries:
         return leaf
-    spec, whole = _spec(leaf), leaf.detach()
+    spec, whole = _spec(leaf), leaf.detach() if even else leaf.detach().cpu()
     for dim in range(len(spec.entries)):
         if axes := spec.dim_axes(dim):
             comm = session.comm(axes)
-            shards = [torch.empty_like(whole) for _ in range(comm.size)]
+            shapes = [tuple(whole.shape)] * comm.size if even else shapes_over(comm, whole)
+            refuse_ragged(ragged_shape(tuple(whole.shape), shapes, spec))
+            shards = [torch.empty_like(whole) if even else whole.new_empty(shape) for shape in shapes]
             comm.all_gather(shards, whole)
             whole = torch.cat(shards, dim)
-    return whole
-
-
-def _whole(session: RankSession, leaf: Any) -> Any:
-    """A whole value on each rank, of all its shards."""
-    if not isinstance(leaf, torch.Tensor) or not _spec(leaf).entries:
-        return leaf
-    comm, spec, mine = session.comm(), _spec(leaf), leaf.detach().cpu()
-    sizes = [torch.empty(mine.dim(), dtype=torch.int64) for _ in range(comm.size)]
-    comm.all_gather(sizes, torch.tensor(mine.shape))
-    shapes = [tuple(size.tolist()) for size in sizes]
-    refuse_ragged(ragged_shape(mine.shape, shapes, spec))
-    shards = [torch.empty(shape, dtype=mine.dtype) for shape in shapes]
-    comm.all_gather(shards, mine)
-    return session.on_device(session.layout.join(shards, spec))
+    return session.on_device(whole)
 
 
 def _is_sized_by_values(name: str, leaves: list[Any]) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from .. import protocol, wire
 from ..failure import Failure
 from ..run_state import RunState
 
@@ -18,6 +20,8 @@ IN_FLIGHT = 2
 BRIEF_IN_FLIGHT, BRIEF_SECONDS = 8, 0.02  # calls that are over soon: more of them, and Ctrl-C still finds them ended
 
 Outcome = Callable[[], BaseException] | None  # what makes the exception of a failed task, None for one that went well
+Make = Callable[[int, int, protocol.Spans, tuple[str, ...]], protocol.Task]
+"""Makes a message from what all tasks begin with."""
 
 
 _thread = threading.local()
@@ -31,6 +35,28 @@ def aside() -> Iterator[None]:
         yield
     finally:
         _thread.aside = False
+
+
+@dataclasses.dataclass(slots=True)
+class Again:
+    """What it takes to send a task again.
+
+    Attributes:
+        name: of the call, for messages.
+        make, packet: the message and its content.
+        holds: what was compiled for the call (`calls.DriverCall`), which must live until the task is over.
+        arguments: its inputs.
+        values: its outputs, as `values.CallValues`; of several batches those of each.
+        losses: how often it has lost ranks.
+    """
+
+    name: str
+    make: Make
+    packet: wire.Packet
+    holds: Any
+    arguments: Sequence[Any]
+    values: Sequence[Any]
+    losses: int = 0
 
 
 class Task:
@@ -116,7 +142,7 @@ class Task:
         """Make the outcome known; a future takes a failure over, for others `reported` tells whether it was seen."""
         self.failure = failure
         if self.again is not None:
-            self.again.close()
+            self.again.packet.close()
             self.again = None
         self.seconds += time.monotonic()
         if self.future is not None:

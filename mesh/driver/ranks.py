@@ -22,9 +22,10 @@ from ...kernels.registry import added_factory
 from ...kernels.shm import arena as arena_module
 from ...kernels.shm.arena import Arena
 from ...kernels.shm.board import ended
-from .. import protocol, wire
+from .. import wire
 from ..display import trace
-from ..rank.logs import levels
+from ..display.records import levels
+from ..rank.descriptors import RankRequest
 from ..remote.addresses import listen
 from ..spec import Layout
 from .spawn import fork_rank, mesh_begins, mesh_ends
@@ -43,7 +44,7 @@ class Rank(Owned):
         listening: where it hears calls from other hosts, too.
     """
 
-    def __init__(self, rank: int, request: protocol.RankRequest, arena: int, listening: Sequence[socket.socket] = ()):
+    def __init__(self, rank: int, request: RankRequest, arena: int, listening: Sequence[socket.socket] = ()):
         super().__init__()
         self.rank = rank
         self.alive, self.ready = True, False
@@ -65,9 +66,6 @@ class Rank(Owned):
             listener.close()
             os.close(out[1])
             os.close(err[1])
-        self._listen()
-
-    def _listen(self) -> None:
         self._printed = select.poll()
         for fd in self.pipes.values():
             os.set_blocking(fd, False)
@@ -296,10 +294,10 @@ class Ranks:
 
 def request_of(
     layout: Layout, options: dict[str, Any], store: str, hosts: tuple[tuple[int, ...], ...] = ()
-) -> protocol.RankRequest:
-    """What every rank of a mesh that begins here needs to know; see `protocol.RankRequest`."""
+) -> RankRequest:
+    """What every rank of a mesh that begins here needs to know; see `RankRequest`."""
     trace.writer()  # with its logger's level ranks know that there is one
-    return protocol.RankRequest(
+    return RankRequest(
         **options,
         rank=-1,
         generation=1,

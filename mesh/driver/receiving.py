@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import selectors
 import sys
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from .. import wire
 from ..display.bars import Bars, BarState
@@ -23,6 +21,7 @@ from ..hosts.hearing import Inbox
 from ..spec import Layout
 from .pending import Task
 from .ranks import Rank, Ranks
+from .sockets import RankSockets
 from .stuck import Stuck
 
 TICK_SECONDS = 0.1  # between two calls of `carry_on` while a recovery is under way
@@ -53,12 +52,7 @@ class Listener(Protocol):
 
 
 class Receiving(threading.Thread):
-    """Listens from `start` until the session is closed.
-
-    Args:
-        listener: is told.
-        layout: the axes, which say where on the mesh a rank is.
-    """
+    """Listens from `start` until the session is closed."""
 
     def __init__(self, listener: Listener, layout: Layout):
         super().__init__(name="spmd-receiver", daemon=True)
@@ -67,25 +61,12 @@ class Receiving(threading.Thread):
         label = coordinates_label(layout)
         self._collator = Collator(self._print, layout.size, label=label)
         self._bars = Bars(label=label)
-        self._selector = selectors.DefaultSelector()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, ("wake", None))
-        self._blocked: set[Rank] = set()
+        self._sockets = RankSockets(self._take, lambda rank: self.show_printed([rank]), self._bury, listener.flush)
+        self.add, self.wake, self.when_writable = self._sockets.add, self._sockets.wake, self._sockets.when_writable
         self._soon: deque[Callable[[], None]] = deque()
         self._inbox: Inbox | None = None  # of the ranks that there are, if they are on other hosts
 
     # -- for other threads -------------------------------------------------------------------------------------------
-
-    def wake(self) -> None:
-        with contextlib.suppress(OSError):  # full of wakes, or closed
-            os.write(self._wake_write, b"!")
-
-    def when_writable(self, rank: Rank) -> None:
-        """Have `flush` called as soon as the rank's socket takes more."""
-        self._blocked.add(rank)
-        self.wake()
 
     def soon(self, do: Callable[[], None]) -> None:
         """Have something done by this thread, between two events."""
@@ -99,17 +80,10 @@ class Receiving(threading.Thread):
 
     # -- for this thread (or any, before it starts and after it ends) ------------------------------------------------
 
-    def add(self, rank: Rank) -> None:
-        for source, kind in rank.sources():
-            more = selectors.EVENT_WRITE if kind == "answer" and rank in self._blocked else 0
-            self._selector.register(source, selectors.EVENT_READ | more, (kind, rank))
-
     def remove(self, rank: Rank) -> None:
         """Listen to a rank no more, after a last look at what it printed."""
         self.read_output(rank)
-        self._blocked.discard(rank)
-        for source, _ in rank.sources():
-            self._forget(source)
+        self._sockets.remove(rank)
 
     def exchange(self, gone: Iterable[Rank], ranks: Ranks, layout: Layout) -> None:
         """Listen to other ranks than so far, of another layout."""
@@ -128,11 +102,8 @@ class Receiving(threading.Thread):
 
     def read_output(self, rank: Rank) -> None:
         with self._showing:
-            for stream, fd in list(rank.pipes.items()):
-                while data := rank.read(stream):
-                    self._collator.feed(rank.rank, stream, data)
-                if data is None:
-                    self._forget(fd)
+            for stream, data in self._sockets.output_of(rank):
+                self._collator.feed(rank.rank, stream, data)
 
     def show_printed(self, ranks: Iterable[Rank]) -> None:
         """Read what these have printed so far, if they have."""
@@ -172,9 +143,7 @@ class Receiving(threading.Thread):
             self._take_from(self._inbox)
             self._inbox.heard_by(lambda: None)  # what wakes this thread is about to be closed
         self.show_output()
-        self._selector.close()
-        for fd in (self._wake_read, self._wake_write):
-            os.close(fd)
+        self._sockets.close()
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -191,51 +160,21 @@ class Receiving(threading.Thread):
         dues = [due for due in self._tick() if due is not None]
         due = min(dues, default=self._listener.stuck.pause)
         due = min(due, TICK_SECONDS if self._listener.under_way else self._listener.stuck.pause)
-        found = self._selector.select(due)
+        found = self._sockets.select(due)
         while self._soon:  # what has come before them, and may change what there is to listen to
             while self._soon:
                 self._soon.popleft()()
-            found = self._selector.select(0)
-        for key, events in found:
-            kind, rank = key.data
+            found = self._sockets.select(0)
+        for heard in found:
             if self._listener.closed is not None:
                 return
-            if kind == "wake":
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_read, 4096)
-                for blocked in tuple(self._blocked):
-                    self._watch(blocked, selectors.EVENT_READ | selectors.EVENT_WRITE)
-            elif kind == "answer":
-                if events & selectors.EVENT_WRITE and self._listener.flush(rank):
-                    self._blocked.discard(rank)
-                    self._watch(rank, selectors.EVENT_READ)
-                if events & selectors.EVENT_READ:
-                    self._take_answers(rank)
-            elif kind == "death":
-                self._bury(rank)
-            else:
-                self.read_output(rank)
+            heard()
         self._listener.answers.collect()
         self._listener.stuck.look()
         if self._listener.under_way:
             self._listener.carry_on()
 
-    def _watch(self, rank: Rank, events: int) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # it died, and is not listened to any more
-            self._selector.modify(rank.connection, events, ("answer", rank))
-
-    def _forget(self, source: Any) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(source)
-
-    def _take_answers(self, rank: Rank) -> None:
-        packets = rank.answers()
-        if packets is None:
-            self._forget(rank.connection)
-            self._bury(rank)
-            return
-        if packets:
-            self.show_printed([rank])  # what it printed before it answered comes first
+    def _take(self, rank: Rank, packets: Iterable[wire.Packet]) -> None:
         for packet in packets:
             self._listener.answers.take([rank], packet)
 
@@ -254,8 +193,7 @@ class Receiving(threading.Thread):
     def _bury(self, rank: Rank) -> None:
         if not rank.alive:
             return
-        for packet in rank.last_answers():
-            self._listener.answers.take([rank], packet)
+        self._take(rank, rank.last_answers())
         self._listener.died(rank)
 
     def _tick(self) -> list[float | None]:

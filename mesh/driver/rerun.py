@@ -8,51 +8,18 @@ made.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol
 
 from .. import wire
 from ..failure import ranks_text
 from ..protocol import Spans
-from .pending import Task
-from .session_view import Make, Session
+from .pending import Again, Task
+from .session_view import Session
 from .values import CallValues
 
 LOSSES = 3  # of ranks, in a row, in one call: then it is the call's fault
 logger = logging.getLogger("spmd")
-
-
-class Compiled(Protocol):
-    """What was compiled for calls of one kind, as far as it is seen from here."""
-
-    def donated(self) -> Sequence[str]: ...
-
-
-@dataclasses.dataclass(slots=True)
-class Again:
-    """What it takes to send a task again.
-
-    Attributes:
-        name: of the call, for messages.
-        make, packet: the message and its content.
-        holds: what was compiled for the call, which must live until the task is over.
-        arguments: its inputs.
-        values: its outputs; of several batches those of each.
-        losses: how often it has lost ranks.
-    """
-
-    name: str
-    make: Make
-    packet: wire.Packet
-    holds: Compiled | None
-    arguments: Sequence[Any]
-    values: Sequence[CallValues]
-    losses: int = 0
-
-    def close(self) -> None:
-        self.packet.close()
 
 
 def to_rerun(
@@ -145,11 +112,7 @@ def freed_meanwhile(tasks: Sequence[Task]) -> Spans:
 
 
 def tell(lost: dict[int, str], tasks: Sequence[Task], seconds: float, where: str, *, lasting: bool) -> None:
-    """Log what has happened.
-
-    Args:
-        lasting: values outlive their ranks.
-    """
+    """Log what has happened."""
     alike: dict[str, list[int]] = {}
     for rank, how in sorted(lost.items()):
         alike.setdefault(how, []).append(rank)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from ...kernels.errors import MeshError, SpmdError, message
-from .. import wire
+from .. import protocol, wire
 from ..array import Array
+from ..protocol import Spans
 from ..remote.handle import Remote, named
 from ..remote.reference import Ref
+from ..spec import P
+from .pending import Make
 from .session_view import Session
 from .snapshot import unpicklable_among
 from .values import CallValues, Values
@@ -99,3 +104,36 @@ def _name_of(values: Values, obj: Any) -> Any:
             )
         )
     return ("mesh",)
+
+
+def put_message(
+    session: Session, values: CallValues, tensors: Sequence[torch.Tensor], specs: tuple[P, ...]
+) -> tuple[Make, Callable[[], wire.Packet]]:
+    """What has every rank keep its shards of whole tensors, as a call's values; and its content, to be made first.
+
+    Their bytes lie once in a host's arena, where every rank of it sees them: so they are the mesh's, whatever becomes
+    of the ranks. A block of the arena is the value's for as long as the driver has a name for it.
+    """
+    arena = session.ranks.arena if session.lasting else None
+    given: list[tuple[int, int, int]] = []
+
+    def allocate(nbytes: int) -> memoryview:
+        assert arena is not None
+        result = arena.given.take(nbytes)
+        given.append((*result, nbytes))
+        values.given = weakref.finalize(values, arena.given.drop, result)
+        values.given.atexit = False
+        return arena.given.memory(result, nbytes)
+
+    def make(number: int, region: int, freed: Spans, forgotten: tuple[str, ...]) -> protocol.Task:
+        where = given[-1] if given else None
+        return protocol.PutValues(number, region, freed, forgotten, out=values.number, specs=specs, given=where)
+
+    def content() -> wire.Packet:
+        packet = session.dumps([*tensors], allocate=None if arena is None else allocate)
+        if packet.fd is not None and values.given is None:  # each host lays it in memory of its own
+            values.given = weakref.finalize(values, session.ranks.drop_given, values.number)
+            values.given.atexit = False
+        return packet
+
+    return make, content

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any
 
 from ...kernels.errors import MeshError, message
 from ...kernels.limits import named_limits
@@ -27,27 +27,24 @@ from ..rank.interrupts import uninterrupted
 from ..remote.node import driver_node
 from ..run_state import RunState
 from ..spec import Layout
-from . import open_sessions, sending, session_view
+from . import open_sessions, sending
 from .debugging import Debugging
 from .functions import ShippedObjects
-from .pending import Flight, Outcome, Pending, Task
+from .pending import Again, Flight, Make, Outcome, Pending, Task
 from .ranks import Ranks
 from .receiving import Receiving
 from .recovery import Recovery
-from .rerun import Again
 from .values import CallValues, Values
 
 CLOSE_SECONDS = 2.0
+_OPTIONS = ("backend", "device", "threads", "seed", "timeout")  # of the mesh, which its ranks are told
 
 
 class DriverSession(Owned):
     """The ranks of one mesh and the traffic with them.
 
     Args:
-        mesh: whose ranks they are; only its finalizer keeps a session alive longer than its mesh.
-        layout: the axes.
-        backend, device, threads, seed, timeout, on_loss, grace, hosts, copies: as given to `Mesh`.
-        pinned: torch threads of a rank while it computes under `shards=`.
+        mesh: whose ranks they are, with what it was given; only its finalizer keeps a session alive longer.
 
     Attributes:
         values, shipped: what lives on the ranks.
@@ -56,27 +53,14 @@ class DriverSession(Owned):
     """
 
     @named_limits()
-    def __init__(
-        self,
-        mesh: Any,
-        layout: Layout,
-        *,
-        backend: str,
-        device: str,
-        threads: int,
-        pinned: int,
-        seed: int,
-        timeout: float,
-        on_loss: str,
-        grace: float,
-        hosts: Any,
-        copies: int,
-    ):
+    def __init__(self, mesh: Any):
         super().__init__()
         open_more_files()
-        self._mesh = weakref.ref(mesh)
-        self.layout, self.backend, self.device, self.timeout = layout, backend, device, timeout
-        self.reruns = on_loss == "rerun" and device == "cpu"
+        self._mesh, layout = weakref.ref(mesh), mesh.layout
+        self.layout: Layout = layout
+        self.timeout: float = mesh.timeout
+        self.lasting: bool = mesh.device == "cpu"  # values outlive their ranks, in memory that belongs to the host
+        self.reruns: bool = mesh.on_loss == "rerun" and self.lasting
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.values = Values(self)
@@ -84,20 +68,21 @@ class DriverSession(Owned):
         self.shipped = ShippedObjects(self, self.whole)
         # Of each @spmd function its calls by signature: what is settled at the first call, and then looked up.
         self.calls: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self.closed, self.closing = cast("str | None", None), False
+        self.closed: str | None = None
+        self.closing = False
         self.numbers: Iterator[int] = itertools.count(1)
         self.regions, self.run_state, self.uncopied = 0, RunState(), Uncopied()
         self.pending, self._flight = Pending(self.run_state), Flight()
-        self._recovery = Recovery(self, grace)
+        self._recovery = Recovery(self, mesh.grace)
         self.debugging = Debugging(lambda rank, line: self.tell(line, ranks=[rank]), self._recovery.answers.wait)
         self.receiving = Receiving(self._recovery, layout)
-        options = {"backend": backend, "device": device, "threads": threads, "pinned": pinned, "seed": seed}
-        self.options: dict[str, Any] = options | {"timeout": timeout, "copies": 0 if hosts is None else copies}
+        self.options: dict[str, Any] = {name: getattr(mesh, name) for name in _OPTIONS}
+        self.options |= {"pinned": mesh.pinned_threads, "copies": 0 if mesh.hosts is None else mesh.copies}
         self.resizing: Any = None  # ranks of another size that get ready; see `resizing`
         self.resize_lock = threading.RLock()  # of who gives the mesh another size, or counts on the one that it has
         self.leaving: threading.Thread | None = None  # sees to the end of those that a resize has told to leave
         self.switching = 0  # the thread that exchanges the ranks; others wait meanwhile
-        ranks = self.ranks = ranks_of(hosts, layout, self.options, self.receiving)
+        ranks = self.ranks = ranks_of(mesh.hosts, layout, self.options, self.receiving)
         self.node = driver_node(ranks.request.key, self.describe, self._mesh, self.values.object_of, ranks.elsewhere)
         try:
             self.ranks.start(layout.size)
@@ -115,11 +100,6 @@ class DriverSession(Owned):
     @property
     def pids(self) -> list[int]:
         return [rank.pid for rank in self.ranks.all]
-
-    @property
-    def lasting(self) -> bool:
-        """Whether values outlive their ranks: in memory that belongs to the host, here or elsewhere."""
-        return self.device == "cpu"
 
     @property
     def quiet(self) -> bool:
@@ -142,9 +122,6 @@ class DriverSession(Owned):
         """Room for the values of a call that is about to be sent."""
         return self.values.of_call(next(self.numbers))
 
-    def content(self, obj: Any, parts: Callable[[], Iterable[tuple[str, Any]]]) -> wire.Packet:
-        return sending.content(self, obj, parts)
-
     def dumps(
         self, obj: Any, names: list[Any] | None = None, *, allocate: Callable[[int], memoryview] | None = None
     ) -> wire.Packet:
@@ -155,7 +132,7 @@ class DriverSession(Owned):
 
     def submit(
         self,
-        make: session_view.Make,
+        make: Make,
         content: Callable[[], wire.Packet] | None = None,
         *,
         ranks: Sequence[int] | None = None,
@@ -181,7 +158,7 @@ class DriverSession(Owned):
             needs: of the values whose names are in the message those that a rank may lack, as (those of a call,
                 index, and what to call it); asked once all ranks are there, since one that was replaced has none.
             name: of what may be run again when a rank dies, for messages; None: it may not.
-            holds, arguments, values: see `rerun.Again`.
+            holds, arguments, values: see `Again`.
             layout: of the mesh that it is made for; that it has now by default.
         """
         layout = layout or self.layout

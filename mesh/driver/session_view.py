@@ -13,11 +13,8 @@ from .. import protocol, wire
 from ..run_state import RunState
 from ..spec import Layout
 from .debugging import Debugging
-from .pending import Pending, Task
+from .pending import Make, Pending, Task
 from .ranks import Ranks
-
-Make = Callable[[int, int, protocol.Spans, tuple[str, ...]], protocol.Task]
-"""Makes a message from what all tasks begin with."""
 
 
 class Session(Protocol):
@@ -29,6 +26,7 @@ class Session(Protocol):
     debugging: Debugging
     layout: Layout
     lock: threading.RLock
+    lasting: bool
     node: Any
     numbers: Iterator[int]
     options: dict[str, Any]
@@ -42,14 +40,14 @@ class Session(Protocol):
     @property
     def foreign(self) -> bool: ...
     @property
-    def lasting(self) -> bool: ...
-    @property
     def mesh(self) -> Any: ...
     @property
     def whole(self) -> tuple[type, ...]: ...
     def close(self, why: str) -> None: ...
     def describe(self) -> str: ...
-    def dumps(self, obj: Any, names: list[Any] | None = None) -> wire.Packet: ...
+    def dumps(
+        self, obj: Any, names: list[Any] | None = None, *, allocate: Callable[[int], memoryview] | None = None
+    ) -> wire.Packet: ...
     def ready(self) -> None: ...
     def shut(self, why: str) -> None: ...
     def submit(
@@ -61,7 +59,8 @@ class Session(Protocol):
         needs: Callable[[], Iterable[Sequence[Any]]] = tuple,
         name: str | None = None,
         holds: Any = None,
-        values: Any = None,
+        values: Any = (),
+        layout: Layout | None = None,
     ) -> Task: ...
     def tell(
         self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None

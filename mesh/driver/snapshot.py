@@ -187,6 +187,12 @@ def typed_sources(function: Any) -> dict[str, list[str]]:
     return sources
 
 
+def remember_sources(sources: dict[str, list[str]]) -> None:
+    """Have such source lines at hand, on a rank."""
+    for name, lines in sources.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+
+
 def largest_part(function: Any) -> str:
     """The largest thing that a function takes with it, by name and size; empty if it takes no tensor or array."""
     sizes = [

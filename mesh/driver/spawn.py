@@ -15,11 +15,11 @@ import weakref
 from typing import Any
 
 from ...kernels.errors import MeshError, message
+from ...kernels.network.codec import Message
 from ...kernels.processes import check_not_imported_by_worker
 from ...kernels.shm.board import ended
-from .. import protocol
 from ..rank import memory
-from ..rank.descriptors import receive, send
+from ..rank.descriptors import Forked, RankRequest, StandBy, receive, send
 from ..rank.interrupts import uninterrupted
 
 # No other import comes before the path is set: a file in the current folder might go by that name.
@@ -67,7 +67,7 @@ class Zygote:
             start_new_session=True,  # Ctrl-C in a terminal is the driver's to hand on
         )
 
-    def fork(self, request: protocol.Message, fds: list[int]) -> tuple[int, int]:
+    def fork(self, request: Message, fds: list[int]) -> tuple[int, int]:
         """Fork a rank (or a reader) that runs `main(request, fds)` of its module, or another zygote; pid and pidfd."""
         with self._lock:
             if self._control.fileno() < 0:  # another mesh has found it lost, and has closed it
@@ -84,7 +84,7 @@ class Zygote:
                     reply, received = receive(self._control)
                     if reply is None:
                         raise self._lost("is gone")
-                    if isinstance(reply, protocol.Forked):
+                    if isinstance(reply, Forked):
                         return reply.pid, received[0]
                     self.exits[reply.pid] = reply.status
 
@@ -156,11 +156,7 @@ class Zygote:
 
 
 class StandingBy(Zygote):
-    """A zygote that was forked from another, and takes its place.
-
-    Args:
-        one: the other.
-    """
+    """A zygote that was forked from another, and takes its place."""
 
     def __init__(self, one: Zygote):
         self._fork = one.fork
@@ -168,7 +164,7 @@ class StandingBy(Zygote):
         del self._fork  # and with it the other
 
     def _started(self, theirs: socket.socket) -> Any:
-        return ForkedProcess(*self._fork(protocol.StandBy(), [theirs.fileno()]))
+        return ForkedProcess(*self._fork(StandBy(), [theirs.fileno()]))
 
 
 class ForkedProcess:
@@ -210,7 +206,7 @@ class ForkedProcess:
             signal.pidfd_send_signal(self._pidfd, number)
 
 
-def fork_rank(request: protocol.RankRequest, fds: list[int]) -> tuple[Zygote, int, int]:
+def fork_rank(request: RankRequest, fds: list[int]) -> tuple[Zygote, int, int]:
     """Fork a rank from this process's zygote, or from a new one where that has been killed: it, the pid and a pidfd."""
     for left in reversed(range(_TRIES)):
         one = zygote()

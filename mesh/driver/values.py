@@ -19,7 +19,7 @@ from ...kernels.errors import MeshError, message
 from .. import protocol
 from ..array import Array, Meta, meta, refuse_ragged
 from ..batch import Deal
-from ..protocol import ALL, Spans
+from ..protocol import ALL, Spans, each_span
 from ..rank.interrupts import uninterrupted
 from ..replication.values import scalar_in
 from ..spec import Layout, P
@@ -47,11 +47,8 @@ class CallValues:
 
     If it goes before Arrays were made of them, they go, too.
 
-    Args:
-        number: of the call.
-
     Attributes:
-        task: the call.
+        number, task: the call's number, and the call.
         missing: index -> the ranks that were replaced since, and lack the value.
         unread_on: the ranks that were replaced since, and have not read what can be read again.
         named: index -> the Array, if a rank was sent its name.
@@ -121,18 +118,16 @@ class CallValues:
     def restore(self, index: int, name: str = "a value on this mesh") -> None:
         """Have a value, called so, on all ranks, also on replaced ones: read again, or from who has the same."""
         self.check(self.session)
-        if self.missing.get(index):
-            if self.read is None:
-                copy_from_replicas(self.session, self.number, self.meta(index), index, self.missing[index], name)
-                self.missing.pop(index, None)
-            else:
-                self._read_again(self.read)
-
-    def _read_again(self, read: Callable[..., protocol.FillValues]) -> None:
+        if not self.missing.get(index):
+            return
+        if self.read is None:
+            copy_from_replicas(self.session, self.number, self.meta(index), index, self.missing[index], name)
+            self.missing.pop(index, None)
+            return
         ranks = sorted(self.unread_on)
         self.was_read(ranks)
         try:
-            self.session.wait(self.session.submit(read, ranks=ranks, name="a batch", values=(self,)))
+            self.session.wait(self.session.submit(self.read, ranks=ranks, name="a batch", values=(self,)))
         except BaseException:
             self.not_read(ranks)
             raise
@@ -150,6 +145,9 @@ class CallValues:
     def freed_names(self) -> Spans:
         """Those of its values that the ranks were told to free."""
         return (self.number, 0, ALL) if self._live is not None and self._live <= 0 else tuple(self.freed)
+
+    def was_freed(self, index: int) -> bool:
+        return any(start <= index < stop for _, start, stop in each_span(self.freed_names()))
 
     def gone(self) -> Spans:
         """The names of the values of which there is no Array any more, and that the ranks have not been told of."""
@@ -227,8 +225,8 @@ class CallValues:
     def _fetch(self, index: int, layout: Layout, ranks: Sequence[int] | None = None) -> list[torch.Tensor]:
         self.settle()
         fetch = functools.partial(protocol.FetchValue, call=self.number, index=index)
-        about: dict[str, Any] = {"needs": lambda: [(self, index)], "name": "fetching", "holds": self, "layout": layout}
-        task = self.session.submit(fetch, ranks=ranks, **about)
+        needs: Any = [(self, index)]
+        task = self.session.submit(fetch, ranks=ranks, needs=lambda: needs, name="fetching", holds=self, layout=layout)
         return self.session.wait(task).values()
 
     def shards(self, index: int) -> list[torch.Tensor]:

@@ -1,15 +1,23 @@
-"""Packets to another host and from there, as messages with codes, each way with a key of its own."""
+"""Packets to another host and from there: as plain bytes, with what lies in a file without a name read and put back;
+and as messages with codes, each way with a key of its own."""
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import os
 import socket
+import struct
+import sys
 from collections import deque
+from typing import Any
 
 from ...kernels.network.authentication import MessageCodes
 from ...kernels.network.frames import Changed, Frames
 from ...kernels.network.frames import framed as coded
 from .. import wire
-from .framing import framed, unframed
+
+_LENGTHS = struct.Struct("<QQ")  # of the head, of the pickle; the rest is the tensors' bytes
 
 # An end that is cut off is noticed after so many seconds, by the other.
 SILENT_SECONDS = 10
@@ -29,11 +37,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 class CodedSender:
-    """Sends packets to another host without ever waiting; see `wire.Sender`.
-
-    Args:
-        key: of this direction.
-    """
+    """Sends packets to another host without ever waiting; see `wire.Sender`."""
 
     def __init__(self, connection: socket.socket, key: bytes):
         self._connection, self._codes = connection, MessageCodes(key)
@@ -60,11 +64,7 @@ class CodedSender:
 
 
 class CodedReceiver:
-    """Puts packets from another host together; see `wire.Receiver`.
-
-    Args:
-        key: of this direction.
-    """
+    """Puts packets from another host together; see `wire.Receiver`."""
 
     def __init__(self, connection: socket.socket, key: bytes):
         self._packets: list[wire.Packet] = []
@@ -86,3 +86,40 @@ class CodedReceiver:
 
     def close(self) -> None:
         """Nothing is held that is not garbage."""
+
+
+def framed(packet: wire.Packet) -> list[Any]:
+    """A packet's bytes, in pieces."""
+    tensors: Any = packet.inline
+    if packet.fd not in (None, wire.LOST):
+        size = os.fstat(packet.fd).st_size
+        tensors = mmap.mmap(packet.fd, size, access=mmap.ACCESS_READ)
+    return [_LENGTHS.pack(len(packet.head), len(packet.data)), packet.head, packet.data, tensors]
+
+
+def unframed(content: bytes | memoryview, most: int = wire.INLINE_BYTES) -> wire.Packet:
+    """The packet; more bytes of tensors than `most` lie in a file, which ranks of this host map, if it can be had."""
+    head, data = _LENGTHS.unpack_from(content)
+    view = memoryview(content)[_LENGTHS.size :]
+    tensors = view[head + data :]
+    packet = wire.Packet(bytes(view[head : head + data]), head=bytes(view[:head]))
+    if len(tensors) > most:
+        with contextlib.suppress(OSError):
+            packet.fd = os.memfd_create("spmd-values", os.MFD_CLOEXEC)
+    if packet.fd is None:
+        packet.inline = bytes(tensors)
+        return packet
+    written = 0
+    while written < len(tensors):
+        written += os.write(packet.fd, tensors[written:])
+    return packet
+
+
+def inlined(packet: wire.Packet) -> wire.Packet:
+    """The same packet without a file, for who can open none."""
+    return whole_packet(b"".join(framed(packet)))
+
+
+def whole_packet(content: bytes) -> wire.Packet:
+    """The packet, with all tensors beside the pickle."""
+    return unframed(content, most=sys.maxsize)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import pickle
 import queue
-import socket
 import struct
 import threading
 import time
@@ -20,13 +19,14 @@ from typing import Any
 import torch
 
 from .. import protocol, wire
-from ..protocol import ALL, Spans
+from ..protocol import ALL, Spans, each_span
+from ..rank.descriptors import RankRequest
 from ..rank.lasting_values import Leaf, leaf_of
 from ..spec import Layout, P
 from . import protocol as hosts_protocol
 from .coded import NotOfThisMesh
 from .holder import secret_of
-from .link import GREETING_SECONDS, Link, greet_driver
+from .link import Link, dial
 
 Kept = Iterable[tuple[int, Sequence[torch.Tensor | None], Sequence[P]]]
 """Values of calls, by the call's number, with their specs."""
@@ -66,9 +66,7 @@ class Copier:
         watch: raises what has ended the region while this rank waits.
     """
 
-    def __init__(
-        self, layout: Layout, request: protocol.RankRequest, report: Callable[[protocol.Message], None], watch: Any
-    ):
+    def __init__(self, layout: Layout, request: RankRequest, report: Callable[[protocol.Message], None], watch: Any):
         rank, hosts, copies = request.rank, request.hosts, request.copies
         self._rank, self._secret, self._report, self._watch = rank, secret_of(request.key), report, watch
 
@@ -136,11 +134,11 @@ class Copier:
     def free(self, spans: Spans) -> None:
         """These values are needed no more."""
         found: list[int] = []
-        for at in range(0, len(spans), 3):
-            if spans[at] in self._sent:
-                found += spans[at : at + 3]
-                if spans[at + 2] == ALL:
-                    self._sent.discard(spans[at])
+        for call, start, stop in each_span(spans):
+            if call in self._sent:
+                found += (call, start, stop)
+                if stop == ALL:
+                    self._sent.discard(call)
         if found:
             self._queue.put(functools.partial(self._drop, tuple(found)))
 
@@ -149,7 +147,7 @@ class Copier:
         for rank, address, port, owner, names in copies:
             if rank != self._rank:
                 continue
-            link = self._greeted((address, port))
+            link = dial((address, port), self._secret, self._rank)
             try:
                 msg, content = link.ask(hosts_protocol.SendCopies(owner, names))
             finally:
@@ -178,14 +176,6 @@ class Copier:
             link.close()
         self._links.clear()
 
-    def _greeted(self, address: tuple[str, int]) -> Link:
-        connection = socket.create_connection(address, timeout=GREETING_SECONDS)
-        try:
-            return greet_driver(connection, self._secret, self._rank)
-        except BaseException:
-            connection.close()
-            raise
-
     def _send_all(
         self,
         calls: list[tuple[int, list[_Item]]],
@@ -199,7 +189,7 @@ class Copier:
         """
         self._close()
         for neighbour in self._neighbours:
-            link = self._links[neighbour] = self._greeted(msg.hosts[neighbour])
+            link = self._links[neighbour] = dial(msg.hosts[neighbour], self._secret, self._rank)
             held, _ = link.ask(hosts_protocol.ListCopies())
             there = {(call, index) for _, call, index in held.names}
             gone = sorted({call for call, _ in there}.difference(msg.needed, (call for call, _ in calls)))
@@ -231,9 +221,8 @@ class Copier:
     def _drop(self, spans: Spans) -> None:
         for link in self._links.values():
             link.ask(hosts_protocol.DropCopies(spans))
-        gone = tuple(spans[at] for at in range(0, len(spans), 3) if spans[at + 2] == ALL)
         with self._changed:
-            never = tuple(call for call in gone if call in self._under_way)
+            never = tuple(call for call, _, stop in each_span(spans) if stop == ALL and call in self._under_way)
         if never:
             self._done(never)
 

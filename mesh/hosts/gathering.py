@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from .. import protocol as ranks_protocol
 from .. import wire
-from .framing import framed
+from .coded import framed
 
 MOMENT_SECONDS = 0.005
 _ANSWERS = (ranks_protocol.Answer, ranks_protocol.Metadata, ranks_protocol.Unchanged)

@@ -1,22 +1,19 @@
-"""How what the ranks of other hosts say comes to whoever takes it: one thread reads the links, and fills an inbox.
+"""How what the ranks of other hosts say comes to whoever takes it: the thread that reads the links fills an inbox.
 
-Invariant: the thread waits for no host, and for nobody else; what it puts into the inbox is taken in that order.
+Invariant: what it puts there is taken in that order.
 """
 
 from __future__ import annotations
 
-import os
-import selectors
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from .. import wire
 from ..driver.ranks import Rank
-from .framing import whole_packet
+from .coded import whole_packet
 from .gathering import is_gathered
-from .link import Link
 
 Heard = tuple[str, Sequence[Rank], Any]
 """What has come, from whom: "answer" with a `wire.Packet`, "stdout" or "stderr" with bytes, or "death"."""
@@ -84,49 +81,3 @@ class Inbox:
 
     def _is_next(self, content: bytes) -> bool:
         return bool(self._found) and self._found[0][2] == content and self._found[0][0] == "answer"
-
-
-class Host(Protocol):
-    """A host, as far as it is seen from here."""
-
-    link: Link
-
-    def read(self) -> bool: ...
-    def end(self) -> None: ...
-
-
-class Reading(threading.Thread):
-    """Reads from the first host that is added on, until it is closed."""
-
-    def __init__(self) -> None:
-        super().__init__(name="spmd-hosts", daemon=True)
-        self._selector = selectors.DefaultSelector()
-        self._read_end, self._bell = os.pipe()
-        self._selector.register(self._read_end, selectors.EVENT_READ)
-        self._closed = False
-        self.start()
-
-    def add(self, host: Host) -> None:
-        """Read a host's link; from now on that is closed by this thread."""
-        self._selector.register(host.link.connection, selectors.EVENT_READ, host)
-
-    def run(self) -> None:
-        while not self._closed:
-            for key, _ in self._selector.select():
-                if key.data is not None and not key.data.read():
-                    self._selector.unregister(key.fileobj)
-                    key.data.end()
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None:
-                key.data.end()
-        self._selector.close()
-        os.close(self._read_end)
-        os.close(self._bell)
-
-    def close(self) -> None:
-        """End the links, and the thread."""
-        if self._closed:
-            return
-        self._closed = True
-        os.write(self._bell, b"!")
-        self.join(1.0)

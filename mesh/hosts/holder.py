@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from ...kernels.network.authentication import code
-from ..protocol import ALL
+from ..protocol import ALL, each_span
 from . import protocol
 from .link import Link
 from .serving import Serving
@@ -23,12 +23,7 @@ def secret_of(key: bytes) -> bytes:
 
 
 class Holder(Serving):
-    """The copies on one host.
-
-    Args:
-        address: of this host, at which ranks of others reach it.
-        key: of the mesh.
-    """
+    """The copies on one host."""
 
     def __init__(self, address: str, key: bytes):
         self._lock = threading.Lock()
@@ -68,8 +63,8 @@ class Holder(Serving):
                 self._calls.setdefault((rank, msg.call), {})[index] = view[start : start + nbytes]
                 start += nbytes
         else:
-            for at in range(0, len(msg.values), 3):
-                self._drop((rank, msg.values[at]), *msg.values[at + 1 : at + 3])
+            for call, start, stop in each_span(msg.values):
+                self._drop((rank, call), start, stop)
         return protocol.Done(), []
 
     def _drop(self, which: tuple[int, int], start: int, stop: int) -> None:

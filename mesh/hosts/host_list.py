@@ -11,8 +11,7 @@ from typing import Any
 
 from ...kernels.errors import MeshError, message
 from ..rank.memory import tunables
-from .engines import RayLauncher, SlurmLauncher
-from .launchers import DialledHosts, Launcher, LocalLauncher, SshLauncher, dialled_address
+from .launchers import DialledHosts, Launcher, LocalLauncher, RayLauncher, SlurmLauncher, SshLauncher, dialled_address
 
 FORMS = (
     '"local:2x4", a list such as ["a:8", "b:8"] or ["tcp://10.0.0.5:7000:8"], "slurm", "ray", '
@@ -124,7 +123,7 @@ def host_list_of(hosts: Any) -> HostList:
     if isinstance(hosts, str):
         kind, _, counts = hosts.partition(":")
         if kind in ("slurm", "ray") and (hosts == kind or _is_count(counts)):
-            return _checked(_of_engine(kind, int(counts) if counts else None), False)
+            return _checked((SlurmLauncher if kind == "slurm" else RayLauncher)(int(counts) if counts else None), False)
         number, _, each = counts.partition("x")
         if kind != "local" or not _is_count(number) or not _is_count(each):
             raise _not_understood(hosts)
@@ -138,10 +137,6 @@ def host_list_of(hosts: Any) -> HostList:
     if all(hasattr(hosts, name) for name in ("hosts", "start", "stop")):
         return _checked(hosts, False)
     raise _not_understood(hosts)
-
-
-def _of_engine(kind: str, each: int | None) -> Launcher:
-    return SlurmLauncher(each) if kind == "slurm" else RayLauncher(each)
 
 
 def _checked(launcher: Launcher, local: bool) -> HostList:

@@ -1,8 +1,7 @@
 """The connection between a driver and a per-host process: who is at the other end is proved, and every message is.
 
-Either side proves with the mesh's secret, and a number used once, that it has it; then every message has a code of its
-own. Invariant: `send` never waits for the other end, so that a driver that sends is not held up by a host
-that does not read.
+Either side proves that it has the mesh's secret (`greeting`); then every message has a code of its own. Invariant:
+`send` never waits for the other end, so that a driver that sends is not held up by a host that does not read.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import secrets
 import socket
 import struct
 import threading
@@ -18,11 +16,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ...kernels.network.authentication import CODE_BYTES, MessageCodes, code, same
+from ...kernels.network.authentication import MessageCodes, code
 from ...kernels.network.codec import Message
 from ...kernels.network.frames import Changed, Frames, framed
 from ...kernels.processes import Owned
 from .coded import NotOfThisMesh, keep_alive
+from .greeting import Greeted, Greeting, answering, opening
 from .protocol import decode, encode
 
 _INDEX = struct.Struct("<Q")
@@ -54,27 +53,36 @@ def accepted(listening: socket.socket) -> socket.socket | None:
 
 def greet_driver(connection: socket.socket, secret: bytes, index: int) -> Link:
     """The host's side of the greeting; raises `NotOfThisMesh`, or OSError."""
-    end = time.monotonic() + GREETING_SECONDS
-    mine, at = secrets.token_bytes(CODE_BYTES), _INDEX.pack(index)
-    connection.sendall(mine)
-    theirs, proof = _exactly(connection, CODE_BYTES, end), _exactly(connection, CODE_BYTES, end)
-    if not same(proof, code(secret, b"driver", mine, theirs)):
-        raise NotOfThisMesh("who listens there is not the driver of this mesh")
-    connection.sendall(at + code(secret, b"host", mine, theirs, at))
-    keys = [code(secret, name, mine, theirs, at) for name in (b"to driver", b"to host")]
-    return Link(connection, *keys)
+    greeted = _greeted(connection, opening(secret, _INDEX.pack(index), 0))
+    return Link(connection, greeted.sending, greeted.receiving)
+
+
+def dial(address: tuple[str, int], secret: bytes, index: int) -> Link:
+    """Connect to where a driver, or another host, listens, and greet it; raises as `greet_driver`."""
+    connection = socket.create_connection(address, timeout=GREETING_SECONDS)
+    try:
+        return greet_driver(connection, secret, index)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def greet_host(connection: socket.socket, secret: bytes) -> tuple[int, Link]:
     """The driver's side: which of its hosts this is, and the link to it; raises `NotOfThisMesh`, or OSError."""
-    end = time.monotonic() + GREETING_SECONDS
-    theirs, mine = _exactly(connection, CODE_BYTES, end), secrets.token_bytes(CODE_BYTES)
-    connection.sendall(mine + code(secret, b"driver", theirs, mine))
-    at, proof = _exactly(connection, _INDEX.size, end), _exactly(connection, CODE_BYTES, end)
-    if not same(proof, code(secret, b"host", theirs, mine, at)):
-        raise NotOfThisMesh("a connection that is not of a host of this mesh")
-    keys = [code(secret, name, theirs, mine, at) for name in (b"to host", b"to driver")]
-    return _INDEX.unpack(at)[0], Link(connection, *keys)
+    greeted = _greeted(connection, answering(secret, b"", _INDEX.size))
+    return _INDEX.unpack(greeted.peer)[0], Link(connection, greeted.sending, greeted.receiving)
+
+
+def _greeted(connection: socket.socket, greeting: Greeting) -> Greeted:
+    """Wait for a greeting's end, so many seconds at most."""
+    end, said = time.monotonic() + GREETING_SECONDS, next(greeting)
+    try:
+        while True:
+            connection.sendall(said[0])
+            said = greeting.send(_exactly(connection, said[1], end))
+    except StopIteration as over:
+        greeted: Greeted = over.value
+        return greeted
 
 
 def _exactly(connection: socket.socket, count: int, end: float) -> bytes:
@@ -90,12 +98,7 @@ def _exactly(connection: socket.socket, count: int, end: float) -> bytes:
 
 
 class Link(Owned):
-    """A connection after its greeting.
-
-    Args:
-        connection: to the other end.
-        sending, receiving: the keys of the two directions.
-    """
+    """A connection after its greeting, with the keys of the two directions."""
 
     def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes):
         super().__init__()

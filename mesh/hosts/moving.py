@@ -108,9 +108,8 @@ def moves_of(session: ValuesSession, again: Iterable[Task]) -> Moves:
             continue  # it runs again, or has failed
         if values.made and not values.live:
             continue
-        freed = values.freed_names()
         for index, ranks in list(values.missing.items()):
-            if any(freed[at + 1] <= index < freed[at + 2] for at in range(0, len(freed), 3)):
+            if values.was_freed(index):
                 continue
             donors = {rank: _donor(session.layout, values.meta(index).spec, ranks, rank) for rank in sorted(ranks)}
             kept = {

@@ -12,11 +12,10 @@ import contextlib
 import dataclasses
 import json
 import os
-import selectors
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...kernels.errors import MeshError
@@ -30,44 +29,38 @@ from .. import wire
 from ..display import stacks, status
 from ..driver import spawn
 from ..driver.ranks import Rank
+from ..driver.sockets import READ, RankSockets
+from ..driver.spawn import ForkedProcess, Zygote
 from ..failure import capture
-from ..resizing.offer import Offered
+from ..rank import descriptors, zygote
+from ..resizing.shares import Offered
 from . import protocol
-from .coded import NotOfThisMesh
-from .framing import inlined, unframed
+from .coded import NotOfThisMesh, inlined, unframed
 from .gathering import Gathering
 from .holder import Holder
 from .link import GREETING_SECONDS, Link, greet_driver, listener, mesh_key
 from .protocol import versions
 from .relaying.branch import Branch
 from .tunnel import Tunnel
-from .zygote import ForkedZygote
-
-_READ = selectors.EVENT_READ
 
 
 class Host:
-    """The ranks of this host.
-
-    Args:
-        link: to the driver.
-        begin: what the driver has said first.
-        secret: of the link.
-    """
+    """The ranks of this host."""
 
     def __init__(self, link: Link, begin: protocol.Begin, secret: bytes):
         self._link, self._members, self._title = link, begin.ranks, begin.title
         address = link.connection.getsockname()[0]
-        request = _fitted(ranks_protocol.decode(begin.request), begin, address)
+        request = _fitted(descriptors.decode(begin.request), begin, address)
         self._tunnel = None if request.store else Tunnel(link)
         store = request.store or f"tcp://127.0.0.1:{self._tunnel.port if self._tunnel else 0}"
         self._request = dataclasses.replace(request, store=store, key=mesh_key(secret, request.key))
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(link.connection, _READ, ("link", None))
+        self._sockets = RankSockets(self._take, self._show, self._bury)
+        self._sockets.selector.register(link.connection, READ, self._read)
+        self._ended = False  # the link has
         self._arena_fd = arena_module.create(len(begin.ranks))
         self._arena = Arena(self._arena_fd, len(begin.ranks), len(begin.ranks))
         self._ranks: dict[int, Rank] = {}
-        self._branch = Branch(link, address, self._request.key, len(begin.ranks), self._selector, self.handle)
+        self._branch = Branch(link, address, self._request.key, len(begin.ranks), self._sockets.selector, self.handle)
         self._gathering = Gathering(
             lambda ranks, content: self._branch.send(protocol.FromRanks(ranks), *content), self._branch.answer
         )
@@ -100,37 +93,17 @@ class Host:
             return
         for rank in forked:
             self._ranks[rank.rank] = rank
-            self._selector.register(rank.connection, _READ, ("rank", rank))
-            self._selector.register(rank.pidfd, _READ, ("death", rank))
-            for stream, fd in rank.pipes.items():
-                self._selector.register(fd, _READ, (stream, rank))
+            self._sockets.add(rank)
         started = tuple((rank.rank, rank.pid, self._heard[rank.rank].getsockname()[1]) for rank in forked)
         self._branch.send(protocol.Started(started, 0 if self._holder is None else self._holder.port))
 
     def serve(self) -> None:
         """Until the connection to the driver ends."""
         while True:
-            for key, events in self._selector.select(self._left()):
-                kind, rank = key.data
-                if rank is not None and not rank.alive:
-                    continue  # its end was in this round, too
-                if callable(kind):  # a connection to another host
-                    kind()
-                elif kind == "link":
-                    messages = self._link.receive()
-                    if messages is None:
-                        return
-                    for message, content in messages:
-                        self.handle(message, content)
-                elif kind == "rank":
-                    if events & selectors.EVENT_WRITE and rank.flush():
-                        self._watch(rank, _READ)
-                    if events & _READ:
-                        self._take(rank)
-                elif kind == "death":
-                    self._bury(rank)
-                else:
-                    self._read(rank, kind)
+            for heard in self._sockets.select(self._left()):
+                heard()
+                if self._ended:
+                    return
             if self._gathering.left() == 0:
                 self._gathering.flush()
             self._branch.tick()
@@ -141,6 +114,12 @@ class Host:
 
     # -- from the driver -----------------------------------------------------------------------------------------------
 
+    def _read(self, events: int) -> None:
+        messages = self._link.receive()
+        self._ended = messages is None
+        for message, content in messages or ():
+            self.handle(message, content)
+
     def handle(self, message: Any, content: bytes) -> None:
         if isinstance(message, protocol.ToRanks):
             packet = self._laid_out(unframed(content))
@@ -150,7 +129,7 @@ class Host:
             for number in ranks:
                 rank = self._ranks[number]
                 if rank.alive and not self._send(rank, packet, parts):
-                    self._watch(rank, _READ | selectors.EVENT_WRITE)
+                    self._sockets.when_writable(rank)
             packet.close()
         elif isinstance(message, protocol.Signal):
             self._ranks[message.rank].signal(message.number)
@@ -216,13 +195,7 @@ class Host:
 
     # -- from ranks ----------------------------------------------------------------------------------------------------
 
-    def _take(self, rank: Rank) -> None:
-        packets = rank.answers()
-        if packets is None:
-            self._forget(rank.connection)
-            return
-        if packets and rank.has_printed():
-            self._read(rank)  # what it printed before it answered comes first
+    def _take(self, rank: Rank, packets: Iterable[wire.Packet]) -> None:
         for packet in packets:
             self._hand_on(rank, packet)
 
@@ -237,33 +210,18 @@ class Host:
         self._gathering.take(rank.rank, packet)
         packet.close()
 
-    def _read(self, rank: Rank, only: str | None = None) -> None:
-        for stream, fd in list(rank.pipes.items()):
-            if only in (None, stream):
-                while data := rank.read(stream):
-                    self._branch.send(protocol.Printed(rank.rank, stream), data)
-                if data is None:
-                    self._forget(fd)
+    def _show(self, rank: Rank) -> None:
+        for stream, data in self._sockets.output_of(rank) if rank.has_printed() else ():
+            self._branch.send(protocol.Printed(rank.rank, stream), data)
 
     def _bury(self, rank: Rank) -> None:
-        self._forget(rank.pidfd)
-        for packet in rank.last_answers():
-            self._hand_on(rank, packet)
-        self._read(rank)
-        for source in (rank.connection, *rank.pipes.values()):
-            self._forget(source)
+        self._take(rank, rank.last_answers())
+        self._show(rank)
+        self._sockets.remove(rank)
         how = rank.end_text()
         rank.alive = False
         self._gathering.lose(rank.rank)
         self._branch.send(protocol.Died(rank.rank, how, self._arena.region(self._members.index(rank.rank))[0]))
-
-    def _watch(self, rank: Rank, events: int) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # it is about to end
-            self._selector.modify(rank.connection, events, ("rank", rank))
-
-    def _forget(self, source: Any) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(source)
 
     def close(self) -> None:
         """End the ranks."""
@@ -286,6 +244,32 @@ def _fitted(request: Any, begin: protocol.Begin, address: str) -> Any:
     folder = request.cwd if os.path.isdir(request.cwd) else os.path.expanduser("~")
     path = tuple(dict.fromkeys([*request.path, *sys.path]))
     return dataclasses.replace(request, cwd=folder, path=path, environ=dict(os.environ))
+
+
+class ForkedZygote(Zygote):
+    """A fork of this process, made before it has done anything, so that torch is imported once: see `Zygote`.
+
+    What may not be forked is a process in which torch has computed, or that has threads: here there are none yet.
+
+    Args:
+        connection: that is open in this process, and would outlive it in the zygote.
+    """
+
+    def __init__(self, connection: socket.socket):
+        self._open = connection
+        super().__init__()
+
+    def _started(self, theirs: socket.socket) -> ForkedProcess:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setsid()
+                self._control.close()
+                self._open.close()
+                zygote.main(theirs.detach(), self.driver_pid)
+            finally:
+                os._exit(1)
+        return ForkedProcess(pid, os.pidfd_open(pid))
 
 
 def main() -> None:

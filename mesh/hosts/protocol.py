@@ -22,6 +22,9 @@ class Hello(Message):
     versions: dict[str, str]
 
 
+CALLS = "calls"  # in the store that the driver keeps: at which address and port each rank hears calls
+
+
 def versions() -> dict[str, str]:
     """What this process runs, by name: it has to be the same on all hosts, since it makes the bytes between them."""
     python = ".".join(platform.python_version_tuple()[:2])
@@ -35,7 +38,7 @@ class Begin(Message):
 
     Attributes:
         ranks: of this host.
-        request: what they need to know, a `mesh.protocol.RankRequest` as bytes; without a store this link carries what
+        request: what they need to know, a `RankRequest` as bytes; without a store this link carries what
             is for it; and instead of the mesh's key, which does not travel, there is what it is made from.
         title: what the mesh is called.
         same_machine: they begin with the driver's environment, not with the host's.

@@ -1,11 +1,12 @@
 """One host of a mesh, as the driver holds it: the link to it, and its ranks.
 
-A thread reads the links to all hosts (`hearing`); what ranks say it puts into the mesh's `Inbox`, and what a host
+A thread reads the links to all hosts (`Reading`); what ranks say it puts into the mesh's `Inbox`, and what a host
 answers goes to who has asked. Invariant: of each rank all is put there in the order in which it was said.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import queue
 import socket
@@ -18,9 +19,9 @@ from ...kernels.errors import MeshError, message
 from ...kernels.processes import Owned
 from .. import wire
 from ..driver.ranks import Rank
+from ..driver.sockets import READ, Listening
 from . import protocol
-from .coded import NotOfThisMesh
-from .framing import framed
+from .coded import NotOfThisMesh, framed
 from .hearing import Inbox
 from .link import Link
 from .relaying.ordered import Ordered
@@ -31,11 +32,7 @@ _numbers = itertools.count(1)
 
 
 class RemoteRank(Rank):
-    """A rank on some host, of which nothing is here: what it says comes through its host's link.
-
-    Args:
-        host: that it is on.
-    """
+    """A rank on some host, of which nothing is here: what it says comes through its host's link."""
 
     def __init__(self, rank: int, pid: int, host: RankHost):
         Owned.__init__(self)
@@ -238,9 +235,48 @@ class RankHost:
         for answer in waiting:
             answer.put(None)
 
-    # ------------------------------------------------------------------------------------------------------------------
-
     def close(self) -> None:
         """End the link, and wait until nothing more comes."""
         self.link.shut()
         self._ended.wait(1.0)
+
+
+class Reading(threading.Thread):
+    """Reads the links to hosts, from the first that is added on until it is closed, and waits for nobody."""
+
+    def __init__(self) -> None:
+        super().__init__(name="spmd-hosts", daemon=True)
+        self._listening = Listening()
+        self._hosts: list[RankHost] = []
+        self._closed = False
+        self.start()
+
+    def add(self, host: RankHost) -> None:
+        """Read a host's link; from now on that is closed by this thread."""
+        self._hosts.append(host)
+        self._listening.selector.register(host.link.connection, READ, functools.partial(self._read, host))
+
+    def _read(self, host: RankHost, events: int) -> None:
+        if not host.read():
+            self._end(host)
+
+    def _end(self, host: RankHost) -> None:
+        self._hosts.remove(host)
+        self._listening.forget(host.link.connection)
+        host.end()
+
+    def run(self) -> None:
+        while not self._closed:
+            for heard in self._listening.select():
+                heard()
+        for host in list(self._hosts):
+            self._end(host)
+        self._listening.close()
+
+    def close(self) -> None:
+        """End the links, and the thread."""
+        if self._closed:
+            return
+        self._closed = True
+        self._listening.wake()
+        self.join(1.0)

@@ -19,21 +19,20 @@ import torch.distributed as dist
 
 from ...kernels.errors import MeshError
 from ...kernels.network.authentication import AuthenticatedStore, code
-from .. import protocol as ranks_protocol
 from .. import wire
 from ..display.status import RankStatus, Status
 from ..driver.ranks import Rank, Ranks, request_of
 from ..driver.receiving import Receiving
+from ..rank import descriptors
 from ..spec import Layout
 from . import protocol
-from .framing import framed
-from .hearing import Inbox, Reading
+from .coded import framed
+from .hearing import Inbox
 from .host_list import HostList
-from .joining import CALLS
 from .launchers import DialledHosts
 from .link import mesh_key
 from .meeting import Dialling, Meeting
-from .rank_host import RankHost, RemoteRank
+from .rank_host import RankHost, Reading, RemoteRank
 from .relaying.tree import Tree
 
 START_SECONDS = 120.0  # for all hosts to come: importing torch from a slow disk takes its time
@@ -122,7 +121,7 @@ class HostRanks(Ranks):
         host, ranks = self._hosts[index], self._members[index]
         self._host_of.update(dict.fromkeys(ranks, host))
         own = dataclasses.replace(self.request, generation=self.generation, key=self.number)
-        request = ranks_protocol.encode(dataclasses.replace(own, store="") if self.host_list.dialled else own)
+        request = descriptors.encode(dataclasses.replace(own, store="") if self.host_list.dialled else own)
         return host.fork(protocol.Begin(ranks, request, self._title, self.host_list.local))
 
     def _tell_where(self) -> None:
@@ -130,7 +129,7 @@ class HostRanks(Ranks):
         assert self._store is not None
         limit = datetime.timedelta(seconds=self.request.timeout)
         store = AuthenticatedStore(self._store, code(self.request.key, b"store"), limit)
-        store.set(CALLS, json.dumps([self.elsewhere(rank) for rank in range(len(self.all))]))
+        store.set(protocol.CALLS, json.dumps([self.elsewhere(rank) for rank in range(len(self.all))]))
 
     def elsewhere(self, rank: int) -> tuple[str, int]:
         return self._host_of[rank].hears[rank]

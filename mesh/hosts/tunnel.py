@@ -7,18 +7,18 @@ an end, and keeps what one of them does not take yet.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-import selectors
 import socket
 import threading
 import time
 from collections import deque
 from typing import Any
 
+from ..driver.sockets import READ, WRITE, Listening
 from .link import PAUSE_SECONDS, Link, listener
 from .protocol import Carried
 
-_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _BYTES = 1 << 16  # that are read at once
 
 
@@ -36,55 +36,37 @@ class Tunnel:
         self._connections: dict[int, socket.socket] = {}
         self._waiting: dict[int, bytearray] = {}  # what a connection has not taken yet
         self._incoming: deque[tuple[Carried, bytes]] = deque()
-        self._selector = selectors.DefaultSelector()
-        self._bell, self._ringing = socket.socketpair()
-        for end in (self._bell, self._ringing):
-            end.setblocking(False)
-        self._selector.register(self._ringing, _READ, None)
+        self._listening = Listening(self._take)
         self._closed = False
         self._listener: socket.socket | None = None
         self.port = 0
         if store is None:
             self._listener = listener("127.0.0.1")
             self._listener.setblocking(False)
-            self._selector.register(self._listener, _READ, 0)
+            self._listening.selector.register(self._listener, READ, self._accept)
             self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._serve, name="spmd-tunnel", daemon=True).start()
 
     def carry(self, msg: Carried, content: bytes) -> None:
         """Take what the other end has sent."""
         self._incoming.append((msg, content))
-        self._ring()
+        self._listening.wake()
 
     def close(self) -> None:
         self._closed = True
-        self._ring()
-
-    def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # it rings already, or the thread has ended
-            self._bell.send(b"!")
+        self._listening.wake()
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while not self._closed:
-            for key, events in self._selector.select():
-                if key.data is None:
-                    self._take()
-                elif key.data == 0:
-                    self._accept()
-                elif key.data in self._connections:
-                    if events & _WRITE:
-                        self._write(key.data)
-                    if events & _READ:
-                        self._read(key.data)
-        for one in (*self._connections.values(), self._bell, self._ringing, self._selector, self._listener):
+            for heard in self._listening.select():
+                heard()
+        for one in (*self._connections.values(), self._listening, self._listener):
             if one is not None:
                 one.close()
 
     def _take(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._ringing.recv(_BYTES)
         while self._incoming:
             msg, content = self._incoming.popleft()
             if msg.opens and self._store is not None:
@@ -102,7 +84,7 @@ class Tunnel:
             return
         self._keep(number, connection)
 
-    def _accept(self) -> None:
+    def _accept(self, events: int) -> None:
         assert self._listener is not None
         try:
             connection, _ = self._listener.accept()
@@ -119,7 +101,13 @@ class Tunnel:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connections[number], self._waiting[number] = connection, bytearray()
-        self._selector.register(connection, _READ, number)
+        self._listening.selector.register(connection, READ, functools.partial(self._carry_on, number))
+
+    def _carry_on(self, number: int, events: int) -> None:
+        if events & WRITE:
+            self._write(number)
+        if events & READ and number in self._connections:
+            self._read(number)
 
     def _read(self, number: int) -> None:
         data: Any = b""
@@ -143,11 +131,12 @@ class Tunnel:
         waiting += content
         with contextlib.suppress(BlockingIOError, ConnectionError):  # an end is noticed where it is read
             del waiting[: connection.send(waiting)]
-        self._selector.modify(connection, _READ | _WRITE if waiting else _READ, number)
+        more = functools.partial(self._carry_on, number)
+        self._listening.selector.modify(connection, READ | WRITE if waiting else READ, more)
 
     def _drop(self, number: int) -> None:
         """End a connection, of which the other side needs no more: who asks the store reads each answer."""
         if (connection := self._connections.pop(number, None)) is not None:
             del self._waiting[number]
-            self._selector.unregister(connection)
+            self._listening.forget(connection)
             connection.close()

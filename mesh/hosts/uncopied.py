@@ -75,7 +75,7 @@ class Uncopied:
     def _forget(self, call: int) -> None:
         self._waits.pop(call, None)
         if (held := self._held.pop(call, None)) is not None:
-            held.again.close()
+            held.again.packet.close()
 
     def hold(self, task: Task) -> None:
         """A task went well: keep what it takes to run it again, if its results are still being copied."""
@@ -85,7 +85,7 @@ class Uncopied:
         self._held[again.values[0].number] = _Held(again, task.last_results, task.ranks, task.region > 0)
         task.again = None
         if len(self._held) > _MOST:
-            self._held.pop(next(iter(self._held))).again.close()
+            self._held.pop(next(iter(self._held))).again.packet.close()
 
     def tasks_for(self, lost: list[CallValues], session: ValuesSession) -> list[Task]:
         """Tasks that make lost values again, in order, which are lost no more."""

@@ -54,12 +54,10 @@ def check_arguments(
     return int(seed), float(timeout), float(grace)
 
 
-def checked_mesh(mesh: Any, kind: type) -> Any:
-    """What was given as `mesh=`; refuses what is none."""
-    if not isinstance(mesh, kind):
-        remedy = 'write mesh=Mesh({"data": 2}), or leave it out'
-        raise MeshError(message("this is no mesh", got=f"mesh={mesh!r}", expected="a Mesh", remedy=remedy))
-    return mesh
+def no_mesh(mesh: Any) -> MeshError:
+    """What was given as `mesh=` is none."""
+    remedy = 'write mesh=Mesh({"data": 2}), or leave it out'
+    return MeshError(message("this is no mesh", got=f"mesh={mesh!r}", expected="a Mesh", remedy=remedy))
 
 
 def hosts_of(hosts: Any, copies: Any, launch: Launch | None, backend: str, device: str) -> HostList | None:

@@ -1,25 +1,35 @@
 """Calls of one signature, as a launched rank makes them.
 
 Each rank runs its own part, and the ranks tell each other of their results only when these may have changed in kind.
+Arguments that all must be given alike are compared as results are (`replication.values`), since each rank has made its
+own: a `DataLoader` that shuffles without a seed gives every rank other batches.
 """
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ...kernels.errors import SpecError, message
 from .. import agreement, trees
+from ..agreement import path_in
 from ..array import Array, Meta
-from ..program import CompiledCall, InputPlan, Outcome, Program
+from ..failure import ranks_text
+from ..program import CompiledCall, InputPlan, Outcome, Program, describe_path
 from ..rank.local_values import LocalValues
 from ..rank.session import RankSession
-from ..replication.values import check_of
+from ..replication.values import Check, check_of, same_bytes, shown, tensor_print
 from ..request import Span, passable
 from ..run_state import Call
-from . import inputs, launched
+from . import launched
+
+# What is compared of values that are no tensors; of an object nobody knows whether it should be the same.
+_PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
+Given = tuple[tuple[Any, bytes | None], ...]  # of each replicated leaf: of what kind it is, and what is compared of it
 
 
 class LaunchedCall:
@@ -47,7 +57,7 @@ class LaunchedCall:
         self._call = CompiledCall(session, mesh, program, treedef, plan)
         self._found: tuple[Any, list[agreement.Result]] | None = None
         self._count = 0
-        self._inputs = inputs.ReplicatedInputs(treedef, plan, program.name)
+        self._inputs = ReplicatedInputs(treedef, plan, program.name)
         self._metas: list[Meta] = []  # of those results that are tensors
 
     def accepts(self, mesh: Any, leaves: list[Any], spans: Sequence[Span]) -> bool:
@@ -95,7 +105,7 @@ class LaunchedCall:
         outcome = self._call(values, specs, key, check=looked)
         comm = self._session.comm()
         news = self._found is None or not outcome.unchanged
-        number = inputs.number_of(given, outcome.prints)
+        number = number_of(given, outcome.prints)
         # All must know whether any rank has news, or that rank would wait for the others to hear them.
         most_news, most, least = comm.all_reduced(torch.tensor([int(news), number, -number]), "max").tolist()
         if most_news or most != -least:
@@ -120,3 +130,71 @@ class LaunchedCall:
 def _as_here(theirs: Any, mine: Any) -> Any:
     """This rank's structure for one that differs in nothing but that a class of the script has arrived as a copy."""
     return mine if theirs != mine and str(theirs) == str(mine) else theirs
+
+
+class ReplicatedInputs:
+    """The arguments of calls of one signature that every rank passes whole."""
+
+    def __init__(self, treedef: Any, plan: InputPlan, name: str):
+        self._treedef, self._name = treedef, name
+        self._tensors = [index for index, leaf in enumerate(plan.leaves) if leaf.kind == "tensor"]
+        self._values = [index for index, leaf in enumerate(plan.leaves) if leaf.kind == "value"]
+
+    def prints(self, values: list[Any], check: Check) -> Given:
+        """What is to be compared of the leaves of a call."""
+        if not check:
+            return ()
+        found: list[tuple[Any, bytes | None]] = []
+        for index in self._tensors:
+            tensor = values[index]
+            looked_at = check >= Check.VALUES or (tensor.numel() == 1 and not tensor.is_cuda)
+            found.append(((tuple(tensor.shape), tensor.dtype), tensor_print(tensor) if looked_at else None))
+        for index in self._values:
+            value = values[index]
+            plain = type(value) in _PLAIN
+            found.append((type(value).__name__, pickle.dumps(value) if plain else None))
+        return tuple(found)
+
+    def compare(self, gathered: list[bytes], where: str) -> None:
+        """Refuse what was not given alike, as the pickled `prints` of the ranks tell."""
+        given: list[Given] = [pickle.loads(data) for data in gathered]
+        if len({len(one) for one in given}) > 1:
+            got = "; ".join(f"{ranks_text([rank])}: {len(one)} leaves" for rank, one in enumerate(given))
+            raise _differ(f"the arguments of {self._name}", got, where)
+        for position, index in enumerate([*self._tensors, *self._values] if given[0] else []):
+            kind, printed = given[0][position]
+            shape = kind[0] if isinstance(kind, tuple) else ()
+            if any(one[position][0] != kind or not same_bytes(printed, one[position][1], shape) for one in given):
+                got = "; ".join(f"{ranks_text([rank])}: {_show(*one[position])}" for rank, one in enumerate(given))
+                what = f"{describe_path(path_in(self._treedef, index))} of {self._name}"
+                raise _differ(what, got, where)
+
+
+def _differ(what: str, got: str, where: str) -> SpecError:
+    return SpecError(
+        message(
+            f"{what} should be the same on all ranks, and is not",
+            got=got,
+            where=where,
+            remedy="give every rank the same: seed what is drawn (torch.manual_seed(0) before a model is made), have a "
+            "DataLoader shuffle with one seed (generator=torch.Generator().manual_seed(0)), or take spmd.Loader",
+        )
+    )
+
+
+def _show(kind: Any, printed: bytes | None) -> str:
+    if isinstance(kind, str):
+        return kind if printed is None else repr(pickle.loads(printed))[:60]
+    shape, dtype = kind
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}" if printed is None else shown(printed, shape, dtype)
+
+
+def number_of(given: Given, prints: bytes) -> int:
+    """A number that is the same on all ranks if what they tell is."""
+    if not given and not prints:
+        return 0
+    state = hashlib.blake2b(prints, digest_size=8)
+    for kind, printed in given:
+        state.update(repr(kind).encode())
+        state.update(printed or b"")
+    return int.from_bytes(state.digest(), "little") >> 2

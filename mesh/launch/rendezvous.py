@@ -23,9 +23,8 @@ from ...kernels.network.authentication import AuthenticatedStore, code
 from ...kernels.network.hosts import innermost, leads_nowhere_else, limit_silence
 from ...kernels.network.interface import address_of, chosen, is_loopback, towards
 from .environments import Launch, detect
-from .own_files import open_own, own_folders
 from .roll_call import RollCall
-from .secret import secret_of_user
+from .secret import open_own, own_folders, secret_of_user
 
 _explicit: Launch | None = None
 _given_store: dist.Store | None = None
@@ -89,7 +88,7 @@ def meet(launch: Launch, timeout: float, part: str) -> AuthenticatedStore:
         restarts = "TORCHELASTIC_RUN_ID" in os.environ
         store = dist.PrefixStore("spmd/restarts" if restarts else "spmd/0", store)
         where = "the given store" if _given_store is not None else method
-        one_host = _on_one_host(launch) or leads_nowhere_else(store)
+        one_host = launch.local_size == launch.size or leads_nowhere_else(store)
         key = RollCall(store, launch, where, secret, one_host=one_host, restarts=restarts).key(timeout)
         if restarts:  # what ranks that are gone have left is not seen, either
             store = dist.PrefixStore(code(key, b"store").hex()[:16], store)
@@ -118,11 +117,6 @@ def chosen_address() -> str | None:
     """The address that the user wants this host to be reached at, if any."""
     interface = _interface or chosen()
     return None if interface is None else address_of(interface)
-
-
-def _on_one_host(launch: Launch) -> bool:
-    """Whether the launcher says so."""
-    return launch.local_size == launch.size
 
 
 def _beside_parent() -> str:

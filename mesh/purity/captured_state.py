@@ -66,11 +66,7 @@ class CapturedState:
                 todo += [(item, its, level) for item, its in inside]
 
     def check(self, name: str, function: Any) -> None:
-        """Warn, at a function's first line, if its body has changed any of it: some count calls, and know it.
-
-        Args:
-            name: of the function.
-        """
+        """Warn, at a function's first line, if its body has changed any of it: some count calls, and know it."""
         change = next((change for look in self._looks if (change := look()) is not None), None)
         if change is not None:
             problem = f"{name} changes what it captures: the change stays on its rank, and the caller never sees it"

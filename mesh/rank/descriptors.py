@@ -1,17 +1,85 @@
-"""Short messages that carry file descriptors, between a driver and its zygote."""
+"""Every message between a process and its zygote, with the file descriptors that come along."""
 
 from __future__ import annotations
 
 import array
 import contextlib
+import dataclasses
 import socket
 from typing import Any
 
-from .. import protocol
+from ...kernels.network.codec import Codec, Message
 
 
-def send(connection: socket.socket, message: protocol.Message, fds: list[int]) -> None:
-    data = protocol.encode(message)
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankRequest(Message):
+    """To the zygote: fork a rank; its socket, standard output and error, and the arena come as descriptors.
+
+    Attributes:
+        rank, axes: its place, and the mesh's axes and sizes.
+        backend, factory: the transport, and what makes it where this program has added it, pickled.
+        device, threads, pinned, seed, timeout: as in `Mesh`; `pinned` are the threads under `shards=`.
+        store: where ranks meet that need a store, a path or tcp://host:port; hosts: the ranks of each, if on several.
+        address: where ranks of other hosts reach this one; copies: how many other hosts have each value.
+        generation: the mesh's; key: of its own, with which its processes know each other.
+        cwd, path, argv, environ: the driver's; levels: of its loggers, by name.
+    """
+
+    rank: int
+    axes: tuple[tuple[str, int], ...]
+    backend: str
+    factory: bytes | None
+    device: str
+    threads: int
+    pinned: int
+    seed: int
+    timeout: float
+    store: str
+    hosts: tuple[tuple[int, ...], ...]
+    address: str
+    copies: int
+    generation: int
+    key: bytes
+    cwd: str
+    path: tuple[str, ...]
+    argv: tuple[str, ...]
+    environ: dict[str, str]
+    levels: tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReaderRequest(Message):
+    """To a rank's zygote: fork a reader; its socket and the board of its notes come as descriptors."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StandBy(Message):
+    """To the zygote: fork another zygote, which serves the socket that comes along."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Forked(Message):
+    """From the zygote: the process that it has forked; a descriptor of it comes along."""
+
+    pid: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exited(Message):
+    """From the zygote: a rank's process has ended; the status is negative for a signal."""
+
+    pid: int
+    status: int
+
+
+_codec = Codec(RankRequest, ReaderRequest, StandBy, Forked, Exited)
+encode, decode = _codec.encode, _codec.decode
+
+
+def send(connection: socket.socket, message: Message, fds: list[int]) -> None:
+    data = encode(message)
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     with contextlib.suppress(ConnectionError):
         connection.sendmsg([len(data).to_bytes(8, "little")], rights)
@@ -38,4 +106,4 @@ def receive(connection: socket.socket) -> tuple[Any, list[int]]:
         if not piece:
             return None, []
         data += piece
-    return protocol.decode(data), list(fds)
+    return decode(data), list(fds)

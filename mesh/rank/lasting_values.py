@@ -22,7 +22,7 @@ from ...kernels.shm.ledger import Record
 from ...kernels.shm.succession import extent_of, kept_by, take_over
 from .. import strides, wire
 from ..spec import P
-from ..strides import frozen_as, is_frozen
+from ..strides import frozen_as, is_frozen, is_plain
 
 Values = dict[int, tuple[list[torch.Tensor | None], list[P]]]
 """By the number of a call its results, and their specs."""
@@ -75,10 +75,7 @@ class KnownLayout:
     @staticmethod
     def of(tensors: Sequence[Any], specs: Sequence[P]) -> KnownLayout | None:
         """That of some tensors; None if they are of more than one kind."""
-        plain = all(
-            type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
-            for tensor in tensors
-        )
+        plain = all(type(tensor) is torch.Tensor and is_plain(tensor) for tensor in tensors)
         return KnownLayout(tensors, specs) if plain else None
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -113,11 +110,7 @@ class LastingValues:
         self._known = weakref.WeakKeyDictionary()  # as `_layouts`, and the bytes of each
 
     def lay_out(self, leaves: list[Any], known: KnownLayout | None = None) -> None:
-        """Put results, in place in the list, in memory that lasts, but for those small enough to lie in the ledger.
-
-        Args:
-            known: how they lie, where that is known.
-        """
+        """Put results, in place in the list, in memory that lasts, but for those small enough to lie in the ledger."""
         found: dict[int, list[int]] = {}  # by storage those that are to be copied
         for index in range(len(leaves)) if known is None else known.large:
             leaf = leaves[index]
@@ -137,7 +130,7 @@ class LastingValues:
                 leaves[index] = self._copied(leaves[index])
 
     def _is_to_be_copied(self, leaf: torch.Tensor) -> bool:
-        if leaf.layout is not torch.strided or leaf.is_quantized:
+        if not is_plain(leaf):
             return False
         if (leaf.nbytes if leaf.is_contiguous() else _extent(leaf)) <= SMALL_BYTES:
             return False
@@ -148,7 +141,7 @@ class LastingValues:
         whole = torch.empty(0, dtype=torch.uint8).set_(storage)
         block = copy(self._lasting.empty(storage.nbytes()), whole).untyped_storage()
         for index, leaf in enumerate(leaves):
-            plain = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_quantized
+            plain = isinstance(leaf, torch.Tensor) and is_plain(leaf)
             if plain and leaf.numel() and leaf.untyped_storage().data_ptr() == address:
                 moved = torch.empty(0, dtype=leaf.dtype)
                 moved.set_(block, leaf.storage_offset(), leaf.shape, leaf.stride())
@@ -172,11 +165,7 @@ class LastingValues:
         return self._lasting.empty(nbytes).view(like.dtype)
 
     def keep(self, call: int, tensors: Sequence[Any], specs: Sequence[P], known: KnownLayout | None = None) -> None:
-        """Note what a call has left here, in the place of what was noted of it before.
-
-        Args:
-            known: how the tensors lie, where that is known.
-        """
+        """Note what a call has left here, in the place of what was noted of it before."""
         before = self._kept.get(call)
         if known is not None and not known.large:
             self._kept[call] = self._written(call, tensors, known)
@@ -294,7 +283,7 @@ def _values(records: Sequence[tuple[Record, list[torch.Tensor]]]) -> Values:
 def _kind(tensor: torch.Tensor | None) -> Any:
     if tensor is None:
         return None
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if not is_plain(tensor):
         return "pickled", tensor.dtype
     return tensor.shape, tensor.stride(), tensor.dtype, is_frozen(tensor)
 
@@ -302,7 +291,7 @@ def _kind(tensor: torch.Tensor | None) -> Any:
 def leaf_of(tensor: torch.Tensor | None) -> Leaf:
     if tensor is None:
         return Leaf(_GONE, (), (), torch.float32, False, 0)
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if not is_plain(tensor):
         return Leaf(_PICKLED, (), (), tensor.dtype, is_frozen(tensor), 0)
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     nbytes = _extent(tensor)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.communicator import Communicator
 from .. import donation, strides
 from ..array import Array, Meta, refuse_ragged
 from ..batch import Deal
@@ -15,6 +16,13 @@ from ..launch import launched
 from ..region import current
 from ..spec import RAGGED, ragged_shape
 from ..strides import frozen_as
+
+
+def shapes_over(comm: Communicator, shard: torch.Tensor) -> list[tuple[int, ...]]:
+    """The shapes of the shards that the ranks of a communicator have."""
+    sizes = [torch.empty(shard.dim(), dtype=torch.int64) for _ in range(comm.size)]
+    comm.all_gather(sizes, torch.tensor(shard.shape))
+    return [tuple(size.tolist()) for size in sizes]
 
 
 class LocalValues:
@@ -85,9 +93,7 @@ class LocalValues:
         def gather() -> list[torch.Tensor]:
             comm = self._session.comm()
             if RAGGED in about.shape:
-                sizes = [torch.empty(mine.dim(), dtype=torch.int64) for _ in range(layout.size)]
-                comm.all_gather(sizes, torch.tensor(mine.shape))
-                shapes: Any = [size.tolist() for size in sizes]
+                shapes: Any = shapes_over(comm, mine)
             else:
                 ranks = range(layout.size)
                 shapes = known or [layout.shard_shape(about.shape, about.spec, rank) for rank in ranks]

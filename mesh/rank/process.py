@@ -2,42 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import functools
+import json
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ...kernels.network.authentication import AuthenticatedStore, code
+from ...kernels.network.hosts import LEADER_SECONDS, OTHERS_SECONDS, HostArena, HostWatch, StoreWatch, limit_silence
 from ...kernels.processes import open_more_files
 from ...kernels.registry import register_backend
 from ...kernels.shm.arena import Arena
-from .. import protocol
+from ..ambient import Ambient, under
+from ..display.bars import report_bars
+from ..display.records import relay
 from ..display.stacks import publish
 from ..display.trace import LOGGER
-from ..hosts import joining as hosts
 from ..hosts.copier import Copier
+from ..hosts.protocol import CALLS
 from ..mesh import Mesh
-from ..region import seed_others
-from ..remote.serving import serve_when_called
+from ..region import Region, inside, seed_others
+from ..remote.handle import plain_name_of
+from ..remote.node import Node
 from ..spec import Layout
 from . import devices
 from .debugger import debug_through
+from .descriptors import RankRequest
 from .lasting_values import LastingValues
-from .logs import relay
-from .rank_bars import report_bars
 from .session import RankSession
 from .state import RankState
 from .worker import TracedWorker, Worker
 
 
-def main(request: protocol.RankRequest, fds: list[int]) -> None:
+def main(request: RankRequest, fds: list[int]) -> None:
     """Serve the driver until it says that this is enough, or goes."""
     control, out, err, arena_fd, *listening = fds
     os.dup2(out, 1)
@@ -60,9 +69,9 @@ def main(request: protocol.RankRequest, fds: list[int]) -> None:
     layout = Layout(request.axes)
     connection = socket.socket(fileno=control)
     watch: Any = None
-    store: Callable[[], Any] = functools.partial(_store, request.store, layout.size, request.timeout)
+    store: Callable[[], Any] = functools.partial(_file_store, request.store, layout.size, request.timeout)
     if request.hosts:
-        watch, store = hosts.join(request, arena_fd)
+        watch, store = _joined(request, arena_fd)
     else:
         watch = Arena(arena_fd, layout.size, rank)
     publish(watch.arena if request.hosts else watch)
@@ -86,7 +95,7 @@ def main(request: protocol.RankRequest, fds: list[int]) -> None:
     if request.generation > 1:
         state.values.take_over()
     listeners = [socket.socket(fileno=fd) for fd in listening]
-    session.node = serve_when_called(state, request.key, listeners, hosts.elsewhere(request))
+    session.node = serve_when_called(state, request.key, listeners, _elsewhere(request))
     traced = LOGGER in dict(request.levels)
     worker = TracedWorker(state, connection, request.key) if traced else Worker(state, connection)
     if request.copies:
@@ -100,7 +109,84 @@ def main(request: protocol.RankRequest, fds: list[int]) -> None:
     session.close()
 
 
-def _store(path: str, size: int, timeout: float) -> Any:
+def _file_store(path: str, size: int, timeout: float) -> Any:
     store = dist.FileStore(path, size)
     store.set_timeout(datetime.timedelta(seconds=timeout))
     return store
+
+
+def _joined(request: RankRequest, arena_fd: int) -> tuple[HostWatch, Callable[[], Any]]:
+    """On one of several hosts, what a rank watches, and what gives the store that the driver keeps."""
+    members = next(host for host in request.hosts if request.rank in host)
+    store = functools.cache(functools.partial(_store, request))
+    seconds = LEADER_SECONDS if request.rank == members[0] else OTHERS_SECONDS
+    beyond = StoreWatch(store(), request.rank, address=request.address, seconds=seconds)
+    return HostWatch(HostArena(arena_fd, members, request.rank, beyond), request.hosts), store
+
+
+def _store(request: RankRequest) -> dist.Store:
+    where, limit = urllib.parse.urlparse(request.store), datetime.timedelta(seconds=request.timeout)
+    found = dist.TCPStore(where.hostname or "", where.port or 0, None, False, limit, wait_for_workers=False)
+    limit_silence(found, max(1.0, request.timeout / 2))
+    return AuthenticatedStore(found, code(request.key, b"store"), limit)
+
+
+def _elsewhere(request: RankRequest) -> Callable[[int], tuple[str, int] | None]:
+    """What says where a rank of another host hears calls of remote objects; None for one of this host."""
+    own = next((host for host in request.hosts if request.rank in host), None)
+
+    # By a connection of its own: over the other one somebody may be waiting for others.
+    store = functools.cache(functools.partial(_store, request))
+
+    def address_of(rank: int) -> tuple[str, int] | None:
+        if own is None or rank in own:
+            return None
+        address, port = json.loads(store().get(CALLS))[rank]  # each time: a host that was lost comes again at others
+        return address, port
+
+    return address_of
+
+
+def serve_when_called(
+    state: RankState,
+    key: bytes,
+    listening: Sequence[socket.socket],
+    elsewhere: Callable[[int], tuple[str, int] | None],
+) -> Node:
+    """This rank's part in remote calls, whose thread starts when somebody connects, or when this rank calls an object.
+
+    Until then there is only a listening socket, whose first connection makes the kernel send SIGIO: a rank that nobody
+    calls has one thread, and one that is in a region for long starts serving all the same.
+    """
+    session = state.session
+
+    @contextlib.contextmanager
+    def around(settings: Ambient | None) -> Iterator[None]:
+        session.apart.label = True
+        with inside(Region(session, ("remote", session.rank), state.mesh)), under(settings):
+            yield
+
+    node = Node(
+        session.rank,
+        key,
+        describe=state.mesh.describe,
+        name_of=functools.partial(plain_name_of, mesh=lambda: state.mesh),
+        object_of=lambda name: state.mesh,
+        elsewhere=elsewhere,
+        listening=listening,
+        around=around,
+    )
+
+    def start(*_: Any) -> None:
+        if not node.foreign:
+            node.start()
+
+    signal.signal(signal.SIGIO, start)
+    waiting = select.poll()
+    for one in listening:
+        fcntl.fcntl(one, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(one, fcntl.F_SETFL, fcntl.fcntl(one, fcntl.F_GETFL) | os.O_ASYNC)
+        waiting.register(one, select.POLLIN)
+    if waiting.poll(0):  # somebody came before the signal was asked for
+        start()
+    return node

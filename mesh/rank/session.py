@@ -6,7 +6,9 @@ The same object serves a rank of a driver (`worker.py` runs it) and a launched r
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import os
 import threading
 import time
 import weakref
@@ -24,15 +26,17 @@ from ...kernels.registry import make_communicator
 from ...kernels.shm.arena import Arena
 from ...kernels.shm.blocks import copied_out
 from ...kernels.torch_private import outside_torch_func
-from ..counting.counted import CountedCommunicator, counting
 from ..failure import text_of
 from ..run_state import RunState
 from ..spec import Layout
+from .counted import CountedCommunicator, counting
 from .lasting_values import KnownLayout, LastingValues
 from .memory import keep_freed_memory, release_freed_memory
-from .placement import spread
 
 _PAGEABLE_BYTES = 1 << 16  # which CUDA copies to a GPU without waiting, wherever they lie
+# -1 from a C library that doesn't tell.
+_current_core: Callable[[], int] = getattr(ctypes.CDLL(None), "sched_getcpu", lambda: -1)
+_CORES = os.cpu_count() or 1
 
 
 class RankSession(Owned):
@@ -182,11 +186,7 @@ class RankSession(Owned):
         return self.watch.arena if isinstance(self.watch, HostWatch) else self.arena
 
     def lay_out(self, leaves: list[Any], known: KnownLayout | None = None) -> None:
-        """Put results, in place in the list, where they may stay when the region is over.
-
-        Args:
-            known: how they lie, where that is known.
-        """
+        """Put results, in place in the list, where they may stay when the region is over."""
         if self.leases is not None and (leased := self.leases.leased(leaves)):
             copied_out(leaves, leased)
         if self.lasting is not None:
@@ -299,3 +299,23 @@ class RankSession(Owned):
         for comm in self._comms.values():
             comm.close()
         self._comms.clear()
+
+
+def spread(index: int, ranks: int) -> None:
+    """Move this process to a core of its own, the `index`-th of `ranks` on this host, if it isn't on one.
+
+    A kernel that wakes several ranks at once likes to put them on the core that woke them, and takes its time to part
+    them: two ranks on one of two cores make a step twice as long. A rank isn't bound to its core: if that is busy with
+    something else, the kernel may move it on.
+    """
+    threads = torch.get_num_threads()
+    if ranks < 2 or ranks * threads > _CORES:  # known without a look at those that are allowed
+        return
+    allowed = sorted(os.sched_getaffinity(0))
+    if ranks * threads > len(allowed):
+        return
+    own = allowed[index * threads : (index + 1) * threads]
+    if _current_core() in (*own, -1):
+        return
+    os.sched_setaffinity(0, own[:1])
+    os.sched_setaffinity(0, allowed)

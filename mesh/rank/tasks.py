@@ -5,6 +5,7 @@ A function returns the message that answers, and its content if it has one.
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
 from typing import Any
@@ -87,7 +88,7 @@ def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet
     known = state.described_since(task.reader, last, task.number) <= task.known
     if known and brief and failure is None and all(len(one) == 1 and one[0] is last for one in described):
         return protocol.Unchanged(task.number, b""), None
-    return protocol.Metadata(task.number, agreement.encode_batches(described, failure, brief), lasting=False), None
+    return protocol.Metadata(task.number, pickle.dumps((described, failure, brief)), lasting=False), None
 
 
 def fetch_value(state: RankState, task: protocol.FetchValue, packet: wire.Packet) -> Answer:

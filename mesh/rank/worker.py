@@ -8,7 +8,6 @@ fails for itself.
 from __future__ import annotations
 
 import contextlib
-import linecache
 import os
 import select
 import signal
@@ -26,8 +25,8 @@ from ...kernels.processes import Owned
 from .. import protocol, wire
 from ..display.bars import BarState
 from ..display.trace import Recorder
+from ..driver.snapshot import remember_sources
 from ..failure import capture
-from ..resizing.messages import Populate
 from . import memory
 from .interrupts import uninterrupted
 from .state import RankState
@@ -84,7 +83,7 @@ class Worker(Owned):
         elif isinstance(msg, protocol.CopyTo):
             assert state.values.copier is not None
             state.values.copier.copy_to(msg, state.values.kept)
-        elif isinstance(msg, Populate):
+        elif isinstance(msg, protocol.Populate):
             assert state.session.arena is not None
             results = msg.results if state.session.rank == 0 else 0
             state.session.arena.populate(0, msg.values + msg.step + results)
@@ -223,11 +222,7 @@ class Worker(Owned):
 
 
 class TracedWorker(Worker):
-    """A `Worker` that tells of every task when it is over, before its answer.
-
-    Args:
-        key: of the mesh.
-    """
+    """A `Worker` that tells of every task when it is over, before its answer."""
 
     def __init__(self, state: RankState, connection: socket.socket, key: bytes):
         super().__init__(state, connection)
@@ -260,9 +255,3 @@ def _is_importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def remember_sources(sources: dict[str, list[str]]) -> None:
-    """Source lines of functions that were typed, not read from a file, for tracebacks."""
-    for name, lines in sources.items():
-        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)

@@ -18,10 +18,9 @@ import sys
 from typing import NoReturn
 
 from ...kernels.processes import end_with_parent
-from .. import protocol
 from ..readers import process as reader_process
 from . import process as rank_process  # and with it torch, which is what this process is for
-from .descriptors import receive, send
+from .descriptors import Exited, Forked, ReaderRequest, StandBy, receive, send
 
 # What ranks import to unpickle a program, a twentieth of a second on each: here once.
 PRELOADED = ("spmd.transforms", "spmd.optim.optimizer", "spmd._functional", "spmd.data.loader")
@@ -72,13 +71,13 @@ def _serve(control_fd: int, driver: int) -> NoReturn:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for fd in (control.detach(), wake_read, wake_write):
                     os.close(fd)
-                if isinstance(request, protocol.StandBy):
+                if isinstance(request, StandBy):
                     _serve(fds[0], driver)
                 os.close(driver)
                 end_with_parent(here)
                 code = 1
                 try:
-                    reading = isinstance(request, protocol.ReaderRequest)
+                    reading = isinstance(request, ReaderRequest)
                     (reader_process if reading else rank_process).main(request, fds)
                     code = 0
                 except BaseException:
@@ -94,7 +93,7 @@ def _serve(control_fd: int, driver: int) -> NoReturn:
             for fd in fds:
                 os.close(fd)
             pidfd = os.pidfd_open(pid)
-            send(control, protocol.Forked(pid), [pidfd])
+            send(control, Forked(pid), [pidfd])
             os.close(pidfd)
     for pid in children:
         _end_group(pid)
@@ -117,4 +116,4 @@ def _reap(control: socket.socket, children: set[int]) -> None:
             return
         children.discard(pid)
         _end_group(pid)
-        send(control, protocol.Exited(pid, os.waitstatus_to_exitcode(status)), [])
+        send(control, Exited(pid, os.waitstatus_to_exitcode(status)), [])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,7 +80,7 @@ class Asked:
     def tree(
         self, descriptions: tuple[bytes, ...], deal: Deal | None, *, name: str, ragged: bool = False, remedy: str
     ) -> Any:
-        """Its tree of Arrays, of what each rank has described; for the arguments see `sized.fill`."""
+        """Its tree of Arrays, of what each rank has described; for the arguments see `fill`."""
         where = self._answers.where
         treedef, results = agreement.of_batch(
             self.layout, descriptions, name=name, where=where, ragged=ragged, remedy=remedy
@@ -161,7 +162,7 @@ class _Answers:
 
     def _decoded(self, answer: Any) -> tuple[Sequence[tuple], Failure | None, bool]:
         """Of one rank, batch by batch, what has failed behind them, and whether they took no time."""
-        return ([answer] * self._count, None, True) if isinstance(answer, tuple) else agreement.decode_batches(answer)
+        return ([answer] * self._count, None, True) if isinstance(answer, tuple) else pickle.loads(answer)
 
 
 def _of_batch(answers: Sequence[tuple]) -> Descriptions:

@@ -1,7 +1,6 @@
-"""Batches that every rank reads from its own virtual streams, whose lengths are known only once they are read.
+"""Batches of which every rank reads its own part: their lengths are known before (`fill`), or once they were read.
 
-Beside `sized`, for those of which they are known beforehand. Invariant: all processes agree on how many samples each
-stream gave.
+Invariant: all processes agree on how many samples each part has.
 """
 
 from __future__ import annotations
@@ -13,16 +12,42 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import agreement, trees
-from ..array import meta
+from ..array import Meta, meta
 from ..batch import Deal
 from ..launch import launched
 from ..mesh import Mesh
 from ..rank.local_values import LocalValues
-from ..spec import Layout, split_sizes, strided_sizes
+from ..spec import RAGGED, Layout, split_sizes, strided_sizes
 from .asking import Asked, Reader, ask
 
 Found = dict[int, tuple[int, Any]]
 """By virtual stream: how many samples it gave, and where it is now."""
+
+
+def fill(
+    mesh: Mesh,
+    name: str,
+    reader: Reader,
+    requests: Sequence[tuple[tuple, Deal | None]],
+    *,
+    ragged: bool = False,
+    remedy: str,
+) -> list[Callable[[], Any]]:
+    """Have every rank read its part of batches; for each a function that waits for it and gives the tree of Arrays.
+
+    Args:
+        name: what is read, for messages.
+        reader: of `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each)`, called on every rank.
+        requests: for each batch the arguments, and how it was dealt.
+        ragged: the parts may differ in more than dimension 0.
+        remedy: what to do where they do and may not.
+    """
+
+    def there(asked: Asked, deal: Deal | None) -> Any:
+        descriptions, _ = asked.descriptions()
+        return asked.tree(descriptions, deal, name=name, ragged=ragged, remedy=remedy)
+
+    return _asked(mesh, reader, requests, there, functools.partial(_read_here, mesh, reader.obj, ragged))
 
 
 def fill_streams(
@@ -33,18 +58,13 @@ def fill_streams(
     shards: int | None,
     remedy: str,
 ) -> list[Callable[[], tuple[Any, Found]]]:
-    """Have every rank read its part of batches; for each a function that waits for it and gives the tree of Arrays, or
-    None, and what was found.
+    """As `fill`, from virtual streams: each function gives the tree of Arrays, or None, and what was found.
 
     Args:
-        name: what is read, for messages.
         reader: of `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each, Found)`, called on every rank.
         requests: for each batch the arguments, and the position of its `Deal`.
         shards: of the `Deal`.
-        remedy: what to do where the ranks' parts do not fit together.
     """
-    if not mesh.is_driver:
-        return [functools.partial(_here, mesh, reader.obj, *request, shards) for request in requests]
 
     def there(asked: Asked, position: tuple[int, int]) -> tuple[Any, Found]:
         descriptions, parts = asked.descriptions()
@@ -54,12 +74,35 @@ def fill_streams(
         deal = _deal(asked.layout, found, position, shards)
         return asked.tree(descriptions, deal, name=name, remedy=remedy), found
 
+    return _asked(mesh, reader, requests, there, functools.partial(_stream_here, mesh, reader.obj, shards))
+
+
+def _asked(
+    mesh: Mesh, reader: Reader, requests: Sequence[tuple[tuple, Any]], there: Callable[..., Any], here: Callable
+) -> list[Callable[[], Any]]:
+    """For each batch what waits for it: `there`, with what a driver has asked its ranks for, or `here` on a rank."""
+    if not mesh.is_driver:
+        return [functools.partial(here, *request) for request in requests]
     asked = ask(mesh, reader, [arguments for arguments, _ in requests])
-    return [functools.partial(there, one, position) for one, (_, position) in zip(asked, requests, strict=True)]
+    return [functools.partial(there, one, dealt) for one, (_, dealt) in zip(asked, requests, strict=True)]
 
 
-def _here(
-    mesh: Mesh, reader: Any, arguments: tuple, position: tuple[int, int], shards: int | None
+# -- on a launched rank ------------------------------------------------------------------------------------------------
+
+
+def _read_here(mesh: Mesh, reader: Any, ragged: bool, arguments: tuple, deal: Deal | None) -> Any:
+    """Its part of a batch, as Arrays."""
+    treedef, leaves, outputs = reader(mesh.session, *arguments)
+    of_tensors = [about for about in outputs if about.spec is not None]
+    metas = [meta(about.whole or about.shape, about.dtype, about.spec) for about in of_tensors]
+    shards = None if deal is None else deal.shards
+    shapes = None if shards is None else [_shapes(mesh.layout, about, shards) for about in of_tensors]
+    hints = [_unsure(about) for about in metas] if ragged and mesh.layout.size > 1 else metas
+    return _as_arrays(mesh, treedef, leaves, outputs, metas, shapes, hints=hints, deal=deal)
+
+
+def _stream_here(
+    mesh: Mesh, reader: Any, shards: int | None, arguments: tuple, position: tuple[int, int]
 ) -> tuple[Any, Found]:
     session, layout = mesh.session, mesh.layout
 
@@ -69,42 +112,64 @@ def _here(
         return treedef, leaves, outputs, {v: (n, at) for each in everyone for v, (n, at) in json.loads(each)}
 
     treedef, leaves, outputs, found = launched.call(session, read)
-    total = sum(count for count, _ in found.values())
-    if not total:
+    sizes = [found[v][0] for v in sorted(found)]
+    if not any(sizes):
         return None, found
-    held: dict[tuple[str, ...], list[int]] = {}  # by the axes that a leaf is cut along
-    metas, tensors, shapes = [], [], []
-    for leaf, about in zip(leaves, outputs, strict=True):
+    metas, shapes = [], []
+    for about in outputs:
         if about.spec is None:
             continue
         shape, each = about.shape, None
         if about.spec.entries:
-            axes, shape = about.spec.dim_axes(0), (total, *about.shape[1:])
-            if axes not in held:
-                held[axes] = _held(layout, axes, found)
-            each = tuple((count, *about.shape[1:]) for count in held[axes])
+            shape = (sum(sizes), *about.shape[1:])
+            each = tuple((count, *about.shape[1:]) for count in _held(layout, about.spec.dim_axes(0), sizes))
         metas.append(meta(shape, about.dtype, about.spec))
-        tensors.append(leaf)
         shapes.append(each)
     deal = _deal(layout, found, position, shards)
-    arrays = iter(LocalValues(session, tensors, metas, shapes, deal=deal).arrays(mesh))
-    made = [leaf if about.spec is None else next(arrays) for leaf, about in zip(leaves, outputs, strict=True)]
-    return trees.unflatten(treedef, made), found
+    return _as_arrays(mesh, treedef, leaves, outputs, metas, shapes, deal=deal), found
 
 
-def _held(layout: Layout, axes: tuple[str, ...], found: Found) -> list[int]:
-    """How many samples each rank has of a batch that is cut along some axes."""
-    ends = list(itertools.accumulate(split_sizes(len(found), layout.parts(axes)), initial=0))
-    parts = [sum(found[v][0] for v in range(begin, end)) for begin, end in itertools.pairwise(ends)]
+def _as_arrays(
+    mesh: Mesh, treedef: Any, leaves: list[Any], outputs: list[agreement.OutputMeta], *about: Any, **more: Any
+) -> Any:
+    """What a rank has read as a tree with Arrays for tensors; the other arguments are those of `LocalValues`."""
+    tensors = agreement.tensors_among(leaves, outputs)
+    arrays = iter(LocalValues(mesh.session, tensors, *about, **more).arrays(mesh))
+    made = [leaf if output.spec is None else next(arrays) for leaf, output in zip(leaves, outputs, strict=True)]
+    return trees.unflatten(treedef, made)
+
+
+def _parts(layout: Layout, axes: tuple[str, ...], sizes: Sequence[int]) -> list[int]:
+    """How many samples each part has of a batch that is cut along some axes, of virtual shards of these sizes."""
+    ends = itertools.accumulate(split_sizes(len(sizes), layout.parts(axes)), initial=0)
+    return [sum(sizes[begin:end]) for begin, end in itertools.pairwise(ends)]
+
+
+def _held(layout: Layout, axes: tuple[str, ...], sizes: Sequence[int]) -> list[int]:
+    """How many of them each rank has."""
+    parts = _parts(layout, axes, sizes)
     return [parts[layout.part(rank, axes)] for rank in range(layout.size)]
+
+
+def _shapes(layout: Layout, about: agreement.OutputMeta, shards: int) -> tuple[tuple[int, ...], ...] | None:
+    """Of all ranks' parts, which virtual shards make other than even."""
+    if about.whole is None or about.spec is None:
+        return None
+    held = _held(layout, about.spec.dim_axes(0), strided_sizes(about.whole[0], shards))
+    return tuple((count, *about.whole[1:]) for count in held)
+
+
+def _unsure(about: Meta) -> Meta:
+    """What all ranks know of a part that may be padded, without asking each other."""
+    shape = (about.shape[0], *(RAGGED for _ in about.shape[1:])) if about.spec.entries else about.shape
+    return meta(shape, about.dtype, about.spec)
 
 
 def _deal(layout: Layout, found: Found, position: tuple[int, int], shards: int | None) -> Deal:
     """How it was dealt; without `shards` sizes are said where a rank has no samples, which steps have to know of."""
     sizes = [found[v][0] for v in sorted(found)]
     if shards is None:
-        ends = list(itertools.accumulate(split_sizes(len(sizes), layout.axes[layout.batch_axis])))
-        usual = all(sum(sizes[begin:end]) for begin, end in zip([0, *ends], ends, strict=False))
+        usual = all(_parts(layout, (layout.batch_axis,), sizes))
     else:
         usual = sizes == strided_sizes(sum(sizes), shards)
     return Deal(position, shards, None if usual else tuple(sizes))

@@ -18,6 +18,7 @@ from ...kernels.errors import MeshError, message
 from ...kernels.processes import Owned
 from .. import failure, protocol, wire
 from ..driver import spawn
+from ..rank.descriptors import ReaderRequest
 from .process import NOTE_BYTES, Note
 
 
@@ -144,7 +145,7 @@ class Pool(Owned):
             note = Note(self._board, index)
             note.write("")
             with theirs:
-                pid, pidfd = self._zygote.fork(protocol.ReaderRequest(index), [theirs.fileno(), self._board_fd])
+                pid, pidfd = self._zygote.fork(ReaderRequest(index), [theirs.fileno(), self._board_fd])
             found = self._readers[index] = _Reader(pid, pidfd, mine, note)
             wire.send(mine, self._shipped)
         return found

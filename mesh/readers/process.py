@@ -15,6 +15,7 @@ import torch
 from ...kernels.processes import open_more_files
 from .. import protocol, wire
 from ..failure import capture
+from ..rank.descriptors import ReaderRequest
 from ..rank.memory import keep_some_freed_memory
 
 NOTE_BYTES = 1024  # of the board, for each reader
@@ -47,7 +48,7 @@ class Note:
 note = Note()
 
 
-def main(request: protocol.ReaderRequest, fds: list[int]) -> None:
+def main(request: ReaderRequest, fds: list[int]) -> None:
     """Serve a rank until its socket ends."""
     global note
     control, board = fds

@@ -25,12 +25,11 @@ from . import answers
 from .connections import Connection, Post
 from .contents import Contents
 from .handle import Remote, handle_of
-from .pending import Waiting, duplicate, new_future, settles
+from .pending import Waiting, duplicate, new_future, result_of, settles
 from .protocol import RESTORABLE, Cancel, Fetch, Invoke, Name, NodeId, Probe, Release
 from .reference import Ref
 from .residents import Residents
 from .restoring import Restorable, Restoring, Sent
-from .waiting import result_of
 
 CALLS, BYTES = 1024, 1 << 30
 RELEASES = 64  # results that are needed no more, before they are released without a call

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
-import secrets
-import selectors
 import socket
 import struct
 import threading
@@ -22,10 +21,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ...kernels.limits import named_limits
-from ...kernels.network.authentication import CODE_BYTES, code, same
 from ...kernels.network.codec import Message
 from .. import wire
-from ..hosts.coded import CodedReceiver, CodedSender, keep_alive
+from ..driver.sockets import READ, WRITE, Listening
+from ..hosts.coded import CodedReceiver, CodedSender, NotOfThisMesh, keep_alive
+from ..hosts.greeting import Greeted, answering, opening
 from ..rank.interrupts import uninterrupted
 from .addresses import same_user
 from .protocol import NodeId, encode
@@ -56,11 +56,17 @@ class Connection:
         self._lock = threading.Lock()
         self._sender: Any = wire.Sender(socket_)
         self.receiver: Any = wire.Receiver(socket_)
-        self._early: deque[tuple[Message, wire.Packet]] = deque()
-        self._number = secrets.token_bytes(CODE_BYTES)
-        self._theirs = b""
-        self._greeting = bytearray()
-        self._greeted = self.blocked = False
+        self._early: deque[wire.Packet] = deque()  # until it has greeted
+        self.greeted = self.blocked = False
+        key, own = exchange.key, _ID.pack(*exchange.id)
+        if outgoing is None:
+            self._greet = answering(key, own, _ID.size)
+        else:
+            self._greet = opening(key, own, _ID.size, lambda peer: bool(_ID.unpack(peer)[0] == outgoing))
+        said, self._wanted = next(self._greet)
+        self._greeting = bytearray()  # what has come of that
+        if said:
+            socket_.send(said)
 
     def send(self, message: Message, packet: wire.Packet | None = None) -> None:
         """Send a message without waiting for the other end; what cannot be sent any more is dropped."""
@@ -69,10 +75,10 @@ class Connection:
         with uninterrupted(), self._lock:
             if self.lost:
                 return
-            if not self._greeted:
+            if not self.greeted:
                 with named_limits():
                     packet.fd = None if packet.fd is None else os.dup(packet.fd)
-                self._early.append((message, packet))
+                self._early.append(packet)
                 return
             self._send(packet)
 
@@ -93,66 +99,40 @@ class Connection:
             except OSError:
                 self.blocked = False
 
-    # -- the greeting: number -> number, id, code -> id, code ---------------------------------------------------------
-
-    def begin(self) -> None:
-        if self.outgoing is not None:
-            self.socket.send(self._number)
-
-    @property
-    def greeted(self) -> bool:
-        return self._greeted
-
     def greet(self) -> bool:
         """Go on with the greeting as far as bytes have come; False if it is none of this mesh's."""
-        key, own = self._exchange.key, _ID.pack(*self._exchange.id)
-        with contextlib.suppress(BlockingIOError):
-            while not self._greeted:
-                ends = _ID.size + CODE_BYTES
-                wanted = ends + CODE_BYTES if self.outgoing is not None else ends if self._theirs else CODE_BYTES
-                data = self.socket.recv(wanted - len(self._greeting))
-                if not data:
-                    return False
-                self._greeting += data
-                if len(self._greeting) < wanted:
+        try:
+            while True:
+                if missing := self._wanted - len(self._greeting):
+                    data = self.socket.recv(missing)
+                    if not data:
+                        return False
+                    self._greeting += data
                     continue
-                greeting, self._greeting = bytes(self._greeting), bytearray()
-                if self.outgoing is None and not self._theirs:
-                    self._theirs = greeting
-                    proof = code(key, b"called", greeting, self._number, own)
-                    self.socket.send(self._number + own + proof)
-                    continue
-                if self.outgoing is not None:
-                    number, peer = greeting[:CODE_BYTES], greeting[CODE_BYTES:-CODE_BYTES]
-                    proof = greeting[-CODE_BYTES:]
-                    if not same(proof, code(key, b"called", self._number, number, peer)):
-                        return False
-                    if _ID.unpack(peer)[0] != self.outgoing:
-                        return False
-                    self._theirs = number
-                    self.socket.send(own + code(key, b"caller", number, self._number, own, peer))
-                else:
-                    peer, proof = greeting[: _ID.size], greeting[_ID.size :]
-                    if not same(proof, code(key, b"caller", self._number, self._theirs, peer, own)):
-                        return False
-                rank, unique = _ID.unpack(peer)
-                self.peer = (rank, unique)
-                if self.socket.family != socket.AF_UNIX:
-                    self._code_messages()
-                with self._lock:
-                    self._greeted = True
-                    while self._early:
-                        _, packet = self._early.popleft()
-                        self._send(packet)
-                        packet.close()
-        return True
+                said, self._wanted = self._greet.send(bytes(self._greeting))
+                self._greeting.clear()
+                self.socket.send(said)
+        except BlockingIOError:
+            return True
+        except NotOfThisMesh:
+            return False
+        except StopIteration as over:
+            self._begin(over.value)
+            return True
 
-    def _code_messages(self) -> None:
-        """On a network, every message has a code: of these two numbers, and of the direction."""
-        numbers = (self._number, self._theirs) if self.outgoing is not None else (self._theirs, self._number)
-        to_called, to_caller = (code(self._exchange.key, name, *numbers) for name in (b"to called", b"to caller"))
-        theirs, mine = (to_caller, to_called) if self.outgoing is not None else (to_called, to_caller)
-        self._sender, self.receiver = CodedSender(self.socket, mine), CodedReceiver(self.socket, theirs)
+    def _begin(self, greeted: Greeted) -> None:
+        """The other end is known: send what was given to it before."""
+        rank, unique = _ID.unpack(greeted.peer)
+        self.peer = (rank, unique)
+        if self.socket.family != socket.AF_UNIX:  # on a network, every message has a code
+            self._sender = CodedSender(self.socket, greeted.sending)
+            self.receiver = CodedReceiver(self.socket, greeted.receiving)
+        with self._lock:
+            self.greeted = True
+            while self._early:
+                packet = self._early.popleft()
+                self._send(packet)
+                packet.close()
 
     def close(self) -> None:
         with self._lock:
@@ -160,7 +140,7 @@ class Connection:
             self._sender.close()
             self.receiver.close()
             while self._early:
-                self._early.popleft()[1].close()
+                self._early.popleft().close()
             self.socket.close()
 
 
@@ -203,13 +183,9 @@ class Exchange:
         connect: Callable[[int], socket.socket],
     ):
         self.key, self.id, self._listener, self._listening, self._connect = key, id, listener, listening, connect
-        self._selector = selectors.DefaultSelector()
-        self._wake_read, self._wake_write = os.pipe()
-        for fd in (self._wake_read, self._wake_write):
-            os.set_blocking(fd, False)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, "wake")
+        self._sockets = Listening(self._on_wake)
         for one in listening:
-            self._selector.register(one, selectors.EVENT_READ, "accept")
+            self._sockets.selector.register(one, READ, functools.partial(self._accept, one))
             # A child that goes on after this process would keep the name, which the next to be this rank needs.
             os.register_at_fork(after_in_child=one.close)
         # Given up to turn away who comes when this process can open no more files: he must not wait for ever.
@@ -223,32 +199,23 @@ class Exchange:
         """Have the thread look at a connection, or call `tidy`."""
         if connection is not None:
             self._fresh.append(connection)
-        with contextlib.suppress(OSError):
-            os.write(self._wake_write, b"!")
+        self._sockets.wake()
 
     def open(self, rank: int) -> Connection:
         """A connection to a rank, to which messages may be given at once."""
         connection = Connection(self, self._connect(rank), rank)
-        connection.begin()
         self.wake(connection)
         return connection
 
     def serve(self) -> None:
         """Until `close`; the thread's main function."""
         while not self._closed:
-            for key, events in self._selector.select():
+            for heard in self._sockets.select():
                 if self._closed:
                     break
-                if key.data == "wake":
-                    self._on_wake()
-                elif key.data == "accept":
-                    self._accept(key.fileobj)
-                else:
-                    self._on_connection(key.data, events)
+                heard()
 
     def _on_wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_read, 4096)
         while self._fresh:
             self._watch(self._fresh.popleft())
         self._listener.tidy()
@@ -256,14 +223,12 @@ class Exchange:
     def _watch(self, connection: Connection) -> None:
         if connection.lost:
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.blocked else 0)
-        if connection in self._all:
-            self._selector.modify(connection.socket, events, connection)
-        else:
-            self._all.add(connection)
-            self._selector.register(connection.socket, events, connection)
+        events = READ | (WRITE if connection.blocked else 0)
+        watch = self._sockets.selector.modify if connection in self._all else self._sockets.selector.register
+        self._all.add(connection)
+        watch(connection.socket, events, functools.partial(self._on_connection, connection))
 
-    def _accept(self, listening: Any) -> None:
+    def _accept(self, listening: socket.socket, events: int) -> None:
         try:
             accepted, _ = listening.accept()
         except OSError as error:
@@ -299,11 +264,11 @@ class Exchange:
     def _on_connection(self, connection: Connection, events: int) -> None:
         if connection.lost:
             return
-        if events & selectors.EVENT_WRITE:
+        if events & WRITE:
             connection.flush()
             if not connection.blocked:
                 self._watch(connection)
-        if not events & selectors.EVENT_READ:
+        if not events & READ:
             return
         try:
             if not connection.greeted:
@@ -325,8 +290,7 @@ class Exchange:
         if connection in self._strangers:
             self._strangers.remove(connection)
         self._all.discard(connection)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(connection.socket)
+        self._sockets.forget(connection.socket)
         connection.close()
         self._listener.lost(connection)
 
@@ -339,9 +303,7 @@ class Exchange:
         """Close all that was open, once the thread has ended."""
         for connection in (*self._all, *self._fresh):
             connection.close()
-        self._selector.close()
-        for fd in (self._wake_read, self._wake_write):
-            os.close(fd)
+        self._sockets.close()
         for one in self._listening:
             one.close()
         if self._spare >= 0:

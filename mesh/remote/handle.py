@@ -8,19 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from ...kernels.errors import MeshError, message
 from ..array import Array
 from .protocol import Name, NodeId
-from .reference import Ref
-
-
-class Caller(Protocol):
-    """What makes calls: this process's `Caller`."""
-
-    def invoke(self, handle: Any, method: str, args: tuple, kwargs: dict[str, Any]) -> Ref: ...
-    def dropped(self, handle: Any) -> None: ...
+from .reference import Caller, Ref
 
 
 class Remote:

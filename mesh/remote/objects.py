@@ -9,7 +9,6 @@ the call ends (what the object does later does not change it), and stays until t
 from __future__ import annotations
 
 import dataclasses
-import linecache
 import queue
 import sys
 import threading
@@ -20,6 +19,7 @@ from typing import Any
 from ...kernels.errors import MeshError, message
 from ...kernels.network.codec import Message
 from .. import wire
+from ..driver.snapshot import remember_sources
 from .connections import Connection
 from .handle import methods_of
 from .protocol import LOAD, RESTORABLE, Invoke, Name
@@ -174,6 +174,5 @@ class LiveObject:
 def _made(args: tuple, kwargs: dict[str, Any]) -> Any:
     path, sources, cls, *rest = args
     sys.path.extend(folder for folder in path if folder not in sys.path)
-    for name, lines in sources.items():
-        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    remember_sources(sources)
     return cls(*rest, **kwargs)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from .. import wire
 from .protocol import Name
 from .reference import Ref
+
+LOOK_SECONDS = 0.01
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -58,3 +62,20 @@ def settles(future: Future) -> Callable[[Any, BaseException | None], None]:
             future.set_exception(error)
 
     return settle
+
+
+def result_of(future: Future, seconds: float | None) -> Any:
+    """The result of a future; raises what is in it, or `concurrent.futures.TimeoutError` after so many seconds.
+
+    With many looks: a rank that does nothing at all while a call waits for it is killed (`driver.stuck`).
+    """
+    end = None if seconds is None else time.monotonic() + seconds
+    while True:
+        left = LOOK_SECONDS if end is None else end - time.monotonic()
+        try:
+            return future.result(max(0.0, min(LOOK_SECONDS, left)))
+        except FutureTimeout:
+            if future.done():
+                return future.result()
+            if end is not None and left <= LOOK_SECONDS:
+                raise

@@ -20,13 +20,7 @@ _HOPS = 100  # of a probe, at most
 
 
 class Probes:
-    """The probes that pass through this process; the node's lock is held for all.
-
-    Args:
-        own: this process.
-        calls, objects: those that are here.
-        connection: to a rank.
-    """
+    """The probes that pass through this process; the node's lock is held for all."""
 
     def __init__(
         self,

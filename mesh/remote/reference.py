@@ -18,9 +18,11 @@ from .protocol import Name, NodeId
 _UNREAD = object()
 
 
-class Reader(Protocol):
-    """What waits for results and reads them: this process's `Caller`."""
+class Caller(Protocol):
+    """What makes calls, waits for results and reads them: this process's `caller.Caller`."""
 
+    def invoke(self, handle: Any, method: str, args: tuple, kwargs: dict[str, Any]) -> Ref: ...
+    def dropped(self, handle: Any) -> None: ...
     def check_own(self) -> None: ...
     def wait(self, future: Future, timeout: float | None, waits_for: tuple[NodeId, Name] | None) -> Any: ...
     def read_result(self, ref: Any, outcome: Any, timeout: float | None) -> Any: ...
@@ -62,7 +64,7 @@ class Ref:
 
     __slots__ = ("__weakref__", "_caller", "_value", "future", "label", "name", "owner")
 
-    def __init__(self, caller: Reader, owner: NodeId, name: Name, label: str):
+    def __init__(self, caller: Caller, owner: NodeId, name: Name, label: str):
         self._caller, self.owner, self.name, self.label = caller, owner, name, label
         self.future = Outcome()
         self.future.set_running_or_notify_cancel()  # who stops awaiting it has not stopped the call

@@ -9,7 +9,7 @@ from ..agreement import OutputMeta
 from ..put import as_tensor
 from ..rank.session import RankSession
 from ..readers.asking import Reader
-from ..readers.sized import fill
+from ..readers.filled import fill
 from ..spec import P
 from .handle import named
 from .reference import Ref

@@ -38,7 +38,7 @@ from .protocol import (
     Result,
     WaitsForItself,
 )
-from .saving import Saving
+from .restoring import Saving
 
 PUSHED = 1 << 16  # bytes of a result that is sent with the answer; larger ones stay until they are fetched
 

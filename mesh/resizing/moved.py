@@ -1,7 +1,9 @@
 """What becomes of a mesh's values when it gets another size: each is told to the new ranks, as they are to have it.
 
-Of what is cut they are told where the shards lie (`pieces`); what all have whole is laid once where all see it.
-Invariant: no rank that is about to leave takes part, so that it does not matter which of them still live.
+On one host they are told where the shards lie of what is cut (`pieces`), and what all have whole is laid once where
+all see it. Over several hosts they fetch their shards (`shares`) before the mesh has them, so that whoever dies
+meanwhile, it is as it was. Invariant: no rank that is about to leave takes part, so that it does not matter which of
+them still live.
 """
 
 from __future__ import annotations
@@ -13,16 +15,21 @@ from typing import Any
 import torch
 
 from ...kernels.errors import MeshError, message
+from .. import protocol, wire
 from ..array import Meta
-from ..driver import giving
-from ..driver.pending import Task
-from ..driver.rerun import Again
+from ..driver.pending import Again, Task
+from ..driver.sending import put_message
 from ..driver.session import DriverSession
 from ..driver.values import CallValues
+from ..hosts.ranks import HostRanks
 from ..rank.lasting_values import values_of
 from ..spec import RAGGED, REPLICATED, Layout, P
-from ..strides import frozen_as
+from ..strides import frozen_as, is_plain
+from .newcomers import Died, Newcomers
 from .pieces import Piece, Pieces, Source
+from .shares import Share, Shares
+
+_SLOWEST = 10 << 20  # bytes a second that a rank fetches; more than that late, and it counts as silent
 
 
 class Moved:
@@ -47,7 +54,7 @@ class Moved:
                     wholes.append(torch.empty(0))
                     continue
                 specs[index] = spec = spec_on(before, layout, about, driver.describe())
-                if spec.entries and all(map(_is_plain, shards)) and RAGGED not in about.shape:
+                if spec.entries and all(map(is_plain, shards)) and RAGGED not in about.shape:
                     wholes.append(_pieces(before, about, shards, source, arena))
                 else:
                     wholes.append(frozen_as(shards[0], before.join(shards, about.spec)))
@@ -64,17 +71,13 @@ class Moved:
 
 
 def _put(driver: DriverSession, values: CallValues, wholes: list[Any], specs: tuple[P, ...]) -> Task:
-    make, content = giving.message_of(driver, values, wholes, specs)
+    make, content = put_message(driver, values, wholes, specs)
     task, packet = Task(next(driver.numbers), tuple(range(driver.layout.size))), content()
     task.reported = True  # who waits for it is told
     task.again = Again("put", make, packet, None, (), ())
     driver.pending.tasks[task.number] = task
     driver.tell(make(task.number, 0, (), ()), packet)
     return task
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _pieces(before: Layout, about: Meta, shards: list[torch.Tensor], source: Source, arena: Any) -> Pieces:
@@ -123,3 +126,68 @@ def bytes_to_move(driver: DriverSession, layout: Layout) -> tuple[int, int]:
             else:
                 shared += nbytes
     return shared, own
+
+
+class MovedBetweenHosts:
+    """All values of a mesh, for newcomers of another layout, which have them once this is made.
+
+    It is made with the lock, while no rank has anything to do.
+
+    Raises:
+        Died: a newcomer has died, or a host. MeshError: a value can't be moved.
+    """
+
+    def __init__(self, driver: DriverSession, newcomers: Newcomers):
+        old, new, layout = driver.ranks, newcomers.ranks, newcomers.layout
+        assert isinstance(old, HostRanks)
+        assert isinstance(new, HostRanks)
+        driver.values.sort()
+        self._calls = [
+            (values, shares, _specs(driver, layout, values, shares))
+            for values in driver.values.of_calls(read=False)
+            if values.live and (values.task is None or values.task.failure is None)
+            for shares in [_shares(driver.layout, values)]
+        ]
+        try:
+            at = old.offered_to(new)
+        except MeshError as error:  # a host is lost: the mesh finds it out, too
+            raise Died(str(error)) from None
+        messages = []
+        for values, shares, specs in self._calls:
+            task = protocol.PutValues(next(driver.numbers), 0, (), (), values.number, specs, None)
+            messages.append((task, wire.dumps(Shares(driver.layout, at, values.number, shares))))
+        shared, own = bytes_to_move(driver, layout)
+        newcomers.take(messages, driver.timeout + (shared + own) / _SLOWEST)
+        if driver.options["copies"]:
+            newcomers.copy(driver.uncopied.copy_to(new, driver.values), driver.timeout + own / _SLOWEST)
+
+    def put(self, driver: DriverSession) -> list[Task]:
+        """Know them on the ranks that there are now: none has to be waited for."""
+        driver.uncopied.close()
+        for values, shares, specs in self._calls:
+            values.was_cut({index: spec for index, spec in enumerate(specs) if shares[index] is not None})
+            lost = [index for index in values.missing if shares[index] is None]
+            values.missing = {index: set(range(driver.layout.size)) for index in lost}
+        return []
+
+
+def _shares(before: Layout, values: CallValues) -> tuple[Share | None, ...]:
+    """The values of a call, without those that are needed no more, and those that nobody has."""
+    found: list[Share | None] = []
+    for index, about in enumerate(values.settle()):
+        missing = frozenset(values.missing.get(index, ()))
+        gone = index in values.donated or values.was_freed(index)
+        lost = any(missing.issuperset(before.replicas(about.spec, owner)) for owner in before.owners(about.spec))
+        share = Share(tuple(about.shape), about.spec, about.dtype.itemsize, missing)
+        found.append(None if gone or lost else share)
+    return tuple(found)
+
+
+def _specs(
+    driver: DriverSession, layout: Layout, values: CallValues, shares: tuple[Share | None, ...]
+) -> tuple[P, ...]:
+    """How the new ranks are to have them."""
+    return tuple(
+        REPLICATED if share is None else spec_on(driver.layout, layout, about, driver.describe())
+        for about, share in zip(values.settle(), shares, strict=True)
+    )

@@ -6,7 +6,7 @@ taken (`resizing`) nothing of the mesh that there is refers to them, so that giv
 
 from __future__ import annotations
 
-import select
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +18,10 @@ from ...kernels.shm.heap import Heap
 from .. import protocol, wire
 from ..driver.ranks import Rank, Ranks
 from ..driver.session import DriverSession
+from ..driver.sockets import RankSockets
 from ..hosts.host_list import HostList
 from ..hosts.ranks import HostRanks
 from ..spec import Layout
-from .messages import Populate
 
 TRIES = 3  # newcomers that die are started again
 _CHUNK_BYTES = 64 << 20  # made ready between two such looks
@@ -53,10 +53,10 @@ class Newcomers:
         self._session, self._options = session, session.options | {"threads": threads}
         # Their first step is taken to make as much as there is, in memory that they share and in their own, and the
         # gradients of what all have. What other hosts have is not known here.
-        memory = Populate(*map(Heap.rounded, (own, own + shared, shared)))
+        memory = protocol.Populate(*map(Heap.rounded, (own, own + shared, shared)))
         needed = shared + memory.results + layout.size * (memory.values + 2 * memory.step)
         fits = host_list is None and 2 * needed < available_bytes()
-        self._shared_bytes, self._memory = (shared, memory) if fits else (0, Populate(0, 0, 0))
+        self._shared_bytes, self._memory = (shared, memory) if fits else (0, protocol.Populate(0, 0, 0))
         self.known: set[str] = set()
         self._printed: list[tuple[Rank, str, bytes]] = []
         self._cancelled = threading.Event()
@@ -160,31 +160,23 @@ class Newcomers:
 
     def _heard_here(self) -> Iterator[list[tuple[str, Rank, Any]]]:
         """What ranks of this host say, each time after a moment at most."""
-        look = select.poll()
-        sources: dict[int, tuple[str, Rank]] = {}
-        for rank in self.ranks.all:
-            for source, kind in rank.sources():
-                look.register(source, select.POLLIN)
-                sources[source if isinstance(source, int) else source.fileno()] = kind, rank
-        while True:
-            found: list[tuple[str, Rank, Any]] = []
+        found: list[tuple[str, Rank, Any]] = []
+        with contextlib.closing(
+            RankSockets(
+                lambda rank, packets: found.extend(("answer", rank, packet) for packet in packets),
+                lambda rank: found.extend((stream, rank, data) for stream, data in sockets.output_of(rank)),
+                lambda rank: found.append(("death", rank, None)),
+            )
+        ) as sockets:
             for rank in self.ranks.all:
-                rank.flush()
-            for fd, _ in look.poll(1000 * _LOOK_SECONDS):
-                kind, rank = sources[fd]
-                if kind == "answer":
-                    packets = rank.answers()
-                    if packets is None:
-                        rank.ended(1.0)
-                    found += [("death", rank, None)] if packets is None else [(kind, rank, one) for one in packets]
-                elif kind == "death":
-                    found.append((kind, rank, None))
-                else:
-                    while data := rank.read(kind):
-                        found.append((kind, rank, data))
-                    if data is None:
-                        look.unregister(fd)
-            yield found
+                sockets.add(rank)
+            while True:
+                for rank in self.ranks.all:
+                    rank.flush()
+                for heard in sockets.select(_LOOK_SECONDS):
+                    heard()
+                yield found
+                found.clear()
 
     def _heard_of_hosts(self) -> Iterator[list[tuple[str, Rank, Any]]]:
         """The same of ranks of other hosts."""

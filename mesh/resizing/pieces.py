@@ -7,6 +7,7 @@ Invariant: that arena is there, and as it was, until all new ranks have answered
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from ..strides import frozen_as
 
 Box = list[tuple[int, int]]
 """A part of a whole: of each dimension where it begins, and where it ends."""
+Allocate = Callable[[int, torch.Tensor], torch.Tensor]
+"""Gives memory for so many elements of a tensor's kind."""
 
 
 def box_of(layout: Layout, shape: Sequence[int], spec: P, rank: int) -> Box:
@@ -44,6 +47,19 @@ def shared(one: Box, other: Box) -> Box | None:
 def within(box: Box, part: Box) -> tuple[slice, ...]:
     """Where a part of the whole lies in one that it is a part of."""
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, box, strict=True))
+
+
+def room_for(
+    like: torch.Tensor,
+    whole: Sequence[int],
+    part: Sequence[int],
+    stride: Sequence[int],
+    sizes: Sequence[int],
+    allocate: Allocate,
+) -> torch.Tensor:
+    """Memory for so much of a whole, of which another part lies so."""
+    order = strides.joined(whole, part, strides.dense(part, stride))
+    return allocate(math.prod(sizes), like).as_strided(tuple(sizes), strides.dense(sizes, order))
 
 
 class Source:
@@ -90,20 +106,10 @@ class Pieces:
     like: torch.Tensor
     pieces: tuple[Piece, ...]
 
-    def take(
-        self, layout: Layout, spec: P, rank: int, allocate: Callable[[int, torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """A rank's shard, as `Layout.take` has it of the whole.
-
-        Args:
-            allocate: gives memory for so many elements of a tensor's kind.
-        """
-        box = box_of(layout, self.shape, spec, rank)
-        sizes = sizes_of(box)
-        first = self.pieces[0]
-        order = strides.joined(self.shape, first.shape, strides.dense(first.shape, first.stride))
-        plain = self.like.detach()
-        shard = allocate(torch.Size(sizes).numel(), plain).as_strided(sizes, strides.dense(sizes, order))
+    def take(self, layout: Layout, spec: P, rank: int, allocate: Allocate) -> torch.Tensor:
+        """A rank's shard, as `Layout.take` has it of the whole."""
+        box, first = box_of(layout, self.shape, spec, rank), self.pieces[0]
+        shard = room_for(self.like.detach(), self.shape, first.shape, first.stride, sizes_of(box), allocate)
         for piece in self.pieces:
             its = [(begin, begin + size) for begin, size in zip(piece.begin, piece.shape, strict=True)]
             if (both := shared(box, its)) is not None:

@@ -27,8 +27,7 @@ from ..hosts.host_list import HostList
 from ..rank.interrupts import uninterrupted
 from ..region import current
 from ..spec import Layout
-from .between_hosts import MovedBetweenHosts
-from .moved import Moved, bytes_to_move
+from .moved import Moved, MovedBetweenHosts, bytes_to_move
 from .newcomers import TRIES, Died, Newcomers
 
 logger = logging.getLogger("spmd")

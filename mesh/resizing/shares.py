@@ -1,7 +1,9 @@
 """The values of a call, as ranks on several hosts have them that are about to leave: each new rank takes its shards.
 
 It asks the processes that hold those ranks for the parts that it needs, over connections of its own, and of what
-several of them have the nearest. Invariant: what it has then lies in its memory as if it had been put there.
+several of them have the nearest. Such a process (`Offered`) reads them from what its ranks share, where their ledgers
+say what they keep. Invariants: what a new rank has then lies in its memory as if it had been put there; and no rank
+that is about to leave takes part: they rest, or are no more.
 """
 
 from __future__ import annotations
@@ -10,23 +12,25 @@ import contextlib
 import dataclasses
 import math
 import pickle
-import socket
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from ...kernels.errors import MeshError, PeerLost, message
+from ...kernels.network.authentication import code
+from ...kernels.shm.arena import Arena
 from .. import strides, wire
 from ..hosts.coded import NotOfThisMesh
-from ..hosts.link import GREETING_SECONDS, Link, greet_driver
-from ..hosts.protocol import SendParts
-from ..rank.lasting_values import Leaf
+from ..hosts.link import Link, dial
+from ..hosts.protocol import PartsSent, SendParts
+from ..hosts.serving import Serving
+from ..rank.lasting_values import Leaf, Values, leaf_of, values_of
 from ..spec import Layout, P
-from .offer import secret_of
-from .pieces import Box, box_of, shared, sizes_of, within
+from .pieces import Allocate, Box, box_of, room_for, shared, sizes_of, within
 
 _MOST_BYTES = 32 << 20  # that are asked for at once, but for a part that is larger
-Allocate = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +83,6 @@ class Shares:
 
         Args:
             who: the rank's address, and the key of its mesh.
-            allocate: gives memory for so many elements of a tensor's kind.
         """
         taken: list[torch.Tensor | None] = [None] * len(self.values)
         boxes: list[Box] = []
@@ -162,12 +165,7 @@ class _Hosts:
 
     def _link(self, where: tuple[str, int]) -> Link:
         if where not in self._links:
-            connection = socket.create_connection(where, timeout=GREETING_SECONDS)
-            try:
-                self._links[where] = greet_driver(connection, self._secret, self._rank)
-            except BaseException:
-                connection.close()
-                raise
+            self._links[where] = dial(where, self._secret, self._rank)
         return self._links[where]
 
     def close(self) -> None:
@@ -209,9 +207,8 @@ def _few(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
 
 def _allocated(leaf: Leaf, shape: tuple[int, ...], box: Box, allocate: Allocate) -> torch.Tensor:
     """Memory for a part of a value, a shard of which lies so."""
-    sizes = sizes_of(box)
-    order = strides.joined(shape, leaf.shape, strides.dense(leaf.shape, leaf.stride))
-    found = allocate(math.prod(sizes), torch.empty(0, dtype=leaf.dtype)).as_strided(sizes, strides.dense(sizes, order))
+    like = torch.empty(0, dtype=leaf.dtype)
+    found = room_for(like, shape, leaf.shape, leaf.stride, sizes_of(box), allocate)
     return torch.nn.Parameter(found, requires_grad=False) if leaf.frozen else found
 
 
@@ -220,3 +217,41 @@ def _laid_out(data: memoryview, leaf: Leaf, sizes: tuple[int, ...]) -> torch.Ten
     buffer = torch.empty(len(data), dtype=torch.uint8)
     buffer.numpy()[:] = data
     return buffer.view(leaf.dtype).as_strided(sizes, strides.dense(sizes, strides.dense(leaf.shape, leaf.stride)))
+
+
+def secret_of(key: bytes) -> bytes:
+    """What ranks prove that they have, from the key of their mesh."""
+    return code(key, b"values")
+
+
+class Offered(Serving):
+    """The values of one host."""
+
+    def __init__(self, address: str, key: bytes, arena: Arena, members: Sequence[int]):
+        self._arena, self._members = arena, members
+        self._lock = threading.Lock()
+        self._values: dict[int, Values] = {}  # by rank; looked up once
+        super().__init__(address, secret_of(key), "spmd-offer")
+
+    def serve(self, rank: int, link: Link) -> None:
+        while (messages := link.receive()) is not None:
+            for msg, _ in messages:
+                found = [self._part(msg.call, *part) for part in msg.parts]
+                sizes = tuple((len(head), len(data)) for head, data in found)
+                link.send(PartsSent(sizes), *(piece for both in found for piece in both if len(piece)))
+
+    def _part(self, call: int, rank: int, index: int, start: Sequence[int], stop: Sequence[int]) -> tuple[Any, Any]:
+        """How a shard lies in memory, if it is here, and the bytes of a part of it, or a pickle of all of it."""
+        with self._lock:
+            if rank not in self._values:
+                self._values[rank] = values_of(self._arena, self._members.index(rank))
+            tensors, _ = self._values[rank].get(call, ([], []))
+            shard = tensors[index] if index < len(tensors) else None
+        leaf = leaf_of(shard)
+        head = pickle.dumps(leaf)
+        if shard is None or leaf.pickled:
+            return head, b"" if shard is None else wire.to_bytes(shard)
+        part = shard.detach()[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
+        layout = strides.dense(part.shape, strides.dense(shard.shape, shard.stride()))
+        plain = part if part.stride() == layout else strides.copied(part, layout)
+        return head, strides.flat(plain).view(torch.uint8).numpy().data

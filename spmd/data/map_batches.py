@@ -14,7 +14,7 @@ from ..mesh import trees
 from ..mesh.batch import Deal
 from ..mesh.mesh import Mesh
 from ..mesh.put import as_tensor
-from ..mesh.readers.sized import fill
+from ..mesh.readers.filled import fill
 from ..transforms import Sampler
 from .feed import Feed
 from .reading import ONE_LENGTH, MapReader

@@ -86,9 +86,9 @@ def test_ranks_reach_the_store_by_their_own_host(mesh: Mesh, hosts: list[str]) -
 
 
 def test_the_mesh_s_key_does_not_travel(mesh: Mesh) -> None:
-    from spmd.mesh import protocol
     from spmd.mesh.hosts import link
     from spmd.mesh.hosts import protocol as hosts_protocol
+    from spmd.mesh.rank import descriptors
 
     ranks = mesh.driver.ranks
     sent: list[Any] = []
@@ -104,7 +104,7 @@ def test_the_mesh_s_key_does_not_travel(mesh: Mesh) -> None:
         with contextlib.suppress(PeerLost):
             mesh.run(os.getpid)
         assert until(lambda: works(mesh))
-    begun = [protocol.decode(said.request) for said in sent if isinstance(said, hosts_protocol.Begin)]
+    begun = [descriptors.decode(said.request) for said in sent if isinstance(said, hosts_protocol.Begin)]
     assert begun and all(one.key != ranks.request.key and one.store == "" for one in begun)
 
 

@@ -331,8 +331,8 @@ def test_what_is_refused(copied: Mesh) -> None:
 
 
 def test_no_more_than_an_engine_has_granted() -> None:
-    from spmd.mesh.hosts.engines import SlurmLauncher
     from spmd.mesh.hosts.host_list import HostList
+    from spmd.mesh.hosts.launchers import SlurmLauncher
 
     launcher = object.__new__(SlurmLauncher)
     hosts = HostList(("a", "b"), (4, 2), launcher, False)

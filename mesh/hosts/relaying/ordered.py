@@ -20,12 +20,7 @@ _ACKNOWLEDGED = 32  # messages that are acknowledged at once
 
 
 class Ordered:
-    """One end; any thread sends, one takes what has come.
-
-    Args:
-        link: between both.
-        take: does what the other end has said.
-    """
+    """One end; any thread sends, one takes what has come."""
 
     def __init__(self, link: Link, take: Callable[[Any, bytes], None]):
         self._link, self._take = link, take

@@ -36,14 +36,7 @@ def received(link: Link) -> list[tuple[Any, bytes]] | None:
 
 
 class Relay(Serving):
-    """Served by the thread that reads its host's link, but for those that come.
-
-    Args:
-        address: of this host.
-        key: of the mesh.
-        link: to the driver.
-        selector: has that thread call what is registered with a connection.
-    """
+    """Served by the thread that reads its host's link, but for those that come."""
 
     def __init__(self, address: str, key: bytes, link: Link, selector: selectors.BaseSelector):
         self._link, self._selector = link, selector
@@ -58,9 +51,7 @@ class Relay(Serving):
         """A host comes, which has this number."""
         self._below[rank] = link
         try:
-            self._selector.register(
-                link.connection, selectors.EVENT_READ, (functools.partial(self._read, rank, link), None)
-            )
+            self._selector.register(link.connection, selectors.EVENT_READ, functools.partial(self._read, rank, link))
         except (OSError, KeyError):  # it can't be heard, and must not take this for its relay
             del self._below[rank]
             link.close()
@@ -72,7 +63,7 @@ class Relay(Serving):
             if (link := self._below.get(host)) is not None:
                 link.send(Numbered(number, msg.encoded), content)
 
-    def _read(self, host: int, link: Link) -> None:
+    def _read(self, host: int, link: Link, events: int) -> None:
         if (messages := received(link)) is None:
             self._selector.unregister(link.connection)
             link.close()
