@@ -49,7 +49,7 @@ def reload(self: MeshView, *modules: Any) -> list[str]:
     driver.ready()
     done = driver.shipped.modules.reload(names)
     make = functools.partial(protocol.ReloadModules, names=(*names, *done))
-    lists = driver.wait(driver.submit(make, region=True)).values()
+    lists = driver.wait(driver.submit(make, region=True, reported=True)).values()
     with driver.lock:
         driver.shipped.read_anew()
         driver.calls.clear()
@@ -67,8 +67,8 @@ def run(mesh: MeshView, fn: Callable[..., Any], args: tuple, ranks: Sequence[int
         if not chosen:
             return []
         make, content = _message(mesh.driver, fn, args)
-        task = mesh.driver.submit(functools.partial(make, key=key), content, ranks=chosen, region=True, layout=layout)
-        return mesh.driver.wait(task).values()
+        about: dict[str, Any] = {"ranks": chosen, "region": True, "layout": layout, "reported": True}
+        return mesh.driver.wait(mesh.driver.submit(functools.partial(make, key=key), content, **about)).values()
     rank, settings = mesh.session.rank, ambient()
 
     def here() -> tuple[Any, list[bytes]]:

@@ -62,6 +62,7 @@ class Session(Protocol):
         name: str | None = None,
         holds: Any = None,
         values: Any = None,
+        reported: bool = False,
     ) -> Task: ...
     def tell(
         self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None

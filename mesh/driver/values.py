@@ -132,7 +132,7 @@ class CallValues:
         ranks = sorted(self.unread_on)
         self.was_read(ranks)
         try:
-            self.session.wait(self.session.submit(read, ranks=ranks, name="a batch", values=(self,)))
+            self.session.wait(self.session.submit(read, ranks=ranks, name="a batch", values=(self,), reported=True))
         except BaseException:
             self.not_read(ranks)
             raise
@@ -228,7 +228,7 @@ class CallValues:
         self.settle()
         fetch = functools.partial(protocol.FetchValue, call=self.number, index=index)
         about: dict[str, Any] = {"needs": lambda: [(self, index)], "name": "fetching", "holds": self, "layout": layout}
-        task = self.session.submit(fetch, ranks=ranks, **about)
+        task = self.session.submit(fetch, ranks=ranks, reported=True, **about)
         return self.session.wait(task).values()
 
     def shards(self, index: int) -> list[torch.Tensor]:

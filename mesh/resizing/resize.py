@@ -301,7 +301,7 @@ def _quiet(driver: DriverSession) -> Iterator[None]:
     end = time.monotonic() + driver.timeout
     while True:
         driver.ready()
-        task = driver.submit(protocol.PassThrough, name="a pause")
+        task = driver.submit(protocol.PassThrough, name="a pause", reported=True)
         driver.debugging.wait(task, max(0.0, end - time.monotonic()))
         if not task.settled.is_set():
             busy = sorted(driver.pending.busy())
