@@ -335,8 +335,9 @@ class DriverSession(Owned):
             return
         self.closed = why
         open_sessions.discard(self)
-        if self.resizing is not None:
-            self.resizing.cancel()
+        resizing, self.resizing = self.resizing, None
+        if resizing is not None:
+            resizing.cancel()
         if self.leaving is not None:
             self.leaving.join()
         self.node.close(why)

@@ -348,6 +348,17 @@ def test_interrupted_as_it_switches(mesh: Mesh, monkeypatch: pytest.MonkeyPatch)
     assert mesh.size == 1 and float(count(one)) == 1
 
 
+def test_closed_while_new_ranks_stand_by(mesh: Mesh) -> None:
+    count = spmd(lambda x: psum(x, "data"), mesh=mesh)
+    one = put(torch.ones(()), mesh=mesh)
+    assert float(count(one)) == 2
+    mesh.resize({"data": 3}, wait=False)
+    assert until(lambda: newcomers_bytes(mesh) is not None)
+    mesh.close()
+    with pytest.raises(MeshError, match="this mesh is closed"):
+        count(one)
+
+
 def test_two_threads_resize_at_once(mesh: Mesh) -> None:
     """Both have their ranks ready, and wait for the old ones to be idle."""
     x = put(torch.arange(12.0), P("data"), mesh=mesh)
