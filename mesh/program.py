@@ -117,7 +117,7 @@ class CompiledCall:
         self._inputs: list[_Input | None] = []
         self._results = Results(session, program.name, program.out_specs)
         self._looked_at: set[Any] = set()
-        self._choices: set[tuple[Any, ...]] = set()  # the flags and names that there were among the arguments
+        self._choices: tuple[set[Any], set[Any]] = set(), set()  # flags and names, and whole numbers, that came so far
         self._captured: Captured  # what the body refers to, as it was before the first call
 
     def forget(self) -> None:
@@ -153,12 +153,12 @@ class CompiledCall:
         first = not self._results.known
         captured_state: CapturedState | None = None
         watched: Watched | None = None
-        choice = self._new_choice(values) if self._has_values else ()
+        choices = self._new_choices(values) if self._has_values else []
         if first:
             whole = (type(self._mesh), Array)
             self._captured = Captured([self._program.body, *values], whole)
             captured_state = None if session.launched else CapturedState([self._program.body], whole)
-        if first or choice:
+        if first or choices:
             watched = self._watched(local)
         region = Region(session, key, self._mesh, self._plan.batch, pure=True, looked_at=self._looked_at)
         region.captured, region.updates = self._captured.trainable, [] if first else None
@@ -175,7 +175,8 @@ class CompiledCall:
             self._check_unwritten(local, tensors, entered)
         if watched is not None:
             watched.compare()
-            self._choices.add(choice)
+            for known, choice in choices:
+                known.add(choice)
         if first:
             self._check_updates(region, local, result)
             self._captured.check(self._program.name, session.where())
@@ -185,10 +186,18 @@ class CompiledCall:
         donation.settle(values, local, outcome.leaves, donating=self._donating)
         return outcome
 
-    def _new_choice(self, values: list[Any]) -> tuple[Any, ...]:
-        """Flags and names that are others than ever: a body that asks for them may do what it has not done yet."""
-        choice = tuple(value for value in values if isinstance(value, bool | str | enum.Enum))
-        return () if choice in self._choices or len(self._choices) >= _MOST_CHOICES else choice
+    def _new_choices(self, values: list[Any]) -> list[tuple[set[Any], tuple[Any, ...]]]:
+        """Flags that are others than ever, and where they belong: a body may do what it has not done yet.
+
+        Whole numbers may be flags, or count calls: then they soon are too many, which must not keep out the others.
+        """
+        names = tuple(value for value in values if isinstance(value, bool | str | enum.Enum))
+        numbers = tuple(value for value in values if type(value) is int)
+        return [
+            (known, choice)
+            for known, choice in zip(self._choices, (names, numbers), strict=True)
+            if choice and choice not in known and len(known) < _MOST_CHOICES
+        ]
 
     def _inputs_of(self, specs: list[P]) -> list[_Input | None]:
         found: list[_Input | None] = []

@@ -60,7 +60,7 @@ def reload(self: MeshView, *modules: Any) -> list[str]:
     driver.ready()
     done = driver.shipped.modules.reload(names)
     make = functools.partial(protocol.ReloadModules, names=(*names, *done))
-    lists = driver.wait(driver.submit(make, region=True)).values()
+    lists = driver.wait(driver.submit(make, region=True, reported=True)).values()
     with driver.lock:
         driver.shipped.read_anew()
         driver.calls.clear()
@@ -86,8 +86,8 @@ def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]
         if not chosen:
             return []
         make, content = _message(self.driver, fn, args)
-        task = self.driver.submit(functools.partial(make, key=key), content, ranks=chosen, region=True, layout=layout)
-        return self.driver.wait(task).values()
+        about: dict[str, Any] = {"ranks": chosen, "region": True, "layout": layout, "reported": True}
+        return self.driver.wait(self.driver.submit(functools.partial(make, key=key), content, **about)).values()
     rank, settings = self.session.rank, ambient()
 
     def here() -> tuple[Any, list[bytes]]:

@@ -95,6 +95,7 @@ class DriverCall:
             arguments=tuple(leaves),
             values=(results,),
             layout=self._layout,
+            reported=waits,
         )
         this.started = task
         results.tells_numbers = asked is Check.SCALARS

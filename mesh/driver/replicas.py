@@ -29,8 +29,9 @@ def copy_from_replicas(
                 ),
                 rank,
             )
-        shard = session.wait(session.submit(fetch, ranks=donors[:1])).values()[0]
-        session.wait(session.submit(store, functools.partial(session.dumps, shard), ranks=[rank]))
+        shard = session.wait(session.submit(fetch, ranks=donors[:1], reported=True)).values()[0]
+        content = functools.partial(session.dumps, shard)
+        session.wait(session.submit(store, content, ranks=[rank], reported=True))
 
 
 def _host_of(session: Session, rank: int) -> str:

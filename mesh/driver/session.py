@@ -146,6 +146,7 @@ class DriverSession(Owned):
         arguments: Sequence[Any] = (),
         values: Sequence[CallValues] = (),
         layout: Layout | None = None,
+        reported: bool = False,
     ) -> Task:
         """Send a task to ranks (all by default).
 
@@ -160,6 +161,7 @@ class DriverSession(Owned):
             name: of what may be run again when a rank dies, for messages; None: it may not.
             holds, arguments, values: see `Again`.
             layout: of the mesh that it is made for; that it has now by default.
+            reported: whoever waits for the task hears of a failure, and no other thread that uses the mesh meanwhile.
         """
         layout = layout or self.layout
         chosen = tuple(range(layout.size)) if ranks is None else tuple(ranks)
@@ -183,7 +185,7 @@ class DriverSession(Owned):
                     self.regions += region
                     number, at = next(self.numbers), self.regions if region else 0
                     task = Task(number, chosen, at, future, last_results, compare)
-                    task.again = again
+                    task.again, task.reported = again, reported
                     with uninterrupted():
                         # What nothing here refers to any more goes with the task.
                         freed, forgotten = self.values.freed(), self.shipped.unused()
@@ -310,8 +312,9 @@ class DriverSession(Owned):
             return
         self.closed = why
         open_sessions.discard(self)
-        if self.resizing is not None:
-            self.resizing.cancel()
+        resizing, self.resizing = self.resizing, None
+        if resizing is not None:
+            resizing.cancel()
         if self.leaving is not None:
             self.leaving.join()
         self.node.close(why)

@@ -61,6 +61,7 @@ class Session(Protocol):
         holds: Any = None,
         values: Any = (),
         layout: Layout | None = None,
+        reported: bool = False,
     ) -> Task: ...
     def tell(
         self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None

@@ -127,7 +127,8 @@ class CallValues:
         ranks = sorted(self.unread_on)
         self.was_read(ranks)
         try:
-            self.session.wait(self.session.submit(self.read, ranks=ranks, name="a batch", values=(self,)))
+            about: dict[str, Any] = {"name": "a batch", "values": (self,), "reported": True}
+            self.session.wait(self.session.submit(self.read, ranks=ranks, **about))
         except BaseException:
             self.not_read(ranks)
             raise
@@ -225,8 +226,8 @@ class CallValues:
     def _fetch(self, index: int, layout: Layout, ranks: Sequence[int] | None = None) -> list[torch.Tensor]:
         self.settle()
         fetch = functools.partial(protocol.FetchValue, call=self.number, index=index)
-        needs: Any = [(self, index)]
-        task = self.session.submit(fetch, ranks=ranks, needs=lambda: needs, name="fetching", holds=self, layout=layout)
+        about: dict[str, Any] = {"needs": lambda: [(self, index)], "name": "fetching", "holds": self, "layout": layout}
+        task = self.session.submit(fetch, ranks=ranks, reported=True, **about)
         return self.session.wait(task).values()
 
     def shards(self, index: int) -> list[torch.Tensor]:

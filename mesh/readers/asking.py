@@ -119,8 +119,9 @@ def ask(mesh: Mesh, reader: Reader, requests: Sequence[tuple]) -> list[Asked]:
 
     for batch, own in zip(batches, values, strict=True):
         own.read = functools.partial(read, batches=(batch,), known=0)
-    task = driver.submit(read, last_results=described, name="a batch", values=tuple(values), layout=layout)
-    task.reported = True  # what fails is told who comes to this batch, and nobody if the loop was left before
+    about: dict[str, Any] = {"last_results": described, "name": "a batch", "layout": layout}
+    # What fails is told who comes to this batch, and nobody if the loop was left before.
+    task = driver.submit(read, values=tuple(values), reported=True, **about)
     answers = _Answers(driver, reader, task, len(batches))
     return [Asked(layout, own, answers, index) for index, own in enumerate(values)]
 

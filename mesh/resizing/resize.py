@@ -184,15 +184,18 @@ class Resizing:
 
     def switch_if_ready(self) -> None:
         """Between two calls: go on with the new ranks, if they are there, and the old ones write no checkpoint."""
-        lock = self._driver.resize_lock
-        if self._thread.is_alive() or not lock.acquire(blocking=False):
+        if self._thread.is_alive():
             return
+        lock, held = self._driver.resize_lock, False
         try:
-            if self._driver.resizing is self and all(future.done() for future in self._mesh.at_close):
+            with uninterrupted():
+                held = lock.acquire(blocking=False)
+            if held and self._driver.resizing is self and all(future.done() for future in self._mesh.at_close):
                 self._driver.resizing = None
                 self.finish()
         finally:
-            lock.release()
+            if held:
+                lock.release()
 
     def finish(self) -> None:
         """Wait for the new ranks, and go on with them."""
@@ -297,7 +300,7 @@ def _quiet(driver: DriverSession) -> Iterator[None]:
     end = time.monotonic() + driver.timeout
     while True:
         driver.ready()
-        task = driver.submit(protocol.PassThrough, name="a pause")
+        task = driver.submit(protocol.PassThrough, name="a pause", reported=True)
         driver.debugging.wait(task, max(0.0, end - time.monotonic()))
         if not task.settled.is_set():
             busy = sorted(driver.pending.busy())

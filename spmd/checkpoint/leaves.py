@@ -133,8 +133,8 @@ def _sizes(layout: Layout, spec: P) -> list[list[int]]:
 # -- compared with `like` ---------------------------------------------------------------------------------------------
 
 
-def check_alike(path: str, entry: Entry, leaf: Any) -> None:
-    """Compare what a manifest says of a leaf with that of `like`.
+def check_alike(path: str, entry: Entry, leaf: Any, ranks: int) -> None:
+    """Compare what a manifest says of a leaf, saved by a mesh that has had so many ranks, with that of `like`.
 
     Raises:
         SpecError: they differ in shape, dtype or kind.
@@ -143,22 +143,22 @@ def check_alike(path: str, entry: Entry, leaf: Any) -> None:
     if "tensor" in (here, there) and {here, there} <= {"tensor", "number"}:
         # A count or a loss is a number before the first step, and a tensor after it.
         if here == there or (tuple(leaf.shape) if here == "tensor" else tuple(entry["shape"])) == ():
-            return _check_tensor(path, entry, leaf) if here == there else None
+            return _check_tensor(path, entry, leaf, ranks) if here == there else None
     elif here == there or (there == "None" and here in ("number", "string")):
         return None
     what = f"{there} of shape {tuple(entry['shape'])}" if there == "tensor" else there
     raise _differs("kind", path, what, f"{here} of shape {tuple(leaf.shape)}" if here == "tensor" else here)
 
 
-def _check_tensor(path: str, entry: Entry, leaf: Any) -> None:
-    if tuple(entry["shape"]) != tuple(leaf.shape) and not _is_padded_alike(entry, leaf):
+def _check_tensor(path: str, entry: Entry, leaf: Any, ranks: int) -> None:
+    if tuple(entry["shape"]) != tuple(leaf.shape) and not _is_padded_alike(entry, leaf, ranks):
         raise _differs("shape", path, tuple(entry["shape"]), tuple(leaf.shape))
     dtype = str(leaf.dtype).removeprefix("torch.")
     if entry["dtype"] != dtype:
         raise _differs("dtype", path, entry["dtype"], dtype)
 
 
-def _is_padded_alike(entry: Entry, leaf: Any) -> bool:
+def _is_padded_alike(entry: Entry, leaf: Any, ranks: int) -> bool:
     """Whether both may be the same state of a sharded optimizer, padded for different numbers of ranks.
 
     On a mesh that was resized values are as long as they were.
@@ -171,7 +171,7 @@ def _is_padded_alike(entry: Entry, leaf: Any) -> bool:
     one, other = entry["shape"][0], leaf.shape[0]
     if one % _ALIGNED or other % _ALIGNED:
         return False
-    padding = _ALIGNED * math.prod(parts_of(entry))
+    padding = _ALIGNED * max(ranks, math.prod(parts_of(entry)))
     padding_here = _ALIGNED * (leaf.mesh.most_ranks if is_cut else 1)
     return one - padding < other and other - padding_here < one  # there is a length that both are padded from
 

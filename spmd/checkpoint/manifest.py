@@ -10,7 +10,8 @@ passes is as `save` writes it, names files within the folder only, and says noth
         "leaves": [{"key": "w", "path": "['w']", "tensor": true, "dtype": "float32", "shape": [4, 3],
                     "spec": ["data"], "parts": [[2]]}, ...],             in the order of the structure
         "pieces": {"w": [[0, "rank-00000.safetensors", "w"], [1, "rank-00001.safetensors", "w"]]},
-        "fingerprint": {...}, "position": [12, 0]}}                      of the run; see `fingerprint`
+        "fingerprint": {...}, "position": [12, 0],                       of the run; see `fingerprint`
+        "ranks": 2}}                                                     the most that the mesh has had
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def check(manifest: Any) -> None:
     schema.require(type(number) is int and number in READ, "it has another format", number, str(FORMAT))
     required = {"format": schema.whole, "step": schema.whole, "files": schema.list_of(_file), "pieces": _pieces}
     required |= {"tree": schema.anything, "leaves": schema.list_of(_leaf), "fingerprint": _fingerprint}
-    schema.fields("", manifest, required, {"position": _position})
+    schema.fields("", manifest, required, {"position": _position, "ranks": schema.whole})
     files = [about["file"] for about in manifest["files"]]
     schema.require(0 < len(files) == len({*files}), "files", files, "one or more, each once")
     paths = list(named_leaves(manifest["tree"]))

@@ -137,10 +137,13 @@ def _same(folder: Path, digest: str) -> Opened | Exception:
 
 def _read(opened: Opened, like: Any, mesh: Mesh | None, onto: Mesh | None) -> Any:
     manifest, where = opened.manifest, str(opened.folder)
-    described.check(manifest["tree"], manifest["leaves"], like)
+    ranks = manifest.get("ranks", 1)
+    described.check(manifest["tree"], manifest["leaves"], like, ranks)
     before, now = described.deals(manifest["leaves"], like)
     warn_if_other({**manifest["fingerprint"], **before}, {**fingerprint(onto), **now}, where)
     resume(onto, manifest, where)
+    if onto is not None:
+        onto.most_ranks = max(onto.most_ranks, ranks)  # values are as long as they were
 
     def value(entry: dict[str, Any], wanted: Any) -> Any:
         found = [(position, opened.tensor(file, name)) for position, file, name in manifest["pieces"][entry["key"]]]

@@ -94,6 +94,8 @@ def _begun(
     elif problem is not None:
         raise problem
     manifest = {"tree": structure, "leaves": entries, **of_run(mesh)}
+    if mesh is not None:
+        manifest["ranks"] = mesh.most_ranks
     on = mesh if writes else None
     writing = Writing(path, step, keep, on, manifest, tensors, background=background, started=started)
     future = Saved()

@@ -133,8 +133,9 @@ def _unwritable(path: str, got: str, expected: str, remedy: str = "") -> SpecErr
 # -- and back ---------------------------------------------------------------------------------------------------------
 
 
-def check(structure: Any, entries: Sequence[Mapping[str, Any]], like: Any) -> None:
-    """Compare what was saved with `like`, before anything of the program's is changed.
+def check(structure: Any, entries: Sequence[Mapping[str, Any]], like: Any, ranks: int) -> None:
+    """Compare what was saved, by a mesh that has had so many ranks, with `like`, before anything of the program's is
+    changed.
 
     Raises:
         SpecError: `like` is of another structure, lacks a class, or has a leaf of another shape, dtype or kind.
@@ -165,7 +166,7 @@ def check(structure: Any, entries: Sequence[Mapping[str, Any]], like: Any) -> No
     _check_classes(structure, like, "")
     for path, leaf in wanted.items():
         if leaf is not None and path in saved:
-            values.check_alike(path or "the whole", saved[path], as_tensor(leaf))
+            values.check_alike(path or "the whole", saved[path], as_tensor(leaf), ranks)
 
 
 def rebuild(structure: Any, entries: Sequence[dict[str, Any]], like: Any, value: Callable[..., Any]) -> Any:

@@ -187,9 +187,8 @@ class Writing:
         if asked is not None and not asked.settled.is_set():
             return asked
         with aside():
-            asked = driver.submit(protocol.PassThrough, ranks=[rank], name="a checkpoint")
-        asked.reported = True  # it is the future that tells
-        return asked
+            # It is the future that tells.
+            return driver.submit(protocol.PassThrough, ranks=[rank], name="a checkpoint", reported=True)
 
     def _write_for(self, rank: int) -> None:
         """Write, here, what a rank that was lost had to write, of its shards."""

@@ -372,6 +372,13 @@ def test_like_of_another_number_of_ranks(make_mesh: Any, tmp_path: Path) -> None
     meshes[2].resize({"data": 1})  # the state is as long as it was for three
     back = restore(tmp_path / "0", like={"state": states[2][1]}, mesh=meshes[2])["state"]
     assert torch.equal(*(one["state"]["float32"]["exp_avg"].full()[:150] for one in (back, states[0][1])))
+    meshes[1].resize({"data": 1})
+    for number, tree in enumerate((states[1][1], back)):  # as it is saved now, too, and as it was restored
+        save(tmp_path / f"resized-{number}", {"state": tree})
+        for like in (states[0][1], states[2][1]):
+            again = restore(tmp_path / f"resized-{number}", like={"state": like})["state"]
+            found = (one["state"]["float32"]["exp_avg"].full()[:150] for one in (again, tree))
+            assert torch.equal(*found)
     other = {"w": torch.linspace(0, 1, 700)}
     with pytest.raises(SpecError, match=r"another shape .*exp_avg.*expected \(704,\), got \(256,\)"):
         restore(tmp_path / "1", like={"state": spmd(step, mesh=meshes[0])(other, opt.init(other))[1]})

@@ -317,6 +317,48 @@ def test_another_thread_calls_meanwhile(mesh: Mesh) -> None:
     assert not wrong and set(found) <= {1.0, 2.0, 3.0} and found[-1] == 3.0
 
 
+def test_interrupted_as_it_switches(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C just where the mesh is held for the switch: it is let go, so that other threads can resize it."""
+    lock = mesh.driver.resize_lock
+
+    class Interrupting:
+        def acquire(self, blocking: bool = True) -> bool:
+            held = lock.acquire(blocking)
+            signal.raise_signal(signal.SIGINT)
+            return held
+
+        release, __enter__, __exit__ = lock.release, lock.__enter__, lock.__exit__
+
+    count = spmd(lambda x: psum(x, "data"), mesh=mesh)
+    one = put(torch.ones(()), mesh=mesh)
+    mesh.resize({"data": 3}, wait=False)
+    monkeypatch.setattr(mesh.driver, "resize_lock", Interrupting())
+
+    def interrupted() -> bool:
+        try:
+            return float(count(one)) == 3.0
+        except KeyboardInterrupt:
+            return True
+
+    assert until(interrupted)
+    monkeypatch.undo()
+    thread = threading.Thread(target=mesh.resize, args=({"data": 1},), daemon=True)
+    thread.start()
+    thread.join(HANGS)
+    assert mesh.size == 1 and float(count(one)) == 1
+
+
+def test_closed_while_new_ranks_stand_by(mesh: Mesh) -> None:
+    count = spmd(lambda x: psum(x, "data"), mesh=mesh)
+    one = put(torch.ones(()), mesh=mesh)
+    assert float(count(one)) == 2
+    mesh.resize({"data": 3}, wait=False)
+    assert until(lambda: newcomers_bytes(mesh) is not None)
+    mesh.close()
+    with pytest.raises(MeshError, match="this mesh is closed"):
+        count(one)
+
+
 def test_two_threads_resize_at_once(mesh: Mesh) -> None:
     """Both have their ranks ready, and wait for the old ones to be idle."""
     x = put(torch.arange(12.0), P("data"), mesh=mesh)

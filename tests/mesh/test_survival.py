@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -377,6 +378,34 @@ def test_what_may_have_effects_is_not_run_again(make_mesh):
     with pytest.raises(PeerLost, match="rank 0 exited with code 4"):
         future.result(HANGS)
     assert w.tolist() == [1, 1]
+
+
+def test_a_failure_is_for_the_thread_that_waits(make_mesh, monkeypatch):
+    """Another one, whose call runs again, hears nothing of it, however late the first comes to look."""
+    mesh = make_mesh({"data": 2})
+    w = put(torch.ones(2), mesh=mesh)
+    total = spmd(lambda w: psum(w, "data"), mesh=mesh)
+    total(w)
+    failures, wait, may_look = [], mesh.driver.wait, threading.Event()
+
+    def wait_late(task):
+        if threading.current_thread() is thread:
+            may_look.wait(HANGS)
+        return wait(task)
+
+    def lose():
+        with pytest.raises(PeerLost, match="exited with code 3") as caught:
+            mesh.run(lambda: os._exit(3), ranks=[1])
+        failures.append(caught.value)
+
+    thread = threading.Thread(target=lose, daemon=True)
+    monkeypatch.setattr(mesh.driver, "wait", wait_late)
+    before = mesh.driver.pids
+    thread.start()
+    assert until(lambda: total(w).tolist() == [2, 2] and mesh.driver.pids != before)
+    may_look.set()
+    thread.join(HANGS)
+    assert len(failures) == 1
 
 
 class Dies(torch.optim.SGD):

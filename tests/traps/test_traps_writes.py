@@ -75,19 +75,34 @@ def test_arguments_stay_whole(mesh: Mesh, write: Callable, check: str) -> None:
         assert torch.equal(x.full(), X)
 
 
-def test_flags_that_a_step_has_not_had_yet(mesh: Mesh) -> None:
+@pytest.mark.parametrize("flags", [("out of place", "in place"), (0, 1)])
+def test_flags_that_a_step_has_not_had_yet(mesh: Mesh, flags: tuple) -> None:
     x = put(X, mesh=mesh)
 
     @spmd(mesh=mesh)
     def step(x, how, times):
-        return (x.mul_(times) if how == "in place" else x * times).sum()
+        return (x.mul_(times) if how == flags[1] else x * times).sum()
 
-    for times in range(2):
-        assert float(step(x, "out of place", times)) == 6.0 * times
+    for times in (0.0, 1.0):
+        assert float(step(x, flags[0], times)) == 6.0 * times
     for _ in range(2):
         with pytest.raises(SpecError, match="step changed its input argument 0 in place"):
-            step(x, "in place", 2)
+            step(x, flags[1], 2.0)
         assert torch.equal(x.full(), X)
+
+
+def test_flags_of_a_step_that_counts_its_calls(mesh: Mesh) -> None:
+    x = put(X, mesh=mesh)
+
+    @spmd(mesh=mesh)
+    def step(x, count, in_place):
+        return (x.mul_(2) if in_place else x * 2).sum()
+
+    for count in range(20):
+        assert float(step(x, count, False)) == 12.0
+    with pytest.raises(SpecError, match="step changed its input argument 0 in place"):
+        step(x, 20, True)
+    assert torch.equal(x.full(), X)
 
 
 def test_an_argument_written_through_numpy(mesh: Mesh) -> None:
