@@ -69,6 +69,9 @@ ATTRIBUTES: dict[str, Callable[[Array], Any]] = {
     "layout": lambda x: torch.strided,
     "itemsize": lambda x: x.dtype.itemsize,
     "nbytes": lambda x: x.numel() * x.dtype.itemsize,
+    "data": lambda x: x,  # whose value never changes
+    "is_cpu": lambda x: torch.device(x.mesh.device).type == "cpu",
+    "is_cuda": lambda x: torch.device(x.mesh.device).type == "cuda",
     "is_leaf": lambda x: True,
     "is_nested": lambda x: False,
 }

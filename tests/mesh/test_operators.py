@@ -54,7 +54,7 @@ torch.ones((), dtype=torch.int32).type_as(x); x[:, :0].unflatten(1, (2, 0, 0)); 
 x.mT; x.H; x.mH; (x * 1j).imag; 1.0 in x; x[0, 0].item() in x; torch.where(b)[1]; torch.where(x[:, 0] > 0)[0]
 torch.linalg.pinv(x * 1j + y); F.cosine_embedding_loss(x, y, torch.ones(4)); (x.half() + 1).mean(0)
 F.conv1d(x[None], torch.ones(2, 4, 3), padding=1); F.conv1d(x[:, None], torch.ones(1, 1, 3))
-F.conv1d(x, torch.ones(2, 4, 3))
+F.conv1d(x, torch.ones(2, 4, 3)); x.data; x.is_cpu; x.is_cuda
 F.conv_transpose1d(x[None], torch.ones(4, 2, 3), stride=2); F.conv1d(torch.ones(1, 6, 5), x[:, :, None])
 x.sort(1).values; x.topk(2, 1).values; x.tril(); x.triu(); x.diagonal()
 torch.bincount(i.flatten() + 9)
