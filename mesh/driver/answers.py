@@ -197,6 +197,10 @@ class Answers(Owned):
         generation = session.ranks.generation if together else None
         if failure is None and session.options["copies"]:
             session.uncopied.hold(task)
+        elif task.again is not None:
+            for values in task.again.values:
+                if values.read is not None:  # again, by who needs them next
+                    values.not_read(rank for rank in task.ranks if task.answers.get(rank, ("lost",))[0] != "ok")
         session.pending.settle(task, failure, generation=generation, seen=self._recovery.interrupted)
         session.changed.notify_all()
         if (arena := session.ranks.arena) is not None:

@@ -359,6 +359,30 @@ def test_closed_while_new_ranks_stand_by(mesh: Mesh) -> None:
         count(one)
 
 
+def test_a_batch_that_cannot_be_read_again_at_once(mesh: Mesh, tmp_path: Path) -> None:
+    """It is read when it is needed next; who asked for it before the failure was known is told to call again."""
+    fails, failed = tmp_path / "fails", tmp_path / "failed"
+
+    class Data:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            if fails.exists():
+                failed.touch()
+                raise OSError("the disk is away")
+            return index
+
+    for batch in Loader(Data(), 8, shuffle=False, mesh=mesh):
+        fails.touch()
+        mesh.resize({"data": 3})
+        assert until(failed.exists)
+        with pytest.raises((OSError, MeshError), match=r"the disk is away|run the call again"):
+            batch.full()
+        fails.unlink()
+        assert sorted(batch.full().tolist()) == [*range(8)]
+
+
 def test_two_threads_resize_at_once(mesh: Mesh) -> None:
     """Both have their ranks ready, and wait for the old ones to be idle."""
     x = put(torch.arange(12.0), P("data"), mesh=mesh)
