@@ -174,7 +174,7 @@ def combine(
             message(
                 f"{ends}{others}",
                 where=mesh,
-                remedy=remedy or "the mesh has replaced it and goes on, with all values but those that it alone held",
+                remedy=remedy or "the mesh has replaced it and goes on; a value lost with it says so when it is used",
             ),
             ranks[0],
         )
