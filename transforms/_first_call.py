@@ -30,6 +30,7 @@ from ..mesh.rank.references import content_of
 from ..mesh.region import generators, restore_generators
 from ._auxiliary import Auxiliary
 from ._call import Call, Output
+from ._mean_of import warn_of_weights
 
 _EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
 _MOST = 4096  # functions that are remembered of those that were looked at
@@ -124,6 +125,8 @@ def _look_at_tape(call: Call, out: Output, has_part: bool) -> None:
                     remedy="make the embedding with scale_grad_by_freq=False, and weigh samples in the loss",
                 )
             )
+        if has_part and call.plan.samples and out.count is None:
+            warn_of_weights(call.name, node)
         leaf = getattr(node, "variable", None) if name == "AccumulateGrad" else None
         if leaf is None or id(leaf) in given or not call.plan.samples:  # else in a train step
             continue

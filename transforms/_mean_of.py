@@ -9,7 +9,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from ..kernels.callsite import warn
 from ..kernels.errors import SpecError, message
+from ..kernels.torch_private import Node, saved
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,8 +37,8 @@ def mean_of(total: Tensor, count: Tensor | float) -> MeanOf:
     """A loss for `grad` and `value_and_grad` that is a total divided by a count, both summed over the mesh first.
 
     A mean over samples needs none of this: ranks count by their samples. A mean over anything else does: over tokens
-    that are not padding, with class weights, over pairs. A mean over something else that is returned by itself is
-    not found out: its number is wrong without a word.
+    that are not padding, with class weights, over pairs. A mean over something else that is returned by itself
+    is not found out, but for torch's cross entropy with class weights or ignored targets, of which a warning is given.
 
     >>> def loss_fn(w, batch):
     ...     losses = (w * batch["x"] - batch["y"]).square() * batch["mask"]
@@ -82,3 +84,27 @@ def mean_of(total: Tensor, count: Tensor | float) -> MeanOf:
             )
         )
     return MeanOf(total.reshape(()), counted)
+
+
+_CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
+
+
+def warn_of_weights(name: str, node: Node) -> None:
+    """Of a node of a loss that is a cross entropy's mean over targets that do not all count the same."""
+    if type(node).__name__ not in _CROSS_ENTROPIES or saved(node, "reduction") != 1:
+        return
+    weights, targets = saved(node, "weight"), saved(node, "target")
+    if weights is None:
+        got = "ignored targets" if int(saved(node, "total_weight")) < targets.numel() else ""
+    else:
+        got = "class weights" if bool((weights != weights[0]).any()) else ""
+    if got:
+        warn(
+            message(
+                f"{name} takes a mean over targets that do not all count the same, of each rank's samples or each "
+                "virtual shard's, which is not that of the whole batch",
+                got=got,
+                remedy="return mean_of(F.cross_entropy(..., reduction='sum'), count), where count is the number of "
+                "targets that are not ignored, or the sum of their weights (docs/losses.md)",
+            )
+        )

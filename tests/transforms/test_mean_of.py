@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,31 @@ def test_padded_tokens_and_class_weights(shared_mesh: Callable[..., Mesh], ranks
         value, gradient = step(weights(), padded())
         for got, want in zip((value.full(), gradient.full()), expected(weights(), padded(), **options), strict=True):
             torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("shards", [None, 4])
+def test_means_over_something_else_give_a_warning(shared_mesh: Callable[..., Mesh], shards: int | None) -> None:
+    batch, even, uneven = padded(), torch.ones(4), torch.arange(1.0, 5.0)
+    whole = {"x": batch["x"], "y": batch["y"].clamp(0)}
+
+    def call(batch, **options):
+        @spmd(mesh=shared_mesh({"data": 2}))
+        @data_parallel(shards=shards)
+        def step(w, batch):
+            return value_and_grad(
+                lambda w, b: F.cross_entropy((b["x"] @ w.t()).flatten(0, 1), b["y"].flatten(), **options)
+            )(w, batch)
+
+        step(weights(), batch)[0].full()
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for options in ({}, {"weight": even}, {"label_smoothing": 0.1}):
+            call(whole, **options)
+    assert not found
+    for given, options, what in ((batch, {}, "ignored targets"), (whole, {"weight": uneven}, "class weights")):
+        with pytest.warns(UserWarning, match=rf"not that of the whole batch \(got {what}\): return mean_of"):
+            call(given, **options)
 
 
 def test_same_bits_at_any_number_of_ranks(shared_mesh: Callable[..., Mesh]) -> None:
