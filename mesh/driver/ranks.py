@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import cloudpickle
-
 from ...kernels.errors import MeshError, message
 from ...kernels.processes import Owned, memory_kills
 from ...kernels.registry import added_factory
@@ -321,7 +319,7 @@ def pickled_factory(backend: str) -> bytes | None:
     if factory is None:
         return None
     try:
-        return cloudpickle.dumps(factory)
+        return wire.to_bytes(factory)
     except Exception as error:
         raise MeshError(
             message(

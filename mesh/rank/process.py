@@ -8,7 +8,6 @@ import fcntl
 import functools
 import json
 import os
-import pickle
 import select
 import signal
 import socket
@@ -25,6 +24,7 @@ from ...kernels.network.hosts import LEADER_SECONDS, OTHERS_SECONDS, HostArena, 
 from ...kernels.processes import open_more_files
 from ...kernels.registry import register_backend
 from ...kernels.shm.arena import Arena
+from .. import wire
 from ..ambient import Ambient, under
 from ..display.bars import report_bars
 from ..display.records import relay
@@ -65,7 +65,7 @@ def main(request: RankRequest, fds: list[int]) -> None:
     rank = request.rank
     seed_others(request.seed * 65537 + rank)
     if request.factory is not None:
-        register_backend(request.backend, pickle.loads(request.factory))
+        register_backend(request.backend, wire.from_bytes(request.factory))
     layout = Layout(request.axes)
     connection = socket.socket(fileno=control)
     watch: Any = None

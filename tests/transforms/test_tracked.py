@@ -113,8 +113,8 @@ def test_what_would_get_away_is_refused(shared_mesh, size):
     wanted, gradient = value_and_grad(squared)(w, x)
     loaded = next(iter(Loader(x, 6, mesh=mesh, shards=2, shuffle=False)))
     run = spmd(data_parallel(step, shards=2), mesh=mesh)
-    # Numbers: with another flag a call is looked at as the first one is.
-    for batch, first in ((x, 1), (x, 0), (loaded, 1), (loaded, 0)):
+    # Floats: with another flag, a whole number, a call is looked at as the first one is.
+    for batch, first in ((x, 1.0), (x, 0.0), (loaded, 1.0), (loaded, 0.0)):
         value, found = run(w, batch, first)
         torch.testing.assert_close((value.full(), found.full()), (wanted, gradient))
 
