@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.callsite import warn
 from ..kernels.errors import SpecError, message
-from ..kernels.torch_private import Node, saved
+from ..kernels.torch_private import Node, is_fake, saved
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,6 +94,8 @@ def warn_of_weights(name: str, node: Node) -> None:
     if type(node).__name__ not in _CROSS_ENTROPIES or saved(node, "reduction") != 1:
         return
     weights, targets = saved(node, "weight"), saved(node, "target")
+    if is_fake(targets):
+        return
     if weights is None:
         got = "ignored targets" if int(saved(node, "total_weight")) < targets.numel() else ""
     else:
