@@ -86,6 +86,8 @@ def _serve(control_fd: int, driver: int) -> NoReturn:
                     with contextlib.suppress(Exception):
                         sys.stdout.flush()
                         sys.stderr.flush()
+                    with contextlib.suppress(OSError):
+                        os.kill(here, signal.SIGCONT)  # one that was stopped does not hear that the driver has ended
                     os._exit(code)
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)  # whoever of the two comes first

@@ -302,13 +302,18 @@ mesh.run(busy)
 
 @pytest.mark.parametrize(("backend", "number"), [("shm", signal.SIGKILL), ("gloo", signal.SIGTERM)])
 def test_the_driver_is_killed(tmp_path, backend, number):
-    """Ranks that compute, wait for others, or have nothing to do all end with it, and leave nothing in /dev/shm."""
+    """Ranks that compute, wait for others, or have nothing to do all end with it, and leave nothing in /dev/shm.
+
+    So does the process that has forked them, stopped or not.
+    """
     before = set(os.listdir("/dev/shm"))
     with started(script(tmp_path, DRIVER), backend) as process:
         assert process.stdout is not None
         pids = [int(pid) for pid in process.stdout.readline().split()]
         assert len(pids) == 4
         time.sleep(0.2)
+        if number == signal.SIGKILL:
+            os.kill(pids[0], signal.SIGSTOP)
         process.send_signal(number)
         process.wait(HANGS)
         assert end_within(1.0, pids)
