@@ -87,7 +87,7 @@ def _serve(control_fd: int, driver: int) -> NoReturn:
                         sys.stdout.flush()
                         sys.stderr.flush()
                     with contextlib.suppress(OSError):
-                        os.kill(here, signal.SIGCONT)  # one that was stopped does not hear that the driver has ended
+                        os.kill(os.getppid(), signal.SIGCONT)  # stopped, it does not hear that the driver ended
                     os._exit(code)
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)  # whoever of the two comes first
