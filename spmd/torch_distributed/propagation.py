@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ..kernels.errors import MeshError, SpmdError
 from ..kernels.torch_private import ITEM, DispatchMode
 from ..mesh import trees
+from ..mesh.purity.writes import written_by
 from ..mesh.region import Region
 from ..mesh.spec import REPLICATED, Layout, P, Sharded
 from .device_mesh import of_mesh
@@ -30,7 +31,7 @@ _KINDS = 4096  # of shards whose layouts are kept
 _LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _WHOLE = {ITEM.default, aten.linalg_pinv.atol_rtol_tensor}  # below a DTensor torch has that wrong (see `DispatchMode`)
 _MEAN = 1  # torch's number for that way to reduce
-_SUMMED_LATER = {aten.detach.default, aten.alias.default, aten.view.default, aten.squeeze.dim, aten.unsqueeze.default}
+_SUMMED_LATER = {aten.detach.default, aten.alias.default, aten.view.default, aten.squeeze.dim, aten.squeeze_.dim, aten.unsqueeze.default}
 
 
 class NeedsWhole(Exception):
@@ -77,8 +78,13 @@ class _OnShards(DispatchMode):
         if (func in _LOSSES and args[3] == _MEAN) or (func is aten.convolution.default and not _cut_by_samples(*args)):
             raise NeedsWhole
         if func not in _SUMMED_LATER:
+            if any(map(_is_partial, trees.leaves([value for _, value in written_by(func, args, kwargs)]))):
+                raise NeedsWhole  # the sum would be written to, and C++ go on with what was to be summed
             args, kwargs = trees.map(_summed, (args, kwargs))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if not all(map(_is_cut_as_said, result if isinstance(result, tuple | list) else (result,))):
+            raise NeedsWhole
+        return result
 
 
 def _cut_by_samples(x: DTensor, *others: Any) -> bool:
@@ -87,9 +93,31 @@ def _cut_by_samples(x: DTensor, *others: Any) -> bool:
     return all(each in (Replicate(), Shard(0)) for each in x.placements) and all(map(_is_whole, weights))
 
 
+def _is_cut_as_said(leaf: Any) -> bool:
+    """Whether a rank has of a result what torch's rule for it says, by its shape; the same on all ranks.
+
+    Some rules have it wrong: torch 2.13 says of `logsumexp(keepdim=True)` what holds without that, and 2.14 of `argmin`
+    that it is cut where the tensor is not, and computes all of it on every rank.
+    """
+    if not isinstance(leaf, DTensor):
+        return True
+    parts, local = [1] * leaf.ndim, leaf.to_local().shape
+    for placement, size in zip(leaf.placements, leaf.device_mesh.shape, strict=True):
+        if isinstance(placement, Shard):
+            parts[placement.dim] *= size
+    cut = zip(leaf.shape, parts, strict=True)
+    return len(local) == leaf.ndim and all(
+        size % count or size == here * count for (size, count), here in zip(cut, local, strict=True)
+    )
+
+
+def _is_partial(leaf: Any) -> bool:
+    return isinstance(leaf, DTensor) and any(isinstance(each, Partial) for each in leaf.placements)
+
+
 def _summed(leaf: Any) -> Any:
     """A tensor whose parts on the ranks are summed, or whatever else is left to do with them."""
-    if not isinstance(leaf, DTensor) or not any(isinstance(each, Partial) for each in leaf.placements):
+    if not _is_partial(leaf):
         return leaf
     return leaf.redistribute(
         placements=[Replicate() if isinstance(each, Partial) else each for each in leaf.placements]
@@ -152,10 +180,6 @@ def _left(region: Region, leaf: Any) -> Any:
         local = _all_reduced(session.comm(summed), leaf.to_local())  # along all of them at once
     else:
         local = (leaf if wanted == placements else leaf.redistribute(placements=wanted)).to_local()
-    # Torch 2.14 says of `argmin` that it is cut where the tensor is not, and computes all of it on every rank.
-    cut = zip(leaf.shape, local.shape, axes, strict=False)
-    if any(size != each * layout.parts(tuple(own)) for size, each, own in cut):
-        raise NeedsWhole
     spec = P(*axes)
     return Sharded(local, spec) if spec.entries else local
 
