@@ -9,8 +9,6 @@ import builtins
 import dataclasses
 import functools
 import pickle
-import sys
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +16,7 @@ import cloudpickle
 import optree
 
 from . import containers
+from .pickling.functions import travels_by_name
 
 NAMESPACE = "spmd"
 # optree sorts dictionary keys unless told otherwise; the choice holds for as long as this object is alive.
@@ -232,36 +231,3 @@ def pack(treedef: optree.PyTreeSpec) -> Packed:
                 classes[node.type] = (node.type, entry.flatten_func, entry.unflatten_func, entry.namespace)
         todo.extend(node.children())
     return Packed(list(classes.values()), cloudpickle.dumps(treedef))
-
-
-def travels_by_name(obj: Any) -> bool:
-    """Whether cloudpickle sends a function or a class as a name, which the receiver imports."""
-    module = sys.modules.get(obj.__module__ or "")
-    if module is None or obj.__module__ in ("__main__", "__mp_main__"):
-        return False
-    found: Any = module
-    for name in obj.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is obj
-
-
-_Cached = type(functools.lru_cache(lambda: None))
-
-
-def reduced(obj: Any) -> tuple[Any, ...] | None:
-    """How functions are pickled, where cloudpickle alone would lose something; None for all else.
-
-    A `functools.cache` or `lru_cache` of a function that travels by value: with an empty cache; Python's own way is by
-    name, which the receiver's `__main__` does not have. Code: with the name of its file, which errors and tracebacks of
-    ranks tell, and cloudpickle leaves out since 3.1.3.
-    """
-    if type(obj) is _Cached and not travels_by_name(obj):
-        return _cached, (obj.__wrapped__, dict(obj.cache_parameters()))
-    if type(obj) is types.CodeType:
-        made, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](obj)
-        return made, tuple(obj.co_filename if one == "<dynamic-code>" else one for one in arguments)
-    return None
-
-
-def _cached(function: Callable, parameters: dict[str, Any]) -> Any:
-    return functools.lru_cache(**parameters)(function)

@@ -26,12 +26,11 @@ from typing import Any
 import cloudpickle
 import torch
 
-from ..kernels import torch_compiled
 from ..kernels.errors import MeshError
 from ..kernels.limits import named_limits
-from ..kernels.mapped_files import opened_elsewhere
 from ..kernels.processes import ThreadBuffer
-from . import strides, trees
+from . import strides
+from .pickling.objects import reduced
 from .readers.stacked import Stacked
 
 INLINE_BYTES = 1 << 16
@@ -86,7 +85,7 @@ class _Pickler(cloudpickle.Pickler):
         self.kept: list[Any] = []  # ids stay unique only while the objects live
 
     def reducer_override(self, obj: Any) -> Any:
-        found = torch_compiled.taken_apart(obj) or opened_elsewhere(obj) or trees.reduced(obj)
+        found = reduced(obj)
         return super().reducer_override(obj) if found is None else found
 
     def persistent_id(self, obj: Any) -> Any:

@@ -24,6 +24,7 @@ from .. import trees
 from ..array import WAY, Array, Meta, refuse_gradients, refuse_ragged
 from ..calling import call
 from ..program import Program
+from ..purity.writes import written_by
 from ..put import as_tensor, fetch, is_array
 from ..rank.local_values import shapes_over
 from ..rank.session import RankSession
@@ -112,8 +113,9 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
                 f"torch's {name} was given Arrays of different meshes", remedy="move one with put(x.full(), mesh=...)"
             )
         )
-    if _writes(func, name, kwargs):
-        if is_array(args[0] if args else None) or any(map(is_array, trees.leaves(kwargs.get("out"), is_leaf=is_array))):
+    written = _written(func, name, args, kwargs)
+    if written is not None:
+        if any(map(is_array, trees.leaves(written, is_leaf=is_array))):
             remedy = "write x = torch.where(here, y, x)" if name == "setitem" else "write x = x + y"
             if kwargs.get("inplace"):
                 remedy = "leave inplace=True out"
@@ -335,8 +337,13 @@ def _name_of(func: Callable) -> str:
     return name.strip("_") if name.startswith("__") else name
 
 
-def _writes(func: Callable, name: str, kwargs: dict[str, Any]) -> bool:
-    """Whether a function changes what it is given, by torch's rule for names."""
+def _written(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
+    """What of its arguments a function changes, by an operator's schema or torch's rule for names; None if nothing."""
+    operators = [getattr(func, each) for each in func.overloads()] if hasattr(func, "overloads") else [func]
+    if hasattr(operators[0], "overloadpacket"):  # of `torch.ops`
+        written = [value for one in operators for _, value in written_by(one, args, kwargs)]
+        return [value for value in written if value is not None] or None
     own = getattr(func, "__name__", "")
     named = (name.endswith("_") and not own.startswith("__")) or own == "__setitem__"
-    return named or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
+    changes = named or kwargs.get("out") is not None or kwargs.get("inplace")
+    return [args[:1], kwargs.get("out")] if changes else None

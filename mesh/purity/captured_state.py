@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...kernels import torch_compiled
 from ...kernels.errors import message
-from .. import trees
+from ..pickling.functions import travels_by_name
 from ..rank.references import DEPTH, LOOKED_INTO, SCALARS, used_by
 from ..rank.reloading import own_file
 
@@ -103,7 +103,7 @@ def _inside(obj: Any, name: str) -> Iterator[tuple[Any, str]]:
 
 def _is_users(obj: types.FunctionType | type) -> bool:
     """Whether a function or a class belongs to the program, not to a package that may keep what it likes in itself."""
-    return not trees.travels_by_name(obj) or own_file(obj.__module__) is not None
+    return not travels_by_name(obj) or own_file(obj.__module__) is not None
 
 
 def _looks_at(obj: Any, name: str) -> list[_Look]:

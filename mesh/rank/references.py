@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ...kernels import torch_compiled
-from ..trees import travels_by_name
+from ..pickling.functions import travels_by_name
+from ..pickling.operators import named_in
 
 SCALARS = (int, float, complex, str, bytes, bool, type(None))
 # Tuples, made once: every step is looked at so, and unions would be made each time.
@@ -73,7 +74,8 @@ def inside_of(obj: Any, depth: int) -> list[tuple[Any, int]] | None:
 
 
 def _function_parts(function: Any) -> list[Any]:
-    return [function.__code__, function.__defaults__, function.__kwdefaults__, *used_by(function).values()]
+    code = function.__code__
+    return [code, function.__defaults__, function.__kwdefaults__, *used_by(function).values(), *named_in(code)]
 
 
 def _compiled_parts(function: Any) -> list[Any]:

@@ -31,7 +31,14 @@ _KINDS = 4096  # of shards whose layouts are kept
 _LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _WHOLE = {ITEM.default, aten.linalg_pinv.atol_rtol_tensor}  # below a DTensor torch has that wrong (see `DispatchMode`)
 _MEAN = 1  # torch's number for that way to reduce
-_SUMMED_LATER = {aten.detach.default, aten.alias.default, aten.view.default, aten.squeeze.dim, aten.squeeze_.dim, aten.unsqueeze.default}
+_SUMMED_LATER = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.view.default,
+    aten.squeeze.dim,
+    aten.squeeze_.dim,
+    aten.unsqueeze.default,
+}
 
 
 class NeedsWhole(Exception):

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import HANGS
 
-from spmd.mesh import trees, wire
+from spmd.mesh import wire
+from spmd.mesh.pickling.functions import travels_by_name
 from spmd.mesh.readers.stacked import Stacked
 
 DTYPES = [
@@ -282,7 +283,7 @@ def test_which_classes_and_functions_travel_by_name():
     class Local:
         pass
 
-    assert trees.travels_by_name(wire.dumps) and trees.travels_by_name(torch.nn.Linear.forward)
-    assert not trees.travels_by_name(Local) and not trees.travels_by_name(lambda: 0)
-    code = "from spmd.mesh import trees\ndef f(): pass\nprint(trees.travels_by_name(f))"
+    assert travels_by_name(wire.dumps) and travels_by_name(torch.nn.Linear.forward)
+    assert not travels_by_name(Local) and not travels_by_name(lambda: 0)
+    code = "from spmd.mesh.pickling.functions import travels_by_name\ndef f(): pass\nprint(travels_by_name(f))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=HANGS).stdout == b"False\n"

@@ -1,0 +1,46 @@
+"""How functions travel to another process, where cloudpickle alone would lose something.
+
+Invariant: what the receiver can import travels by name, all else by value.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+_Cached = type(functools.lru_cache(lambda: None))
+
+
+def travels_by_name(obj: Any) -> bool:
+    """Whether cloudpickle sends a function or a class as a name, which the receiver imports."""
+    module = sys.modules.get(obj.__module__ or "")
+    if module is None or obj.__module__ in ("__main__", "__mp_main__"):
+        return False
+    found: Any = module
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is obj
+
+
+def reduced(obj: Any) -> tuple[Any, ...] | None:
+    """How to pickle an object; None for most, which cloudpickle pickles well.
+
+    A `functools.cache` or `lru_cache` of a function that travels by value: with an empty cache; Python's own way is by
+    name, which the receiver's `__main__` does not have. Code: with the name of its file, which errors and tracebacks of
+    ranks tell, and cloudpickle leaves out since 3.1.3.
+    """
+    if type(obj) is _Cached and not travels_by_name(obj):
+        return _cached, (obj.__wrapped__, dict(obj.cache_parameters()))
+    if type(obj) is types.CodeType:
+        made, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](obj)
+        return made, tuple(obj.co_filename if one == "<dynamic-code>" else one for one in arguments)
+    return None
+
+
+def _cached(function: Callable, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)

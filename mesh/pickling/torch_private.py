@@ -1,0 +1,73 @@
+"""What of torch is private and operators on their way to other processes need: why, what was tried, and nothing else.
+
+As `kernels/torch_private.py`, for what only this room uses.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace, _Ops
+
+# What `torch.ops`, `torch.ops.aten`, `torch.ops.aten.add` and `torch.ops.aten.add.Tensor` are. Public way: `type(...)`.
+ALL, Namespace, Packet, Overload = _Ops, _OpNamespace, OpOverloadPacket, OpOverload
+CustomOperator = CustomOpDef  # what `torch.library.custom_op` returns
+
+
+def custom_operators() -> dict[str, Any]:
+    """What `torch.library.custom_op` has made in this process, by name. Public way: none."""
+    return dict(OPDEFS)
+
+
+def names_of(operator: Any) -> tuple[str, str | None]:
+    """An operator's name, such as "aten::add", and that of its overload; None of what stands for all overloads.
+
+    Public way: `str`, to be taken apart.
+    """
+    if isinstance(operator, Packet):
+        return operator._qualified_op_name, None
+    return operator._schema.name, operator._overloadname
+
+
+def qualified_name(made: Any) -> str:
+    return made._qualname
+
+
+def function_of(made: Any) -> Callable:
+    """What a custom operator was made of. Public way: none."""
+    return made._init_fn
+
+
+def declaration(made: Any) -> dict[str, Any]:
+    """What `torch.library.custom_op` is given to make one of this name and schema, besides its function."""
+    schema = torch.ops.__getattr__(made._namespace).__getattr__(made._name).default._schema
+    written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    devices = None if None in made._backend_fns else tuple(made._backend_fns)  # None: one kernel for all
+    given = {"name": made._qualname, "schema": made._schema, "mutates_args": written, "device_types": devices}
+    return {**given, "tags": tuple(made._tags)}
+
+
+def registered(made: Any) -> dict[str, Any]:
+    """All that was registered for it since. Public way: none."""
+    return {
+        "function": made._init_fn,
+        # Torch keeps each in a function of its own, for which it may be switched off.
+        "kernels": {
+            device: inspect.getclosurevars(inspect.unwrap(kernel)).nonlocals["fn"]
+            for device, kernel in made._backend_fns.items()
+        },
+        "fake": made._abstract_fn,
+        "autograd": (made._backward_fn, made._setup_context_fn),
+        "vmap": made._vmap_fn,
+        "autocast": dict(made._autocast_dtype),
+        "torch_dispatch": dict(made._torch_dispatch_fns),
+    }
+
+
+def set_function(made: Any, function: Callable) -> None:
+    """Make another function that of a custom operator."""
+    made._init_fn = function
