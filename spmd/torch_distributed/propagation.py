@@ -30,6 +30,7 @@ aten = torch.ops.aten
 _KINDS = 4096  # of shards whose layouts are kept
 _LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _WHOLE = {ITEM.default, aten.linalg_pinv.atol_rtol_tensor}  # below a DTensor torch has that wrong (see `DispatchMode`)
+_SCANS = {aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default}
 _MEAN = 1  # torch's number for that way to reduce
 _SUMMED_LATER = {
     aten.detach.default,
@@ -84,6 +85,8 @@ class _OnShards(DispatchMode):
             raise NeedsWhole
         if (func in _LOSSES and args[3] == _MEAN) or (func is aten.convolution.default and not _cut_by_samples(*args)):
             raise NeedsWhole
+        if func in _SCANS and args[1] < 0:  # which the rule takes for a dimension that is not cut
+            args = (args[0], args[1] + args[0].ndim, *args[2:])
         if func not in _SUMMED_LATER:
             if any(map(_is_partial, trees.leaves([value for _, value in written_by(func, args, kwargs)]))):
                 raise NeedsWhole  # the sum would be written to, and C++ go on with what was to be summed

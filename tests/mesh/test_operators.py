@@ -38,7 +38,7 @@ OTHERS = """
 x.sum(()); torch.sum(input=x); x.half().sum(); torch.sum(x, dtype=torch.float64)
 x.sum(); x.sum(0); x.sum(1, keepdim=True); x.mean(); x.mean(1); x.prod(1); x.std(); x.var(0); x.max(); x.min()
 x.max(1).values; x.argmax(1); x.argmin(0); x.amax(0); x.amin(1); x.norm(); x.median(); x.cumsum(0)
-x.cumsum(1); x.cumprod(1)
+x.cumsum(1); x.cumprod(1); x.cumsum(-1); x.cumprod(-2); x.logcumsumexp(-1); x.cummax(-1).values; x.cummin(-2).indices
 torch.sum(x); torch.mean(x, 0); torch.logsumexp(x, 1); b.any(); b.all(); b.sum(); torch.count_nonzero(x); x.nansum()
 x.reshape(6, 4); x.view(24); x.flatten(); x.t(); x.T; x.transpose(0, 1); x.permute(1, 0); x.unsqueeze(0); x[None]
 x.squeeze(); x.expand(2, 4, 6); x.repeat(2, 1); x.flip(0); x.roll(1, 0); torch.cat([x, y]); torch.cat([x, y], 1)
