@@ -160,6 +160,7 @@ class CompiledCall:
             captured_state = None if session.launched else CapturedState([self._program.body], whole)
         if first or choices:
             watched = self._watched(local)
+            self._looked_at.clear()
         region = Region(session, key, self._mesh, self._plan.batch, pure=True, looked_at=self._looked_at)
         region.captured, region.updates = self._captured.trainable, [] if first else None
         state = generators() if session.launched else None

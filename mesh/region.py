@@ -42,7 +42,7 @@ class Region:
         random: what the generators were last seeded with.
         alike: the axes along which all ranks were seeded the same.
         pure: what runs may change nothing: it is an @spmd function.
-        looked_at: what was looked at in calls of this signature, and need not be again (`transforms._first_call`).
+        looked_at: what was looked at in calls of this signature, and need not be again (`transforms.first_call`).
         looks: how many functions there were so far that may be looked at.
         captured: ids of the tensors that the function refers to besides its arguments and that require gradients.
         updates: what optimizers have made, at the first call of a signature (see `is_dropped`); None at later ones.

@@ -144,6 +144,8 @@ def test_aux_that_says_what_it_is(mesh: Mesh) -> None:
         lambda out: F.binary_cross_entropy_with_logits(out, (out > 0).float(), reduction="sum") + out.square().sum(),
         lambda out: out.norm() ** 2,
         lambda out: torch.dot(out.flatten(), out.flatten()) + 0.1,
+        lambda out: (out * torch.ones(5)).flatten().square().sum(),
+        lambda out: F.dropout(out + torch.randn_like(out)).square().mean() + (out.exp() - out - 1).sum(),
     ],
 )
 @pytest.mark.parametrize("shards", [None, 2])
@@ -165,6 +167,63 @@ def test_a_sum_over_one_sample_a_rank_and_the_same_code_again(mesh: Mesh) -> Non
     gradients(mesh, made("mean"), params, X[:2])
     with pytest.raises(SpecError, match="returns a sum over its samples"):
         gradients(mesh, made("sum"), params, X[:2])
+
+
+def attacked(params: Any, x: Tensor, loss: Callable, sharded: bool) -> Tensor:
+    """The samples, moved twice by the gradient of the loss by themselves, which begins with zeros."""
+    delta = torch.zeros_like(x)
+    for _ in range(2):
+        by_delta = grad(lambda delta: loss(params, x + delta))
+        delta = delta + (by_delta(Sharded(delta, P("data"))).local if sharded else by_delta(delta))
+    return x + delta
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_gradients_by_samples(mesh: Mesh, within: bool) -> None:
+    """Of a loss by what has a row for each sample, in a step and in a loss that is differentiated itself."""
+    apply, params = functional(model())
+
+    def step(params, batch, sharded, reduction):
+        def loss(params, x, reduction="mean"):
+            return getattr(apply(params, x).square(), reduction)()
+
+        x, by_samples = 2 * batch, functools.partial(loss, reduction=reduction)
+        if within:
+            return grad(lambda params, x: loss(params, attacked(params, x, by_samples, sharded)))(params, x)
+        return grad(loss)(params, attacked(params, x, by_samples, sharded))
+
+    on_mesh = spmd(data_parallel(step), mesh=mesh)
+    with pytest.raises(SpecError, match=r"same values on all ranks.*shape \[4, 3\], for 4 .*\(Sharded\(tensor, P\("):
+        on_mesh(params, X, False, "mean")
+    with pytest.raises(SpecError, match=r"returns a sum over its samples.*the gradient of each sample.*axes=\(\)"):
+        on_mesh(params, X, True, "sum")
+    for samples in (8, 7):
+        expected, got = step(params, X[:samples], True, "mean"), on_mesh(params, X[:samples], True, "mean")
+        torch.testing.assert_close({name: value.full() for name, value in got.items()}, expected)
+
+
+def test_a_sum_by_a_flag(mesh: Mesh) -> None:
+    """Of a step whose loss was a mean before."""
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(w, batch, reduction):
+        losses = functools.partial(lambda name, x: getattr(x, name)(), reduction)
+        return grad(lambda w, batch: losses(batch @ w))(w, batch)
+
+    step(torch.ones(3), X, "mean")
+    with pytest.raises(SpecError, match="returns a sum over its samples"):
+        step(torch.ones(3), X, "sum")
+
+
+def test_gradients_by_what_has_as_many_rows_as_there_are_samples(mesh: Mesh) -> None:
+    def step(params, batch):
+        params = {name: value + 0 for name, value in params.items()}  # of which nothing is known
+        return grad(lambda params, x: (x @ params["w"].T).square().mean() + params["w"].mean())(params, batch)
+
+    params = {"w": torch.ones(4, 3)}
+    got = spmd(data_parallel(step), mesh=mesh)(params, X)
+    torch.testing.assert_close(got["w"].full(), step(params, X)["w"])
 
 
 @pytest.mark.parametrize(

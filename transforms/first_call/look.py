@@ -1,36 +1,32 @@
 """What is looked at when a function is first differentiated in a region: mistakes that would go on without a word.
 
 A loss that is a sum, per-sample aux, parameters that the function has besides its arguments. The tape and the shapes
-raise a suspicion; where they can't prove it, the function is evaluated once more, on every sample twice: a mean stays
-what it is, a sum doubles, and what has a row for each sample has twice as many. Invariant: random numbers go on as if
-nothing had been looked at, and functions that communicate are evaluated once only, or ranks would wait for each other.
+raise a suspicion; where they can't prove it, the function is evaluated again, on every sample twice (`Repeated`).
+Invariant: functions that communicate are evaluated once only, or ranks would wait for each other.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import io
-import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..kernels import torch_private
-from ..kernels.errors import SpecError, message
-from ..kernels.torch_private import Node
-from ..mesh import trees
-from ..mesh.purity.captured import NOT_REENTRANT
-from ..mesh.put import as_tensor
-from ..mesh.rank.references import content_of
-from ..mesh.region import generators, restore_generators
-from ._auxiliary import Auxiliary
-from ._call import Call, Output
-from ._mean_of import warn_of_weights
+from ...kernels import torch_private
+from ...kernels.errors import SpecError, message
+from ...kernels.torch_private import Node
+from ...mesh import trees
+from ...mesh.purity.captured import NOT_REENTRANT
+from ...mesh.put import as_tensor
+from ...mesh.rank.references import content_of
+from ...mesh.replication.net import differs_over
+from .._arguments import Argument
+from .._auxiliary import Auxiliary
+from .._call import Call, Output
+from .._mean_of import warn_of_weights
+from .repeated import Repeated, holding
 
 _EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
 _MOST = 4096  # functions that are remembered of those that were looked at
@@ -50,39 +46,68 @@ def look(
         SpecError: it captures parameters, its value is a sum over samples, a leaf of aux has a row for each, or it is
             given a part of the samples, and such parts are not the same share of them on all ranks.
     """
-    if call.region is None or call.nested:
+    if call.region is None:
         return
     looked_at = call.region.looked_at if call.region.pure else _looked_at
     sizes = call.region.session.layout.axes
     split = {name for name in call.plan.samples if name in call.over and sizes[name] > 1}
     lookup: Any = None
-    if not batch and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in aux.leaves):
+    if not batch and not call.nested and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in aux.leaves):
         call.region.looks += 1
         # What is cut of the arguments follows from the signature of the call, and is looked for once.
         lookup = (call.region.looks, *_code(call.function), call.over, len(aux.leaves))
         if lookup in call.region.looked_at:
             return
         batch, split = _cut_by_specs(call, args, kwargs, sizes)
-    key = (*_code(call.function), call.over, len(aux.leaves), tuple(call.plan.samples.items()), *sorted(split))
+    key = (*_code(call.function), call.nested, call.over, len(aux.leaves), *call.plan.samples.items(), *sorted(split))
     if key in looked_at:
         call.region.looked_at.add(lookup)
         return
-    _look_at_tape(call, out, bool(split) or call.plan.virtual is not None)
-    rows = batch[0].shape[0] if batch else 0
-    if split and call.plan.samples and out.count is None and call.plan.virtual is None:
-        _check_parts(call, args, kwargs, split)
-    if split and rows and not communicates:
-        may_be_sum = bool(call.plan.samples) and out.count is None and _may_be_sum(out.value.grad_fn, rows)
-        has_rows = _may_have_rows(aux, rows, split)
-        if may_be_sum or has_rows:
-            twice = _repeated(call, args, kwargs, batch, 2)
-            if may_be_sum and twice is not None and _moves(out, twice):
-                _check_sum(call, out, twice, _repeated(call, args, kwargs, batch, 3))
-            if has_rows and twice is not None:
-                _check_rows(call, out, aux, twice, split)
+    if not call.nested:
+        _look_at_tape(call, out, bool(split) or call.plan.virtual is not None)
+        if split and call.plan.samples and out.count is None and call.plan.virtual is None:
+            _check_parts(call, args, kwargs, split)
+    if split and batch and batch[0].shape[0] and not communicates:
+        _look_at_samples(call, args, kwargs, out, aux, batch, split)
     if len(looked_at) >= _MOST:
         looked_at.clear()
     looked_at.add(key)
+
+
+def _look_at_samples(
+    call: Call, args: Any, kwargs: Any, out: Output, aux: Auxiliary, batch: Sequence[Tensor], split: set[str]
+) -> None:
+    rows = batch[0].shape[0]
+    with_rows = [] if call.plan.virtual is not None else [a for a in call.arguments if _has_rows(a, rows)]
+    own = [argument.leaf for argument in with_rows if not split & set(argument.reduce)]
+    alike = [a.leaf for a in with_rows if split & set(a.reduce) and differs_over(a.leaf) is None]
+    again = Repeated(call, args, kwargs, [*batch, *own], split)
+    may_be_sum = bool(call.plan.samples) and out.count is None and _may_be_sum(out.value.grad_fn, rows)
+    has_rows = not call.nested and _may_have_rows(aux, rows, split)
+    once = again.times(1) if may_be_sum or has_rows or alike else None
+    twice = again.times(2) if once is not None else None
+    if alike and once is not None and twice is None and again.times(2, alike) is not None:
+        raise _made_alike(call, alike[0], rows, split)
+    if may_be_sum and once is not None and twice is not None and _moves(once, twice):
+        _check_sum(call, once, twice, again.times(3), by_samples=bool(own))
+    if has_rows and twice is not None:
+        _check_rows(call, out, aux, twice, split)
+
+
+def _has_rows(argument: Argument, rows: int) -> bool:
+    return argument.primal is not None and argument.leaf.dim() > 0 and argument.leaf.shape[0] == rows
+
+
+def _made_alike(call: Call, leaf: Tensor, rows: int, split: set[str]) -> SpecError:
+    return SpecError(
+        message(
+            f"{call.name} is differentiated by a tensor with a row for each sample that was made in the step and has "
+            "the same values on all ranks, so that the gradients of their samples would be summed",
+            got=f"shape {list(leaf.shape)}, for {rows} samples on this rank",
+            where="" if call.region is None else call.region.session.where(),
+            remedy=f'say that each rank has rows of its own: grad(f)(Sharded(tensor, P("{min(split)}"))).local',
+        )
+    )
 
 
 def _code(function: Any) -> tuple[Any, ...]:
@@ -173,11 +198,11 @@ def _nodes(end: Node | None) -> Iterator[Node]:
 
 
 def _may_be_sum(end: Node | None, rows: int) -> bool:
-    """Whether something with so many rows is added up anywhere on the way to a value."""
+    """Whether something that may have so many rows is added up anywhere on the way to a value."""
     for node in _nodes(end):
         name = type(node).__name__
         if name in ("SumBackward0", "SumBackward1"):
-            if tuple(torch_private.saved(node, "self_sym_sizes"))[:1] == (rows,):
+            if any(size and size % rows == 0 for size in torch_private.saved(node, "self_sym_sizes")):
                 return True
         elif name in _ADD_UP or (("Loss" in name or "CrossEntropy" in name) and torch_private.sums_up(node)):
             return True
@@ -244,78 +269,30 @@ def _cut_by_specs(call: Call, args: Any, kwargs: Any, sizes: Mapping[str, int]) 
         return leaf
 
     trees.map(look_at, (tuple(args), kwargs))
-    _holding(call.function, look_at)
+    holding(call.function, look_at)
     return found, axes
 
 
-def _holding(function: Any, replace: Callable[[Any], Any], depth: int = 4) -> Any:
-    """A function that holds other tensors: of functools.partial, and those that a nested function captures.
-
-    Args:
-        depth: how many functions that hold each other are gone through; two may do so in a circle.
-    """
-
-    def replaced(value: Any) -> Any:
-        return _holding(value, replace, depth - 1) if callable(value) else trees.map(replace, value)
-
-    if not depth:
-        return function
-
-    if isinstance(function, functools.partial):
-        function, args, kwargs = function.func, function.args, function.keywords
-        return functools.partial(replaced(function), *map(replaced, args), **trees.map(replace, kwargs))
-    if not isinstance(function, types.FunctionType) or not function.__closure__:
-        return function
-    cells = tuple(types.CellType(replaced(content_of(cell))) for cell in function.__closure__)
-    again = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    again.__kwdefaults__ = function.__kwdefaults__
-    return again
+def _moves(once: Output, twice: Output) -> bool:
+    """Whether a value is another one for every sample twice, by more than rounding makes it."""
+    value = float(once.value)
+    return abs(float(twice.value) - value) > 1e-3 * abs(value)
 
 
-def _repeated(call: Call, args: Any, kwargs: Any, batch: Sequence[Any], times: int) -> Output | None:
-    """What the function returns for every sample so many times; None if that can't be had."""
-    more = {id(leaf): torch.cat([leaf.detach()] * times) for leaf in batch}
-    used: set[int] = set()
-
-    def replace(leaf: Any) -> Any:
-        used.update({id(leaf)} & more.keys())
-        return more.get(id(leaf), leaf)
-
-    args, kwargs = trees.map(replace, (tuple(args), kwargs))
-    function = _holding(call.function, replace)
-    if not used:
-        return None
-    state, ask = generators(), sys.breakpointhook
-    sys.breakpointhook = lambda *_, **__: None
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # has been printed
-            return dataclasses.replace(call, function=function).evaluate(list(args), kwargs, grad=False)
-    except Exception:  # it may well want so many samples and no others
-        return None
-    finally:
-        sys.breakpointhook = ask
-        restore_generators(state)
-
-
-def _moves(out: Output, twice: Output) -> bool:
-    """Whether a value is another one for every sample twice, by more than rounding and little dropout make it."""
-    value = float(out.value.detach())
-    return abs(float(twice.value) - value) > 0.05 * abs(value)
-
-
-def _check_sum(call: Call, out: Output, twice: Output, thrice: Output | None) -> None:
+def _check_sum(call: Call, once: Output, twice: Output, thrice: Output | None, by_samples: bool) -> None:
     """Refuse a value to which every sample adds: it grows by as much from once to twice as from twice to thrice."""
     if thrice is None:
         return
-    once, second, third = float(out.value.detach()), float(twice.value), float(thrice.value)
-    if abs((third - second) - (second - once)) <= 1e-3 * abs(second - once):
+    first, second, third = float(once.value), float(twice.value), float(thrice.value)
+    if abs((third - second) - (second - first)) <= 1e-3 * abs(second - first):
         raise SpecError(
             message(
                 f"{call.name} returns a sum over its samples, and the mean over ranks of sums is not that of the "
                 "whole batch",
-                got=f"{once:.6g}, and {second:.6g} for every sample twice",
+                got=f"{first:.6g}, and {second:.6g} for every sample twice",
                 where="" if call.region is None else call.region.session.where(),
-                remedy="return the mean over samples, or mean_of(total, count)",
+                remedy="return the mean over samples, or mean_of(total, count)"
+                + ("; for the gradient of each sample by itself take grad(f, axes=())" if by_samples else ""),
             )
         )
 
