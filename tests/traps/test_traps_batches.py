@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from spmd import (
     CollectiveMismatch,
@@ -192,6 +194,9 @@ def test_a_list_with_an_entry_for_each_sample(mesh: Mesh, entries: list[Any]) ->
         SpecError, match=r"batch\['t'\] of step is a list with an entry for each of 4 samples.*tensor of it"
     ):
         step({"x": torch.arange(4.0), "t": entries})
+    for kind in (str, object):
+        with pytest.raises(SpecError, match=r"batch\['t'\] of step is an array with an entry.*got an array of "):
+            step({"x": torch.arange(4.0), "t": np.array(entries).astype(kind)})
     assert step({"x": torch.arange(4.0), "t": tuple(entries)}).item() == 6.0
     assert step({"x": torch.arange(4.0), "t": entries[:3]}).item() == 4.5
 
@@ -203,3 +208,26 @@ def test_a_list_beside_a_whole_batch_within_a_region(mesh: Mesh) -> None:
 
     with pytest.raises(SpecError, match="a list with an entry for each of 4 samples"):
         outer()
+
+
+def test_what_cannot_be_split(mesh: Mesh) -> None:
+    """With what to pass instead."""
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(batch):
+        return pmean(torch.zeros(()), "data")
+
+    x = torch.eye(4)
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
+    for tensor in (x.to_sparse(), ragged):
+        with pytest.raises(
+            SpecError, match=r"sparse or nested tensor cannot be cut.*argument 0.*to_dense\(\).*to_padded_tensor"
+        ):
+            step({"x": tensor})
+    for call in (lambda x: put(x, P("data"), mesh=mesh), spmd(lambda x: x, mesh=mesh, in_specs=P("data"))):
+        with pytest.raises(SpecError, match=r"sparse or nested tensor cannot be cut.*got torch.sparse_coo"):
+            call(x.to_sparse())
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    with pytest.raises(SpecError, match=r"differ in dimension 0.*\.data.*pack a PackedSequence in the loss"):
+        step({"x": packed, "y": x[:2]})
