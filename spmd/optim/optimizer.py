@@ -39,6 +39,21 @@ class Optimizer(NamedTuple):
     init: Callable[[Any], dict[str, Any]]
     step: Callable[[Any, Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
 
+    def __getattr__(self, name: str) -> Any:
+        remedy = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"spmd's Optimizer has no attribute {name!r}{remedy}", name=name, obj=self)
+
+
+_INSTEAD = {  # of what torch's optimizers have
+    "zero_grad": "gradients are values, loss, grads = value_and_grad(loss_fn)(params, batch): there is none to reset",
+    "param_groups": 'the numbers of a step are in opt_state["hyper"] and opt_state["groups"], and '
+    "optimizer(cls, schedule=) takes torch's schedulers",
+    "add_param_group": "write optimizer(cls, groups=[...])",
+    "state": "opt_state is the state, a value",
+    "state_dict": 'opt_state is the state, a value: save("run", {"params": params, "opt_state": opt_state})',
+    "load_state_dict": "opt_state is the state, a value: pass what restore gave to the step",
+}
+
 
 def optimizer(
     cls: type[torch.optim.Optimizer],

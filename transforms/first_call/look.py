@@ -181,7 +181,11 @@ def check_trains(call: Call, differentiable: bool, gradients: Sequence[Tensor]) 
     """
     within_step = call.region is not None and bool(call.plan.samples) and not call.plan.without_samples
     if gradients and (within_step or differentiable) and not any(bool(g.any()) for g in gradients):
-        raise captured(call, "gradients that are zero for every leaf: its value depends on none of them")
+        raise captured(
+            call,
+            "gradients that are zero for every leaf: its value depends on none of them, or was cut off from them by "
+            "detach() or no_grad()",
+        )
 
 
 def _nodes(end: Node | None) -> Iterator[Node]:
