@@ -100,13 +100,16 @@ def squares(params: Any, batch: torch.Tensor) -> torch.Tensor:
     return (params["w"] * batch).square().mean()
 
 
-def accumulating(mesh: Mesh, batch: Any, chunks: int, loss_fn: Callable = squares) -> Any:
+def accumulating(mesh: Mesh, batch: Any, chunks: int, loss_fn: Callable = squares, captured: bool = False) -> Any:
     @spmd(mesh=mesh)
     @data_parallel
     def step(params, batch):
         total, grads = torch.zeros(()), torch.zeros(1)
         for chunk in batch.chunk(chunks):
-            loss, found = value_and_grad(loss_fn)(params, chunk)
+            if captured:
+                loss, found = value_and_grad(lambda params: loss_fn(params, chunk))(params)  # noqa: B023
+            else:
+                loss, found = value_and_grad(loss_fn)(params, chunk)
             total, grads = total + loss / chunks, grads + found["w"] / chunks
         return total, grads
 
@@ -120,12 +123,13 @@ def test_accumulation_over_equal_chunks(mesh: Mesh) -> None:
     torch.testing.assert_close(gradient.full(), grads["w"])
 
 
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("samples", [7, 6])
-def test_accumulation_over_chunks_that_differ(mesh: Mesh, samples: int) -> None:
+def test_accumulation_over_chunks_that_differ(mesh: Mesh, samples: int, captured: bool) -> None:
     """Seven samples on two ranks are four and three; six are three and three, of which chunks have two and one."""
-    accumulating(mesh, X, 2)  # the last batch of an epoch comes after larger ones
-    with pytest.raises(SpecError, match=r"squares is given a part of the batch.*got 2 of [34] samples.*shards=\)"):
-        accumulating(mesh, X[:samples], 2)
+    accumulating(mesh, X, 2, captured=captured)  # the last batch of an epoch comes after larger ones
+    with pytest.raises(SpecError, match=r"is given a part of the batch.*got 2 of [34] samples.*shards=\)"):
+        accumulating(mesh, X[:samples], 2, captured=captured)
 
 
 def test_accumulation_as_virtual_shards(mesh: Mesh) -> None:
@@ -150,14 +154,15 @@ def test_chunks_with_their_counts(mesh: Mesh) -> None:
 
 
 def test_what_is_no_chunk(mesh: Mesh) -> None:
-    """Columns of an uneven batch, and what was computed from it, are not taken for a part of its samples."""
+    """Columns of an uneven batch, its transpose, and what was computed from it are not taken for a part of it."""
 
     @spmd(mesh=mesh)
     @data_parallel
     def step(params, batch):
         first, _ = value_and_grad(squares)(params, batch[:, :1])
         second, _ = value_and_grad(squares)(params, (batch * 1)[:1])
-        return first, second
+        third, _ = value_and_grad(lambda params, columns: squares(params, columns.T))(params, batch.T)
+        return first, second, third
 
     step(W, X[:7].expand(7, 3))
 

@@ -231,14 +231,20 @@ def _may_have_rows(aux: Auxiliary, rows: int, split: set[str]) -> bool:
 def _check_parts(call: Call, args: Any, kwargs: Any, split: set[str]) -> None:
     """Refuse a chunk of the batch, for accumulation, where ranks or chunks differ in their number of samples."""
     assert call.region is not None
-    sizes, memory = call.region.session.layout.axes, {torch_private.storage(leaf) for leaf in call.plan.batch}
+    sizes, parts = call.region.session.layout.axes, list[Tensor]()
+    rows = {(torch_private.storage(leaf), leaf.shape[1:]) for leaf in call.plan.batch}
+
+    def look_at(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim() and (torch_private.storage(leaf), leaf.shape[1:]) in rows:
+            parts.append(leaf)
+        return leaf
+
+    trees.map(look_at, (tuple(args), kwargs))
+    holding(call.function, look_at)
     for name in split:
         here, total = call.plan.samples[name]
-        for leaf in trees.leaves((tuple(args), kwargs)):
-            part = isinstance(leaf, Tensor) and leaf.dim() and 0 < leaf.shape[0] < here
-            if not part or torch_private.storage(leaf) not in memory:
-                continue
-            if total % sizes[name] or here % leaf.shape[0]:
+        for leaf in parts:
+            if 0 < leaf.shape[0] < here and (total % sizes[name] or here % leaf.shape[0]):
                 raise SpecError(
                     message(
                         f"{call.name} is given a part of the batch in a step whose parts are not equal, so that the "
