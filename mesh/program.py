@@ -23,6 +23,7 @@ from .agreement import path_in
 from .ambient import Ambient, under
 from .array import Array
 from .batch import BatchSplit
+from .purity.assigned import warn_of_assigned
 from .purity.captured import Captured
 from .purity.captured_state import CapturedState
 from .purity.writes import Watched
@@ -183,6 +184,9 @@ class CompiledCall:
             self._captured.check(self._program.name, session.where())
             if captured_state is not None:
                 captured_state.check(self._program.name, self._program.body)
+            leaves, treedef = trees.flatten((args, kwargs))
+            if treedef == self._treedef:
+                warn_of_assigned(self._program.name, self._program.body, local, leaves, result, self._called)
         outcome = self._results.kept(result, net, check)
         donation.settle(values, local, outcome.leaves, donating=self._donating)
         return outcome
@@ -295,10 +299,14 @@ class CompiledCall:
         ]
         return Watched([*inputs, *self._captured.watched(self._program.name, self._session.where())])
 
+    def _called(self, index: int) -> str:
+        """What a leaf of the arguments is called."""
+        return describe_path(path_in(self._treedef, index))
+
     def _refuse_write(self, index: int) -> NoReturn:
         raise SpecError(
             message(
-                f"{self._program.name} changed its input {describe_path(path_in(self._treedef, index))} in place",
+                f"{self._program.name} changed its input {self._called(index)} in place",
                 where=self._session.where(),
                 remedy="a step must be pure: write x = x + y instead of x += y, or clone the input first",
             )

@@ -409,6 +409,28 @@ def test_new_parameters_that_are_dropped(mesh: Mesh, cls: Any) -> None:
     assert step(params, opt.init(params), X, True)[3]["w"].item() < 1
 
 
+def test_new_parameters_that_are_assigned(mesh: Mesh, recwarn: pytest.WarningsRecorder) -> None:
+    """To the dictionary of an argument, which is the rank's own; they are looked for among the results."""
+
+    def step(params, batch, returns):
+        loss, grads = value_and_grad(loss_fn)(params, batch)
+        batch = batch * 1
+        for name in grads:
+            params[name] = params[name] - 0.1 * grads[name]
+        return (loss, {name: value * 1 for name, value in params.items()}) if returns else loss
+
+    def divided(params, batch):
+        batch["x"] = batch["x"] / 2
+        return value_and_grad(loss_fn)(params, batch["x"])[0]
+
+    params = {"w": torch.ones(2)}
+    assert spmd(data_parallel(step), mesh=mesh)(params, X, True)[1]["w"].full()[0] < 1
+    spmd(data_parallel(divided), mesh=mesh)(params, {"x": X})
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r"step gives its argument 0\['w'\] another value.*return \{\*\*params"):
+        spmd(data_parallel(step), mesh=mesh)(params, X, False)
+
+
 def test_an_update_that_is_skipped(mesh: Mesh) -> None:
     opt = optimizer(torch.optim.AdamW, lr=0.1)
     params = {"w": torch.ones(1)}
