@@ -103,7 +103,7 @@ class Auxiliary:
                     f"aux{path} may differ between ranks, for what it is computed of, and cannot be averaged",
                     got=shown(leaf),
                     where=region.session.where(),
-                    remedy="psum it first, return a float, or wrap it in Sharded(value, spec)",
+                    remedy="psum it first, return its mean as a float, or wrap it in Sharded(value, spec)",
                 )
             )
 

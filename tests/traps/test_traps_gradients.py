@@ -248,6 +248,31 @@ def test_aux_of_other_forms_with_something_for_each_sample(mesh: Mesh, aux: Call
         gradients(mesh, loss_fn, params, X, has_aux=True)
 
 
+@pytest.mark.parametrize("shards", [None, 2])
+def test_aux_that_counts_samples(mesh: Mesh, shards: int | None, recwarn: pytest.WarningsRecorder) -> None:
+    """As a float, which is averaged; what is a mean, a constant, or summed over the ranks is right."""
+    apply, params = functional(model())
+
+    def loss_fn(params, batch, aux):
+        out = apply(params, batch)
+        hits = (out < 1e6).float()
+        return out.square().mean(), {
+            "hits": hits.sum(),
+            "both": torch.stack([hits.sum(), torch.zeros(())]),
+            "number": float(len(batch)),
+            "right": (hits.mean(), torch.tensor(3.0), hits.sum() / len(batch)),
+            "summed": psum(hits.sum(), "data") if aux == "summed" else 0,
+        }[aux]
+
+    for aux in ("hits", "both", "number"):
+        with pytest.warns(UserWarning, match=r"aux of the function is a number of samples.*psum\(.*or return its mean"):
+            gradients(mesh, functools.partial(loss_fn, aux=aux), params, X, shards, has_aux=True)
+    recwarn.clear()
+    for aux in ("right", "summed")[: 1 if shards else 2]:
+        gradients(mesh, functools.partial(loss_fn, aux=aux), params, X, shards, has_aux=True)
+    assert not recwarn.list
+
+
 def test_what_is_printed_in_a_loss_is_printed_once(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
     apply, params = functional(model())
 
