@@ -28,7 +28,16 @@ from .purity.captured import Captured
 from .purity.captured_state import CapturedState
 from .purity.writes import Watched
 from .rank.session import RankSession
-from .region import Region, generators, inside, is_dropped, reseed, restore_generators
+from .region import (
+    Region,
+    generators,
+    inside,
+    is_dropped,
+    is_swapped,
+    reseed,
+    restore_generators,
+    state_is_dropped,
+)
 from .replication.following import follow
 from .replication.net import Net, Varying, marked
 from .replication.values import Check
@@ -278,17 +287,22 @@ class CompiledCall:
                 self._refuse_write(next(index for index, leaf in enumerate(local) if leaf is tensor))
 
     def _check_updates(self, region: Region, local: list[Any], result: Any) -> None:
-        """Refuse a body that returns the parameters as they were, and drops those that its optimizer made of them."""
-        results = trees.leaves(result) if region.updates else []
-        if any(is_dropped(update, local, results) for update in region.updates or ()):
-            raise SpecError(
-                message(
-                    f"{self._program.name} returns parameters as it was given them, and drops those that opt.step made "
-                    "of them: nothing would be trained",
-                    where=self._session.where(),
-                    remedy="params, opt_state = opt.step(params, grads, opt_state), and return these",
+        """Refuse a body that gives an optimizer something else than it takes, or drops what it made."""
+        name, results = self._program.name, trees.leaves(result) if region.updates else []
+        remedy = "params, opt_state = opt.step(params, grads, opt_state), and return these"
+        for update in region.updates or ():
+            if is_swapped(update, region.differentiated):
+                problem = f"{name} gives opt.step as gradients what it takes gradients by"
+            elif is_dropped(update, local, results):
+                problem = f"{name} returns parameters as it was given them, and drops those that opt.step made of them"
+                problem += ": nothing would be trained"
+            elif state_is_dropped(update, result):
+                problem = (
+                    f"{name} returns its optimizer's state as it was given it, and drops the one that opt.step made"
                 )
-            )
+            else:
+                continue
+            raise SpecError(message(problem, where=self._session.where(), remedy=remedy))
 
     def _watched(self, local: list[Any]) -> Watched:
         """What the body may not write to: seen before it does, at the first call of a signature, or with new flags."""

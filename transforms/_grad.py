@@ -22,7 +22,7 @@ from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, message
 from ..kernels.torch_private import in_torch_func
 from ..mesh import trees
-from ..mesh.region import Region, current
+from ..mesh.region import Region, current, note_differentiated
 from ..mesh.spec import is_sharded
 from ..mesh.strides import is_frozen
 from . import _empty_shards
@@ -156,6 +156,7 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
                 remedy="model.requires_grad_(True) before functional(model), or argnums= for what is to be trained",
             )
         )
+    note_differentiated(region, (argument.leaf for argument in arguments if argument.primal is not None))
     # A part of an outer gradient's graph, ours or torch's own, has to become one in turn.
     nested = in_gradient() or any(a.primal is not None and a.leaf.grad_fn is not None for a in arguments)
     strategy = _strategy(region, plan, over, nested, (args, kwargs), name)
