@@ -116,7 +116,7 @@ class Request:
                     got=trees.shown(batch) if trees.leaves(batch) != [batch] else f"a {type(batch).__name__}",
                     expected="tensors or arrays in dicts, lists, tuples, dataclasses, mappings, or in classes known to "
                     "torch.utils._pytree",
-                    remedy="pass its tensors in a dict",
+                    remedy="pass its tensors in a dict, and of a loader one batch at a time: for batch in loader",
                 )
             )
         self._uneven = frozenset(lengths)

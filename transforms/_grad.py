@@ -153,7 +153,8 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
                 f"{name} is differentiated in a step by nothing that can be trained",
                 got=_untrainable(arguments),
                 expected="floating-point tensors that require gradients",
-                remedy="model.requires_grad_(True) before functional(model), or argnums= for what is to be trained",
+                remedy="pass params of apply, params = functional(model), where a frozen model needs "
+                "model.requires_grad_(True) before; or argnums= for what is to be trained",
             )
         )
     note_differentiated(region, (argument.leaf for argument in arguments if argument.primal is not None))
@@ -188,6 +189,8 @@ def _strategy(
 
 
 def _untrainable(arguments: list[Argument]) -> str:
+    if len(arguments) == 1 and not isinstance(arguments[0].leaf, torch.Tensor):
+        return f"a {type(arguments[0].leaf).__name__}"
     frozen = sum(is_frozen(argument.leaf) for argument in arguments)
     return f"{len(arguments)} leaves, of which {frozen} are frozen parameters (requires_grad=False)"
 
