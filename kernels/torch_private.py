@@ -284,11 +284,11 @@ def inject_parametrizations(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def clipping_functions() -> list[Any]:
-    """The cells that hold what `clip_grad_norm_` and `clip_grad_value_` call, to put something else in.
+    """The cells that hold what torch's functions that clip gradients call, to put something else in.
 
     Public way: none. There are hooks for optimizers' steps alone, and a program has imported these functions by name.
     """
-    functions: list[Any] = [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_]
+    functions: list[Any] = [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, nn.utils.clip_grads_with_norm_]
     return [one.__closure__[one.__code__.co_freevars.index("func")] for one in functions]
 
 

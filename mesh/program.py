@@ -23,11 +23,21 @@ from .agreement import path_in
 from .ambient import Ambient, under
 from .array import Array
 from .batch import BatchSplit
+from .purity.assigned import warn_of_assigned
 from .purity.captured import Captured
 from .purity.captured_state import CapturedState
 from .purity.writes import Watched
 from .rank.session import RankSession
-from .region import Region, generators, inside, is_dropped, reseed, restore_generators
+from .region import (
+    Region,
+    generators,
+    inside,
+    is_dropped,
+    is_swapped,
+    reseed,
+    restore_generators,
+    state_is_dropped,
+)
 from .replication.following import follow
 from .replication.net import Net, Varying, marked
 from .replication.values import Check
@@ -160,6 +170,7 @@ class CompiledCall:
             captured_state = None if session.launched else CapturedState([self._program.body], whole)
         if first or choices:
             watched = self._watched(local)
+            self._looked_at.clear()
         region = Region(session, key, self._mesh, self._plan.batch, pure=True, looked_at=self._looked_at)
         region.captured, region.updates = self._captured.trainable, [] if first else None
         state = generators() if session.launched else None
@@ -182,6 +193,9 @@ class CompiledCall:
             self._captured.check(self._program.name, session.where())
             if captured_state is not None:
                 captured_state.check(self._program.name, self._program.body)
+            leaves, treedef = trees.flatten((args, kwargs))
+            if treedef == self._treedef:
+                warn_of_assigned(self._program.name, self._program.body, local, leaves, result, self._called)
         outcome = self._results.kept(result, net, check)
         donation.settle(values, local, outcome.leaves, donating=self._donating)
         return outcome
@@ -273,17 +287,22 @@ class CompiledCall:
                 self._refuse_write(next(index for index, leaf in enumerate(local) if leaf is tensor))
 
     def _check_updates(self, region: Region, local: list[Any], result: Any) -> None:
-        """Refuse a body that returns the parameters as they were, and drops those that its optimizer made of them."""
-        results = trees.leaves(result) if region.updates else []
-        if any(is_dropped(update, local, results) for update in region.updates or ()):
-            raise SpecError(
-                message(
-                    f"{self._program.name} returns parameters as it was given them, and drops those that opt.step made "
-                    "of them: nothing would be trained",
-                    where=self._session.where(),
-                    remedy="params, opt_state = opt.step(params, grads, opt_state), and return these",
+        """Refuse a body that gives an optimizer something else than it takes, or drops what it made."""
+        name, results = self._program.name, trees.leaves(result) if region.updates else []
+        remedy = "params, opt_state = opt.step(params, grads, opt_state), and return these"
+        for update in region.updates or ():
+            if is_swapped(update, region.differentiated):
+                problem = f"{name} gives opt.step as gradients what it takes gradients by"
+            elif is_dropped(update, local, results):
+                problem = f"{name} returns parameters as it was given them, and drops those that opt.step made of them"
+                problem += ": nothing would be trained"
+            elif state_is_dropped(update, result):
+                problem = (
+                    f"{name} returns its optimizer's state as it was given it, and drops the one that opt.step made"
                 )
-            )
+            else:
+                continue
+            raise SpecError(message(problem, where=self._session.where(), remedy=remedy))
 
     def _watched(self, local: list[Any]) -> Watched:
         """What the body may not write to: seen before it does, at the first call of a signature, or with new flags."""
@@ -294,10 +313,14 @@ class CompiledCall:
         ]
         return Watched([*inputs, *self._captured.watched(self._program.name, self._session.where())])
 
+    def _called(self, index: int) -> str:
+        """What a leaf of the arguments is called."""
+        return describe_path(path_in(self._treedef, index))
+
     def _refuse_write(self, index: int) -> NoReturn:
         raise SpecError(
             message(
-                f"{self._program.name} changed its input {describe_path(path_in(self._treedef, index))} in place",
+                f"{self._program.name} changed its input {self._called(index)} in place",
                 where=self._session.where(),
                 remedy="a step must be pure: write x = x + y instead of x += y, or clone the input first",
             )

@@ -33,6 +33,19 @@ def as_tensor(leaf: Any) -> Any:
     return torch.from_numpy(leaf)
 
 
+def check_dense(tensor: torch.Tensor, where: str) -> None:
+    """Refuse to cut a sparse or nested tensor."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise SpecError(
+            message(
+                "a sparse or nested tensor cannot be cut",
+                got=str(tensor.layout),
+                where=where,
+                remedy="pass tensor.to_dense(), or torch.nested.to_padded_tensor(tensor, 0.0) and the lengths",
+            )
+        )
+
+
 def specs_for(specs: Any, tree: Any, what: str) -> list[Any]:
     """One spec (or None) for every leaf of a tree, from a prefix tree of specs."""
     try:
@@ -124,6 +137,8 @@ def put_on(mesh: Mesh, tree: Any, spec: Any) -> Any:
                 )
             )
         mesh.layout.check_shape(tuple(leaf.shape), its_spec, where=where)
+        if its_spec.entries:
+            check_dense(leaf, where)
         todo.append((index, leaf, its_spec))
     metas = [meta(tuple(leaf.shape), leaf.dtype, its_spec) for _, leaf, its_spec in todo]
     if not mesh.is_driver:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,18 @@ import torch
 
 from ..kernels.errors import MeshError, message
 from ..kernels.word_key import word_key
+from . import trees
 from .batch import BatchSplit
 from .rank.session import RankSession
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Update:
-    """One step of an optimizer: the parameters it was given, and the parameters and state that it made."""
+    """One step of an optimizer: the parameters, gradients and state that it was given, and what it made of them."""
 
     given: Sequence[torch.Tensor]
+    grads: Sequence[torch.Tensor | None]
+    given_state: Any
     made: Sequence[torch.Tensor]
     state: Sequence[torch.Tensor]
 
@@ -42,10 +45,11 @@ class Region:
         random: what the generators were last seeded with.
         alike: the axes along which all ranks were seeded the same.
         pure: what runs may change nothing: it is an @spmd function.
-        looked_at: what was looked at in calls of this signature, and need not be again (`transforms._first_call`).
+        looked_at: what was looked at in calls of this signature, and need not be again (`transforms.first_call`).
         looks: how many functions there were so far that may be looked at.
         captured: ids of the tensors that the function refers to besides its arguments and that require gradients.
         updates: what optimizers have made, at the first call of a signature (see `is_dropped`); None at later ones.
+        differentiated: what gradients were taken by, at such a call.
     """
 
     session: RankSession
@@ -60,6 +64,7 @@ class Region:
     looked_at: set[Any] = dataclasses.field(default_factory=set)
     looks: int = 0
     updates: list[Update] | None = None
+    differentiated: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
 
 _regions = threading.local()
@@ -147,11 +152,34 @@ def restore_generators(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
 # -- updates that are dropped ------------------------------------------------------------------------------------------
 
 
-def note_update(given: Sequence[torch.Tensor], made: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> None:
+def note_update(update: Update) -> None:
     """Note a step of an optimizer, at the first call of a signature."""
     region = current()
     if region is not None and region.updates is not None:
-        region.updates.append(Update(given, made, state))
+        region.updates.append(update)
+
+
+def note_differentiated(region: Region | None, leaves: Iterable[torch.Tensor]) -> None:
+    """Note what a gradient is taken by, at the first call of a signature."""
+    if region is not None and region.updates is not None:
+        region.differentiated += leaves
+
+
+def is_swapped(update: Update, differentiated: Sequence[torch.Tensor]) -> bool:
+    """Whether an optimizer was given parameters as its gradients."""
+    ids = {id(leaf) for leaf in differentiated}
+    grads = [grad for grad in update.grads if grad is not None]
+    return bool(grads) and all(id(grad) in ids for grad in grads)
+
+
+def state_is_dropped(update: Update, results: Any) -> bool:
+    """Whether a step returns an optimizer's new parameters, and its state as it was before them."""
+    leaves = trees.leaves(results, is_leaf=lambda node: node is update.given_state)
+    returned = {id(leaf) for leaf in leaves}
+    at = {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    trains = any(made.untyped_storage().data_ptr() in at for made in update.made)
+    drops = bool(update.state) and not any(id(one) in returned for one in update.state)
+    return trains and drops and id(update.given_state) in returned
 
 
 def is_dropped(update: Update, arguments: Sequence[Any], results: Sequence[Any]) -> bool:

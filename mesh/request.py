@@ -15,7 +15,7 @@ from .array import Array
 from .batch import BatchArgument, BatchSplit, Deal, common_length, refuse_lists
 from .mesh import Mesh
 from .program import InputLeaf, InputPlan, describe_path
-from .put import as_tensor, is_array, put_on, specs_for
+from .put import as_tensor, check_dense, is_array, put_on, specs_for
 from .spec import RAGGED, P
 
 
@@ -97,6 +97,8 @@ class Request:
                         remedy="pass scalars in another argument",
                     )
                 )
+            if isinstance(leaf, torch.Tensor):
+                check_dense(leaf, self.where(index))
             lengths[index] = shape[0]
             cut = isinstance(leaf, Array) and argument.axis in leaf.hint().spec.axes
             if argument.shards is not None:
@@ -114,7 +116,7 @@ class Request:
                     got=trees.shown(batch) if trees.leaves(batch) != [batch] else f"a {type(batch).__name__}",
                     expected="tensors or arrays in dicts, lists, tuples, dataclasses, mappings, or in classes known to "
                     "torch.utils._pytree",
-                    remedy="pass its tensors in a dict",
+                    remedy="pass its tensors in a dict, and of a loader one batch at a time: for batch in loader",
                 )
             )
         self._uneven = frozenset(lengths)
@@ -184,6 +186,8 @@ class Request:
                     self.leaves[index] = put_on(self.mesh, leaf, spec)
         elif isinstance(leaf, torch.Tensor) and spec is not None:
             self._check_shape(index, tuple(leaf.shape), spec)
+            if spec.entries:
+                check_dense(leaf, self.where(index))
 
     def _check_shape(self, index: int, shape: tuple[int, ...], spec: P) -> None:
         self.mesh.layout.check_shape(shape, spec, uneven=index in self._uneven, where=self.where(index))

@@ -18,12 +18,12 @@ from torch.nn.utils import parametrize
 
 from ._batch_norm import synced
 from ._compiled_modules import compile_parts, compiled_parts
-from ._functional_checks import check_module, check_names
+from ._functional_checks import check_module, check_names, warn_of_dropped
 from .kernels import torch_private
 from .kernels.errors import SpmdError, message
 from .mesh.array import Array
-from .mesh.region import note_carry
-from .transforms import after_gradient, current_plan
+from .mesh.region import current, note_carry
+from .transforms import after_gradient, current_plan, in_gradient
 
 # What keeps running statistics.
 _RUNNING = (
@@ -111,6 +111,7 @@ class Apply:
     def __init__(self, skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]]):
         self.skeleton, self._compiled = skeleton, compiled
         self._idle: list[_Runner] = []
+        self._was_looked_at = False
 
     def __reduce__(self):
         if any(parametrize.is_parametrized(submodule) for submodule in self.skeleton.modules()):
@@ -121,7 +122,11 @@ class Apply:
         return f"apply({type(self.skeleton).__name__})"
 
     def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
-        return self._call(params, None, args, kwargs)[0]
+        out, buffers = self._call(params, None, args, kwargs)
+        if not self._was_looked_at and not torch.compiler.is_compiling() and current() is not None and in_gradient():
+            self._was_looked_at = True
+            warn_of_dropped(self.skeleton, buffers)
+        return out
 
     def to_module(self, params: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> nn.Module:
         """The module with these parameters, and buffers if they are given; tied ones are tied again.

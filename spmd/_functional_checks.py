@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .kernels.callsite import warn
 from .kernels.errors import SpecError, SpmdError, message
+from .kernels.torch_private import in_torch_func
 from .mesh.region import planned_session
 
 
@@ -28,6 +30,17 @@ def check_module(module: Any, *, sync: bool = False) -> None:
             message("functional cannot empty a scripted module", remedy="pass the module from before torch.jit.script")
         )
     for name, submodule in module.named_modules():
+        max_norm = getattr(submodule, "max_norm", None)
+        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and max_norm is not None:
+            weight = f"{name}.weight" if name else "weight"
+            raise SpecError(
+                message(
+                    f"functional got {name!r}, an embedding that shrinks its weights in place in each forward pass",
+                    got=f"max_norm={max_norm}",
+                    remedy="make it without max_norm, and begin the step with params = {**params, "
+                    f"{weight!r}: torch.renorm(params[{weight!r}], {submodule.norm_type}, 0, {max_norm})}}",
+                )
+            )
         if isinstance(submodule, nn.SyncBatchNorm) and submodule.training and not sync:
             raise SpecError(
                 message(
@@ -75,3 +88,24 @@ def check_names(argument: str, given: Any, expected: Mapping[str, Any]) -> None:
             remedy="pass the dictionary that functional returned, with every value under its own name",
         )
     )
+
+
+def warn_of_dropped(skeleton: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Of buffers that a call has changed, as batch norm does: `functional` keeps them as they were."""
+    if planned_session() is not None or in_torch_func():
+        return
+    changed = [name for name, before in skeleton.named_buffers() if not _are_equal(before, buffers[name])]
+    if changed:
+        warn(
+            message(
+                f"apply of {type(skeleton).__name__} drops what its module makes of its buffers in training, and the "
+                "trained module will have those of its start",
+                got=f"{', '.join(map(repr, changed[:3]))}{', ...' if len(changed) > 3 else ''}",
+                remedy="apply, params, buffers = functional_with_buffers(model), whose apply returns the new ones; "
+                "or, if these are to stay, functional(model.eval()), or BatchNorm2d(..., track_running_stats=False)",
+            )
+        )
+
+
+def _are_equal(before: torch.Tensor, after: Any) -> bool:
+    return isinstance(after, torch.Tensor) and before.dtype == after.dtype and torch.equal(before, after)

@@ -26,3 +26,4 @@ from ._reductions import pmin as pmin
 from ._reductions import psum as psum
 from ._sampler import Sampler as Sampler
 from ._tokens import after_gradient as after_gradient
+from ._tokens import in_gradient as in_gradient

@@ -16,7 +16,7 @@ from ..kernels.errors import SpecError, message
 from ..mesh import trees
 from ..mesh.failure import ranks_text
 from ..mesh.put import as_tensor
-from ..mesh.region import Region
+from ..mesh.region import Region, planned_session
 from ..mesh.replication.net import active, differs_over
 from ..mesh.replication.values import digest
 from ._arguments import declared_axes, is_inexact
@@ -75,6 +75,9 @@ class Auxiliary:
         if comm.size == 1:
             return
         self._check_types(region, over)
+        if planned_session() is not None:  # there is no other rank to compare with
+            self._note_agreement(over)
+            return
         mine = hashlib.blake2b(repr((_text(self.treedef), tokens)).encode(), digest_size=16).digest()
         gathered = [torch.empty(16, dtype=torch.uint8) for _ in range(comm.size)]
         comm.all_gather(gathered, torch.frombuffer(bytearray(mine), dtype=torch.uint8))
@@ -103,7 +106,7 @@ class Auxiliary:
                     f"aux{path} may differ between ranks, for what it is computed of, and cannot be averaged",
                     got=shown(leaf),
                     where=region.session.where(),
-                    remedy="psum it first, return a float, or wrap it in Sharded(value, spec)",
+                    remedy="psum it first, return its mean as a float, or wrap it in Sharded(value, spec)",
                 )
             )
 

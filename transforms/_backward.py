@@ -18,12 +18,12 @@ from ..kernels.torch_private import hooks_made
 from ..mesh.replication.net import differ_over, mark_all
 from ._auxiliary import Auxiliary
 from ._call import Call, Output, Solution
-from ._first_call import check_trains, look
 from ._linear_weights import linear_weights
 from ._reductions import psum
 from ._sums import Hook, Slot, Sums, home_of
 from ._tokens import Tokens, forget_undefined, tokens
 from .compiled import weight_gradients
+from .first_call.look import check_trains, look
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

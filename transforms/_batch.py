@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
 from ..mesh.batch import BatchArgument, common_length, refuse_lists
-from ..mesh.region import Region
+from ..mesh.region import Region, planned_session
 from ..mesh.replication.net import mark, marked
 from ..mesh.spec import split_sizes
 from ._reductions import psum
@@ -41,6 +41,11 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
         SpecError: a leaf has no dimension to split, leaves differ in length, or were dealt otherwise.
     """
     axis, session, called = argument.axis, region.session, functools.partial(_called, tree)
+    if argument.shards is not None and planned_session() is not None:
+        problem = f"check cannot follow {name} through the virtual shards of data_parallel(shards={argument.shards})"
+        raise SpecError(
+            message(problem, remedy="check it without shards=, whose results have the same shapes and specs")
+        )
     leaves, treedef = trees.flatten(tree)
     cut: dict[int, int] = {}  # lengths of the leaves that are this rank's part already
     whole: dict[int, int] = {}

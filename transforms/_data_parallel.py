@@ -193,6 +193,7 @@ def _position(signature: inspect.Signature, batch: str, name: str) -> int | None
         message(
             f"{name} has no argument named {batch!r} to split",
             got=f"({', '.join(signature.parameters)})",
-            remedy='name the batch with data_parallel(batch="...")',
+            remedy="take what is split as one argument, step(params, batch) with batch = (x, y) or a dict; "
+            'data_parallel(batch="...") gives it another name',
         )
     )

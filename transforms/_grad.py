@@ -22,7 +22,7 @@ from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, message
 from ..kernels.torch_private import in_torch_func
 from ..mesh import trees
-from ..mesh.region import Region, current
+from ..mesh.region import Region, current, note_differentiated
 from ..mesh.spec import is_sharded
 from ..mesh.strides import is_frozen
 from . import _empty_shards
@@ -153,9 +153,11 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
                 f"{name} is differentiated in a step by nothing that can be trained",
                 got=_untrainable(arguments),
                 expected="floating-point tensors that require gradients",
-                remedy="model.requires_grad_(True) before functional(model), or argnums= for what is to be trained",
+                remedy="pass params of apply, params = functional(model), where a frozen model needs "
+                "model.requires_grad_(True) before; or argnums= for what is to be trained",
             )
         )
+    note_differentiated(region, (argument.leaf for argument in arguments if argument.primal is not None))
     # A part of an outer gradient's graph, ours or torch's own, has to become one in turn.
     nested = in_gradient() or any(a.primal is not None and a.leaf.grad_fn is not None for a in arguments)
     strategy = _strategy(region, plan, over, nested, (args, kwargs), name)
@@ -187,6 +189,8 @@ def _strategy(
 
 
 def _untrainable(arguments: list[Argument]) -> str:
+    if len(arguments) == 1 and not isinstance(arguments[0].leaf, torch.Tensor):
+        return f"a {type(arguments[0].leaf).__name__}"
     frozen = sum(is_frozen(argument.leaf) for argument in arguments)
     return f"{len(arguments)} leaves, of which {frozen} are frozen parameters (requires_grad=False)"
 

@@ -11,6 +11,7 @@ Invariant: a snapshot keeps nothing alive, but for small built-in values and con
 from __future__ import annotations
 
 import array
+import ctypes
 import functools
 import linecache
 import operator
@@ -29,6 +30,8 @@ from ..rank.references import CONTAINERS, DEPTH, SCALARS, Reader, functions_of, 
 _LOOKED_AT = 4096  # values in all
 _DEEPEST = 16  # levels into what can't be pickled
 _ARRAY_BYTES = 1 << 16  # of a NumPy array that is compared by content
+_WORD = 8  # bytes
+_word_at = ctypes.c_uint64.from_address
 
 
 class Snapshot:
@@ -140,13 +143,20 @@ def _bytes_in(array: Any) -> list[Any]:
 
 
 def _changes_of(tensors: Sequence[torch.Tensor]) -> bytes:
-    """What a change by torch makes different: its count misses `tensor.data = other` and `module.double()`."""
+    """What a change makes different: torch's count misses `tensor.data = other` and `module.double()`.
+
+    It misses `tensor.data.mul_(0.99)`, too, an average of weights for one, which the words at both ends show.
+    """
     numbers = torch_private.versions(tensors)
     try:
-        numbers += map(torch.Tensor.data_ptr, tensors)
+        addresses = list(map(torch.Tensor.data_ptr, tensors))
     except RuntimeError:  # of one without memory of its own
-        numbers += map(_address_of, tensors)
+        addresses = list(map(_address_of, tensors))
+    numbers += addresses
     numbers += [id(tensor.dtype) for tensor in tensors]
+    for tensor, address in zip(tensors, addresses, strict=True):
+        if address and tensor.is_cpu and tensor.nbytes >= _WORD and tensor.is_contiguous():
+            numbers += (_word_at(address).value, _word_at(address + tensor.nbytes - _WORD).value)
     return array.array("Q", numbers).tobytes()
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.flat import as_bytes
-from ...kernels.torch_private import arguments, operation_name
+from ...kernels.torch_private import arguments, is_fake, operation_name
 
 _SMALL = 1 << 16  # bytes of tensors that are compared
 Refuse = Callable[[], NoReturn]
@@ -46,9 +46,7 @@ class Watched:
         spans = [(*span, refuse) for tensor, refuse in tensors if (span := _span_of(tensor)) is not None]
         self._spans: list[_Span] = sorted(spans, key=lambda one: one[:2])
         self._small = [
-            (tensor, refuse, bytes(as_bytes(tensor).numpy()))
-            for tensor, refuse in tensors
-            if tensor.is_cpu and tensor.nbytes <= _SMALL and _span_of(tensor) is not None
+            (tensor, refuse, content) for tensor, refuse in tensors if (content := _content_of(tensor)) is not None
         ]
         self._starts = [start for start, _, _ in self._spans]
         self._furthest = list(itertools.accumulate((end for _, end, _ in self._spans), max))
@@ -94,6 +92,14 @@ def _span_of(tensor: Tensor) -> tuple[int, int] | None:
         return None
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (start, start + (last + 1) * tensor.element_size()) if start else None
+
+
+def _content_of(tensor: Tensor) -> bytes | None:
+    """The bytes of a small tensor on a CPU; None of another, and in a step that is only checked, without values."""
+    if not tensor.is_cpu or tensor.nbytes > _SMALL or _span_of(tensor) is None:
+        return None
+    content = as_bytes(tensor)
+    return None if is_fake(content) else bytes(content.numpy())
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

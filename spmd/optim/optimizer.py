@@ -21,7 +21,7 @@ from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh import donation, trees
 from ..mesh.array import Array
-from ..mesh.region import current, note_update
+from ..mesh.region import Update, current, note_update
 from . import clipping, parts
 from . import groups as grouping
 from .engine import Engine
@@ -38,6 +38,21 @@ class Optimizer(NamedTuple):
 
     init: Callable[[Any], dict[str, Any]]
     step: Callable[[Any, Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
+
+    def __getattr__(self, name: str) -> Any:
+        remedy = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"spmd's Optimizer has no attribute {name!r}{remedy}", name=name, obj=self)
+
+
+_INSTEAD = {  # of what torch's optimizers have
+    "zero_grad": "gradients are values, loss, grads = value_and_grad(loss_fn)(params, batch): there is none to reset",
+    "param_groups": 'the numbers of a step are in opt_state["hyper"] and opt_state["groups"], and '
+    "optimizer(cls, schedule=) takes torch's schedulers",
+    "add_param_group": "write optimizer(cls, groups=[...])",
+    "state": "opt_state is the state, a value",
+    "state_dict": 'opt_state is the state, a value: save("run", {"params": params, "opt_state": opt_state})',
+    "load_state_dict": "opt_state is the state, a value: pass what restore gave to the step",
+}
 
 
 def optimizer(
@@ -186,7 +201,7 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     new_opt_state = {"state": new_state, **_written(recipe, kept_hypers, hypers)}
     if count is not None:
         new_opt_state["count"] = count + 1
-    note_update(step.params, new_params, trees.leaves(new_state))
+    note_update(Update(step.params, step.grads, opt_state, new_params, trees.leaves(new_state)))
     return trees.unflatten(treedef, leaves), new_opt_state
 
 

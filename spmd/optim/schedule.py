@@ -19,7 +19,7 @@ from ..kernels.errors import SpecError, message
 
 _FORMS = (
     "a number, a function of the step's number that gives one, a class of torch.optim.lr_scheduler, or a function of "
-    "an optimizer that makes one"
+    "an optimizer that makes one, as in schedule=lambda opt: StepLR(opt, step_size=30)"
 )
 
 

@@ -234,16 +234,15 @@ def being_recorded() -> None:
 
 def clipping_functions() -> None:
     x, seen = torch.ones(2), []
-    for cell, clip in zip(
-        torch_private.clipping_functions(), (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_), strict=True
-    ):
+    functions = (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, nn.utils.clip_grads_with_norm_)
+    for cell, clip in zip(torch_private.clipping_functions(), functions, strict=True):
         before = cell.cell_contents
         cell.cell_contents = lambda *args, before=before: seen.append((before.__name__, args))
         try:
             clip(x, 0.5)
         finally:
             cell.cell_contents = before
-    assert seen == [("clip_grad_norm_", (x, 0.5)), ("clip_grad_value_", (x, 0.5))]
+    assert seen == [(clip.__name__, (x, 0.5)) for clip in functions]
 
 
 def compiled_call() -> None:

@@ -12,12 +12,14 @@ from torch import nn
 from spmd import (
     Loader,
     P,
+    Sharded,
     SpecError,
     all_gather,
     axis_index,
     check,
     data_parallel,
     functional,
+    functional_with_buffers,
     mean_of,
     optimizer,
     psum,
@@ -115,6 +117,33 @@ def test_a_train_step(shard):
     forgotten = spmd(data_parallel(loss_fn))
     assert "it comes of argument 1['x']" in refused(forgotten, params, batch)
     check(train_step, {"data": 3000, "model": 2}, params, opt_state, batch)  # an uneven batch
+
+
+def test_a_step_with_tensors_of_its_own_and_aux():
+    """The statistics of batch norm, and class weights, are values in a step that has none."""
+    apply, params, buffers = functional_with_buffers(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    weights = torch.ones(3)
+
+    def step(params, buffers, batch):
+        def loss_fn(params, batch):
+            out, new = apply(params, buffers, batch["x"])
+            hits = (out.argmax(1) == batch["y"]).float()
+            return F.cross_entropy(out * weights, batch["y"]), (
+                new,
+                hits.mean(),
+                hits.sum(),
+                Sharded(out, P("data")),
+                3,
+            )
+
+        return value_and_grad(loss_fn, has_aux=True)(params, batch)
+
+    batch = {"x": meta(10, 4), "y": meta(10, dtype=torch.int64)}
+    (loss, (new, mean, _, out, _)), _ = check(data_parallel(step), {"data": 2}, params, buffers, batch)
+    assert loss.shape == mean.shape == () and mean.spec == P() and (out.shape, out.spec) == ((10, 3), P("data"))
+    assert {name: about.shape for name, about in new.items()} == {name: own.shape for name, own in buffers.items()}
+    with pytest.raises(SpecError, match=r"check cannot follow step through.*shards=4\).*check it without shards="):
+        check(data_parallel(step, shards=4), {"data": 2}, params, buffers, batch)
 
 
 def test_arrays_keep_their_specs(shared_mesh):

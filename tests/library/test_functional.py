@@ -389,6 +389,8 @@ def test_what_is_no_module_is_refused(function):
         function(nn.Linear)
     with pytest.raises(SpecError, match="'weight' is not initialised"):
         function(nn.LazyLinear(2))
+    with pytest.raises(SpecError, match=r"'0', an embedding that.*torch.renorm\(params\['0.weight'\], 2.0, 0, 1.5\)}"):
+        function(nn.Sequential(nn.Embedding(3, 2, max_norm=1.5)))
 
 
 def test_wrong_names_are_refused_by_name():

@@ -306,7 +306,7 @@ def spmd_module(name):
     [
         ({"groups": {"a": 1}}, r"unexpected argument 'groups' .*write groups=\[\{"),
         ({"groups": [{"params": ["w"], "momentum": 1}]}, "AdamW does not take 'momentum'"),
-        ({"schedule": "cosine"}, "unexpected argument 'schedule'"),
+        ({"schedule": "cosine"}, r"unexpected argument 'schedule'.*as in schedule=lambda opt: StepLR\(opt"),
         ({"schedule": lambda step: "fast"}, "schedule= made no scheduler"),
         ({"schedule": lambda opt: lr_scheduler.ReduceLROnPlateau(opt)}, "ReduceLROnPlateau looks at a metric"),
         ({"schedule": lr_scheduler.StepLR}, "missing 1 required positional argument: 'step_size'"),
@@ -318,6 +318,17 @@ def spmd_module(name):
 def test_what_is_refused_at_once(options, text):
     with pytest.raises(SpecError, match=text):
         optimizer(optim.AdamW, **options)
+
+
+def test_what_torch_s_optimizers_have():
+    opt = optimizer(optim.SGD, lr=0.1)
+    for name, words in (("zero_grad", "none to reset"), ("param_groups", "schedule="), ("state_dict", r"save\(")):
+        with pytest.raises(AttributeError, match=f"Optimizer has no attribute '{name}': .*{words}"):
+            getattr(opt, name)
+    with pytest.raises(AttributeError, match=r"none to reset"):
+        ema(opt).zero_grad()
+    with pytest.raises(AttributeError, match=r"no attribute 'other'$"):
+        opt.other  # noqa: B018
 
 
 def test_what_is_refused_with_the_parameters():

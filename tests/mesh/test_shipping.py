@@ -121,6 +121,13 @@ def test_tensors_and_modules_in_place():
     assert changed(lambda: module, lambda: setattr(module[0], "bias", None))
     assert changed(lambda: module, lambda: module.double())  # neither counts as a change to torch
     assert changed(lambda: tensor, lambda: setattr(tensor, "data", torch.ones(3)))
+    assert changed(lambda: module, lambda: module[0].weight.data.mul_(0.9))
+    assert changed(lambda: tensor, lambda: tensor.numpy().fill(4.0))
+    long = torch.zeros(9)
+    assert changed(lambda: long, lambda: long.data[-1:].add_(1))
+    assert not changed(lambda: long, lambda: long.data[4:5].add_(1))  # the documented limit
+    others = torch.zeros(0), torch.zeros((), dtype=torch.bool), long.to_sparse(), torch.empty(3, device="meta")
+    assert not changed(lambda: others, lambda: None)
     assert not changed(lambda: (tensor, module), lambda: None)
 
 

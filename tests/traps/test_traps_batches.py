@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from spmd import (
     CollectiveMismatch,
@@ -98,13 +100,16 @@ def squares(params: Any, batch: torch.Tensor) -> torch.Tensor:
     return (params["w"] * batch).square().mean()
 
 
-def accumulating(mesh: Mesh, batch: Any, chunks: int, loss_fn: Callable = squares) -> Any:
+def accumulating(mesh: Mesh, batch: Any, chunks: int, loss_fn: Callable = squares, captured: bool = False) -> Any:
     @spmd(mesh=mesh)
     @data_parallel
     def step(params, batch):
         total, grads = torch.zeros(()), torch.zeros(1)
         for chunk in batch.chunk(chunks):
-            loss, found = value_and_grad(loss_fn)(params, chunk)
+            if captured:
+                loss, found = value_and_grad(lambda params: loss_fn(params, chunk))(params)  # noqa: B023
+            else:
+                loss, found = value_and_grad(loss_fn)(params, chunk)
             total, grads = total + loss / chunks, grads + found["w"] / chunks
         return total, grads
 
@@ -118,12 +123,13 @@ def test_accumulation_over_equal_chunks(mesh: Mesh) -> None:
     torch.testing.assert_close(gradient.full(), grads["w"])
 
 
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("samples", [7, 6])
-def test_accumulation_over_chunks_that_differ(mesh: Mesh, samples: int) -> None:
+def test_accumulation_over_chunks_that_differ(mesh: Mesh, samples: int, captured: bool) -> None:
     """Seven samples on two ranks are four and three; six are three and three, of which chunks have two and one."""
-    accumulating(mesh, X, 2)  # the last batch of an epoch comes after larger ones
-    with pytest.raises(SpecError, match=r"squares is given a part of the batch.*got 2 of [34] samples.*shards=\)"):
-        accumulating(mesh, X[:samples], 2)
+    accumulating(mesh, X, 2, captured=captured)  # the last batch of an epoch comes after larger ones
+    with pytest.raises(SpecError, match=r"is given a part of the batch.*got 2 of [34] samples.*shards=\)"):
+        accumulating(mesh, X[:samples], 2, captured=captured)
 
 
 def test_accumulation_as_virtual_shards(mesh: Mesh) -> None:
@@ -148,14 +154,15 @@ def test_chunks_with_their_counts(mesh: Mesh) -> None:
 
 
 def test_what_is_no_chunk(mesh: Mesh) -> None:
-    """Columns of an uneven batch, and what was computed from it, are not taken for a part of its samples."""
+    """Columns of an uneven batch, its transpose, and what was computed from it are not taken for a part of it."""
 
     @spmd(mesh=mesh)
     @data_parallel
     def step(params, batch):
         first, _ = value_and_grad(squares)(params, batch[:, :1])
         second, _ = value_and_grad(squares)(params, (batch * 1)[:1])
-        return first, second
+        third, _ = value_and_grad(lambda params, columns: squares(params, columns.T))(params, batch.T)
+        return first, second, third
 
     step(W, X[:7].expand(7, 3))
 
@@ -192,6 +199,9 @@ def test_a_list_with_an_entry_for_each_sample(mesh: Mesh, entries: list[Any]) ->
         SpecError, match=r"batch\['t'\] of step is a list with an entry for each of 4 samples.*tensor of it"
     ):
         step({"x": torch.arange(4.0), "t": entries})
+    for kind in (str, object):
+        with pytest.raises(SpecError, match=r"batch\['t'\] of step is an array with an entry.*got an array of "):
+            step({"x": torch.arange(4.0), "t": np.array(entries).astype(kind)})
     assert step({"x": torch.arange(4.0), "t": tuple(entries)}).item() == 6.0
     assert step({"x": torch.arange(4.0), "t": entries[:3]}).item() == 4.5
 
@@ -203,3 +213,26 @@ def test_a_list_beside_a_whole_batch_within_a_region(mesh: Mesh) -> None:
 
     with pytest.raises(SpecError, match="a list with an entry for each of 4 samples"):
         outer()
+
+
+def test_what_cannot_be_split(mesh: Mesh) -> None:
+    """With what to pass instead."""
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(batch):
+        return pmean(torch.zeros(()), "data")
+
+    x = torch.eye(4)
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
+    for tensor in (x.to_sparse(), ragged):
+        with pytest.raises(
+            SpecError, match=r"sparse or nested tensor cannot be cut.*argument 0.*to_dense\(\).*to_padded_tensor"
+        ):
+            step({"x": tensor})
+    for call in (lambda x: put(x, P("data"), mesh=mesh), spmd(lambda x: x, mesh=mesh, in_specs=P("data"))):
+        with pytest.raises(SpecError, match=r"sparse or nested tensor cannot be cut.*got torch.sparse_coo"):
+            call(x.to_sparse())
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    with pytest.raises(SpecError, match=r"differ in dimension 0.*\.data.*pack a PackedSequence in the loss"):
+        step({"x": packed, "y": x[:2]})

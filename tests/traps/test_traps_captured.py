@@ -300,6 +300,31 @@ def test_statistics_that_are_returned(mesh: Mesh) -> None:
     assert int(new["0.num_batches_tracked"]) == 1
 
 
+@pytest.mark.parametrize("shards", [None, 2])
+def test_statistics_that_are_dropped(mesh: Mesh, shards: int | None, recwarn: pytest.WarningsRecorder) -> None:
+    """By a model with batch norm that was made functional without its buffers."""
+
+    def train(module: nn.Module) -> None:
+        apply, params = functional(module)
+
+        @spmd(mesh=mesh)
+        @data_parallel(shards=shards)
+        def step(params, batch):
+            return value_and_grad(lambda params, batch: apply(params, batch).square().mean())(params, batch)
+
+        step(params, X)
+
+    norm = nn.BatchNorm1d(3)
+    with pytest.warns(
+        UserWarning, match=r"drops what.*got '0.running_mean', '0.running_var', .*functional_with_buffers"
+    ):
+        train(nn.Sequential(norm, nn.Linear(3, 1)))
+    recwarn.clear()
+    for kept in (norm.eval(), nn.BatchNorm1d(3, track_running_stats=False)):
+        train(nn.Sequential(kept, nn.Linear(3, 1)))
+    assert not recwarn.list
+
+
 def test_a_function_given_to_run_may_change_what_it_captures(mesh: Mesh) -> None:
     module = linear()
     opt = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -47,7 +47,7 @@ def test_the_model_instead_of_apply(mesh: Mesh, shards: int | None) -> None:
 def test_a_model_without_gradients_instead_of_apply(mesh: Mesh) -> None:
     _, params = functional(model())
     module = model().requires_grad_(False)
-    with pytest.raises(SpecError, match="got gradients that are zero for every leaf"):
+    with pytest.raises(SpecError, match=r"got gradients that are zero for every leaf.*by detach\(\)"):
         gradients(mesh, lambda params, batch: module(batch).square().mean(), params, X)
 
 
@@ -144,6 +144,8 @@ def test_aux_that_says_what_it_is(mesh: Mesh) -> None:
         lambda out: F.binary_cross_entropy_with_logits(out, (out > 0).float(), reduction="sum") + out.square().sum(),
         lambda out: out.norm() ** 2,
         lambda out: torch.dot(out.flatten(), out.flatten()) + 0.1,
+        lambda out: (out * torch.ones(5)).flatten().square().sum(),
+        lambda out: F.dropout(out + torch.randn_like(out)).square().mean() + (out.exp() - out - 1).sum(),
     ],
 )
 @pytest.mark.parametrize("shards", [None, 2])
@@ -167,6 +169,63 @@ def test_a_sum_over_one_sample_a_rank_and_the_same_code_again(mesh: Mesh) -> Non
         gradients(mesh, made("sum"), params, X[:2])
 
 
+def attacked(params: Any, x: Tensor, loss: Callable, sharded: bool) -> Tensor:
+    """The samples, moved twice by the gradient of the loss by themselves, which begins with zeros."""
+    delta = torch.zeros_like(x)
+    for _ in range(2):
+        by_delta = grad(lambda delta: loss(params, x + delta))
+        delta = delta + (by_delta(Sharded(delta, P("data"))).local if sharded else by_delta(delta))
+    return x + delta
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_gradients_by_samples(mesh: Mesh, within: bool) -> None:
+    """Of a loss by what has a row for each sample, in a step and in a loss that is differentiated itself."""
+    apply, params = functional(model())
+
+    def step(params, batch, sharded, reduction):
+        def loss(params, x, reduction="mean"):
+            return getattr(apply(params, x).square(), reduction)()
+
+        x, by_samples = 2 * batch, functools.partial(loss, reduction=reduction)
+        if within:
+            return grad(lambda params, x: loss(params, attacked(params, x, by_samples, sharded)))(params, x)
+        return grad(loss)(params, attacked(params, x, by_samples, sharded))
+
+    on_mesh = spmd(data_parallel(step), mesh=mesh)
+    with pytest.raises(SpecError, match=r"same values on all ranks.*shape \[4, 3\], for 4 .*\(Sharded\(tensor, P\("):
+        on_mesh(params, X, False, "mean")
+    with pytest.raises(SpecError, match=r"returns a sum over its samples.*the gradient of each sample.*axes=\(\)"):
+        on_mesh(params, X, True, "sum")
+    for samples in (8, 7):
+        expected, got = step(params, X[:samples], True, "mean"), on_mesh(params, X[:samples], True, "mean")
+        torch.testing.assert_close({name: value.full() for name, value in got.items()}, expected)
+
+
+def test_a_sum_by_a_flag(mesh: Mesh) -> None:
+    """Of a step whose loss was a mean before."""
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(w, batch, reduction):
+        losses = functools.partial(lambda name, x: getattr(x, name)(), reduction)
+        return grad(lambda w, batch: losses(batch @ w))(w, batch)
+
+    step(torch.ones(3), X, "mean")
+    with pytest.raises(SpecError, match="returns a sum over its samples"):
+        step(torch.ones(3), X, "sum")
+
+
+def test_gradients_by_what_has_as_many_rows_as_there_are_samples(mesh: Mesh) -> None:
+    def step(params, batch):
+        params = {name: value + 0 for name, value in params.items()}  # of which nothing is known
+        return grad(lambda params, x: (x @ params["w"].T).square().mean() + params["w"].mean())(params, batch)
+
+    params = {"w": torch.ones(4, 3)}
+    got = spmd(data_parallel(step), mesh=mesh)(params, X)
+    torch.testing.assert_close(got["w"].full(), step(params, X)["w"])
+
+
 @pytest.mark.parametrize(
     ("aux", "words"),
     [
@@ -187,6 +246,31 @@ def test_aux_of_other_forms_with_something_for_each_sample(mesh: Mesh, aux: Call
 
     with pytest.raises(SpecError, match=words):
         gradients(mesh, loss_fn, params, X, has_aux=True)
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+def test_aux_that_counts_samples(mesh: Mesh, shards: int | None, recwarn: pytest.WarningsRecorder) -> None:
+    """As a float, which is averaged; what is a mean, a constant, or summed over the ranks is right."""
+    apply, params = functional(model())
+
+    def loss_fn(params, batch, aux):
+        out = apply(params, batch)
+        hits = (out < 1e6).float()
+        return out.square().mean(), {
+            "hits": hits.sum(),
+            "both": torch.stack([hits.sum(), torch.zeros(())]),
+            "number": float(len(batch)),
+            "right": (hits.mean(), torch.tensor(3.0), hits.sum() / len(batch)),
+            "summed": psum(hits.sum(), "data") if aux == "summed" else 0,
+        }[aux]
+
+    for aux in ("hits", "both", "number"):
+        with pytest.warns(UserWarning, match=r"aux of the function is a number of samples.*psum\(.*or return its mean"):
+            gradients(mesh, functools.partial(loss_fn, aux=aux), params, X, shards, has_aux=True)
+    recwarn.clear()
+    for aux in ("right", "summed")[: 1 if shards else 2]:
+        gradients(mesh, functools.partial(loss_fn, aux=aux), params, X, shards, has_aux=True)
+    assert not recwarn.list
 
 
 def test_what_is_printed_in_a_loss_is_printed_once(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,7 +311,14 @@ def test_what_is_no_function(wrong: Callable[[], Any], text: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
+@pytest.mark.parametrize(
+    "clip",
+    [
+        nn.utils.clip_grad_norm_,
+        nn.utils.clip_grad_value_,
+        functools.partial(nn.utils.clip_grads_with_norm_, total_norm=torch.tensor(2.0)),
+    ],
+)
 def test_clipping_gradients_that_are_none(shared_mesh: Callable[..., Mesh], clip: Callable, ranks: int) -> None:
     """The gradients of a step are values, and not in its parameters."""
     apply, params = functional(model())
@@ -239,8 +330,9 @@ def test_clipping_gradients_that_are_none(shared_mesh: Callable[..., Mesh], clip
         clip(params.values() if way == "values" else (p for p in params.values()), 1.0)
         return loss
 
+    name = getattr(clip, "func", clip).__name__
     for way in ("values", "generator"):
-        with pytest.raises(SpecError, match=rf"{clip.__name__} was called.*got 4 tensors with .grad None.*clip=1.0\)"):
+        with pytest.raises(SpecError, match=rf"{name} was called.*got 4 tensors with .grad None.*clip=1.0\)"):
             step(params, X, way)
 
 

@@ -151,6 +151,20 @@ def test_a_model_where_its_parameters_belong() -> None:
             opt.init(given)
 
 
+def test_what_is_passed_to_a_step_instead(shared_mesh: Callable[..., Mesh]) -> None:
+    mesh = shared_mesh({"data": 2})
+    loss_fn = lambda params, batch: (params["w"] * batch).mean()  # noqa: E731
+    step = spmd(data_parallel(lambda params, batch: library.grad(loss_fn)(params, batch)), mesh=mesh)
+    with pytest.raises(SpecError, match=r"no tensor to split.*got a Loader.*for batch in loader"):
+        step({"w": torch.ones(())}, Loader(torch.ones(4), 2, mesh=mesh))
+    with pytest.raises(
+        SpecError, match=r"nothing that can be trained.*got a Linear.*apply, params = functional\(model\)"
+    ):
+        step(torch.nn.Linear(1, 1), torch.ones(4))
+    with pytest.raises(SpecError, match=r"no argument named 'batch' to split.*batch = \(x, y\)"):
+        data_parallel(lambda params, x, y: None)
+
+
 def test_check_with_a_mesh(shared_mesh: Callable[..., Mesh]) -> None:
     with pytest.raises(SpecError, match=r"check takes the axes of a mesh.*check\(step, mesh.axes"):
         check(lambda x: x, shared_mesh({"data": 2}), torch.ones(2))

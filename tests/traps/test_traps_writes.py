@@ -13,7 +13,7 @@ import torch
 from scripts import launched, run, script
 from torch import Tensor, nn
 
-from spmd import Mesh, P, SpecError, SpmdError, data_parallel, functional, optimizer, put, spmd, value_and_grad
+from spmd import Mesh, P, SpecError, SpmdError, data_parallel, ema, functional, optimizer, put, spmd, value_and_grad
 
 X = torch.arange(4.0)
 
@@ -407,6 +407,50 @@ def test_new_parameters_that_are_dropped(mesh: Mesh, cls: Any) -> None:
     with pytest.raises(SpecError, match=r"step returns parameters as it was given them, and drops those that opt.step"):
         step(params, opt.init(params), X, False)
     assert step(params, opt.init(params), X, True)[3]["w"].item() < 1
+
+
+def test_an_optimizer_s_arguments_and_results_mixed_up(mesh: Mesh) -> None:
+    opt = ema(optimizer(torch.optim.AdamW, lr=0.1))
+    params = {"w": torch.ones(1)}
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, state, batch, way):
+        loss, grads = value_and_grad(loss_fn)(params, batch)
+        if way == "swapped":
+            return *opt.step(grads, params, state), loss
+        new, made = opt.step(params, grads, state)
+        return new, state if way == "old" else {**made, "old": state} if way == "both" else (), loss
+
+    with pytest.raises(
+        SpecError, match=r"step gives opt.step as gradients what it takes gradients by.*opt.step\(params, gr"
+    ):
+        step(params, opt.init(params), X, "swapped")
+    with pytest.raises(SpecError, match=r"step returns its optimizer's state as it was given it, and drops"):
+        step(params, opt.init(params), X, "old")
+    for way in ("both", "neither"):
+        step(params, opt.init(params), X, way)
+
+
+def test_new_parameters_that_are_assigned(mesh: Mesh, recwarn: pytest.WarningsRecorder) -> None:
+    """To the dictionary of an argument, which is the rank's own; they are looked for among the results."""
+
+    def step(params, batch, returns):
+        loss, grads = value_and_grad(loss_fn)(params, batch)
+        for name in grads:
+            params[name] = params[name] - 0.1 * grads[name]
+        return (loss, {name: value * 1 for name, value in params.items()}) if returns else loss
+
+    def divided(params, batch):
+        batch["x"] = batch["x"] / 2
+        return value_and_grad(loss_fn)(params, batch["x"])[0]
+
+    params = {"w": torch.ones(2)}
+    assert spmd(data_parallel(step), mesh=mesh)(params, X, True)[1]["w"].full()[0] < 1
+    spmd(data_parallel(divided), mesh=mesh)(params, {"x": X})
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r"step gives its argument 0\['w'\] another value.*return \{\*\*params"):
+        spmd(data_parallel(step), mesh=mesh)(params, X, False)
 
 
 def test_an_update_that_is_skipped(mesh: Mesh) -> None:

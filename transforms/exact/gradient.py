@@ -24,10 +24,10 @@ from .._auxiliary import Auxiliary
 from .._backward import Evaluated, Plain, noted
 from .._call import Call, Output, Solution
 from .._empty_shards import blank
-from .._first_call import check_trains, look
 from .._plan import Plan
 from .._sums import Hook, summed
 from .._tokens import tokens
+from ..first_call.look import check_trains, look
 from .shard_results import Results
 from .shards import VirtualShards
 from .tracked import Tracked, as_tracked, plain

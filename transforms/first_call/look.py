@@ -1,0 +1,200 @@
+"""What is looked at when a function is first differentiated in a region: mistakes that would go on without a word.
+
+Here are parameters that the function has besides its arguments, and chunks of the batch; what depends on the samples is
+in `samples`. Invariant: functions that communicate are evaluated once only, or ranks would wait for each other.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...kernels import torch_private
+from ...kernels.errors import SpecError, message
+from ...mesh import trees
+from ...mesh.purity.captured import NOT_REENTRANT
+from ...mesh.rank.references import content_of
+from .._auxiliary import Auxiliary
+from .._call import Call, Output
+from .._mean_of import warn_of_weights
+from .repeated import holding
+from .samples import look_at_samples, nodes
+
+_EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
+_MOST = 4096  # functions that are remembered of those that were looked at
+_looked_at: set[Any] = set()  # in regions that have no signature: of `mesh.run`
+
+
+def look(
+    call: Call, args: Any, kwargs: Any, out: Output, aux: Auxiliary, batch: Sequence[Any], communicates: bool
+) -> None:
+    """Look at what a function returned, unless one with the same code has been looked at in calls of this signature.
+
+    Args:
+        args, kwargs: what it was called with.
+        batch: those of their leaves that have a row for each sample.
+
+    Raises:
+        SpecError: it captures parameters, its value is a sum over samples, a leaf of aux has a row for each, or it is
+            given a part of the samples, and such parts are not the same share of them on all ranks.
+    """
+    if call.region is None:
+        return
+    looked_at = call.region.looked_at if call.region.pure else _looked_at
+    sizes = call.region.session.layout.axes
+    split = {name for name in call.plan.samples if name in call.over and sizes[name] > 1}
+    lookup: Any = None
+    if not batch and not call.nested and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in aux.leaves):
+        call.region.looks += 1
+        # What is cut of the arguments follows from the signature of the call, and is looked for once.
+        lookup = (call.region.looks, *_code(call.function), call.over, len(aux.leaves))
+        if lookup in call.region.looked_at:
+            return
+        batch, split = _cut_by_specs(call, args, kwargs, sizes)
+    key = (*_code(call.function), call.nested, call.over, len(aux.leaves), *call.plan.samples.items(), *sorted(split))
+    if key in looked_at:
+        call.region.looked_at.add(lookup)
+        return
+    if not call.nested:
+        _look_at_tape(call, out, bool(split) or call.plan.virtual is not None)
+        if split and call.plan.samples and out.count is None and call.plan.virtual is None:
+            _check_parts(call, args, kwargs, split)
+    if split and batch and batch[0].shape[0] and not communicates:
+        look_at_samples(call, args, kwargs, out, aux, batch, split)
+    if len(looked_at) >= _MOST:
+        looked_at.clear()
+    looked_at.add(key)
+
+
+def _code(function: Any) -> tuple[Any, ...]:
+    """What functions have in common that compute alike: their code, and the words that they were given."""
+    words: list[Any] = []
+    while isinstance(function, functools.partial):
+        words += [*function.args, *function.keywords.values()]
+        function = function.func
+    if isinstance(function, types.FunctionType):
+        held = [content_of(cell) for cell in function.__closure__ or ()]
+        words += [*held, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    else:
+        words.append(function)
+    words = [getattr(word, "reduction", word) for word in words]  # of a module like nn.MSELoss
+    words = [getattr(word, "__code__", None) if callable(word) else word for word in words]
+    constants = tuple(word for word in words if isinstance(word, str | bool | types.CodeType))
+    return getattr(function, "__code__", type(function)), constants
+
+
+# -- the tape ----------------------------------------------------------------------------------------------------------
+
+
+def _look_at_tape(call: Call, out: Output, has_part: bool) -> None:
+    given = {id(argument.primal) for argument in call.arguments}
+    held = frozenset() if call.region is None else call.region.captured
+    for node in nodes(out.value.grad_fn):
+        name = type(node).__name__
+        if name == "CheckpointFunctionBackward":
+            raise SpecError(
+                message(
+                    f"{call.name} uses reentrant activation checkpointing, which can't be differentiated by arguments",
+                    remedy=NOT_REENTRANT,
+                )
+            )
+        if has_part and name in _EMBEDDINGS and torch_private.saved(node, "scale_grad_by_freq"):
+            raise SpecError(
+                message(
+                    f"{call.name} scales an embedding's gradient by how often an index is in the batch",
+                    got="a part of the batch on each rank, or in each virtual shard",
+                    remedy="make the embedding with scale_grad_by_freq=False, and weigh samples in the loss",
+                )
+            )
+        if has_part and call.plan.samples and out.count is None:
+            warn_of_weights(call.name, node)
+        leaf = getattr(node, "variable", None) if name == "AccumulateGrad" else None
+        if leaf is None or id(leaf) in given or not call.plan.samples:  # else in a train step
+            continue
+        if isinstance(leaf, nn.Parameter) or id(leaf) in held:
+            kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor with requires_grad=True"
+            raise captured(call, f"a {kind} of shape {list(leaf.shape)} that is none of its arguments")
+
+
+def captured(call: Call, got: str) -> SpecError:
+    """The error for a function that computes with parameters of its own."""
+    return SpecError(
+        message(
+            f"{call.name} computes with parameters that it captures, which no gradient is taken by",
+            got=got,
+            expected="all that is trained as arguments",
+            remedy="apply, params = functional(model), and apply(params, x) instead of model(x); what is not to be "
+            "trained has requires_grad_(False), or is called under torch.no_grad()",
+        )
+    )
+
+
+def check_trains(call: Call, differentiable: bool, gradients: Sequence[Tensor]) -> None:
+    """Refuse gradients that are zero for every leaf, where this rank's value depends on none of them.
+
+    Args:
+        differentiable: whether the value depends on anything that requires gradients.
+    """
+    within_step = call.region is not None and bool(call.plan.samples) and not call.plan.without_samples
+    if gradients and (within_step or differentiable) and not any(bool(g.any()) for g in gradients):
+        raise captured(
+            call,
+            "gradients that are zero for every leaf: its value depends on none of them, or was cut off from them by "
+            "detach() or no_grad()",
+        )
+
+
+def _check_parts(call: Call, args: Any, kwargs: Any, split: set[str]) -> None:
+    """Refuse a chunk of the batch, for accumulation, where ranks or chunks differ in their number of samples."""
+    assert call.region is not None
+    sizes, parts = call.region.session.layout.axes, list[Tensor]()
+    rows = {(torch_private.storage(leaf), leaf.shape[1:]) for leaf in call.plan.batch}
+
+    def look_at(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim() and (torch_private.storage(leaf), leaf.shape[1:]) in rows:
+            parts.append(leaf)
+        return leaf
+
+    trees.map(look_at, (tuple(args), kwargs))
+    holding(call.function, look_at)
+    for name in split:
+        here, total = call.plan.samples[name]
+        for leaf in parts:
+            if 0 < leaf.shape[0] < here and (total % sizes[name] or here % leaf.shape[0]):
+                raise SpecError(
+                    message(
+                        f"{call.name} is given a part of the batch in a step whose parts are not equal, so that the "
+                        "mean of their means is not that of the whole batch",
+                        got=f"{leaf.shape[0]} of {here} samples on this rank, {total} on {sizes[name]} ranks",
+                        where=call.region.session.where(),
+                        remedy="accumulate with data_parallel(shards=) and one value_and_grad over the whole batch, "
+                        "return mean_of(total, count), or have equal parts (Loader(drop_last=True))",
+                    )
+                )
+
+
+def _cut_by_specs(call: Call, args: Any, kwargs: Any, sizes: Mapping[str, int]) -> tuple[list[Tensor], set[str]]:
+    """What in_specs cut into rows, of all that a function is given or holds; and the axes of the mean that it is over.
+
+    Of those as long as the first: others may be anything, a sharded parameter for instance.
+    """
+    found: list[Tensor] = []
+    axes: set[str] = set()
+
+    def look_at(leaf: Any) -> Any:
+        spec = getattr(leaf, "_spmd_spec", None)
+        over = (
+            {name for name in spec.dim_axes(0) if name in call.over and sizes[name] > 1} if spec is not None else set()
+        )
+        if over and isinstance(leaf, Tensor) and (not found or leaf.shape[0] == found[0].shape[0]):
+            found.append(leaf)
+            axes.update(over)
+        return leaf
+
+    trees.map(look_at, (tuple(args), kwargs))
+    holding(call.function, look_at)
+    return found, axes

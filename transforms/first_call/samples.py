@@ -1,0 +1,190 @@
+"""What is found by evaluating a function again, on every sample twice: sums, and aux with rows or counts of samples.
+
+The tape, shapes and whole numbers raise a suspicion; evaluating proves it. Invariant: what stays as it is for every
+sample twice, as a mean does, passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels import torch_private
+from ...kernels.callsite import warn
+from ...kernels.errors import SpecError, message
+from ...kernels.torch_private import Node
+from ...mesh import trees
+from ...mesh.put import as_tensor
+from ...mesh.replication.net import differs_over
+from .._arguments import Argument
+from .._auxiliary import Auxiliary
+from .._call import Call, Output
+from .repeated import Repeated
+
+
+def look_at_samples(
+    call: Call, args: Any, kwargs: Any, out: Output, aux: Auxiliary, batch: Sequence[Tensor], split: set[str]
+) -> None:
+    """`look` at what depends on the samples, of which this rank has some."""
+    rows = batch[0].shape[0]
+    with_rows = [] if call.plan.virtual is not None else [a for a in call.arguments if _has_rows(a, rows)]
+    own = [argument.leaf for argument in with_rows if not split & set(argument.reduce)]
+    alike = [a.leaf for a in with_rows if split & set(a.reduce) and differs_over(a.leaf) is None]
+    again = Repeated(call, args, kwargs, [*batch, *own], split)
+    may_be_sum = bool(call.plan.samples) and out.count is None and _may_be_sum(out.value.grad_fn, rows)
+    has_rows = not call.nested and _may_have_rows(aux, rows, split)
+    counts = [] if call.nested else _may_be_counts(aux, split)
+    once = again.times(1) if may_be_sum or has_rows or alike or counts else None
+    twice = again.times(2) if once is not None else None
+    if alike and once is not None and twice is None and again.times(2, alike) is not None:
+        raise _made_alike(call, alike[0], rows, split)
+    if may_be_sum and once is not None and twice is not None and _moves(once, twice):
+        _check_sum(call, once, twice, again.times(3), by_samples=bool(own))
+    if has_rows and twice is not None:
+        _check_rows(call, out, aux, twice, split)
+    if counts and twice is not None:
+        _warn_of_counts(call, out, aux, twice, counts, split)
+
+
+def _has_rows(argument: Argument, rows: int) -> bool:
+    return argument.primal is not None and argument.leaf.dim() > 0 and argument.leaf.shape[0] == rows
+
+
+def _made_alike(call: Call, leaf: Tensor, rows: int, split: set[str]) -> SpecError:
+    return SpecError(
+        message(
+            f"{call.name} is differentiated by a tensor with a row for each sample that was made in the step and has "
+            "the same values on all ranks, so that the gradients of their samples would be summed",
+            got=f"shape {list(leaf.shape)}, for {rows} samples on this rank",
+            where="" if call.region is None else call.region.session.where(),
+            remedy=f'say that each rank has rows of its own: grad(f)(Sharded(tensor, P("{min(split)}"))).local',
+        )
+    )
+
+
+def nodes(end: Node | None) -> Iterator[Node]:
+    """Those of a graph of torch's, each once."""
+    left, seen = [end], {end}
+    while left:
+        node = left.pop()
+        if node is None:
+            continue
+        yield node
+        for below, _ in node.next_functions:
+            if below not in seen:
+                seen.add(below)
+                left.append(below)
+
+
+def _may_be_sum(end: Node | None, rows: int) -> bool:
+    """Whether something that may have so many rows is added up anywhere on the way to a value."""
+    for node in nodes(end):
+        name = type(node).__name__
+        if name in ("SumBackward0", "SumBackward1"):
+            if any(size and size % rows == 0 for size in torch_private.saved(node, "self_sym_sizes")):
+                return True
+        elif name in _ADD_UP or (("Loss" in name or "CrossEntropy" in name) and torch_private.sums_up(node)):
+            return True
+    return False
+
+
+_ADD_UP = {"DotBackward0", "LinalgVectorNormBackward0", "NormBackward0", "NormBackward1"}
+
+
+def _may_have_rows(aux: Auxiliary, rows: int, split: set[str]) -> bool:
+    """Whether a leaf of aux may have something for each of so many samples, going by its shape."""
+    if rows > 1 and aux.leaves and len(aux.leaves) % rows == 0:
+        return True
+    return any(
+        isinstance(leaf, Tensor)
+        and (axes is None or split & set(axes))
+        and any(size == rows or (rows > 1 and size and size % rows == 0) for size in leaf.shape)
+        for leaf, axes in zip(aux.leaves, aux.over, strict=True)
+    )
+
+
+def _may_be_counts(aux: Auxiliary, split: set[str]) -> list[int]:
+    """The leaves of aux that are averaged and have whole numbers only."""
+    return [
+        index
+        for index, (leaf, axes) in enumerate(zip(aux.leaves, aux.over, strict=True))
+        if isinstance(leaf, Tensor)
+        and leaf.is_floating_point()
+        and split & set(axes or ())
+        and not torch_private.is_fake(leaf)
+        and bool(leaf.any())
+        and torch.equal(leaf, leaf.round())
+    ]
+
+
+def _moves(once: Output, twice: Output) -> bool:
+    """Whether a value is another one for every sample twice, by more than rounding makes it."""
+    value = float(once.value)
+    return abs(float(twice.value) - value) > 1e-3 * abs(value)
+
+
+def _check_sum(call: Call, once: Output, twice: Output, thrice: Output | None, by_samples: bool) -> None:
+    """Refuse a value to which every sample adds: it grows by as much from once to twice as from twice to thrice."""
+    if thrice is None:
+        return
+    first, second, third = float(once.value), float(twice.value), float(thrice.value)
+    if abs((third - second) - (second - first)) <= 1e-3 * abs(second - first):
+        raise SpecError(
+            message(
+                f"{call.name} returns a sum over its samples, and the mean over ranks of sums is not that of the "
+                "whole batch",
+                got=f"{first:.6g}, and {second:.6g} for every sample twice",
+                where="" if call.region is None else call.region.session.where(),
+                remedy="return the mean over samples, or mean_of(total, count)"
+                + ("; for the gradient of each sample by itself take grad(f, axes=())" if by_samples else ""),
+            )
+        )
+
+
+def _check_rows(call: Call, out: Output, aux: Auxiliary, twice: Output, split: set[str]) -> None:
+    """Refuse leaves of aux that have more for every sample twice, but for those that say whose rows they are."""
+    where = "" if call.region is None else call.region.session.where()
+    again, paths = [as_tensor(leaf) for leaf in trees.leaves(twice.aux)], trees.paths(out.aux)
+    remedy = f'return Sharded(value, P("{min(split)}")), whose rows stay those of the samples, or reduce it, '
+    if len(again) != len(aux.leaves):
+        raise SpecError(
+            message(
+                f"aux of {call.name} has a leaf for each sample, and would be averaged over different samples",
+                got=f"{len(aux.leaves)} leaves, and {len(again)} for every sample twice",
+                where=where,
+                remedy=f"{remedy}value.mean() for instance",
+            )
+        )
+    for leaf, more, axes, path in zip(aux.leaves, again, aux.over, paths, strict=True):
+        both = isinstance(leaf, Tensor) and isinstance(more, Tensor) and leaf.shape != more.shape
+        if both and (axes is None or split & set(axes)):
+            raise SpecError(
+                message(
+                    f"aux{path} of {call.name} has a row for each sample, and would be averaged over different samples",
+                    got=f"shape {list(leaf.shape)}, and {list(more.shape)} for every sample twice",
+                    where=where,
+                    remedy=f"{remedy}value.mean(0) for instance",
+                )
+            )
+
+
+def _warn_of_counts(
+    call: Call, out: Output, aux: Auxiliary, twice: Output, counts: Sequence[int], split: set[str]
+) -> None:
+    """Warn of a leaf of aux that is twice as many for every sample twice."""
+    again = trees.leaves(twice.aux)
+    for index in counts:
+        leaf, more = aux.leaves[index], torch.as_tensor(again[index])
+        if more.shape == leaf.shape and torch.equal(more.to(leaf.dtype), 2 * leaf):
+            path = trees.paths(out.aux)[index]
+            warn(
+                message(
+                    f"aux{path} of {call.name} is a number of samples, and averaged over ranks as floats in aux are: "
+                    "not that of the whole batch",
+                    remedy=f'psum(value, "{min(split)}"), or return its mean, value / len(batch)',
+                )
+            )
+            return
