@@ -53,6 +53,10 @@ def declaration(made: Any) -> dict[str, Any]:
 
 def registered(made: Any) -> dict[str, Any]:
     """All that was registered for it since. Public way: none."""
+    if hasattr(made, "_autocast_dtype"):
+        autocast = dict(made._autocast_dtype)
+    else:  # torch 2.8
+        autocast = {"cuda": made._autocast_cuda_dtype, "cpu": made._autocast_cpu_dtype}
     return {
         "function": made._init_fn,
         # Torch keeps each in a function of its own, for which it may be switched off.
@@ -63,7 +67,7 @@ def registered(made: Any) -> dict[str, Any]:
         "fake": made._abstract_fn,
         "autograd": (made._backward_fn, made._setup_context_fn),
         "vmap": made._vmap_fn,
-        "autocast": dict(made._autocast_dtype),
+        "autocast": {device: dtype for device, dtype in autocast.items() if dtype is not None},
         "torch_dispatch": dict(made._torch_dispatch_fns),
     }
 

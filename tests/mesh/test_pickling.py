@@ -28,6 +28,7 @@ def square(factor: float) -> Any:
         return 2 * factor * x * grad + 0 * torch.ops.testing.square(x) + 0 * made(x)  # it may refer to itself
 
     made.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+    made.register_autocast("cpu", torch.float32)
     made.register_vmap(lambda info, in_dims, x: (made(x), in_dims[0]))
     return made
 
