@@ -62,6 +62,8 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "whole wire_dtype": (lambda m: data_parallel(torch.add, wire_dtype=torch.int8), "bad wire_dtype .*torch.int8"),
     "loader's state": (lambda m: Loader(X, 2, mesh=m).load_state_dict({"a": 1}), "Loader got a bad state .*{'a': 1}"),
     "size": (lambda m: m.resize(3), "resize got bad axes .*got 3"),
+    "axis": (lambda m: data_parallel(torch.add, axis=("data",)), r"data_parallel got a bad axis .*\('data',\)"),
+    "endless bucket": (lambda m: data_parallel(torch.add, bucket_mb=math.inf), "bad bucket_mb .*inf"),
     "bucket_mb": (lambda m: data_parallel(torch.add, bucket_mb="1"), "bad bucket_mb .*'1'"),
     "optimizer": (lambda m: ema("adam"), r"ema takes what optimizer\(\) gave .*str"),
     "loader": (lambda m: evaluate(torch.sum, [X]), "evaluate takes a Loader .*list"),
