@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import spmd
-from spmd import Loader, Mesh, P, SpmdError, data_parallel, ema, evaluate, optimizer, put, value_and_grad
+from spmd import Loader, Mesh, P, SpmdError, Stream, data_parallel, ema, evaluate, optimizer, put, value_and_grad
 
 X = torch.arange(4.0)
 
@@ -29,6 +29,15 @@ def yields(x: Any) -> Any:
 class Yields:
     def __call__(self, x: Any) -> Any:
         yield x
+
+
+def rows(batch: Any) -> Any:
+    return spmd.Sharded(batch, P("data"))
+
+
+def in_a_loop(mesh: Mesh) -> list[Any]:
+    loader = Loader(X, 2, mesh=mesh)
+    return [[*loader] for _ in loader]
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +70,28 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "wire_dtype": (lambda m: data_parallel(torch.add, wire_dtype="bf16"), "bad wire_dtype .*'bf16'"),
     "whole wire_dtype": (lambda m: data_parallel(torch.add, wire_dtype=torch.int8), "bad wire_dtype .*torch.int8"),
     "loader's state": (lambda m: Loader(X, 2, mesh=m).load_state_dict({"a": 1}), "Loader got a bad state .*{'a': 1}"),
+    "loader's half epoch": (
+        lambda m: Loader(X, 2, mesh=m).load_state_dict({"epoch": 0.5, "step": 0}),
+        "Loader got a bad state .*0.5",
+    ),
+    "prefetch": (lambda m: Loader(X, 2, mesh=m, prefetch=None), "Loader got a bad prefetch .*None"),
+    "workers": (lambda m: Loader(X, 2, mesh=m, workers="1"), "Loader got a bad workers .*'1'"),
+    "prefetch_mb": (lambda m: Loader(X, 2, mesh=m, prefetch_mb=math.inf), "Loader got a bad prefetch_mb .*inf"),
+    "loader's shards": (lambda m: Loader(X, 2, mesh=m, shards=0), "Loader got bad shards .*got 0"),
+    "collate_fn": (lambda m: Loader(X, 2, mesh=m, collate_fn=3), "Loader takes a function .*int.*collate_fn="),
+    "no batch": (lambda m: [*Loader(X, 2, mesh=m, collate_fn=print)], "collate_fn made no batch .*return"),
+    "order of a stream": (
+        lambda m: Loader(Stream([0], iter), 2, mesh=m, order="torch"),
+        "Loader got an order for a Stream .*'torch'.*shuffle",
+    ),
+    "a loop in a loop": (in_a_loop, "another has begun since.*make a Loader for each"),
+    "evaluate nothing": (lambda m: evaluate(None, Loader(X, 2, mesh=m)), "evaluate takes a function .*NoneType"),
+    "a step without results": (lambda m: evaluate(print, Loader(X, 2, mesh=m)), "step .* returns nothing.*sums"),
+    "a step of words": (lambda m: evaluate(str, Loader(X, 2, mesh=m)), "what is no number .*str"),
+    "a step of rows": (
+        lambda m: evaluate(spmd.spmd(data_parallel(rows), mesh=m), Loader(torch.arange(3), 2, mesh=m)),
+        r"another shape for each batch .*\[2\], then \[1\].*sums and counts",
+    ),
     "size": (lambda m: m.resize(3), "resize got bad axes .*got 3"),
     "axis": (lambda m: data_parallel(torch.add, axis=("data",)), r"data_parallel got a bad axis .*\('data',\)"),
     "endless bucket": (lambda m: data_parallel(torch.add, bucket_mb=math.inf), "bad bucket_mb .*inf"),
