@@ -13,7 +13,22 @@ import torch
 from torch import nn
 
 import spmd
-from spmd import Loader, Mesh, P, SpmdError, Stream, data_parallel, ema, evaluate, optimizer, put, value_and_grad
+from spmd import (
+    Loader,
+    Mesh,
+    P,
+    SpmdError,
+    Stream,
+    data_parallel,
+    ema,
+    evaluate,
+    functional,
+    optimizer,
+    put,
+    restore,
+    save,
+    value_and_grad,
+)
 
 X = torch.arange(4.0)
 
@@ -92,6 +107,22 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
         lambda m: evaluate(spmd.spmd(data_parallel(rows), mesh=m), Loader(torch.arange(3), 2, mesh=m)),
         r"another shape for each batch .*\[2\], then \[1\].*sums and counts",
     ),
+    "mix": (lambda m: Stream.mix([Stream([0], iter), 3]), "mix got streams and weights that don't fit .*3"),
+    "weights": (lambda m: Stream.mix([Stream([0], iter)], ["1"]), "mix got streams and weights .*'1'"),
+    "no paths": (lambda m: Stream.jsonl(None), "a Stream got no list of paths .*None"),
+    "no shards": (lambda m: Stream(4, iter), "Stream got nothing to read .*4 for shards"),
+    "keep": (lambda m: save("nowhere", {}, keep="1"), "save got a bad keep .*'1'"),
+    "mesh of restore": (lambda m: restore("nowhere", mesh=2), "this is no mesh .*mesh=2"),
+    "check nothing": (lambda m: spmd.check(None, {"data": 2}), "check takes a function .*NoneType"),
+    "state_dict": (lambda m: functional(nn.Linear(1, 1))[0].params(None), "apply.params got no state_dict .*NoneType"),
+    "axis of comm": (lambda m: m.run(lambda: m.comm(3)), 'comm got a bad "axis" .*got 3'),
+    "half a rank": (lambda m: m.coords(1.0), "coords got a bad rank .*1.0"),
+    "too large a mesh": (lambda m: Mesh({"data": 10**9}), "more than the limit on address space.*fewer ranks"),
+    "rank of a job": (lambda m: spmd.initialize("0", 2), r"initialize got a bad rank .*'0'\): write int\('0'\)"),
+    "local size": (lambda m: spmd.initialize(0, 2, local_size=2.0), "initialize got a bad local_size .*2.0"),
+    "backend's name": (lambda m: spmd.register_backend("auto", print), "register_backend got a bad name .*'auto'"),
+    "backend's factory": (lambda m: spmd.register_backend("own", None), "register_backend takes a function .*NoneType"),
+    "a Ref's truth": (lambda m: bool(m.remote(list).copy()), r"a Ref was asked whether it is true.*ref.get\(\)"),
     "size": (lambda m: m.resize(3), "resize got bad axes .*got 3"),
     "axis": (lambda m: data_parallel(torch.add, axis=("data",)), r"data_parallel got a bad axis .*\('data',\)"),
     "endless bucket": (lambda m: data_parallel(torch.add, bucket_mb=math.inf), "bad bucket_mb .*inf"),
@@ -113,6 +144,15 @@ def test_a_value_of_a_mesh_that_is_closed(mesh: Mesh) -> None:
         value = put(X, mesh=other)
     with pytest.raises(SpmdError, match="argument 0 of sum is on another mesh, which is closed"):
         spmd.spmd(torch.sum, mesh=mesh)(value)
+    for look in (other.status, other.stacks):
+        with pytest.raises(SpmdError, match="this mesh is closed"):
+            look()
+
+
+def test_an_attribute_of_a_remote_object_is_set_by_a_method(mesh: Mesh) -> None:
+    words = mesh.remote(list)
+    with pytest.raises(AttributeError, match="'seen' would be set on the handle, and not on the list on rank 0"):
+        words.seen = 3
 
 
 @pytest.mark.parametrize(
