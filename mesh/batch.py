@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from ..kernels.errors import SpecError, message
 from . import trees
 
@@ -88,15 +90,18 @@ def common_length(lengths: Mapping[int, int], called: Callable[[int], str], whos
 def refuse_lists(tree: Any, length: int, whose: str) -> None:
     """Refuse a list of what is no tensor with an entry for each of `length` samples, beside tensors that are split.
 
-    A DataLoader makes such of strings. A tuple is taken to mean what it is, the same for all samples.
+    A DataLoader makes such of strings. A NumPy array of strings or objects is one, too. A tuple is taken to mean what
+    it is, the same for all samples.
 
     Raises:
         SpecError: there is one.
     """
-    if length < 2 or not any(isinstance(leaf, _PLAIN) for leaf in trees.leaves(tree)):
+    if length < 2 or not any(isinstance(leaf, (*_PLAIN, np.ndarray)) for leaf in trees.leaves(tree)):
         return
 
     def is_list(node: Any) -> bool:
+        if isinstance(node, np.ndarray):
+            return node.dtype.kind not in "biufc" and node.shape[:1] == (length,)
         return type(node) is list and len(node) == length and all(isinstance(entry, _PLAIN) for entry in node)
 
     for index, node in enumerate(trees.leaves(tree, is_list)):
@@ -105,7 +110,9 @@ def refuse_lists(tree: Any, length: int, whose: str) -> None:
                 message(
                     f"batch{trees.paths(tree, is_list)[index]} of {whose} is a list "
                     f"with an entry for each of {length} samples, and would not be split as the tensors beside it are",
-                    got=f"a list of {type(node[0]).__name__}",
+                    got=f"an array of {node.dtype}"
+                    if isinstance(node, np.ndarray)
+                    else f"a list of {type(node[0]).__name__}",
                     remedy="make a tensor of it (of tokens, for strings), or a tuple if every rank is to have all",
                 )
             )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from ..kernels.arguments import check_value
 from ..kernels.errors import SpecError, message
 from . import trees
 from .ambient import Ambient
@@ -66,6 +68,8 @@ class Request:
         if batch is not None:
             self._split_batch(batch)
         for index, (leaf, spec) in enumerate(zip(self.leaves, self.specs, strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                check_value(leaf, functools.partial(self.where, index), cut=spec is not None and bool(spec.entries))
             if spec is not None or type(leaf) is Array:
                 self._check(index)
 

@@ -8,6 +8,7 @@ is kept has no graph, and nothing that was set on the body's tensors.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..kernels.arguments import check_value
 from ..kernels.errors import SpecError, message
 from . import agreement, trees
 from .agreement import OutputMeta, path_in, same
@@ -183,6 +185,7 @@ class Results:
                 if last is not None and last.dtype is leaf.dtype and last.shape == leaf.shape and last.spec == spec:
                     metas.append(last)
                     continue
+                check_value(leaf, functools.partial(self._called, treedef, index), cut=bool(spec.entries))
                 if spec.entries:
                     self._check_result(treedef, index, leaf, spec)
                 about = OutputMeta(spec, tuple(leaf.shape), leaf.dtype, varying=varying)
@@ -212,12 +215,16 @@ class Results:
             ) from None
         return treedef, [own or spec or REPLICATED for own, spec in zip(declared, specs, strict=True)]
 
+    def _called(self, treedef: Any, index: int) -> str:
+        """What a leaf is called, for messages."""
+        return f"result {path_in(treedef, index)} of {self._name}"
+
     def _refuse_unfit(self, treedef: Any, index: int, leaf: Any) -> None:
         """Refuse what is no value: code, what has yet to run, and modules, which would come as other objects."""
         if isinstance(leaf, types.FunctionType | types.MethodType | Iterator | types.CoroutineType | torch.nn.Module):
             raise SpecError(
                 message(
-                    f"result {path_in(treedef, index)} of {self._name} is no value",
+                    f"{self._called(treedef, index)} is no value",
                     got=type(leaf).__name__,
                     expected="tensors, numbers, strings or None, in dicts, lists, tuples or dataclasses",
                     where=self._session.where(),
@@ -230,7 +237,7 @@ class Results:
         if len(spec.entries) > leaf.dim():
             raise SpecError(
                 message(
-                    f"result {path_in(treedef, index)} of {self._name} has fewer dimensions than its spec",
+                    f"{self._called(treedef, index)} has fewer dimensions than its spec",
                     got=f"shape {tuple(leaf.shape)} with {spec}",
                     where=self._session.where(),
                     remedy="reshape it, or give it a shorter spec",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_exporting
 
+from ..kernels.arguments import check_tensor
 from ..kernels.communicator import Communicator
 from ..kernels.errors import SpecError, message
 from ..kernels.torch_private import being_recorded, outside_torch_func
@@ -136,6 +137,7 @@ def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:
                     got=type(leaf).__name__,
                 )
             )
+        check_tensor(what, "x", leaf)
         return f(leaf)
 
     return trees.map(one, x)

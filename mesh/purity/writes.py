@@ -48,7 +48,7 @@ class Watched:
         self._small = [
             (tensor, refuse, bytes(as_bytes(tensor).numpy()))
             for tensor, refuse in tensors
-            if tensor.is_cpu and tensor.nbytes <= _SMALL and _span_of(tensor) is not None
+            if tensor.is_cpu and _span_of(tensor) is not None and tensor.nbytes <= _SMALL  # sparse ones have no nbytes
         ]
         self._starts = [start for start, _, _ in self._spans]
         self._furthest = list(itertools.accumulate((end for _, end, _ in self._spans), max))

@@ -123,6 +123,42 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "backend's name": (lambda m: spmd.register_backend("auto", print), "register_backend got a bad name .*'auto'"),
     "backend's factory": (lambda m: spmd.register_backend("own", None), "register_backend takes a function .*NoneType"),
     "a Ref's truth": (lambda m: bool(m.remote(list).copy()), r"a Ref was asked whether it is true.*ref.get\(\)"),
+    "no values": (lambda m: put(X.to("meta"), mesh=m), "put has no values .*meta device.*give it values"),
+    "an argument without values": (
+        lambda m: spmd.spmd(torch.sum, mesh=m)(X.to("meta")),
+        "argument 0 of sum has no values .*meta device",
+    ),
+    "a result without values": (
+        lambda m: spmd.spmd(lambda x: {"y": x.to("meta")}, mesh=m)(X),
+        r"result \['y'\] of <lambda> has no values .*meta device",
+    ),
+    "an Array without values": (lambda m: put(X, mesh=m).to("meta"), "result .* of to has no values .*meta device"),
+    "a sum of no values": (
+        lambda m: m.run(lambda: spmd.psum(X.to("meta"), "data")),
+        'psum got a bad "x" .*got a tensor on torch\'s meta device',
+    ),
+    "a sparse sum": (
+        lambda m: m.run(lambda: spmd.psum(X.to_sparse(), "data")),
+        'psum got a bad "x" .*layout torch.sparse_coo',
+    ),
+    "sparse rows": (lambda m: put(X.to_sparse(), P("data"), mesh=m), r"put can't be cut .*sparse_coo.*P\(\), or"),
+    "sparse parts": (
+        lambda m: spmd.spmd(lambda x: x.to_sparse(), mesh=m, in_specs=P("data"), out_specs=P("data"))(X),
+        "result .* can't be cut .*sparse_coo",
+    ),
+    "sparse data": (lambda m: Loader(X.to_sparse(), 2, mesh=m), "a Loader's dataset can't be cut .*sparse_coo"),
+    "long doubles": (
+        lambda m: put(np.ones(2, np.longdouble), mesh=m),
+        r"torch has no dtype .*float128.*array.astype\(float\)",
+    ),
+    "masked": (
+        lambda m: spmd.spmd(torch.sum, mesh=m)(np.ma.array([1.0, 2.0], mask=[0, 1])),
+        r"a masked array would lose its mask.*array.filled\(value\)",
+    ),
+    "words beside tensors": (
+        lambda m: spmd.spmd(data_parallel(lambda batch: 0), mesh=m)({"x": X, "y": np.array([*"abcd"])}),
+        r"batch\['y'\] of <lambda> is a list with an entry for each of 4 samples.*got an array of <U1",
+    ),
     "size": (lambda m: m.resize(3), "resize got bad axes .*got 3"),
     "axis": (lambda m: data_parallel(torch.add, axis=("data",)), r"data_parallel got a bad axis .*\('data',\)"),
     "endless bucket": (lambda m: data_parallel(torch.add, bucket_mb=math.inf), "bad bucket_mb .*inf"),
