@@ -155,5 +155,5 @@ def check_dim(what: str, name: str, dim: Any, ndim: int) -> int:
     """A dimension counted from the front."""
     if not isinstance(dim, int) or not -ndim <= dim < ndim:
         expected = f"{-ndim} to {ndim - 1}" if ndim else "a tensor with at least one dimension"
-        raise SpecError(message(f'{what} got a bad "{name}"', got=dim, expected=expected))
+        raise SpecError(message(f'{what} got a bad "{name}"', got=repr(dim), expected=expected))
     return dim % ndim

@@ -159,6 +159,17 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
         lambda m: spmd.spmd(data_parallel(lambda batch: 0), mesh=m)({"x": X, "y": np.array([*"abcd"])}),
         r"batch\['y'\] of <lambda> is a list with an entry for each of 4 samples.*got an array of <U1",
     ),
+    "a gradient by a module": (
+        lambda m: spmd.spmd(value_and_grad(lambda net, x: net(x).mean()), mesh=m)(nn.Linear(4, 1), X),
+        r"differentiated by an argument without tensors .*got Linear\): apply, params = functional\(model\)",
+    ),
+    "a gradient by a number": (
+        lambda m: value_and_grad(lambda w: torch.tensor(w))(2.0),
+        r"differentiated by an argument without tensors .*got float.*torch.tensor\(2.0\)",
+    ),
+    "argnums": (lambda m: value_and_grad(torch.sum, argnums=None)(X), "bad argnums for sum .*got None"),
+    "no dim": (lambda m: m.run(lambda: spmd.all_gather(X, "data", dim=None)), 'all_gather got a bad "dim" .*got None'),
+    "source": (lambda m: m.run(lambda: spmd.pbroadcast(X, "data", "0")), "pbroadcast got a bad \"source\" .*got '0'"),
     "size": (lambda m: m.resize(3), "resize got bad axes .*got 3"),
     "axis": (lambda m: data_parallel(torch.add, axis=("data",)), r"data_parallel got a bad axis .*\('data',\)"),
     "endless bucket": (lambda m: data_parallel(torch.add, bucket_mb=math.inf), "bad bucket_mb .*inf"),
