@@ -205,7 +205,7 @@ class Mesh:
         Raises:
             MeshError: called in the driver, which is no rank; or ranks that can't be a group.
         """
-        session = planned_session() or self._rank_session
+        session = planned_session() or (None if self._rank_session is None else self.session)
         if session is None:
             problem = "mesh.comm was called in the driver, which is not a rank"
             raise MeshError(message(problem, remedy="call it inside mesh.run"))

@@ -247,7 +247,7 @@ def unsendable_result(
     """The error of a rank that can't send what a function returned, where pickling it has failed."""
     return MeshError(
         message(
-            f"a result cannot be sent to the program, because of {unpicklable_among(parts, whole) or error}",
+            f"a result cannot be sent from its rank, because of {unpicklable_among(parts, whole) or error}",
             where=where,
             remedy="return what it is made of, as tensors, numbers and strings",
         )

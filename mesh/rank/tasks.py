@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 
-from ...kernels.errors import SpmdError
 from ...kernels.shm.blocks import Result
 from .. import agreement, protocol, wire
 from ..ambient import under
-from ..driver.snapshot import unsendable_result
 from ..failure import capture
 from ..region import Region, inside, reseed
 from ..replication.values import Check
@@ -35,16 +33,7 @@ def call_program(state: RankState, task: protocol.CallProgram, packet: wire.Pack
     state.values.keep(task.out, outcome.tensors, outcome.specs, known=outcome.known)
     if outcome.unchanged:
         return protocol.Unchanged(task.number, outcome.prints), None
-    try:
-        data = agreement.encode(outcome.treedef, outcome.metas)
-    except SpmdError:
-        raise
-    except Exception as error:
-        values = [
-            (f"result {agreement.path_in(outcome.treedef, index)}", about.value)
-            for index, about in enumerate(outcome.metas)
-        ]
-        raise unsendable_result(values, error, state.session.where()) from None
+    data = outcome.encoded(state.session.where())
     return protocol.Metadata(task.number, data, lasting=True, prints=outcome.prints), None
 
 
