@@ -399,6 +399,17 @@ def test_the_module_path_of_now_is_used(shared_mesh, tmp_path, monkeypatch):
     assert mesh.run(helper_made_late.answer) == [42, 42]
 
 
+def test_modules_of_a_class_of_their_own(shared_mesh):
+    """As torch has them; cloudpickle takes them along where a function names them."""
+    mesh, namespace = shared_mesh({"data": 2}), torch.ops.aten
+
+    def step(x):
+        assert torch.backends.cudnn.is_available() in (True, False)
+        return torch.ops.aten.add(x, namespace.mul(x, x))
+
+    assert spmd(step, mesh=mesh)(torch.full((), 3.0)).item() == 12
+
+
 def test_a_module_that_the_ranks_cannot_import(shared_mesh):
     mesh, module = shared_mesh({"data": 2}), types.ModuleType("only_here")
     exec("def f():\n    return 1", vars(module))
