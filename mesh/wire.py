@@ -11,7 +11,6 @@ import array
 import dataclasses
 import errno
 import hashlib
-import importlib
 import io
 import itertools
 import mmap
@@ -19,7 +18,6 @@ import os
 import pickle
 import socket
 import struct
-import sys
 import types
 from collections import deque
 from collections.abc import Callable
@@ -88,7 +86,7 @@ class _Pickler(cloudpickle.Pickler):
         self.kept: list[Any] = []  # ids stay unique only while the objects live
 
     def reducer_override(self, obj: Any) -> Any:
-        found = torch_compiled.taken_apart(obj) or opened_elsewhere(obj) or trees.reduced(obj) or _module_by_name(obj)
+        found = torch_compiled.taken_apart(obj) or opened_elsewhere(obj) or trees.reduced(obj)
         return super().reducer_override(obj) if found is None else found
 
     def persistent_id(self, obj: Any) -> Any:
@@ -110,18 +108,6 @@ class _Pickler(cloudpickle.Pickler):
             self.tensors.append(obj)
             return ("tensor", len(self.kept) - 1, obj.dtype, obj.shape, None, False, False)
         return None if self._name_of is None else self._name_of(obj)
-
-
-def _module_by_name(obj: Any) -> Any:
-    """How a module is imported that is of a class of its own, as `torch.ops` and `torch.backends.cudnn` are."""
-    if not isinstance(obj, types.ModuleType) or type(obj) is types.ModuleType:
-        return None
-    name = obj.__name__
-    if sys.modules.get(name) is obj:
-        return importlib.import_module, (name,)
-    parent, _, last = name.rpartition(".")  # one that is made when it is asked for: torch.ops.aten
-    found = getattr(sys.modules.get(parent), last, None) if last else None
-    return (getattr, (sys.modules[parent], last)) if found is obj else None
 
 
 def dumps(
