@@ -157,7 +157,11 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     ),
     "words beside tensors": (
         lambda m: spmd.spmd(data_parallel(lambda batch: 0), mesh=m)({"x": X, "y": np.array([*"abcd"])}),
-        r"batch\['y'\] of <lambda> is a list with an entry for each of 4 samples.*got an array of <U1",
+        r"batch\['y'\] of <lambda> is a list with an entry for each of 4 samples.*got a ndarray",
+    ),
+    "a range beside tensors": (
+        lambda m: spmd.spmd(data_parallel(lambda batch: 0), mesh=m)({"x": X, "y": range(4)}),
+        r"batch\['y'\] of <lambda> is a list with an entry for each of 4 samples.*got a range",
     ),
     "a gradient by a module": (
         lambda m: spmd.spmd(value_and_grad(lambda net, x: net(x).mean()), mesh=m)(nn.Linear(4, 1), X),
