@@ -134,8 +134,8 @@ def put_on(mesh: Mesh, tree: Any, spec: Any) -> Any:
                     where=where,
                 )
             )
-        mesh.layout.check_shape(tuple(leaf.shape), its_spec, where=where)
         check_value(leaf, functools.partial(str, where), cut=bool(its_spec.entries))
+        mesh.layout.check_shape(tuple(leaf.shape), its_spec, where=where)
         todo.append((index, leaf, its_spec))
     metas = [meta(tuple(leaf.shape), leaf.dtype, its_spec) for _, leaf, its_spec in todo]
     if not mesh.is_driver:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,6 +49,12 @@ class Yields:
 
 def rows(batch: Any) -> Any:
     return spmd.Sharded(batch, P("data"))
+
+
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():  # of a prototype
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
 def in_a_loop(mesh: Mesh) -> list[Any]:
@@ -147,6 +154,7 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
         "result .* can't be cut .*sparse_coo",
     ),
     "sparse data": (lambda m: Loader(X.to_sparse(), 2, mesh=m), "a Loader's dataset can't be cut .*sparse_coo"),
+    "nested": (lambda m: put(nested(), mesh=m), "put can't be sent .*a nested tensor.*layout=torch.jagged"),
     "long doubles": (
         lambda m: put(np.ones(2, np.longdouble), mesh=m),
         r"torch has no dtype .*float128.*array.astype\(float\)",
