@@ -32,6 +32,7 @@ from spmd import (
 )
 
 X = torch.arange(4.0)
+ADAMW = optimizer(torch.optim.AdamW, lr=0.1)
 
 
 async def waits(x: Any) -> Any:
@@ -187,6 +188,11 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "endless bucket": (lambda m: data_parallel(torch.add, bucket_mb=math.inf), "bad bucket_mb .*inf"),
     "bucket_mb": (lambda m: data_parallel(torch.add, bucket_mb="1"), "bad bucket_mb .*'1'"),
     "optimizer": (lambda m: ema("adam"), r"ema takes what optimizer\(\) gave .*str"),
+    "a state for parameters": (lambda m: ADAMW.init(ADAMW.init({"w": X})), "takes the tree of .*an optimizer's state"),
+    "arguments of a step": (
+        lambda m: ADAMW.step(ADAMW.init({"w": X}), {"w": X}, {"w": X}),
+        "takes .*optimizer's state",
+    ),
     "loader": (lambda m: evaluate(torch.sum, [X]), "evaluate takes a Loader .*list"),
 }
 
