@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import numbers
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -79,11 +79,37 @@ def check_message(name: str, argument: str, rank: int, size: int, tensor: Any, t
 
 def check_tensor(name: str, argument: str, x: Any) -> None:
     """Refuse what has no bytes to communicate."""
-    if isinstance(x, torch.Tensor) and x.layout is torch.strided:
+    if not isinstance(x, torch.Tensor):
+        got, remedy = type(x).__name__, "make a tensor of it"
+    elif x.is_meta:
+        got, remedy = "a tensor on torch's meta device", "give it values"
+    elif x.layout is not torch.strided:
+        got, remedy = f"a tensor of layout {x.layout}", "move its indices and values by themselves"
+    else:
         return
-    got = f"a tensor of layout {x.layout}" if isinstance(x, torch.Tensor) else type(x).__name__
-    remedy = "move its indices and values by themselves" if isinstance(x, torch.Tensor) else "make a tensor of it"
     raise SpecError(message(f'{name} got a bad "{argument}"', got=got, expected="a dense tensor", remedy=remedy))
+
+
+def check_value(x: torch.Tensor, called: Callable[[], str], *, cut: bool) -> None:
+    """Refuse a tensor that can't go to ranks, or come from them: without values, or without rows that can be cut.
+
+    Args:
+        called: what it is called, asked where that is told.
+    """
+    if x.is_meta:
+        problem, got = "has no values", "a tensor on torch's meta device"
+        remedy = "give it values, or pass its shape and dtype"
+    elif x.is_nested and x.layout is torch.strided:
+        problem, got = "can't be sent", "a nested tensor of torch's older kind"
+        remedy = "make it with layout=torch.jagged, or pad it"
+    elif cut and x.layout is not torch.strided:
+        problem, got = "can't be cut", f"a tensor of layout {x.layout}"
+        remedy = (
+            "leave it whole, P(), or pass what to_dense() gives, or torch.nested.to_padded_tensor() and the lengths"
+        )
+    else:
+        return
+    raise SpecError(message(f"{called()} {problem}", got=got, remedy=remedy))
 
 
 def check_list(

@@ -14,7 +14,7 @@ from .errors import SpmdError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_LIBRARY = ("spmd", "torch", "optree", "cloudpickle", "concurrent", "threading")
+_LIBRARY = ("spmd", "torch", "optree", "cloudpickle", "concurrent", "contextlib", "threading")
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # In a checkout the folders lie side by side, installed they lie in one that is the package.

@@ -16,6 +16,20 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return (flat if flat.numel() > 1 else flat.as_strided((1,), (1,))).view(torch.uint8)
 
 
+def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What the bytes of a tensor are in, its values last: itself, or those that it is made of."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.is_nested:
+        return [tensor.offsets(), tensor.values()]  # type: ignore[attr-defined]
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+
+
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its history, in C order and with its bytes as they read."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()

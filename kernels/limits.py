@@ -29,7 +29,7 @@ def named_limits() -> Iterator[None]:
         yield
     except SpmdError:
         raise
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, OverflowError) as error:
         number = _number_of(error)
         if number is None:
             raise
@@ -46,8 +46,10 @@ def named_limits() -> Iterator[None]:
         raise MeshError(message(problem, got=got, remedy=f"{remedy}; or use fewer ranks")) from None
 
 
-def _number_of(error: OSError | RuntimeError) -> int | None:
+def _number_of(error: OSError | RuntimeError | OverflowError) -> int | None:
     """The system's number of an error; torch's own errors only have its text."""
     if isinstance(error, OSError):
         return error.errno or 0
+    if isinstance(error, OverflowError):  # a size that the system can't even be asked for
+        return errno.ENOMEM
     return next((number for number in _LIMITS if os.strerror(number) in str(error)), None)

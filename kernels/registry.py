@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from .arguments import check_function
 from .communicator import Communicator
-from .errors import MeshError, message
+from .errors import MeshError, SpecError, message
 from .network import hierarchical
 from .network.gloo import GlooCommunicator
 from .network.hosts import HostWatch
@@ -84,7 +85,14 @@ def register_backend(name: str, factory: Factory) -> None:
         factory: called on each rank of a group, with the group's global `ranks`, this process's `rank`, the `watch`
             that notices aborts, `store()` for a `torch.distributed.Store`, and a `channel` name that keeps several
             communicators over the same ranks apart. A driver sends it to its ranks, so cloudpickle must be able to.
+
+    Raises:
+        SpecError: that is no name, or no function.
     """
+    if not isinstance(name, str) or name in ("", "auto"):
+        expected = 'a name other than "auto", which chooses one'
+        raise SpecError(message("register_backend got a bad name", got=repr(name), expected=expected))
+    check_function("register_backend", factory, "register_backend(name, factory)")
     _FACTORIES[name] = factory
 
 
@@ -108,4 +116,9 @@ def make_communicator(backend: str, **arguments: Any) -> Communicator:
                 remedy="register_backend adds one",
             )
         )
-    return _FACTORIES[backend](**arguments)
+    made = _FACTORIES[backend](**arguments)
+    if not isinstance(made, Communicator):
+        problem = f"the factory of backend {backend!r} made no communicator"
+        remedy = "have it return an object of a subclass of spmd.kernels.Communicator"
+        raise MeshError(message(problem, got=type(made).__name__, remedy=remedy))
+    return made

@@ -1,4 +1,4 @@
-"""What torch was told around a call: grad mode, autocast, anomaly detection, the default dtype.
+"""What torch was told around a call: grad mode, autocast, anomaly detection, the default dtype, determinism.
 
 These are settings of a thread or a process. A step means what it says on one device, so the ranks run its body under
 the settings that the caller has. Invariant: they are compared with those of a fresh process, so that a call in the
@@ -38,6 +38,8 @@ class Ambient:
         anomaly: None, or whether anomaly detection also looks for NaN.
         dtype: of tensors that are made without one.
         counting: the ranks are to count their collectives.
+        deterministic: None, or whether torch's deterministic algorithms only warn of what has none. None leaves a rank
+            as it is, which `mesh.run` may have told.
     """
 
     grad: bool
@@ -45,6 +47,7 @@ class Ambient:
     anomaly: bool | None
     dtype: torch.dtype
     counting: bool = False
+    deterministic: bool | None = None
 
 
 _USUAL = Ambient(grad=True, autocast=(), anomaly=None, dtype=torch.float32)
@@ -55,11 +58,15 @@ def ambient() -> Ambient | None:
     autocast = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
     grad, dtype, counting = torch.is_grad_enabled(), torch.get_default_dtype(), bool(asked())
     anomaly = torch.is_anomaly_check_nan_enabled() if torch.is_anomaly_enabled() else None
-    if grad and not autocast and anomaly is None and dtype is _USUAL.dtype and not counting:
+    deterministic = None
+    if torch.are_deterministic_algorithms_enabled():
+        deterministic = torch.is_deterministic_algorithms_warn_only_enabled()
+    usual = grad and not autocast and anomaly is None and deterministic is None
+    if usual and dtype is _USUAL.dtype and not counting:
         return None
     cached = torch.is_autocast_cache_enabled()
     entered = tuple(Autocast(device, torch.get_autocast_dtype(device), cached) for device in autocast)
-    return Ambient(grad, entered, anomaly, dtype, counting)
+    return Ambient(grad, entered, anomaly, dtype, counting, deterministic)
 
 
 def under(settings: Ambient | None) -> contextlib.AbstractContextManager[Any]:
@@ -80,6 +87,13 @@ def _under(settings: Ambient) -> Iterator[None]:
             stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=settings.anomaly))
         if settings.counting:
             stack.enter_context(body_counted())
+        if settings.deterministic is not None:
+            was, warned = (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            )
+            stack.callback(torch.use_deterministic_algorithms, was, warn_only=warned)
+            torch.use_deterministic_algorithms(True, warn_only=settings.deterministic)
         if settings.dtype is not before:
             torch.set_default_dtype(settings.dtype)
             stack.callback(torch.set_default_dtype, before)

@@ -7,10 +7,12 @@ What comes whole to a call is given the spec of its axis there (`Request`); what
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..kernels.errors import SpecError, message
 from . import trees
@@ -91,31 +93,43 @@ def common_length(lengths: Mapping[int, int], called: Callable[[int], str], whos
 def refuse_lists(tree: Any, length: int, whose: str) -> None:
     """Refuse a list of what is no tensor with an entry for each of `length` samples, beside tensors that are split.
 
-    A DataLoader makes such of strings, and NumPy arrays of strings or objects are like them. A tuple is taken to mean
-    what it is, the same for all samples.
+    A DataLoader makes such of strings. A NumPy array of strings, a range or a column of a table is one, too. A tuple is
+    taken to mean what it is, the same for all samples.
 
     Raises:
         SpecError: there is one.
     """
-    if length < 2 or not any(isinstance(leaf, (*_PLAIN, np.ndarray)) for leaf in trees.leaves(tree)):
+    if length < 2:
         return
 
     def is_list(node: Any) -> bool:
-        if isinstance(node, np.ndarray) and node.ndim and node.dtype.kind not in "biufc":
-            return len(node) == length
         return type(node) is list and len(node) == length and all(isinstance(entry, _PLAIN) for entry in node)
 
     for index, node in enumerate(trees.leaves(tree, is_list)):
-        if is_list(node):
-            kind = "a list" if type(node) is list else "an array"
+        if type(node) is list or _is_column(node, length):
+            kind = f"a list of {type(node[0]).__name__}" if type(node) is list else f"a {type(node).__name__}"
+            if isinstance(node, np.ndarray):
+                kind = f"an array of {type(node[0]).__name__}"
             raise SpecError(
                 message(
-                    f"batch{trees.paths(tree, is_list)[index]} of {whose} is {kind} "
+                    f"batch{trees.paths(tree, is_list)[index]} of {whose} is {kind.partition(' of ')[0]} "
                     f"with an entry for each of {length} samples, and would not be split as the tensors beside it are",
-                    got=f"{kind} of {type(node[0]).__name__}",
+                    got=kind,
                     remedy="make a tensor of it (of tokens, for strings), or a tuple if every rank is to have all",
                 )
             )
+
+
+def _is_column(leaf: Any, length: int) -> bool:
+    """Whether a leaf that is no tensor, nor an array that becomes one, has an entry for each of so many samples."""
+    if isinstance(leaf, torch.Tensor | numbers.Number | str | bytes):  # Arrays count as numbers
+        return False
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+        return False
+    try:
+        return hasattr(type(leaf), "__getitem__") and len(leaf) == length
+    except TypeError:  # it has no length
+        return False
 
 
 _PLAIN = (str, bytes, bool, int, float)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
+from ..kernels.arguments import is_whole
 from ..kernels.callsite import shows_only_users
 from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, message
@@ -163,9 +164,9 @@ class Mesh:
     def coords(self, rank: int | None = None) -> dict[str, int]:
         """A rank's coordinates by axis name (this rank's own, on a rank)."""
         rank = self.rank if rank is None else rank
-        if rank is None or rank not in range(self.size):
+        if rank is None or not is_whole(rank) or rank not in range(self.size):
             raise MeshError(message("coords got a bad rank", got=repr(rank), expected=f"0 to {self.size - 1}"))
-        return self._layout.coords(rank)
+        return self._layout.coords(int(rank))
 
     def __reduce__(self) -> Any:
         raise MeshError(message("a Mesh cannot be pickled: it is processes", remedy="make one where you need it"))
@@ -204,7 +205,7 @@ class Mesh:
         Raises:
             MeshError: called in the driver, which is no rank; or ranks that can't be a group.
         """
-        session = planned_session() or self._rank_session
+        session = planned_session() or (None if self._rank_session is None else self.session)
         if session is None:
             problem = "mesh.comm was called in the driver, which is not a rank"
             raise MeshError(message(problem, remedy="call it inside mesh.run"))

@@ -5,11 +5,13 @@ The same in the driver and on launched ranks, where each rank keeps its own part
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..kernels.arguments import check_value
 from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, message
 from . import trees
@@ -24,26 +26,22 @@ def is_array(x: Any) -> bool:
     return isinstance(x, Array)
 
 
+_EXTENDED = (np.dtype(np.longdouble), np.dtype(np.clongdouble))
+
+
 def as_tensor(leaf: Any) -> Any:
     """NumPy arrays of numbers as tensors; anything else as it is."""
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biufc":
         return leaf
+    if np.ma.is_masked(leaf):
+        problem = "a masked array would lose its mask, which torch's tensors have not"
+        raise SpecError(message(problem, got=f"shape {leaf.shape}", remedy="pass array.filled(value), and array.mask"))
+    if leaf.dtype in _EXTENDED:
+        remedy = f"write array.astype({'complex' if leaf.dtype.kind == 'c' else 'float'})"
+        raise SpecError(message("torch has no dtype for a NumPy array", got=str(leaf.dtype), remedy=remedy))
     if not leaf.flags.writeable or any(stride < 0 for stride in leaf.strides) or not leaf.dtype.isnative:
         leaf = np.array(leaf, dtype=leaf.dtype.newbyteorder("="))  # torch takes none of these as they are
     return torch.from_numpy(leaf)
-
-
-def check_dense(tensor: torch.Tensor, where: str) -> None:
-    """Refuse to cut a sparse or nested tensor."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        raise SpecError(
-            message(
-                "a sparse or nested tensor cannot be cut",
-                got=str(tensor.layout),
-                where=where,
-                remedy="pass tensor.to_dense(), or torch.nested.to_padded_tensor(tensor, 0.0) and the lengths",
-            )
-        )
 
 
 def specs_for(specs: Any, tree: Any, what: str) -> list[Any]:
@@ -136,9 +134,8 @@ def put_on(mesh: Mesh, tree: Any, spec: Any) -> Any:
                     where=where,
                 )
             )
+        check_value(leaf, functools.partial(str, where), cut=bool(its_spec.entries))
         mesh.layout.check_shape(tuple(leaf.shape), its_spec, where=where)
-        if its_spec.entries:
-            check_dense(leaf, where)
         todo.append((index, leaf, its_spec))
     metas = [meta(tuple(leaf.shape), leaf.dtype, its_spec) for _, leaf, its_spec in todo]
     if not mesh.is_driver:

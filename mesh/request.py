@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from ..kernels.arguments import check_value
 from ..kernels.errors import SpecError, message
 from . import trees
 from .ambient import Ambient
@@ -15,7 +17,7 @@ from .array import Array
 from .batch import BatchArgument, BatchSplit, Deal, common_length, refuse_lists
 from .mesh import Mesh
 from .program import InputLeaf, InputPlan, describe_path
-from .put import as_tensor, check_dense, is_array, put_on, specs_for
+from .put import as_tensor, is_array, put_on, specs_for
 from .spec import RAGGED, P
 
 
@@ -66,6 +68,8 @@ class Request:
         if batch is not None:
             self._split_batch(batch)
         for index, (leaf, spec) in enumerate(zip(self.leaves, self.specs, strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                check_value(leaf, functools.partial(self.where, index), cut=spec is not None and bool(spec.entries))
             if spec is not None or type(leaf) is Array:
                 self._check(index)
 
@@ -98,7 +102,7 @@ class Request:
                     )
                 )
             if isinstance(leaf, torch.Tensor):
-                check_dense(leaf, self.where(index))
+                check_value(leaf, functools.partial(self.where, index), cut=True)
             lengths[index] = shape[0]
             cut = isinstance(leaf, Array) and argument.axis in leaf.hint().spec.axes
             if argument.shards is not None:
@@ -187,7 +191,7 @@ class Request:
         elif isinstance(leaf, torch.Tensor) and spec is not None:
             self._check_shape(index, tuple(leaf.shape), spec)
             if spec.entries:
-                check_dense(leaf, self.where(index))
+                check_value(leaf, functools.partial(self.where, index), cut=True)
 
     def _check_shape(self, index: int, shape: tuple[int, ...], spec: P) -> None:
         self.mesh.layout.check_shape(shape, spec, uneven=index in self._uneven, where=self.where(index))

@@ -8,6 +8,7 @@ is kept has no graph, and nothing that was set on the body's tensors.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,10 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels.errors import SpecError, message
+from ..kernels.arguments import check_value
+from ..kernels.errors import SpecError, SpmdError, message
 from . import agreement, trees
 from .agreement import OutputMeta, path_in, same
 from .array import Array
+from .driver.snapshot import unsendable_result
 from .rank.lasting_values import KnownLayout
 from .rank.session import RankSession
 from .replication.net import Net, plain_number
@@ -59,6 +62,20 @@ class Outcome:
         if self.known is not None:
             return list(self.known.specs)
         return agreement.specs_of(self.metas)
+
+    def encoded(self, where: str) -> bytes:
+        """What other processes must know of the results.
+
+        Raises:
+            MeshError: one that is no tensor can't be sent.
+        """
+        try:
+            return agreement.encode(self.treedef, self.metas)
+        except SpmdError:
+            raise
+        except Exception as error:
+            values = [(f"result {path_in(self.treedef, i)}", about.value) for i, about in enumerate(self.metas)]
+            raise unsendable_result(values, error, where) from None
 
 
 _NUMBERS = frozenset({bool, int, float, complex, str, type(None)})  # and what else is the same when it is equal
@@ -183,6 +200,7 @@ class Results:
                 if last is not None and last.dtype is leaf.dtype and last.shape == leaf.shape and last.spec == spec:
                     metas.append(last)
                     continue
+                check_value(leaf, functools.partial(self._called, treedef, index), cut=bool(spec.entries))
                 if spec.entries:
                     self._check_result(treedef, index, leaf, spec)
                 about = OutputMeta(spec, tuple(leaf.shape), leaf.dtype, varying=varying)
@@ -212,12 +230,16 @@ class Results:
             ) from None
         return treedef, [own or spec or REPLICATED for own, spec in zip(declared, specs, strict=True)]
 
+    def _called(self, treedef: Any, index: int) -> str:
+        """What a leaf is called, for messages."""
+        return f"result {path_in(treedef, index)} of {self._name}"
+
     def _refuse_unfit(self, treedef: Any, index: int, leaf: Any) -> None:
         """Refuse what is no value: code, what has yet to run, and modules, which would come as other objects."""
         if isinstance(leaf, types.FunctionType | types.MethodType | Iterator | types.CoroutineType | torch.nn.Module):
             raise SpecError(
                 message(
-                    f"result {path_in(treedef, index)} of {self._name} is no value",
+                    f"{self._called(treedef, index)} is no value",
                     got=type(leaf).__name__,
                     expected="tensors, numbers, strings or None, in dicts, lists, tuples or dataclasses",
                     where=self._session.where(),
@@ -230,7 +252,7 @@ class Results:
         if len(spec.entries) > leaf.dim():
             raise SpecError(
                 message(
-                    f"result {path_in(treedef, index)} of {self._name} has fewer dimensions than its spec",
+                    f"{self._called(treedef, index)} has fewer dimensions than its spec",
                     got=f"shape {tuple(leaf.shape)} with {spec}",
                     where=self._session.where(),
                     remedy="reshape it, or give it a shorter spec",

@@ -284,6 +284,8 @@ class Layout:
         # A copy, so that the whole does not stay in memory for the sake of a part.
         whole = tensor.detach()
         part = self.cut(whole, spec, rank)
+        if whole.layout is not torch.strided:
+            return strides.copied(whole)
         shard = strides.copied(part, strides.dense(part.shape, strides.dense(whole.shape, whole.stride())))
         return frozen_as(tensor, shard)
 

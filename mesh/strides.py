@@ -86,6 +86,8 @@ def is_standard(tensor: torch.Tensor) -> bool:
 
 def copied(tensor: torch.Tensor, strides: Sizes | None = None) -> torch.Tensor:
     """A copy in memory of its own, with these strides or those nearest to its own."""
+    if tensor.layout is not torch.strided:
+        return tensor.clone()
     strides = dense(tensor.shape, tensor.stride()) if strides is None else strides
     out = torch.empty_strided(tensor.shape, tuple(strides), dtype=tensor.dtype, device=tensor.device)
     return out.copy_(tensor)

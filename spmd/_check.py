@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ._spmd import Spmd, spmd
+from .kernels.arguments import check_function
 from .kernels.errors import SpecError, message
 from .kernels.torch_private import FakeTensors, PretendedNumbers
 from .mesh import trees
@@ -71,6 +72,7 @@ def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
     for name, size in axes.items():
         if not isinstance(size, int) or size < 1:
             raise SpecError(message("check got a bad axis", got=f"{name!r}: {size!r}", expected="sizes of at least 1"))
+    check_function("check", step, "check(step, axes, *args)")
     wrapped: Spmd = step if isinstance(step, Spmd) else spmd(step)
     mesh: Any = _PlannedMesh(Layout(tuple(axes.items())))
     fakes = FakeTensors()

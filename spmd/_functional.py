@@ -20,7 +20,7 @@ from ._batch_norm import synced
 from ._compiled_modules import compile_parts, compiled_parts
 from ._functional_checks import check_module, check_names, warn_of_dropped
 from .kernels import torch_private
-from .kernels.errors import SpmdError, message
+from .kernels.errors import SpecError, SpmdError, message
 from .mesh.array import Array
 from .mesh.region import current, note_carry
 from .transforms import after_gradient, current_plan, in_gradient
@@ -170,6 +170,9 @@ class Apply:
         Raises:
             SpecError: parameters are missing.
         """
+        if not isinstance(state_dict, Mapping):
+            got, expected = type(state_dict).__name__, "what a module's state_dict() gives"
+            raise SpecError(message("apply.params got no state_dict", got=got, expected=expected))
         own = dict(self.skeleton.named_parameters())
         check_names("params", {name: value for name, value in state_dict.items() if name in own}, own)
         return {

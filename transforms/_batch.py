@@ -17,7 +17,7 @@ from ..mesh import trees
 from ..mesh.batch import BatchArgument, common_length, refuse_lists
 from ..mesh.region import Region, planned_session
 from ..mesh.replication.net import mark, marked
-from ..mesh.spec import split_sizes
+from ..mesh.spec import REPLICATED, P, split_sizes
 from ._reductions import psum
 from .exact.shards import VirtualShards
 from .exact.tracked import as_tracked
@@ -54,6 +54,17 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
             if not leaf.dim():
                 problem = f"{called(index)} of {name} has no dimension to split"
                 raise SpecError(message(problem, remedy="pass scalars in another argument"))
+            spec: P = getattr(leaf, "_spmd_spec", REPLICATED)
+            if axis in spec.axes and axis not in spec.dim_axes(0):
+                raise SpecError(
+                    message(
+                        f"{called(index)} of {name} is cut over {axis!r} along another dimension than its samples",
+                        got=repr(spec),
+                        expected=f"P({axis!r}), or a batch that is not cut",
+                        where=session.where(),
+                        remedy=f"put(array.full(), P({axis!r})), or leave the batch out of in_specs",
+                    )
+                )
             (cut if axis in (marked(leaf) or ()) else whole)[index] = leaf.shape[0]
     if cut and argument.shards is not None and region.batch.shards != argument.shards:
         batch_shards = region.batch.shards

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +75,9 @@ def data_parallel(
                 remedy="swap them: @spmd above @data_parallel above the step",
             )
         )
-    if not is_number(bucket_mb) or not bucket_mb > 0:
+    if not isinstance(axis, str):
+        raise SpecError(message("data_parallel got a bad axis", got=repr(axis), expected="the name of one mesh axis"))
+    if not is_number(bucket_mb) or not 0 < bucket_mb < math.inf:
         raise SpecError(message("data_parallel got a bad bucket_mb", got=repr(bucket_mb), expected="MiB, more than 0"))
     if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
         raise SpecError(

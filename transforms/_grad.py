@@ -147,6 +147,17 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     plan = plan_of(region)
     over = () if region is None else region.session.layout.names if axes is None else _axes(axes)
     arguments, treedef = prepare(tuple(args[number] for number in chosen), region, over)
+    given = [argument.leaf for argument in arguments if argument.leaf is not None]
+    if given and not any(isinstance(leaf, torch.Tensor) for leaf in given):
+        raise SpecError(
+            message(
+                f"{name} is differentiated by an argument without tensors",
+                got=type(given[0]).__name__,
+                expected="tensors, in dicts, lists, tuples or dataclasses",
+                remedy="apply, params = functional(model) gives a model's parameters, torch.tensor(2.0) is a number's "
+                "tensor; argnums= says which argument is meant",
+            )
+        )
     if plan.samples and not any(argument.primal is not None for argument in arguments):
         raise SpecError(
             message(
@@ -202,7 +213,7 @@ def _positions(argnums: Any, count: int, name: str) -> tuple[int, ...]:
             raise SpecError(
                 message(
                     f"grad got a bad argnums for {name}",
-                    got=argnums,
+                    got=repr(argnums),
                     expected=f"below {count} positional arguments",
                     remedy="pass what is to be differentiated by position",
                 )

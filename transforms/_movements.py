@@ -221,7 +221,7 @@ def pbroadcast(x: Any, axis: Axis, source: int) -> Any:
         return each("pbroadcast", x, axis, source)
     axes, comm = group("pbroadcast", axis)
     if not isinstance(source, int) or not 0 <= source < comm.size:
-        raise SpecError(message('pbroadcast got a bad "source"', got=source, expected=f"0 to {comm.size - 1}"))
+        raise SpecError(message('pbroadcast got a bad "source"', got=repr(source), expected=f"0 to {comm.size - 1}"))
     return each_leaf("pbroadcast", lambda leaf: known(leaf, run(Broadcast(comm, source), leaf), same=axes), x)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_exporting
 
+from ..kernels.arguments import check_tensor
 from ..kernels.communicator import Communicator
 from ..kernels.errors import SpecError, message
 from ..kernels.torch_private import being_recorded, outside_torch_func
@@ -136,6 +137,7 @@ def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:
                     got=type(leaf).__name__,
                 )
             )
+        check_tensor(what, "x", leaf)
         return f(leaf)
 
     return trees.map(one, x)
@@ -153,5 +155,5 @@ def check_dim(what: str, name: str, dim: Any, ndim: int) -> int:
     """A dimension counted from the front."""
     if not isinstance(dim, int) or not -ndim <= dim < ndim:
         expected = f"{-ndim} to {ndim - 1}" if ndim else "a tensor with at least one dimension"
-        raise SpecError(message(f'{what} got a bad "{name}"', got=dim, expected=expected))
+        raise SpecError(message(f'{what} got a bad "{name}"', got=repr(dim), expected=expected))
     return dim % ndim

@@ -107,6 +107,8 @@ def _threads(pid: int) -> list[str]:
 
 def board_of(mesh: Any) -> tuple[Board | None, Sequence[int]]:
     """What the ranks of this host share, and their numbers in the mesh."""
+    if mesh.is_driver:
+        mesh.driver.check_open()
     board: Board | None = mesh.driver.ranks.arena if mesh.is_driver else mesh.session.leases
     return board, getattr(board, "members", range(mesh.size))
 

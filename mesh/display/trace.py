@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...kernels.errors import MeshError, message
 from ..driver.pending import Task
 
 LOGGER = "spmd.trace"
@@ -62,8 +63,12 @@ class Writer(logging.Handler):
     """
 
     def __init__(self, path: str):
+        try:
+            self._file, self._pid = open(path, "w"), os.getpid()  # noqa: SIM115  # until the program ends
+        except OSError as error:
+            problem, remedy = "SPMD_TRACE names a file that can't be written", "name one that can, or unset it"
+            raise MeshError(message(problem, got=str(error), remedy=remedy)) from None
         super().__init__()
-        self._file, self._pid = open(path, "w"), os.getpid()  # noqa: SIM115  # until the program ends
         self._meshes: dict[str, tuple[int, Sequence[str]]] = {}  # its number, and each rank's host
         self._numbers = itertools.count(1)
         self._known: set[tuple[int, int]] = set()  # processes and threads that have a name

@@ -207,5 +207,8 @@ class Receiving(threading.Thread):
     def _print(self, stream: str, text: str) -> None:
         target = sys.stdout if stream == "stdout" else sys.stderr
         with contextlib.suppress(Exception), self._bars.aside(target):  # a closed stream must not stop the thread
-            target.write(text)
+            try:
+                target.write(text)
+            except UnicodeEncodeError:  # the stream's encoding, of this program's locale, lacks a character
+                target.write(text.encode(target.encoding, "backslashreplace").decode(target.encoding))
             target.flush()

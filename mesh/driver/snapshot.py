@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from ...kernels import torch_private
+from ...kernels.errors import MeshError, message
 from .. import wire
 from ..rank.references import CONTAINERS, DEPTH, SCALARS, Reader, functions_of, readers_of, used_by
 
@@ -248,6 +249,19 @@ def unpicklable_part(function: Any, whole: tuple[type, ...] = ()) -> str:
 def unpicklable_among(parts: Iterable[tuple[str, Any]], whole: tuple[type, ...] = ()) -> str:
     """The first of some named values that can't be pickled, and why; empty if all can."""
     return _unpicklable(((what, value, "its ") for what, value in parts), whole)
+
+
+def unsendable_result(
+    parts: Iterable[tuple[str, Any]], error: Exception, where: str, whole: tuple[type, ...] = ()
+) -> MeshError:
+    """The error of a rank that can't send what a function returned, where pickling it has failed."""
+    return MeshError(
+        message(
+            f"a result cannot be sent from its rank, because of {unpicklable_among(parts, whole) or error}",
+            where=where,
+            remedy="return what it is made of, as tensors, numbers and strings",
+        )
+    )
 
 
 def _unpicklable(parts: Iterable[tuple[str, Any, str]], whole: tuple[type, ...]) -> str:

@@ -274,13 +274,15 @@ class ForkedZygote(Zygote):
 
 def main() -> None:
     """What `spmd host` does: its standard input says where the driver is, and the secret."""
-    config = json.loads(sys.stdin.readline())
-    secret = bytes.fromhex(config["secret"])
     try:
-        connection = socket.create_connection((config["address"], config["port"]), timeout=GREETING_SECONDS)
-        hold(greet_driver(connection, secret, config["index"]), secret)
+        config = json.loads(sys.stdin.readline())
+        secret, place, index = bytes.fromhex(config["secret"]), (config["address"], config["port"]), config["index"]
+    except (ValueError, TypeError, KeyError):
+        sys.exit("spmd host: no driver is named on standard input; Mesh(hosts=...) starts this, or write --listen")
+    try:
+        hold(greet_driver(socket.create_connection(place, timeout=GREETING_SECONDS), secret, index), secret)
     except (OSError, NotOfThisMesh) as error:
-        sys.exit(f"spmd host: {config['address']} port {config['port']}: {error}")
+        sys.exit(f"spmd host: {place[0]} port {place[1]}: {error}")
 
 
 def hold(link: Link, secret: bytes) -> None:

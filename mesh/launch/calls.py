@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...kernels.errors import SpecError, message
+from ...kernels.flat import strided_parts
 from .. import agreement, trees
 from ..agreement import path_in
 from ..array import Array, Meta
@@ -67,7 +68,7 @@ class LaunchedCall:
     def __call__(self, leaves: list[Any], spans: Sequence[Span], key: tuple, this: Call, *, check: str) -> Any:
         values: list[Any] = []
         specs = []
-        theirs = set()
+        theirs: set[int] = set()
         for leaf in leaves:
             if type(leaf) is Array:
                 source: Any = leaf._source
@@ -75,7 +76,7 @@ class LaunchedCall:
                 specs.append(source.hints[leaf._index].spec)
                 continue
             if isinstance(leaf, torch.Tensor):
-                theirs.add(leaf.untyped_storage().data_ptr())
+                theirs |= _memory(leaf)
             values.append(leaf)
         try:
             outcome = launched.call(self._session, lambda: self._run(values, specs, key, check))
@@ -88,7 +89,7 @@ class LaunchedCall:
         for value, result in zip(outcome.leaves, results, strict=True):
             if result.meta is not None:
                 # The tensor passed is the caller's, who may change it.
-                tensors.append(value.clone() if theirs and value.untyped_storage().data_ptr() in theirs else value)
+                tensors.append(value.clone() if theirs & _memory(value) else value)
                 shapes.append(result.shapes)
         arrays = iter(LocalValues(self._session, tensors, self._metas, shapes).arrays(self._mesh))
         made = [
@@ -110,7 +111,7 @@ class LaunchedCall:
         most_news, most, least = comm.all_reduced(torch.tensor([int(news), number, -number]), "max").tolist()
         if most_news or most != -least:
             self._inputs.compare(comm.all_gather_bytes(pickle.dumps(given)), where())
-            mine = pickle.dumps((outcome.prints, agreement.encode(outcome.treedef, outcome.metas)))
+            mine = pickle.dumps((outcome.prints, outcome.encoded(self._session.where())))
             gathered = [pickle.loads(data) for data in comm.all_gather_bytes(mine)]
             everyone = agreement.decode_all([encoded for _, encoded in gathered])
             outputs = {rank: (_as_here(its, outcome.treedef), metas) for rank, (its, metas) in everyone.items()}
@@ -125,6 +126,11 @@ class LaunchedCall:
             )
             self._metas = [result.meta for result in self._found[1] if result.meta is not None]
         return outcome
+
+
+def _memory(tensor: torch.Tensor) -> set[int]:
+    """Where the memory of a tensor begins, or that of the parts of a sparse one."""
+    return {part.untyped_storage().data_ptr() for part in strided_parts(tensor)}
 
 
 def _as_here(theirs: Any, mine: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...kernels.arguments import is_whole
 from ...kernels.errors import MeshError, message
 from ...kernels.network.authentication import AuthenticatedStore, code
 from ...kernels.network.hosts import innermost, leads_nowhere_else, limit_silence
@@ -64,6 +65,13 @@ def initialize(
         raise MeshError(
             message("initialize was called after the ranks had met", remedy="call it before the first Mesh")
         )
+    numbers = {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size}
+    for name, number in numbers.items():
+        if not is_whole(number) and (number is not None or name in ("rank", "size")):
+            remedy = f"write int({number!r})" if isinstance(number, str) else ""
+            raise MeshError(
+                message(f"initialize got a bad {name}", got=repr(number), expected="a whole number", remedy=remedy)
+            )
     if not 0 <= rank < size:
         raise MeshError(message("initialize got a bad rank", got=f"rank {rank} of {size}", expected=f"0 to {size - 1}"))
     if (init_method is None) == (store is None):

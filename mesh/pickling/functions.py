@@ -1,4 +1,4 @@
-"""How functions travel to another process, where cloudpickle alone would lose something.
+"""How functions and modules travel to another process, where cloudpickle alone would lose something.
 
 Invariant: what the receiver can import travels by name, all else by value.
 """
@@ -6,6 +6,7 @@ Invariant: what the receiver can import travels by name, all else by value.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import types
 from collections.abc import Callable
@@ -32,14 +33,26 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
 
     A `functools.cache` or `lru_cache` of a function that travels by value: with an empty cache; Python's own way is by
     name, which the receiver's `__main__` does not have. Code: with the name of its file, which errors and tracebacks of
-    ranks tell, and cloudpickle leaves out since 3.1.3.
+    ranks tell, and cloudpickle leaves out since 3.1.3. A module of a class of its own, as `torch.backends.cudnn` is: by
+    name.
     """
+    if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+        return _imported(obj)
     if type(obj) is _Cached and not travels_by_name(obj):
         return _cached, (obj.__wrapped__, dict(obj.cache_parameters()))
     if type(obj) is types.CodeType:
         made, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](obj)
         return made, tuple(obj.co_filename if one == "<dynamic-code>" else one for one in arguments)
     return None
+
+
+def _imported(module: types.ModuleType) -> tuple[Any, ...] | None:
+    name = module.__name__
+    if sys.modules.get(name) is module:
+        return importlib.import_module, (name,)
+    parent, _, last = name.rpartition(".")  # one that is made when it is asked for
+    found = getattr(sys.modules.get(parent), last, None) if last else None
+    return (getattr, (sys.modules[parent], last)) if found is module else None
 
 
 def _cached(function: Callable, parameters: dict[str, Any]) -> Any:

@@ -11,4 +11,4 @@ from . import functions, operators
 
 def reduced(obj: Any) -> Any:
     """What pickle's `__reduce__` is to return of an object; None for most, which cloudpickle pickles well."""
-    return torch_compiled.taken_apart(obj) or opened_elsewhere(obj) or functions.reduced(obj) or operators.reduced(obj)
+    return torch_compiled.taken_apart(obj) or opened_elsewhere(obj) or operators.reduced(obj) or functions.reduced(obj)

@@ -96,7 +96,7 @@ def _span_of(tensor: Tensor) -> tuple[int, int] | None:
 
 def _content_of(tensor: Tensor) -> bytes | None:
     """The bytes of a small tensor on a CPU; None of another, and in a step that is only checked, without values."""
-    if not tensor.is_cpu or tensor.nbytes > _SMALL or _span_of(tensor) is None:
+    if not tensor.is_cpu or _span_of(tensor) is None or tensor.nbytes > _SMALL:  # sparse ones have no nbytes
         return None
     content = as_bytes(tensor)
     return None if is_fake(content) else bytes(content.numpy())

@@ -90,6 +90,9 @@ class RankSession(Owned):
 
     def axes(self, axis: str | tuple[str, ...] | None, *, what: str = "comm") -> tuple[str, ...]:
         """`axis` as a checked tuple of axis names; None is all of them."""
+        if axis is not None and (not isinstance(axis, str | tuple | list) or not axis):
+            expected = "an axis name or a tuple of them"
+            raise SpecError(message(f'{what} got a bad "axis"', got=repr(axis), expected=expected))
         axes = self.layout.names if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
         for name in axes:
             if name not in self.layout.axes:

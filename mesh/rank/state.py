@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -164,6 +165,7 @@ class _Unreadable:
     """Stands for a shipped object that this rank could not read, most often for a module that is not on its path."""
 
     error: BaseException
+    traceback: TracebackType | None
 
 
 class RankState:
@@ -193,7 +195,9 @@ class RankState:
             self.modules.notice()
             self._shipped[key] = found.unpack() if isinstance(found, Packed) else found
         except BaseException as error:
-            self._shipped[key] = _Unreadable(error)
+            if hasattr(error, "add_note"):
+                error.add_note("[this rank was reading a function that was sent to it, with what it refers to]")
+            self._shipped[key] = _Unreadable(error, error.__traceback__)
             return False
         return True
 
@@ -205,7 +209,7 @@ class RankState:
         """The object shipped under a key, or the error that reading it gave."""
         found = self._shipped[key]
         if isinstance(found, _Unreadable):
-            raise found.error.with_traceback(None)
+            raise found.error.with_traceback(found.traceback)  # as it was then, however often it is raised
         return found
 
     def compiled(self, key: str) -> CompiledCall:

@@ -33,7 +33,7 @@ def call_program(state: RankState, task: protocol.CallProgram, packet: wire.Pack
     state.values.keep(task.out, outcome.tensors, outcome.specs, known=outcome.known)
     if outcome.unchanged:
         return protocol.Unchanged(task.number, outcome.prints), None
-    data = agreement.encode(outcome.treedef, outcome.metas)
+    data = outcome.encoded(state.session.where())
     return protocol.Metadata(task.number, data, lasting=True, prints=outcome.prints), None
 
 

@@ -58,6 +58,14 @@ class Remote:
             )
         return Method(self, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise AttributeError(
+                f"{name!r} would be set on the handle, and not on the {self._label} on rank {self._owner[0]}; give the "
+                "class a method that sets it"
+            )
+        super().__setattr__(name, value)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Ref:
         if "__call__" not in self._methods:
             raise TypeError(f"{self._label} objects are not callable; call one of their methods")

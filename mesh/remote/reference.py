@@ -129,6 +129,12 @@ class Ref:
                 yield from asyncio.get_running_loop().run_in_executor(None, self.get).__await__()
         return self.get()
 
+    def __bool__(self) -> bool:
+        problem = "a Ref was asked whether it is true, and stands for a result that may not be there yet"
+        raise MeshError(
+            message(problem, got=repr(self), remedy="ask the result, ref.get(), or whether it is there, ref.done()")
+        )
+
     def __reduce__(self) -> Any:
         raise MeshError(
             message(

@@ -15,7 +15,7 @@ from ..kernels.callsite import warn
 from ..kernels.errors import message
 from ..mesh import trees
 from ..mesh.array import Array
-from ..mesh.mesh import Mesh
+from ..mesh.mesh import Mesh, resolve
 from ..mesh.put import is_array, put
 from ..mesh.region import current
 from . import leaves
@@ -62,7 +62,9 @@ def restore(path: str | os.PathLike, *, like: Any = None, mesh: Mesh | None = No
     for directory in (path, path.parent):
         for error in failures(directory):
             warn(f"a checkpoint could not be written in the background ({type(error).__name__}: {error})")
-    onto = mesh or (None if like is None else mesh_among(trees.leaves(like, is_leaf=is_array)))
+    onto = None if mesh is None else resolve(mesh)
+    if onto is None and like is not None:
+        onto = mesh_among(trees.leaves(like, is_leaf=is_array))
     opened, problems = _open(path, onto)
     with opened:
         for problem in problems:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.arguments import is_whole
 from ..kernels.errors import MeshError, SpecError, SpmdError, message
 from ..mesh import trees
 from ..mesh.array import Array
@@ -116,8 +117,8 @@ def _begun(
 
 def _problem(path: Path, step: Any, keep: int | None) -> Exception | None:
     """Why nothing can be saved here: the arguments, or what went wrong in the background and nobody has seen."""
-    if keep is not None and keep < 1:
-        return SpecError(message("save got a bad keep", got=keep, expected="at least 1, or None"))
+    if keep is not None and (not is_whole(keep) or keep < 1):
+        return SpecError(message("save got a bad keep", got=repr(keep), expected="at least 1, or None"))
     if step is not None and (
         not isinstance(step, int | np.integer) or isinstance(step, bool) or not 0 <= step < LARGEST
     ):

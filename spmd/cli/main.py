@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -37,7 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    own = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = _run_command(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who reads has read enough, as in `spmd doctor | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes what is left at its end
+        return 128 + signal.SIGPIPE
+
+
+def _run_command(own: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="spmd", description="Functional SPMD for PyTorch.")
     parser.add_argument("--version", action="version", version=f"spmd {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")

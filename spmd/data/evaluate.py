@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
+from ..kernels.arguments import check_function
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
 from ..mesh.put import fetch
@@ -35,8 +37,9 @@ def evaluate(step: Callable[..., Any], loader: Loader, *args: Any) -> Any:
         The tree of their sums, as tensors: of floats in float64, of integers and booleans in int64.
 
     Raises:
-        SpecError: the loader has no batches. What the step raises.
+        SpecError: the loader has no batches, or the step gives what can't be added up. What the step raises.
     """
+    check_function("evaluate", step, "evaluate(step, loader, params)")
     if not isinstance(loader, Loader):
         remedy = "write evaluate(step, Loader(data, batch_size=...))"
         raise SpecError(message("evaluate takes a Loader", got=type(loader).__name__, remedy=remedy))
@@ -46,6 +49,9 @@ def evaluate(step: Callable[..., Any], loader: Loader, *args: Any) -> Any:
     for batch in loader:
         # One call behind, so that the ranks compute while the last results are added here.
         last, before = step(*args, batch), last
+        if last is None:
+            problem = "the step that evaluate was given returns nothing"
+            raise SpecError(message(problem, remedy="return sums and counts, such as psum(hits, 'data')"))
         totals = _added(totals, before)
     totals = _added(totals, last)
     loader.load_state_dict(beginning)
@@ -58,10 +64,25 @@ def _added(totals: Any, result: Any) -> Any:
     if result is None:
         return totals
     found = trees.map(_wide, fetch(result))
-    return found if totals is None else trees.map(torch.add, totals, found)
+    return found if totals is None else trees.map(_sum, totals, found)
+
+
+def _sum(total: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if total.shape != value.shape:  # rows of batches that differ in size, perhaps, which would be added by broadcasting
+        raise SpecError(
+            message(
+                "evaluate can't add up what a step gives in another shape for each batch",
+                got=f"{list(total.shape)}, then {list(value.shape)}",
+                remedy="return sums and counts, not a value for each sample",
+            )
+        )
+    return total + value
 
 
 def _wide(leaf: Any) -> torch.Tensor:
+    if not isinstance(leaf, torch.Tensor | np.ndarray | np.generic | int | float | complex):
+        remedy = "return sums and counts, tensors or numbers"
+        raise SpecError(message("evaluate can't add up what is no number", got=type(leaf).__name__, remedy=remedy))
     tensor = torch.as_tensor(leaf)
     if tensor.is_complex():
         return tensor.to(torch.complex128)

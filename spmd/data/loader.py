@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..kernels.arguments import check_function, is_number, is_whole
 from ..kernels.callsite import hide_our_frames
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
@@ -77,15 +79,26 @@ class Loader:
         workers: int = 0,
         prefetch_mb: float = 512.0,
     ):
-        for name, value in (("prefetch", prefetch), ("workers", workers), ("prefetch_mb", prefetch_mb)):
-            if value < 0:
-                raise SpecError(message(f"Loader got a bad {name}", got=value, expected="at least 0"))
+        for name, value in (("prefetch", prefetch), ("workers", workers)):
+            if not is_whole(value) or value < 0:
+                raise SpecError(
+                    message(f"Loader got a bad {name}", got=repr(value), expected="a whole number, at least 0")
+                )
+        if not is_number(prefetch_mb) or not 0 <= prefetch_mb < math.inf:
+            raise SpecError(message("Loader got a bad prefetch_mb", got=repr(prefetch_mb), expected="at least 0"))
+        if shards is not None and (not is_whole(shards) or shards < 1):
+            raise SpecError(message("Loader got bad shards", got=repr(shards), expected="at least 1, or None"))
+        if collate_fn is not None:
+            check_function("Loader", collate_fn, "collate_fn=function, which makes a batch of a list of samples")
         self.dataset, self.prefetch, self.shards, self._most_bytes = dataset, prefetch, shards, int(prefetch_mb * 1e6)
         self._mesh = mesh
         options: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last, "collate": collate_fn}
         options["ahead"] = workers, max(1, prefetch) * workers, self._most_bytes
         self._batches: MapBatches | StreamBatches
         if isinstance(dataset, Stream):
+            if order != "feistel":
+                remedy = "leave it out: a Stream is read forwards, and shuffled by stream.shuffle(window)"
+                raise SpecError(message("Loader got an order for a Stream", got=repr(order), remedy=remedy))
             self._batches = StreamBatches(dataset, batch_size, shards, **options)
         else:
             self._batches = MapBatches(dataset, batch_size, shards, order=order, **options)
@@ -94,6 +107,7 @@ class Loader:
         self._yielded = 0
         self._position: Any = None  # what a Stream's position is besides the number of batches
         self._resume: tuple[int, Any] = (0, None)
+        self._loops = 0  # iterators that have begun
         self._loads = 0  # how often a position was loaded, after which iterators under way go on from it
 
     def __len__(self) -> int:
@@ -121,8 +135,8 @@ class Loader:
             SpecError: there is no such position.
         """
         try:
-            epoch, step = int(state["epoch"]), int(state["step"])
-        except (KeyError, TypeError, ValueError):
+            epoch, step = operator.index(state["epoch"]), operator.index(state["step"])
+        except (KeyError, TypeError):
             expected, remedy = '{"epoch": ..., "step": ...}', "pass what a Loader's state_dict() returned"
             raise SpecError(
                 message("Loader got a bad state", got=repr(state)[:60], expected=expected, remedy=remedy)
@@ -134,6 +148,7 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         try:
             mesh = resolve(self._mesh)
+            self._loops += 1
             last = self._epoch
             while self._epoch <= last:
                 loads, epoch = self._loads, self._epoch
@@ -148,7 +163,7 @@ class Loader:
 
     def _of_epoch(self, mesh: Mesh, epoch: int) -> Iterator[Any]:
         """The batches of an epoch from a position on, until another position is loaded."""
-        loads, parts = self._loads, mesh.layout.axes[mesh.layout.batch_axis]
+        loads, loop, parts = self._loads, self._loops, mesh.layout.axes[mesh.layout.batch_axis]
         feed = self._batches.begin(mesh, epoch, self._yielded, self._position)
         while self._loads == loads:
             if not feed.asked:
@@ -170,6 +185,9 @@ class Loader:
             if self._batches.is_last(self._yielded - 1):
                 self._epoch, self._yielded = epoch + 1, 0
             yield batch
+            if self._loops != loop:
+                problem = "a loop over a Loader can't go on: another has begun since, and a Loader has one position"
+                raise SpecError(message(problem, got=repr(self), remedy="make a Loader for each of the loops"))
             if self._epoch != epoch:
                 return
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
+from ..kernels.arguments import check_value
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
 from ..mesh.batch import Deal
@@ -120,6 +121,9 @@ def _tensors(dataset: Any) -> Any:
                 expected="a dict, tuple or single one of tensors or arrays, or a map-style dataset",
             )
         )
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            check_value(leaf, lambda: "a Loader's dataset", cut=True)
     lengths = [leaf.shape[0] if leaf.ndim else None for leaf in leaves]
     if None in lengths or len(set(lengths)) > 1:
         listed = ", ".join(f"{path or 'the whole'}: {n}" for path, n in zip(trees.paths(dataset), lengths, strict=True))

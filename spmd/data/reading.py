@@ -202,6 +202,8 @@ def described(
         total: samples of the batch over all ranks.
         only_tensors: refuse what is none.
     """
+    if batch is None:
+        raise SpecError(message("a Loader's collate_fn made no batch", got="None", remedy="have it return the batch"))
     leaves, treedef = trees.flatten(batch)
     metas = []
     for index, leaf in enumerate(leaves):

@@ -7,9 +7,11 @@ Invariant: what a virtual stream gives depends on its number, their number, the 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ..kernels.arguments import is_number
 from ..kernels.errors import SpecError, message
 from . import cursors, sources
 from .cursors import Position, State
@@ -88,12 +90,13 @@ class Stream:
     """
 
     def __init__(self, shards: Iterable[Any], open: Callable[..., Any]):
-        shards = list(shards)
-        if not shards or not callable(open):
+        shards = list(shards) if isinstance(shards, Iterable) else shards
+        if not isinstance(shards, list) or not shards or not callable(open):
+            got = f"{len(shards)} shards" if isinstance(shards, list) else f"{shards!r} for shards"
             raise SpecError(
                 message(
                     "Stream got nothing to read",
-                    got=f"{len(shards)} shards, and {open!r} to open them with",
+                    got=f"{got}, and {open!r} to open them with",
                     expected="at least one shard, and a function open(shard)",
                 )
             )
@@ -143,15 +146,17 @@ class Stream:
             streams: at least one.
             weights: positive, of any sum; None is equal ones.
         """
-        weights = [1.0] * len(streams) if weights is None else [float(weight) for weight in weights]
-        if not streams or len(weights) != len(streams) or not all(weight > 0 for weight in weights):
+        weights = [1.0] * len(streams) if weights is None else list(weights)
+        fit = len(weights) == len(streams) > 0 and all(is_number(weight) and weight > 0 for weight in weights)
+        if not fit or not all(isinstance(stream, Stream) for stream in streams):
             raise SpecError(
                 message(
                     "mix got streams and weights that don't fit",
-                    got=f"{len(streams)} streams, weights {weights}",
+                    got=f"{streams}, weights {weights}",
                     expected="as many positive weights as streams, at least one",
                 )
             )
+        weights = [float(weight) for weight in weights]
         return Stream._of(_Stage("mix", (weights,), tuple(stream._stage for stream in streams)))
 
     @staticmethod
@@ -196,8 +201,8 @@ class Stream:
 
 
 def _paths(paths: Iterable[Any]) -> list[str]:
-    if isinstance(paths, str | bytes):
-        raise SpecError(message("a Stream got one path", got=repr(paths), expected="a list of paths"))
+    if isinstance(paths, str | bytes | os.PathLike) or not isinstance(paths, Iterable):
+        raise SpecError(message("a Stream got no list of paths", got=repr(paths), remedy="list the files' paths"))
     return [str(path) for path in paths]
 
 

@@ -70,12 +70,13 @@ def _members(which: Any, names: list[str], leaves: list[Any], treedef: optree.Py
 
 
 def refuse_module(what: str, params: Any) -> None:
-    """Refuse a module, and what `module.parameters()` gives, whose parameters no step could return."""
-    if isinstance(params, nn.Module | Iterator):
+    """Refuse a module, and what `module.parameters()` gives, whose parameters no step could return; and a state."""
+    is_state = isinstance(params, Mapping) and {"state", "hyper"} <= params.keys()
+    if isinstance(params, nn.Module | Iterator) or is_state:
         raise SpecError(
             message(
                 f"{what} takes the tree of parameters",
-                got=f"a {type(params).__name__}",
+                got="an optimizer's state" if is_state else f"a {type(params).__name__}",
                 remedy="apply, params = functional(model), and opt.init(params)",
             )
         )

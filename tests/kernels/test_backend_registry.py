@@ -91,6 +91,7 @@ def registered() -> Iterator[None]:
     register_backend("relay-shm", relay_over("shm"))
     register_backend("relay-gloo", relay_over("gloo"))
     register_backend("named", named)
+    register_backend("nothing", lambda **_: None)
     yield
     registry._FACTORIES.clear()
     registry._FACTORIES.update(before)
@@ -175,6 +176,12 @@ def test_unknown_name() -> None:
         Mesh({"data": 1}, backend="smoke-signals")
     with pytest.raises(MeshError, match=r"'smoke-signals'.*register_backend"):
         make_communicator("smoke-signals")
+
+
+def test_a_factory_that_makes_nothing(make_mesh: Callable[..., Mesh]) -> None:
+    mesh = make_mesh({"data": 2}, backend="nothing")
+    with pytest.raises(MeshError, match=r"factory of backend 'nothing' made no communicator .*NoneType"):
+        mesh.run(lambda: mesh.comm().barrier())
 
 
 def test_a_factory_that_cannot_travel(monkeypatch: pytest.MonkeyPatch) -> None:

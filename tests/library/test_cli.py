@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -101,6 +104,14 @@ def test_bad_count_is_refused(count: str, capsys: pytest.CaptureFixture[str]) ->
         main(["run", "-n", count, "train.py"])
     assert caught.value.code == 2
     assert f"expected a number, at least 1, got '{count}'" in capsys.readouterr().err
+
+
+def test_who_reads_has_read_enough() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", "spmd", "top", "--once"], stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,9 +14,25 @@ import torch
 from torch import nn
 
 import spmd
-from spmd import Loader, Mesh, P, SpmdError, data_parallel, ema, evaluate, optimizer, put, value_and_grad
+from spmd import (
+    Loader,
+    Mesh,
+    P,
+    SpmdError,
+    Stream,
+    data_parallel,
+    ema,
+    evaluate,
+    functional,
+    optimizer,
+    put,
+    restore,
+    save,
+    value_and_grad,
+)
 
 X = torch.arange(4.0)
+ADAMW = optimizer(torch.optim.AdamW, lr=0.1)
 
 
 async def waits(x: Any) -> Any:
@@ -29,6 +46,21 @@ def yields(x: Any) -> Any:
 class Yields:
     def __call__(self, x: Any) -> Any:
         yield x
+
+
+def rows(batch: Any) -> Any:
+    return spmd.Sharded(batch, P("data"))
+
+
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():  # of a prototype
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def in_a_loop(mesh: Mesh) -> list[Any]:
+    loader = Loader(X, 2, mesh=mesh)
+    return [[*loader] for _ in loader]
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +93,106 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "wire_dtype": (lambda m: data_parallel(torch.add, wire_dtype="bf16"), "bad wire_dtype .*'bf16'"),
     "whole wire_dtype": (lambda m: data_parallel(torch.add, wire_dtype=torch.int8), "bad wire_dtype .*torch.int8"),
     "loader's state": (lambda m: Loader(X, 2, mesh=m).load_state_dict({"a": 1}), "Loader got a bad state .*{'a': 1}"),
+    "loader's half epoch": (
+        lambda m: Loader(X, 2, mesh=m).load_state_dict({"epoch": 0.5, "step": 0}),
+        "Loader got a bad state .*0.5",
+    ),
+    "prefetch": (lambda m: Loader(X, 2, mesh=m, prefetch=None), "Loader got a bad prefetch .*None"),
+    "workers": (lambda m: Loader(X, 2, mesh=m, workers="1"), "Loader got a bad workers .*'1'"),
+    "prefetch_mb": (lambda m: Loader(X, 2, mesh=m, prefetch_mb=math.inf), "Loader got a bad prefetch_mb .*inf"),
+    "loader's shards": (lambda m: Loader(X, 2, mesh=m, shards=0), "Loader got bad shards .*got 0"),
+    "collate_fn": (lambda m: Loader(X, 2, mesh=m, collate_fn=3), "Loader takes a function .*int.*collate_fn="),
+    "no batch": (lambda m: [*Loader(X, 2, mesh=m, collate_fn=print)], "collate_fn made no batch .*return"),
+    "order of a stream": (
+        lambda m: Loader(Stream([0], iter), 2, mesh=m, order="torch"),
+        "Loader got an order for a Stream .*'torch'.*shuffle",
+    ),
+    "a loop in a loop": (in_a_loop, "another has begun since.*make a Loader for each"),
+    "evaluate nothing": (lambda m: evaluate(None, Loader(X, 2, mesh=m)), "evaluate takes a function .*NoneType"),
+    "a step without results": (lambda m: evaluate(print, Loader(X, 2, mesh=m)), "step .* returns nothing.*sums"),
+    "a step of words": (lambda m: evaluate(str, Loader(X, 2, mesh=m)), "what is no number .*str"),
+    "a step of rows": (
+        lambda m: evaluate(spmd.spmd(data_parallel(rows), mesh=m), Loader(torch.arange(3), 2, mesh=m)),
+        r"another shape for each batch .*\[2\], then \[1\].*sums and counts",
+    ),
+    "mix": (lambda m: Stream.mix([Stream([0], iter), 3]), "mix got streams and weights that don't fit .*3"),
+    "weights": (lambda m: Stream.mix([Stream([0], iter)], ["1"]), "mix got streams and weights .*'1'"),
+    "no paths": (lambda m: Stream.jsonl(None), "a Stream got no list of paths .*None"),
+    "no shards": (lambda m: Stream(4, iter), "Stream got nothing to read .*4 for shards"),
+    "keep": (lambda m: save("nowhere", {}, keep="1"), "save got a bad keep .*'1'"),
+    "mesh of restore": (lambda m: restore("nowhere", mesh=2), "this is no mesh .*mesh=2"),
+    "check nothing": (lambda m: spmd.check(None, {"data": 2}), "check takes a function .*NoneType"),
+    "state_dict": (lambda m: functional(nn.Linear(1, 1))[0].params(None), "apply.params got no state_dict .*NoneType"),
+    "axis of comm": (lambda m: m.run(lambda: m.comm(3)), 'comm got a bad "axis" .*got 3'),
+    "half a rank": (lambda m: m.coords(1.0), "coords got a bad rank .*1.0"),
+    "too large a mesh": (lambda m: Mesh({"data": 10**9}), "more than the limit on address space.*fewer ranks"),
+    "rank of a job": (lambda m: spmd.initialize("0", 2), r"initialize got a bad rank .*'0'\): write int\('0'\)"),
+    "local size": (lambda m: spmd.initialize(0, 2, local_size=2.0), "initialize got a bad local_size .*2.0"),
+    "backend's name": (lambda m: spmd.register_backend("auto", print), "register_backend got a bad name .*'auto'"),
+    "backend's factory": (lambda m: spmd.register_backend("own", None), "register_backend takes a function .*NoneType"),
+    "a Ref's truth": (lambda m: bool(m.remote(list).copy()), r"a Ref was asked whether it is true.*ref.get\(\)"),
+    "no values": (lambda m: put(X.to("meta"), mesh=m), "put has no values .*meta device.*give it values"),
+    "an argument without values": (
+        lambda m: spmd.spmd(torch.sum, mesh=m)(X.to("meta")),
+        "argument 0 of sum has no values .*meta device",
+    ),
+    "a result without values": (
+        lambda m: spmd.spmd(lambda x: {"y": x.to("meta")}, mesh=m)(X),
+        r"result \['y'\] of <lambda> has no values .*meta device",
+    ),
+    "an Array without values": (lambda m: put(X, mesh=m).to("meta"), "result .* of to has no values .*meta device"),
+    "a sum of no values": (
+        lambda m: m.run(lambda: spmd.psum(X.to("meta"), "data")),
+        'psum got a bad "x" .*got a tensor on torch\'s meta device',
+    ),
+    "a sparse sum": (
+        lambda m: m.run(lambda: spmd.psum(X.to_sparse(), "data")),
+        'psum got a bad "x" .*layout torch.sparse_coo',
+    ),
+    "sparse rows": (lambda m: put(X.to_sparse(), P("data"), mesh=m), r"put can't be cut .*sparse_coo.*P\(\), or"),
+    "sparse parts": (
+        lambda m: spmd.spmd(lambda x: x.to_sparse(), mesh=m, in_specs=P("data"), out_specs=P("data"))(X),
+        "result .* can't be cut .*sparse_coo",
+    ),
+    "sparse data": (lambda m: Loader(X.to_sparse(), 2, mesh=m), "a Loader's dataset can't be cut .*sparse_coo"),
+    "nested": (lambda m: put(nested(), mesh=m), "put can't be sent .*a nested tensor.*layout=torch.jagged"),
+    "long doubles": (
+        lambda m: put(np.ones(2, np.longdouble), mesh=m),
+        r"torch has no dtype .*float128.*array.astype\(float\)",
+    ),
+    "masked": (
+        lambda m: spmd.spmd(torch.sum, mesh=m)(np.ma.array([1.0, 2.0], mask=[0, 1])),
+        r"a masked array would lose its mask.*array.filled\(value\)",
+    ),
+    "words beside tensors": (
+        lambda m: spmd.spmd(data_parallel(lambda batch: 0), mesh=m)({"x": X, "y": np.array([*"abcd"])}),
+        r"batch\['y'\] of <lambda> is an array with an entry for each of 4 samples.*got an array of str",
+    ),
+    "a range beside tensors": (
+        lambda m: spmd.spmd(data_parallel(lambda batch: 0), mesh=m)({"x": X, "y": range(4)}),
+        r"batch\['y'\] of <lambda> is a range with an entry for each of 4 samples.*got a range",
+    ),
+    "a gradient by a module": (
+        lambda m: spmd.spmd(value_and_grad(lambda net, x: net(x).mean()), mesh=m)(nn.Linear(4, 1), X),
+        r"differentiated by an argument without tensors .*got Linear\): apply, params = functional\(model\)",
+    ),
+    "a gradient by a number": (
+        lambda m: value_and_grad(lambda w: torch.tensor(w))(2.0),
+        r"differentiated by an argument without tensors .*got float.*torch.tensor\(2.0\)",
+    ),
+    "argnums": (lambda m: value_and_grad(torch.sum, argnums=None)(X), "bad argnums for sum .*got None"),
+    "no dim": (lambda m: m.run(lambda: spmd.all_gather(X, "data", dim=None)), 'all_gather got a bad "dim" .*got None'),
+    "source": (lambda m: m.run(lambda: spmd.pbroadcast(X, "data", "0")), "pbroadcast got a bad \"source\" .*got '0'"),
     "size": (lambda m: m.resize(3), "resize got bad axes .*got 3"),
+    "axis": (lambda m: data_parallel(torch.add, axis=("data",)), r"data_parallel got a bad axis .*\('data',\)"),
+    "endless bucket": (lambda m: data_parallel(torch.add, bucket_mb=math.inf), "bad bucket_mb .*inf"),
     "bucket_mb": (lambda m: data_parallel(torch.add, bucket_mb="1"), "bad bucket_mb .*'1'"),
     "optimizer": (lambda m: ema("adam"), r"ema takes what optimizer\(\) gave .*str"),
+    "a state for parameters": (lambda m: ADAMW.init(ADAMW.init({"w": X})), "takes the tree of .*an optimizer's state"),
+    "arguments of a step": (
+        lambda m: ADAMW.step(ADAMW.init({"w": X}), {"w": X}, {"w": X}),
+        "takes .*optimizer's state",
+    ),
     "loader": (lambda m: evaluate(torch.sum, [X]), "evaluate takes a Loader .*list"),
 }
 
@@ -80,6 +209,15 @@ def test_a_value_of_a_mesh_that_is_closed(mesh: Mesh) -> None:
         value = put(X, mesh=other)
     with pytest.raises(SpmdError, match="argument 0 of sum is on another mesh, which is closed"):
         spmd.spmd(torch.sum, mesh=mesh)(value)
+    for look in (other.status, other.stacks):
+        with pytest.raises(SpmdError, match="this mesh is closed"):
+            look()
+
+
+def test_an_attribute_of_a_remote_object_is_set_by_a_method(mesh: Mesh) -> None:
+    words = mesh.remote(list)
+    with pytest.raises(AttributeError, match="'seen' would be set on the handle, and not on the list on rank 0"):
+        words.seen = 3
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,29 @@ def test_numpy_arguments(mesh):
     )
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+def test_sparse_tensors(mesh, layout):
+    """Captured, passed, put and returned; compared by their indices and values, not as dense tensors."""
+    graph = getattr(torch.tensor([[0.0, 2.0], [3.0, 0.0]]), layout)()
+    x = torch.eye(2)
+    assert torch.equal(spmd(lambda x: graph @ x, mesh=mesh)(x).full(), graph.to_dense())
+    for given_graph in (graph, put(graph, mesh=mesh)):
+        step = spmd(lambda graph, x: (graph @ x, getattr(graph.to_dense() * x, layout)()), mesh=mesh)
+        for _ in range(3):
+            dense, sparse = step(given_graph, torch.ones(2, 2))
+        assert torch.equal(dense.full(), torch.tensor([[2.0, 2.0], [3.0, 3.0]]))
+        assert sparse.full().layout is graph.layout and torch.equal(sparse.full().to_dense(), graph.to_dense())
+    with pytest.raises(SpecError, match="should be the same on all ranks"):
+        spmd(lambda x: getattr(x * (1 + axis_index("data")), layout)(), mesh=mesh)(x)
+
+
+def test_jagged_tensors(mesh):
+    rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    result = spmd(lambda rows: rows * 2, mesh=mesh)(rows).full()
+    assert [row.tolist() for row in result.unbind()] == [[2.0, 2.0], [2.0, 2.0, 2.0]]
+
+
 def test_trees(mesh):
     x = torch.arange(4.0)
     tree = {

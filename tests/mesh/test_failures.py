@@ -187,8 +187,12 @@ def test_types_of_exceptions(shared_mesh):
     if group is not None:
         with raises(group):
             throw(lambda: group("several", [ValueError("a")]))
-    with raises(TypeError, "cannot pickle '_thread.lock' object"):
-        mesh.run(threading.Lock)  # the result
+    with raises(MeshError, "because of what the function returned (lock): cannot pickle '_thread.lock' object"):
+        mesh.run(threading.Lock)
+    with raises(MeshError, "(dict): cannot pickle 'generator' object, which is its ['a'][0]", "return what it is made"):
+        mesh.submit(lambda: {"a": [(i for i in range(3))], "mesh": mesh}).result()
+    with raises(MeshError, "because of result ['a'][1] (lock): cannot pickle '_thread.lock' object [rank 0 at"):
+        spmd(lambda x: {"a": [x, threading.Lock()]}, mesh=mesh)(torch.ones(2))
     with raises(SystemExit) as caught:
         mesh.run(lambda: sys.exit(3), ranks=[1])
     assert caught.value.code == 3 and works(mesh)

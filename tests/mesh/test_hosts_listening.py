@@ -184,6 +184,8 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments in (["nowhere"], ["127.0.0.1:99999"]):
         done = subprocess.run([sys.executable, "-m", "spmd", "host", "--listen", *arguments], capture_output=True)
         assert done.returncode == 1 and b"expected an address of this host and a port" in done.stderr
+    done = subprocess.run([sys.executable, "-m", "spmd", "host"], stdin=subprocess.DEVNULL, capture_output=True)
+    assert done.returncode == 1 and done.stderr.startswith(b"spmd host: no driver is named on standard input")
 
 
 IN_A_NOTEBOOK = """

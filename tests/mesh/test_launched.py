@@ -11,6 +11,7 @@ import pytest
 from scripts import HANGS, run, script
 
 COMMON = """
+import threading
 import time
 import typing
 import numpy as np
@@ -87,6 +88,11 @@ def results(mesh):
     captured = put(whole, P("data"), mesh=mesh)
     found["captured"] = plain(spmd(lambda x: {"w": captured, "x": captured.full() + x}, mesh=mesh)(1.0)["w"].full())
 
+    sparse = whole.to_sparse()
+    for value in (sparse, put(sparse, mesh=mesh)):
+        returned = spmd(lambda x: [x, (x.to_dense() + 1).to_sparse()], mesh=mesh)(value)
+        found.setdefault("sparse", []).append([plain(one.full().to_dense()) for one in returned])
+
     mine = torch.zeros(2)
     kept, same = put(mine, mesh=mesh), spmd(lambda x: x, mesh=mesh)(mine)
     mine += 1
@@ -149,6 +155,8 @@ def failures(mesh):
     attempt("in place", lambda: spmd(lambda x: x.add_(1), mesh=mesh)(x.clone()))
     attempt("mismatch", lambda: spmd(lambda x: psum(x[: 1 + axis_index("data")], "data"), mesh=mesh)(x))
     attempt("left out", lambda: spmd(lambda x: psum(x, "data") if axis_index("data") else x, mesh=mesh)(x))
+    attempt("run unsendable", lambda: mesh.run(lambda: (i for i in "ab")))
+    attempt("unsendable", lambda: spmd(lambda x: {"a": [x, threading.Lock()]}, mesh=mesh)(x))
     attempt("later", lambda: [later_fails(mesh)(x, torch.tensor(n)) for n in range(4)])
     return found
 
@@ -178,10 +186,13 @@ for backend in ("shm", "gloo"):
     tell(f"failures {backend}", failures(mesh))
     mesh.close()
     mesh.close()
-    try:
-        mesh.run(len, "x")
-    except MeshError as error:
-        tell(f"closed {backend}", str(error))
+    closed = []
+    for call in (lambda: mesh.run(len, "x"), mesh.comm):
+        try:
+            call()
+        except MeshError as error:
+            closed.append("this mesh is closed" in str(error))
+    tell(f"closed {backend}", closed)
 with Mesh() as mesh:
     tell("default", [mesh.backend, float(put(torch.tensor(2.0)))])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # that of the launcher, which notices the death, too
@@ -246,6 +257,8 @@ SAME = [
     ("in place", "SpecError", "changed its input argument 0 in place"),
     ("mismatch", "CollectiveMismatch", "ranks disagree on the next collective", "float32[1]", "float32[2]"),
     ("left out", "CollectiveMismatch"),
+    ("run unsendable", "MeshError", "because of what the function returned (generator): cannot pickle 'generator'"),
+    ("unsendable", "MeshError", "because of result ['a'][1] (lock): cannot pickle '_thread.lock' object"),
     ("later", "SpecError", "should be the same"),
 ]
 
@@ -273,7 +286,7 @@ def test_a_mesh_that_does_not_fit_the_job(told):
 def test_the_end(told):
     for rank in (0, 1):
         assert told["default"][rank] == ["shm", 2.0]
-        assert "this mesh is closed" in told["closed shm"][rank] and "this mesh is closed" in told["closed gloo"][rank]
+        assert told["closed shm"][rank] == told["closed gloo"][rank] == [True, True]
 
 
 def test_a_rank_that_dies_is_noticed(told):

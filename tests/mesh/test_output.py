@@ -1,7 +1,9 @@
 """What ranks print: rank 0 at once, others labelled, identical lines once, and no line lost."""
 
 import doctest
+import io
 import re
+import sys
 from collections import Counter
 
 import pytest
@@ -336,3 +338,10 @@ def test_lines_ready_before_any_window_ends_are_collapsed_exactly(events, chunk)
             if count > counts[0][line]
         }
     )
+
+
+def test_characters_that_the_programs_encoding_lacks(shared_mesh, monkeypatch):
+    mesh, screen = shared_mesh({"data": 2}), io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, encoding="ascii"))
+    mesh.run(lambda: print("10 \u00b5s"))
+    assert screen.getvalue() == b"10 \\xb5s\n"

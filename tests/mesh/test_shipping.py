@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import linecache
+import os
+import sys
 import threading
 import types
 import weakref
@@ -404,11 +406,21 @@ def test_the_module_path_of_now_is_used(shared_mesh, tmp_path, monkeypatch):
     assert mesh.run(helper_made_late.answer) == [42, 42]
 
 
+def test_modules_of_a_class_of_their_own(shared_mesh):
+    """As torch has them; cloudpickle takes them along where a function names them."""
+    mesh, namespace = shared_mesh({"data": 2}), torch.ops.aten
+
+    def step(x):
+        assert torch.backends.cudnn.is_available() in (True, False)
+        return torch.ops.aten.add(x, namespace.mul(x, x))
+
+    assert spmd(step, mesh=mesh)(torch.full((), 3.0)).item() == 12
+
+
 def test_a_module_that_the_ranks_cannot_import(shared_mesh):
     mesh, module = shared_mesh({"data": 2}), types.ModuleType("only_here")
     exec("def f():\n    return 1", vars(module))
     module.f.__module__ = "only_here"
-    import sys
 
     sys.modules["only_here"] = module
     try:
@@ -418,6 +430,22 @@ def test_a_module_that_the_ranks_cannot_import(shared_mesh):
         assert mesh.run(lambda: 1) == [1, 1]
     finally:
         del sys.modules["only_here"]
+
+
+def test_a_module_that_fails_on_the_ranks(shared_mesh, tmp_path, monkeypatch):
+    """Where in it is told each time that the function is called, and that it was being read."""
+    mesh, here = shared_mesh({"data": 2}), os.getpid()
+    source = f"import os\nif os.getpid() != {here}:\n    raise OSError('no disk')\ndef answer():\n    return 42\n"
+    (tmp_path / "helper_that_fails.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import helper_that_fails
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="no disk") as caught:
+            mesh.run(helper_that_fails.answer)
+        remote = str(caught.value.__cause__)
+        assert 'helper_that_fails.py", line 3, in <module>' in remote and remote.count('File "') == 1, remote
+        assert sys.version_info < (3, 11) or "reading a function that was sent to it" in str(caught.value.__notes__)
 
 
 def test_a_large_closure_is_named_with_its_size(shared_mesh):

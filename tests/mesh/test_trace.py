@@ -8,9 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from scripts import run, script
 
-from spmd import Mesh
+from spmd import Mesh, MeshError
 from spmd.mesh.display.trace import Recorder
 
 PROGRAM = """
@@ -125,6 +126,12 @@ def test_collectives_that_overlap_have_lanes_of_their_own() -> None:
     events = json.loads(sent[0]["events"])
     assert [(lane, began) for lane, _, _, began, _, _ in events] == [(1, 0.0), (2, 1.0), (3, 2.0), (2, 3.5)]
     assert "key" not in sent[0]["mesh"] and sent[0]["task"] == 7
+
+
+def test_a_file_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPMD_TRACE", "/nowhere/trace.json")
+    with pytest.raises(MeshError, match=r"SPMD_TRACE names a file that can't be written .*'/nowhere/trace.json'"):
+        Mesh({"data": 1})
 
 
 def test_nothing_is_noted_without_it(shared_mesh: Any) -> None:

@@ -164,6 +164,24 @@ def test_mistakes_with_batches(shared_mesh):
     assert run((torch.ones(4), torch.ones(4))).item() == 8
 
 
+def test_a_batch_that_is_cut_along_features(shared_mesh):
+    """The parts that ranks have of it are of no samples: their mean is another number than that of the batch."""
+    mesh = shared_mesh({"data": 2})
+    batch, features = torch.arange(24.0).reshape(6, 4), P(None, "data")
+
+    @data_parallel
+    def step(w, batch):
+        return value_and_grad(lambda w, x: (x.sum(1) ** 2).mean() * w)(w, batch)
+
+    cut = put(batch.T, P("data"), mesh=mesh).T
+    words = r"batch of step.* cut over 'data' along another dimension .*got P\(None, 'data'\).*put\(array.full\(\)"
+    for run, given in ((spmd(step, mesh=mesh), cut), (spmd(step, mesh=mesh, in_specs=(P(), features)), batch)):
+        with pytest.raises(SpecError, match=words):
+            run(torch.tensor(1.0), given)
+    value, _ = spmd(step, mesh=mesh)(torch.tensor(1.0), put(cut.full(), P("data"), mesh=mesh))
+    assert value.item() == pytest.approx(float((batch.sum(1) ** 2).mean()))
+
+
 # -- parameters of all kinds ------------------------------------------------------------------------------------------
 
 
