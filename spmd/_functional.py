@@ -192,7 +192,7 @@ class Apply:
             return runner.run(params, buffers, args, kwargs)
         finally:
             # Layers that are computed again in the backward pass (torch.utils.checkpoint) find what they had.
-            if not after_gradient(functools.partial(self._reclaim, runner)):
+            if not torch.is_grad_enabled() or not after_gradient(functools.partial(self._reclaim, runner)):
                 self._reclaim(runner)
 
     def _reclaim(self, runner: _Runner) -> None:

@@ -37,8 +37,8 @@ def mean_of(total: Tensor, count: Tensor | float) -> MeanOf:
     """A loss for `grad` and `value_and_grad` that is a total divided by a count, both summed over the mesh first.
 
     A mean over samples needs none of this: ranks count by their samples. A mean over anything else does: over tokens
-    that are not padding, with class weights, over pairs. A mean over something else that is returned by itself
-    is not found out, but for torch's cross entropy with class weights or ignored targets, of which a warning is given.
+    that are not padding, with class weights, over pairs. One that is returned by itself gives a warning on the first
+    call, and so does a total or a count that is not a sum over samples.
 
     >>> def loss_fn(w, batch):
     ...     losses = (w * batch["x"] - batch["y"]).square() * batch["mask"]
@@ -89,13 +89,13 @@ def mean_of(total: Tensor, count: Tensor | float) -> MeanOf:
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 
 
-def warn_of_weights(name: str, node: Node) -> None:
-    """Of a node of a loss that is a cross entropy's mean over targets that do not all count the same."""
+def warn_of_weights(name: str, node: Node) -> bool:
+    """Of a node of a loss that is a cross entropy's mean over targets that do not all count the same; if it was one."""
     if type(node).__name__ not in _CROSS_ENTROPIES or saved(node, "reduction") != 1:
-        return
+        return False
     weights, targets = saved(node, "weight"), saved(node, "target")
     if is_fake(targets):
-        return
+        return False
     if weights is None:
         got = "ignored targets" if int(saved(node, "total_weight")) < targets.numel() else ""
     else:
@@ -110,3 +110,4 @@ def warn_of_weights(name: str, node: Node) -> None:
                 "targets that are not ignored, or the sum of their weights (docs/losses.md)",
             )
         )
+    return bool(got)

@@ -277,6 +277,15 @@ class RankSession(Owned):
             if not self.foreign:
                 self._end_task()
 
+    @contextlib.contextmanager
+    def mute(self) -> Iterator[None]:
+        """Refuse to communicate for the length of a block, which not all ranks may come to."""
+        before, self._alone = self._alone, True
+        try:
+            yield
+        finally:
+            self._alone = before
+
     def _begin_task(self) -> None:
         if self.leases is not None:
             self.leases.begin_task()

@@ -6,6 +6,7 @@ in `samples`. Invariant: functions that communicate are evaluated once only, or 
 
 from __future__ import annotations
 
+import collections
 import functools
 import types
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ from .samples import look_at_samples, nodes
 _EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
 _MOST = 4096  # functions that are remembered of those that were looked at
 _looked_at: set[Any] = set()  # in regions that have no signature: of `mesh.run`
+_SIGNATURES = 8  # at which a function is judged; there may be as many as there are batches
+_judged: collections.Counter[Any] = collections.Counter()
 
 
 def look(
@@ -59,15 +62,28 @@ def look(
     if key in looked_at:
         call.region.looked_at.add(lookup)
         return
+    has_weights = False
     if not call.nested:
-        _look_at_tape(call, out, bool(split) or call.plan.virtual is not None)
+        has_weights = _look_at_tape(call, out, bool(split) or call.plan.virtual is not None)
         if split and call.plan.samples and out.count is None and call.plan.virtual is None:
             _check_parts(call, args, kwargs, split)
     if split and batch and batch[0].shape[0] and not communicates:
-        look_at_samples(call, args, kwargs, out, aux, batch, split)
+        is_judged = not has_weights and _is_judged(call, out)
+        look_at_samples(call, args, kwargs, out, aux, batch, split, is_judged=is_judged)
     if len(looked_at) >= _MOST:
         looked_at.clear()
     looked_at.add(key)
+
+
+def _is_judged(call: Call, out: Output) -> bool:
+    """Whether to ask now if a step's function is a mean over samples."""
+    if call.nested or not call.plan.samples or torch_private.is_fake(out.value):
+        return False
+    if len(_judged) >= _MOST:
+        _judged.clear()
+    key = _code(call.function)
+    _judged[key] += 1
+    return _judged[key] <= _SIGNATURES
 
 
 def _code(function: Any) -> tuple[Any, ...]:
@@ -90,7 +106,9 @@ def _code(function: Any) -> tuple[Any, ...]:
 # -- the tape ----------------------------------------------------------------------------------------------------------
 
 
-def _look_at_tape(call: Call, out: Output, has_part: bool) -> None:
+def _look_at_tape(call: Call, out: Output, has_part: bool) -> bool:
+    """Refuse what the tape tells of; whether it was warned of weights."""
+    has_weights = False
     given = {id(argument.primal) for argument in call.arguments}
     held = frozenset() if call.region is None else call.region.captured
     for node in nodes(out.value.grad_fn):
@@ -111,13 +129,14 @@ def _look_at_tape(call: Call, out: Output, has_part: bool) -> None:
                 )
             )
         if has_part and call.plan.samples and out.count is None:
-            warn_of_weights(call.name, node)
+            has_weights = warn_of_weights(call.name, node) or has_weights
         leaf = getattr(node, "variable", None) if name == "AccumulateGrad" else None
         if leaf is None or id(leaf) in given or not call.plan.samples:  # else in a train step
             continue
         if isinstance(leaf, nn.Parameter) or id(leaf) in held:
             kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor with requires_grad=True"
             raise captured(call, f"a {kind} of shape {list(leaf.shape)} that is none of its arguments")
+    return has_weights
 
 
 def captured(call: Call, got: str) -> SpecError:

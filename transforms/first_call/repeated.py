@@ -1,7 +1,8 @@
-"""A function again, with every sample several times: a mean stays what it is, a sum grows, and rows become more.
+"""A function again, with other samples than it had: every one several times, some of them, or all in another order.
 
-Invariant: nothing of it is seen outside. What it prints and warns of has been said before, random numbers go on as if
-there had been no second time, and repeated samples get those that the samples had.
+A mean over samples stays what it is for every sample twice, and is that of its parts; a sum grows, rows become more.
+Invariant: nothing of it is seen outside. What it prints, logs and warns of has been said before, it talks to no other
+rank, random numbers go on as if there had been no second time, and samples get those that they had.
 """
 
 from __future__ import annotations
@@ -10,26 +11,29 @@ import contextlib
 import dataclasses
 import functools
 import io
+import logging
+import random
 import sys
 import types
 import warnings
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...kernels.torch_compiled import eagerly
-from ...kernels.torch_private import DispatchMode
+from ...kernels.torch_private import DispatchMode, arguments, operation_name
 from ...mesh import trees
 from ...mesh.rank.references import content_of
 from ...mesh.region import generators, restore_generators
-from ...mesh.replication.net import active
+from ...mesh.replication.net import active, unfollowed
 from .._call import Call, Output
 
 
 class Repeated:
-    """What a function returns for every sample so many times.
+    """What a function returns for other samples.
 
     Args:
         call: of which function.
@@ -37,18 +41,31 @@ class Repeated:
         rows: tensors among these, or leaves to differentiate by, with a row for each sample. Others with as many have
             them, too, if they are known to be computed of the batch.
         split: the axes that the batch is cut over.
+
+    Attributes:
+        seen: what the function did with every sample once.
+        knows_count: whether it is given the number of samples, as a plain number that stays what it is.
     """
 
     def __init__(self, call: Call, args: Any, kwargs: Any, rows: Sequence[Tensor], split: Set[str]):
         self._call, self._args, self._kwargs, self._rows, self._split = call, tuple(args), kwargs, rows, split
-        self._state = generators()
-        self._drawn: list[Tensor] = []
+        self._count = rows[0].shape[0]
+        self._state = generators(), np.random.get_state(), random.getstate()
+        self.seen, self.knows_count = Seen(), False
 
     def times(self, count: int, more: Sequence[Tensor] = ()) -> Output | None:
         """For every sample so many times, at first once; None if that can't be had.
 
         Args:
             more: leaves to differentiate by that have a row for each, too.
+        """
+        return self.of(torch.arange(self._count).repeat(count), more, record=count == 1)
+
+    def of(self, samples: Tensor, more: Sequence[Tensor] = (), *, record: bool = False) -> Output | None:
+        """For these samples, by number; None if that can't be had.
+
+        Args:
+            record: they are all of them in their order, and later ones are to get the same random numbers.
         """
         rows = {id(leaf) for leaf in (*self._rows, *more)}
         rows |= {id(argument.primal) for argument in self._call.arguments if id(argument.leaf) in rows}
@@ -57,56 +74,152 @@ class Repeated:
 
         def replace(leaf: Any) -> Any:
             if id(leaf) not in rows:
-                has_rows = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == self._rows[0].shape[0]
+                self.knows_count = self.knows_count or (type(leaf) is int and leaf == self._count)
+                has_rows = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == self._count
                 if net is None or not has_rows or not net.of(leaf).axes & self._split:
                     return leaf
             used.add(id(leaf))
-            return torch.cat([leaf.detach()] * count)
+            return leaf.detach().index_select(0, samples.to(leaf.device))
 
-        args, kwargs = trees.map(replace, (self._args, self._kwargs))
-        function = holding(self._call.function, replace)
-        if not used:
-            return None
-        ask = sys.breakpointhook
-        sys.breakpointhook = lambda *_, **__: None
+        if record:
+            self.seen = Seen()
+        mode: _Draws = _Records(self.seen) if record else _Replays(self.seen, samples, self._count)
         try:
-            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                with eagerly(), _Draws(self._drawn, count):
+            with self._unseen(), unfollowed():
+                args, kwargs = trees.map(replace, (self._args, self._kwargs))
+                function = holding(self._call.function, replace)
+                if not used:
+                    return None
+                with eagerly(), mode:
                     call = dataclasses.replace(self._call, function=function)
                     return call.evaluate(list(args), kwargs, grad=False)
         except Exception:  # it may well want so many samples and no others
             return None
         finally:
+            mode.restore_generators()
+
+    @contextlib.contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Keep what is done within from the user, from other ranks, and from the random numbers that come later."""
+        assert self._call.region is not None
+        ask, logged = sys.breakpointhook, logging.root.manager.disable
+        sys.breakpointhook = lambda *_, **__: None
+        logging.disable()
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with self._call.region.session.mute():
+                    yield
+        finally:
             sys.breakpointhook = ask
-            restore_generators(self._state)
+            logging.disable(logged)
+            restore_generators(self._state[0])
+            np.random.set_state(self._state[1])
+            random.setstate(self._state[2])
+
+
+@dataclasses.dataclass(slots=True)
+class Seen:
+    """What a function did.
+
+    Attributes:
+        drawn: what random operations gave, in their order.
+        by_sample: along which dimensions of these the samples lie, known once some samples were left out.
+        normalises: whether a batch norm went by the batch.
+        is_coarse: whether anything was computed in fewer than 32 bits, or on a GPU, which may multiply in fewer.
+    """
+
+    drawn: list[Tensor] = dataclasses.field(default_factory=list)
+    by_sample: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    normalises: bool = False
+    is_coarse: bool = False
 
 
 class _Draws(DispatchMode):
-    """Gives repeated samples the random numbers that the samples have.
+    """Notes where random operations found the generators that they were given, the user's own."""
 
-    Args:
-        drawn: what random operations gave, in their order; filled in while every sample is there once.
-        times: how often it is.
-    """
-
-    def __init__(self, drawn: list[Tensor], times: int):
+    def __init__(self) -> None:
         super().__init__()
-        if times == 1:
-            drawn.clear()
-        self._drawn, self._times, self._next = drawn, times, iter(drawn)
+        self._states: list[tuple[torch.Generator, Tensor]] = []
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
+        generator = kwargs.get("generator")
+        if generator is not None:
+            self._states.append((generator, generator.get_state()))
+        return func(*args, **kwargs)
+
+    def restore_generators(self) -> None:
+        for generator, state in reversed(self._states):
+            generator.set_state(state)
+
+
+class _Records(_Draws):
+    """Notes what a function does."""
+
+    def __init__(self, seen: Seen):
+        super().__init__()
+        self._seen = seen
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = super().operation(func, args, kwargs)
+        seen, drawn = self._seen, torch.Tag.nondeterministic_seeded in func.tags
+        seen.normalises = seen.normalises or _normalises(func, args, kwargs)
+        for one in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(one, Tensor):
+                seen.is_coarse = seen.is_coarse or (one.is_floating_point() and (one.dtype.itemsize < 4 or one.is_cuda))
+                if drawn:
+                    seen.drawn.append(one.clone())
+        return result
+
+
+def _normalises(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation is a batch norm in training."""
+    if "batch_norm" not in operation_name(func)[0]:
+        return False
+    names = [argument.name for argument in arguments(func)]
+    if "training" not in names:
+        return "no_training" not in operation_name(func)[0]
+    index = names.index("training")
+    return bool(args[index] if index < len(args) else kwargs.get("training"))
+
+
+class _Replays(_Draws):
+    """Gives samples the random numbers that were drawn for them.
+
+    Args:
+        seen: what was drawn for all of them, each once.
+        samples: which they are now, of so many.
+    """
+
+    def __init__(self, seen: Seen, samples: Tensor, count: int):
+        super().__init__()
+        self._seen, self._samples, self._count, self._next = seen, samples, count, 0
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = super().operation(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             for one in result if isinstance(result, list | tuple) else [result]:
-                if isinstance(one, Tensor) and self._times == 1:
-                    self._drawn.append(one.clone())
-                elif isinstance(one, Tensor):
-                    before = next(self._next)
-                    sizes = zip(one.shape, before.shape, strict=True)
-                    one.copy_(before.repeat([now // once for now, once in sizes]))
+                if isinstance(one, Tensor):
+                    one.copy_(self._drawn(list(one.shape)))
         return result
+
+    def _drawn(self, shape: list[int]) -> Tensor:
+        seen, index = self._seen, self._next
+        self._next += 1
+        drawn = seen.drawn[index]
+        sizes = list(zip(shape, drawn.shape, strict=True))
+        rows = [dim for dim, (now, once) in enumerate(sizes) if now != once]
+        if len(self._samples) == self._count:  # in another order
+            rows = seen.by_sample[index]
+        elif len(self._samples) < self._count:
+            seen.by_sample[index] = rows
+        for dim in rows:
+            now, once = sizes[dim]
+            if once == self._count:
+                drawn = drawn.index_select(dim, self._samples.to(drawn.device))
+            else:
+                drawn = drawn.repeat([now // once if at == dim else 1 for at in range(drawn.dim())])
+        return drawn
 
 
 def holding(function: Any, replace: Callable[[Any], Any], depth: int = 4) -> Any:

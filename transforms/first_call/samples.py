@@ -1,7 +1,7 @@
 """What is found by evaluating a function again, on every sample twice: sums, and aux with rows or counts of samples.
 
 The tape, shapes and whole numbers raise a suspicion; evaluating proves it. Invariant: what stays as it is for every
-sample twice, as a mean does, passes.
+sample twice, as a mean does, passes. What is found by evaluating it on parts of the samples is in `parts`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,26 @@ from ...mesh.replication.net import differs_over
 from .._arguments import Argument
 from .._auxiliary import Auxiliary
 from .._call import Call, Output
+from .parts import FEWEST, look_at_parts
 from .repeated import Repeated
 
 
 def look_at_samples(
-    call: Call, args: Any, kwargs: Any, out: Output, aux: Auxiliary, batch: Sequence[Tensor], split: set[str]
+    call: Call,
+    args: Any,
+    kwargs: Any,
+    out: Output,
+    aux: Auxiliary,
+    batch: Sequence[Tensor],
+    split: set[str],
+    *,
+    is_judged: bool,
 ) -> None:
-    """`look` at what depends on the samples, of which this rank has some."""
+    """`look` at what depends on the samples, of which this rank has some.
+
+    Args:
+        is_judged: whether to warn of it if it is no mean over samples.
+    """
     rows = batch[0].shape[0]
     with_rows = [] if call.plan.virtual is not None else [a for a in call.arguments if _has_rows(a, rows)]
     own = [argument.leaf for argument in with_rows if not split & set(argument.reduce)]
@@ -37,8 +50,10 @@ def look_at_samples(
     may_be_sum = bool(call.plan.samples) and out.count is None and _may_be_sum(out.value.grad_fn, rows)
     has_rows = not call.nested and _may_have_rows(aux, rows, split)
     counts = [] if call.nested else _may_be_counts(aux, split)
-    once = again.times(1) if may_be_sum or has_rows or alike or counts else None
-    twice = again.times(2) if once is not None else None
+    may_need_twice = may_be_sum or has_rows or bool(alike) or bool(counts)
+    is_judged = is_judged and rows >= FEWEST and not alike
+    once = again.times(1) if may_need_twice or is_judged else None
+    twice = again.times(2) if may_need_twice and once is not None else None
     if alike and once is not None and twice is None and again.times(2, alike) is not None:
         raise _made_alike(call, alike[0], rows, split)
     if may_be_sum and once is not None and twice is not None and _moves(once, twice):
@@ -47,6 +62,8 @@ def look_at_samples(
         _check_rows(call, out, aux, twice, split)
     if counts and twice is not None:
         _warn_of_counts(call, out, aux, twice, counts, split)
+    if is_judged and once is not None:
+        look_at_parts(call, again, once, rows, min(split))
 
 
 def _has_rows(argument: Argument, rows: int) -> bool:
