@@ -107,14 +107,12 @@ def refuse_lists(tree: Any, length: int, whose: str) -> None:
 
     for index, node in enumerate(trees.leaves(tree, is_list)):
         if type(node) is list or _is_column(node, length):
-            kind = f"a list of {type(node[0]).__name__}" if type(node) is list else f"a {type(node).__name__}"
-            if isinstance(node, np.ndarray):
-                kind = f"an array of {type(node[0]).__name__}"
+            kind = "an array" if isinstance(node, np.ndarray) else f"a {type(node).__name__}"
             raise SpecError(
                 message(
-                    f"batch{trees.paths(tree, is_list)[index]} of {whose} is {kind.partition(' of ')[0]} "
+                    f"batch{trees.paths(tree, is_list)[index]} of {whose} is {kind} "
                     f"with an entry for each of {length} samples, and would not be split as the tensors beside it are",
-                    got=kind,
+                    got=f"{kind} of {type(node[0]).__name__}" if isinstance(node, list | np.ndarray) else kind,
                     remedy="make a tensor of it (of tokens, for strings), or a tuple if every rank is to have all",
                 )
             )

@@ -190,8 +190,6 @@ class Request:
                     self.leaves[index] = put_on(self.mesh, leaf, spec)
         elif isinstance(leaf, torch.Tensor) and spec is not None:
             self._check_shape(index, tuple(leaf.shape), spec)
-            if spec.entries:
-                check_value(leaf, functools.partial(self.where, index), cut=True)
 
     def _check_shape(self, index: int, shape: tuple[int, ...], spec: P) -> None:
         self.mesh.layout.check_shape(shape, spec, uneven=index in self._uneven, where=self.where(index))

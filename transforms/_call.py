@@ -88,6 +88,11 @@ class Call:
             )
         return Output(value.reshape(()), None, aux)
 
+    @property
+    def where(self) -> str:
+        """On which rank it is taken, for messages."""
+        return "" if self.region is None else self.region.session.where()
+
     def weight(self, axes: tuple[str, ...]) -> tuple[float, bool]:
         """This rank's share in a mean over `axes`, and whether it has any samples."""
         return (1.0, True) if self.region is None else self.plan.weight(axes, self.region.session.layout.axes)

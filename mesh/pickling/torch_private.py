@@ -9,9 +9,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace, _Ops
+
+from ...kernels.torch_private import arguments
 
 # What `torch.ops`, `torch.ops.aten`, `torch.ops.aten.add` and `torch.ops.aten.add.Tensor` are. Public way: `type(...)`.
 ALL, Namespace, Packet, Overload = _Ops, _OpNamespace, OpOverloadPacket, OpOverload
@@ -44,8 +45,8 @@ def function_of(made: Any) -> Callable:
 
 def declaration(made: Any) -> dict[str, Any]:
     """What `torch.library.custom_op` is given to make one of this name and schema, besides its function."""
-    schema = torch.ops.__getattr__(made._namespace).__getattr__(made._name).default._schema
-    written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    signature = arguments(made._opoverload)
+    written = [one.name for one in signature if one.alias_info is not None and one.alias_info.is_write]
     devices = None if None in made._backend_fns else tuple(made._backend_fns)  # None: one kernel for all
     given = {"name": made._qualname, "schema": made._schema, "mutates_args": written, "device_types": devices}
     return {**given, "tags": tuple(made._tags)}

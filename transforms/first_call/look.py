@@ -189,7 +189,7 @@ def _check_parts(call: Call, args: Any, kwargs: Any, split: set[str]) -> None:
                         f"{call.name} is given a part of the batch in a step whose parts are not equal, so that the "
                         "mean of their means is not that of the whole batch",
                         got=f"{leaf.shape[0]} of {here} samples on this rank, {total} on {sizes[name]} ranks",
-                        where=call.region.session.where(),
+                        where=call.where,
                         remedy="accumulate with data_parallel(shards=) and one value_and_grad over the whole batch, "
                         "return mean_of(total, count), or have equal parts (Loader(drop_last=True))",
                     )

@@ -76,7 +76,7 @@ def _made_alike(call: Call, leaf: Tensor, rows: int, split: set[str]) -> SpecErr
             f"{call.name} is differentiated by a tensor with a row for each sample that was made in the step and has "
             "the same values on all ranks, so that the gradients of their samples would be summed",
             got=f"shape {list(leaf.shape)}, for {rows} samples on this rank",
-            where="" if call.region is None else call.region.session.where(),
+            where=call.where,
             remedy=f'say that each rank has rows of its own: grad(f)(Sharded(tensor, P("{min(split)}"))).local',
         )
     )
@@ -154,7 +154,7 @@ def _check_sum(call: Call, once: Output, twice: Output, thrice: Output | None, b
                 f"{call.name} returns a sum over its samples, and the mean over ranks of sums is not that of the "
                 "whole batch",
                 got=f"{first:.6g}, and {second:.6g} for every sample twice",
-                where="" if call.region is None else call.region.session.where(),
+                where=call.where,
                 remedy="return the mean over samples, or mean_of(total, count)"
                 + ("; for the gradient of each sample by itself take grad(f, axes=())" if by_samples else ""),
             )
@@ -163,7 +163,6 @@ def _check_sum(call: Call, once: Output, twice: Output, thrice: Output | None, b
 
 def _check_rows(call: Call, out: Output, aux: Auxiliary, twice: Output, split: set[str]) -> None:
     """Refuse leaves of aux that have more for every sample twice, but for those that say whose rows they are."""
-    where = "" if call.region is None else call.region.session.where()
     again, paths = [as_tensor(leaf) for leaf in trees.leaves(twice.aux)], trees.paths(out.aux)
     remedy = f'return Sharded(value, P("{min(split)}")), whose rows stay those of the samples, or reduce it, '
     if len(again) != len(aux.leaves):
@@ -171,7 +170,7 @@ def _check_rows(call: Call, out: Output, aux: Auxiliary, twice: Output, split: s
             message(
                 f"aux of {call.name} has a leaf for each sample, and would be averaged over different samples",
                 got=f"{len(aux.leaves)} leaves, and {len(again)} for every sample twice",
-                where=where,
+                where=call.where,
                 remedy=f"{remedy}value.mean() for instance",
             )
         )
@@ -182,7 +181,7 @@ def _check_rows(call: Call, out: Output, aux: Auxiliary, twice: Output, split: s
                 message(
                     f"aux{path} of {call.name} has a row for each sample, and would be averaged over different samples",
                     got=f"shape {list(leaf.shape)}, and {list(more.shape)} for every sample twice",
-                    where=where,
+                    where=call.where,
                     remedy=f"{remedy}value.mean(0) for instance",
                 )
             )
