@@ -128,13 +128,14 @@ class Buckets:
         return len(self._left) == 1
 
     def fill_all(self, indexes: Sequence[int], values: Sequence[torch.Tensor]) -> None:
-        """`fill` for several leaves of a single bucket."""
+        """`fill` for some leaves of a single bucket, which `finish` reduces: nothing else can be done meanwhile."""
+        if not indexes:
+            return
         views = self._plan.views(0, self._buffer(0))
         torch_private.copy_each([views[index] for index in indexes], list(values))
         for index in indexes:
             self._ready[index] = True
         self._left[0] -= len(indexes)
-        self._start()
 
     def grad_view(self, index: int) -> torch.Tensor:
         """Where a leaf's value goes, of the leaf's shape and the dtype on the wire: write there, then `mark_ready`."""
@@ -179,6 +180,8 @@ class Buckets:
             if not ready:
                 self.fill(index, torch.zeros((), dtype=self._leaves[index].dtype))
         found: dict[int, torch.Tensor] = {}
+        if self._buffers:  # filled by `fill_all`
+            found.update(self._plan.views(0, self._comm.all_reduced(self._buffers.pop(0), self._op)))
         for bucket, work in enumerate(self._works):
             found.update(self._plan.views(bucket, work.wait()))
         values = [found[index] for index in range(len(self._leaves))]
@@ -240,9 +243,9 @@ class _Plan:
             for slot, count in zip(self.slots, elements_of, strict=True)
             if in_order and count % ALIGNED
         ]
-        self._members: list[list[int]] = [[] for _ in self.counts]  # by bucket
+        self._members: list[list[tuple[int, Leaf, int]]] = [[] for _ in self.counts]  # by bucket: leaves, where each is
         for index, slot in enumerate(self.slots):
-            self._members[slot.bucket].append(index)
+            self._members[slot.bucket].append((index, leaves[index], slot.start))
 
     def fill_gaps(self, buffer: torch.Tensor) -> None:
         """Zeros between leaves: one by one, unless there are so many that going over everything is sooner done."""
@@ -254,15 +257,12 @@ class _Plan:
 
     def view(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
         """A leaf in its bucket's buffer."""
-        leaf, start = self.leaves[index], buffer.storage_offset() + self.slots[index].start
-        if leaf.dtype.is_complex:
-            part = torch.view_as_complex(buffer.as_strided((leaf.numel, 2), (2, 1), start))
-            return part.as_strided(leaf.shape, leaf.stride)
-        return buffer.as_strided(leaf.shape, leaf.stride, start)
+        return _view(self.leaves[index], buffer, buffer.storage_offset() + self.slots[index].start)
 
     def views(self, bucket: int, buffer: torch.Tensor) -> dict[int, torch.Tensor]:
         """The leaves in a bucket's buffer."""
-        return {index: self.view(index, buffer) for index in self._members[bucket]}
+        first = buffer.storage_offset()
+        return {index: _view(leaf, buffer, first + start) for index, leaf, start in self._members[bucket]}
 
     def _order(self) -> None:
         """Number the buckets in the order in which they are full, when the leaves come last to first."""
@@ -275,6 +275,14 @@ class _Plan:
         self.matrices = {number_of[bucket]: leaf for bucket, leaf in self.matrices.items()}
         self.counts = [self.counts[bucket] for bucket in order]
         self.sizes = [self.sizes[bucket] for bucket in order]
+
+
+def _view(leaf: Leaf, buffer: torch.Tensor, start: Any) -> torch.Tensor:
+    """A leaf that begins at an element of its bucket's memory."""
+    if leaf.dtype.is_complex:
+        part = torch.view_as_complex(buffer.as_strided((leaf.numel, 2), (2, 1), start))
+        return part.as_strided(leaf.shape, leaf.stride)
+    return buffer.as_strided(leaf.shape, leaf.stride, start)
 
 
 def _on_wire(leaf: Leaf, wire_dtype: torch.dtype | None) -> torch.dtype:

@@ -84,10 +84,14 @@ def users_frames(traceback: TracebackType | None, *, raised_here: bool) -> Trace
     return kept
 
 
-def shows_only_users(call: F) -> F:
-    """A function that users call, whose exceptions are shown without this library's frames."""
+def shows_only_users(call: F, *, like: Any = None, updated: tuple[str, ...] = functools.WRAPPER_UPDATES) -> F:
+    """A function that users call, whose exceptions are shown without this library's frames.
 
-    @functools.wraps(call)
+    Args:
+        like, updated: what it is to look like, if not like itself, as for `functools.wraps`.
+    """
+
+    @functools.wraps(call if like is None else like, updated=updated)
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -38,11 +39,14 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+_version = operator.attrgetter("_version")
+
+
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """`version` of each, at the price of one look where none was made in inference mode."""
     tensors = list(tensors)
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(_version, tensors))
     except RuntimeError:  # of a tensor without a count
         return [version(tensor) for tensor in tensors]
 

@@ -224,16 +224,19 @@ def _differing(problem: str, axes: tuple[str, ...], got: str | None, where: str,
 
 def same(a: OutputMeta, b: OutputMeta) -> bool:
     """Whether two ranks, or calls, have the same result, but for the bytes of a tensor."""
-    if a.spec is not None:
-        return a.shape == b.shape
-    if type(a.value) is not type(b.value):
+    return a.shape == b.shape if a.spec is not None else same_value(a.value, b.value)
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values that are no tensors are the same."""
+    if type(a) is not type(b):
         return False
-    if isinstance(a.value, float | complex):
-        return repr(a.value) == repr(b.value)  # 0.0 and -0.0 are two numbers
+    if isinstance(a, float | complex):
+        return a is b or repr(a) == repr(b)  # 0.0 and -0.0 are two numbers
     try:
-        return bool(a.value == b.value or (a.value != a.value and b.value != b.value))
+        return bool(a == b or (a != a and b != b))
     except Exception:  # no truth value, or no comparison at all
-        return pickle.dumps(a.value) == pickle.dumps(b.value)
+        return pickle.dumps(a) == pickle.dumps(b)
 
 
 def _show(leaf: OutputMeta, rank_prints: list[bytes | None], rank: int) -> str:

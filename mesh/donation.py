@@ -8,7 +8,8 @@ storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -45,27 +46,29 @@ def may_take(tensor: Any) -> bool:
     return getattr(tensor, "_spmd_donated", False)
 
 
+_taken = threading.local()  # what was taken on this thread, until it is closed
+
+
 def take(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor that may be written to."""
-    tensor._spmd_taken = True  # type: ignore[attr-defined]
+    vars(_taken).setdefault("tensors", []).append(tensor)
     return tensor.detach()
 
 
-def close(tensors: Iterable[Any]) -> None:
-    """Make those whose memory was taken unusable.
+def close() -> None:
+    """Make the tensors whose memory was taken unusable.
 
     >>> old = mark_donated(torch.zeros(2))
     >>> take(old).add_(1)
     tensor([1., 1.])
-    >>> close([old])
+    >>> close()
     >>> old + 1
     Traceback (most recent call last):
     spmd.kernels.errors.SpecError: a donated tensor was used after opt.step had taken over its memory: use it before \
 opt.step, or leave its argument out of donate=
     """
-    for tensor in tensors:
-        if getattr(tensor, "_spmd_taken", False):
-            tensor.__class__ = DonatedTensor
+    for tensor in vars(_taken).pop("tensors", ()):
+        tensor.__class__ = DonatedTensor
 
 
 def is_owner(tensor: Any) -> bool:

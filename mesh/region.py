@@ -67,12 +67,19 @@ class Region:
     differentiated: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
 
-_regions = threading.local()
+class _Regions(threading.local):
+    """Those that a thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Region] = []
+
+
+_regions = _Regions()
 
 
 def current() -> Region | None:
     """The region whose body is running on this thread, if any."""
-    stack = getattr(_regions, "stack", None)
+    stack = _regions.stack
     return stack[-1] if stack else None
 
 
@@ -106,8 +113,6 @@ class inside:
         self._region = region
 
     def __enter__(self) -> Region:
-        if not hasattr(_regions, "stack"):
-            _regions.stack = []
         _regions.stack.append(self._region)
         self._threads = torch.autograd.set_multithreading_enabled(False)
         return self._region
@@ -152,8 +157,14 @@ def restore_generators(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
 # -- updates that are dropped ------------------------------------------------------------------------------------------
 
 
+def notes_updates() -> bool:
+    """Whether steps of optimizers are noted: at the first call of a signature."""
+    region = current()
+    return region is not None and region.updates is not None
+
+
 def note_update(update: Update) -> None:
-    """Note a step of an optimizer, at the first call of a signature."""
+    """Note a step of an optimizer, at such a call."""
     region = current()
     if region is not None and region.updates is not None:
         region.updates.append(update)

@@ -19,7 +19,7 @@ import torch
 from ..kernels.arguments import check_value
 from ..kernels.errors import SpecError, SpmdError, message
 from . import agreement, trees
-from .agreement import OutputMeta, path_in, same
+from .agreement import OutputMeta, path_in, same_value
 from .array import Array
 from .driver.snapshot import unsendable_result
 from .rank.lasting_values import KnownLayout
@@ -100,7 +100,7 @@ class _Kind:
         """Those among results of this structure, if they lie so and the numbers are the same."""
         if not self.numbers:
             found = leaves
-        elif all(same(OutputMeta(None, value=leaves[index]), self.metas[index]) for index in self.numbers):
+        elif all(same_value(leaves[index], self.metas[index].value) for index in self.numbers):
             found = agreement.tensors_among(leaves, self.metas)
         else:
             return None
@@ -192,7 +192,7 @@ class Results:
                 self._refuse_unfit(treedef, index, leaf)
                 leaves[index] = leaf = plain_number(leaf)
                 about = OutputMeta(None, value=leaf)
-                if last is not None and last.spec is None and same(about, last):
+                if last is not None and last.spec is None and same_value(leaf, last.value):
                     about = last
             else:
                 varying = None if net is None else net.uncovered(leaf, spec.axes)

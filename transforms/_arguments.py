@@ -53,7 +53,11 @@ def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tupl
             leaf = _local(leaf, region)
         argument = Argument(leaf)
         arguments.append(argument)
-        if is_inexact(leaf) and (kind is Tensor or not is_frozen(leaf)):
+        if kind is Tensor:
+            trains = leaf.dtype.is_floating_point or leaf.dtype.is_complex
+        else:
+            trains = is_inexact(leaf) and not is_frozen(leaf)
+        if trains:
             argument.primal = leaf
             trained.append((argument, axes))
     noted = differ_over([argument.leaf for argument, _ in trained])

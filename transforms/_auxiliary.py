@@ -39,6 +39,8 @@ class Auxiliary:
 
     @staticmethod
     def of(aux: Any, over: tuple[str, ...]) -> Auxiliary:
+        if type(aux) is tuple and not aux:
+            return NO_AUX
         given, treedef = trees.flatten(aux)
         numbers = [isinstance(leaf, float | np.floating) for leaf in given]
         leaves = [
@@ -136,6 +138,9 @@ class Auxiliary:
                     )
                 )
         return SpecError(message("aux has another structure on some ranks", where=region.session.where()))
+
+
+NO_AUX = Auxiliary([], trees.flatten(())[1], [], [])
 
 
 @functools.lru_cache(maxsize=64)

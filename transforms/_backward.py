@@ -6,6 +6,7 @@ keeps its own and sums leaf by leaf with differentiable collectives.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ from ..kernels.torch_private import hooks_made
 from ..mesh.replication.net import differ_over, mark_all
 from ._auxiliary import Auxiliary
 from ._call import Call, Output, Solution
-from ._linear_weights import linear_weights
+from ._linear_weights import is_large, linear_weights
 from ._reductions import psum
 from ._sums import Hook, Slot, Sums, home_of
 from ._tokens import Tokens, forget_undefined, tokens
@@ -150,8 +151,8 @@ def outermost(f: Evaluated) -> Solution:
                     for primal, slot in primals
                 ]
             # In the same chain or one like it, so that a layer computed again (torch.utils.checkpoint) leaves the same
-            # trace; on this thread, which knows of the region.
-            with tokens(), torch.autograd.set_multithreading_enabled(False):
+            # trace.
+            with tokens(), _on_this_thread(call):
                 torch.autograd.backward(ends, inputs=[*(primal for primal, _ in primals), f.collectives.first])
         finally:  # A hook on a node is held by what it holds: nothing else would ever free it and its buckets.
             for handle in handles:
@@ -180,7 +181,7 @@ Primals = list[tuple[Tensor, Slot]]
 
 def _in_place(f: Evaluated, sums: Sums, ends: list[Tensor], primals: Primals, handles: list[Any]) -> Primals:
     """Add hooks that write gradients of weights where they are summed; the leaves that are left for torch."""
-    if f.hooked or f.call.plan.without_samples:
+    if f.hooked or f.call.plan.without_samples or not any(is_large(primal) for primal, _ in primals):
         return primals
     argument_slots = {id(primal): slot for primal, slot in primals}
     weights = linear_weights(
@@ -200,7 +201,7 @@ def within_a_graph(f: Evaluated) -> Solution:
     ends = f.ends()
     found: list[Tensor] = [torch.zeros_like(primal) for primal in primals]
     if ends and primals:
-        with torch.autograd.set_multithreading_enabled(False):
+        with _on_this_thread(call):
             *found, _ = torch.autograd.grad(
                 ends,
                 [*primals, f.collectives.first],
@@ -222,6 +223,11 @@ def within_a_graph(f: Evaluated) -> Solution:
     leaves = [average(leaf, axes) for leaf, axes in zip(f.aux.leaves, f.aux.over, strict=True)]
     value = _sum(f.contribution(f.value, call.over, f.share), call.over)
     return noted(call, value, call.over), gradients, f.aux.tree(leaves)
+
+
+def _on_this_thread(call: Call) -> contextlib.AbstractContextManager:
+    """Have torch go back on this thread, which knows of the region; in one that is so already."""
+    return torch.autograd.set_multithreading_enabled(False) if call.region is None else contextlib.nullcontext()
 
 
 def _sum(x: Tensor, axes: tuple[str, ...]) -> Tensor:

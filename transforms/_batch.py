@@ -94,6 +94,8 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
         total = int(psum(torch.tensor(here), axis)) if known is None else known
     if len(cut) + len(whole) < len(leaves):
         refuse_lists(tree, total or 0, name)
+    if here is not None and not whole and argument.shards is None:
+        return Part(tree, tuple([leaf for leaf in leaves if isinstance(leaf, Tensor)]), here, total or 0, None)
     sizes, mine = split_sizes(total or 0, session.layout.axes[axis]), session.layout.coords(session.rank)[axis]
     virtual = None
     if argument.shards is not None:

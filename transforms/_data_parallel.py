@@ -6,7 +6,6 @@ rank's samples weigh; `grad` does the rest.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import math
@@ -147,8 +146,7 @@ class DataParallel(Transformable):
         else:
             args = (*args[:key], part.tree, *args[key + 1 :])
         _check_weights(around, part, argument.axis, region.session.layout.axes[argument.axis], self._name)
-        samples = around.splitting(argument.axis, part.here, part.total)
-        plan = dataclasses.replace(self._plan, samples=samples, virtual=part.virtual, batch=part.leaves)
+        plan = self._plan.of_batch(around.splitting(argument.axis, part.here, part.total), part.virtual, part.leaves)
         with following(region, plan):
             if part.virtual is None:
                 return self._step(*args, **kwargs)

@@ -70,13 +70,11 @@ def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = Fal
         transform = functools.partial(grad, argnums=argnums, has_aux=has_aux, axes=axes)
         return f.transformed(transform, argnums, False, has_aux)
 
-    @shows_only_users
-    @functools.wraps(f, updated=torch_compiled.attributes_to_copy(f))
     def gradient(*args: Any, **kwargs: Any) -> Any:
         _, found, aux = _untraced()(f, argnums, has_aux, axes, args, kwargs)
         return (found, aux) if has_aux else found
 
-    return gradient
+    return shows_only_users(gradient, like=f, updated=torch_compiled.attributes_to_copy(f))
 
 
 def value_and_grad(
@@ -97,13 +95,11 @@ def value_and_grad(
         transform = functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, axes=axes)
         return f.transformed(transform, argnums, True, has_aux)
 
-    @shows_only_users
-    @functools.wraps(f, updated=torch_compiled.attributes_to_copy(f))
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         value, found, aux = _untraced()(f, argnums, has_aux, axes, args, kwargs)
         return ((value, aux), found) if has_aux else (value, found)
 
-    return value_and_gradient
+    return shows_only_users(value_and_gradient, like=f, updated=torch_compiled.attributes_to_copy(f))
 
 
 class Transformable(abc.ABC):
@@ -133,7 +129,8 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
                 remedy="use torch.func.grad there, and psum or pmean what comes out",
             )
         )
-    if current() is not None:
+    region = current()
+    if region is not None:
         refuse_recording(f"spmd's grad of {name}")
     if torch.is_inference_mode_enabled():
         raise SpecError(
@@ -143,37 +140,18 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
             )
         )
     chosen = _positions(argnums, len(args), name)
-    region = current()
     plan = plan_of(region)
     over = () if region is None else region.session.layout.names if axes is None else _axes(axes)
     arguments, treedef = prepare(tuple(args[number] for number in chosen), region, over)
-    given = [argument.leaf for argument in arguments if argument.leaf is not None]
-    if given and not any(isinstance(leaf, torch.Tensor) for leaf in given):
-        raise SpecError(
-            message(
-                f"{name} is differentiated by an argument without tensors",
-                got=type(given[0]).__name__,
-                expected="tensors, in dicts, lists, tuples or dataclasses",
-                remedy="apply, params = functional(model) gives a model's parameters, torch.tensor(2.0) is a number's "
-                "tensor; argnums= says which argument is meant",
-            )
-        )
-    if plan.samples and not any(argument.primal is not None for argument in arguments):
-        raise SpecError(
-            message(
-                f"{name} is differentiated in a step by nothing that can be trained",
-                got=_untrainable(arguments),
-                expected="floating-point tensors that require gradients",
-                remedy="pass params of apply, params = functional(model), where a frozen model needs "
-                "model.requires_grad_(True) before; or argnums= for what is to be trained",
-            )
-        )
-    note_differentiated(region, (argument.leaf for argument in arguments if argument.primal is not None))
-    # A part of an outer gradient's graph, ours or torch's own, has to become one in turn.
-    nested = in_gradient() or any(a.primal is not None and a.leaf.grad_fn is not None for a in arguments)
-    strategy = _strategy(region, plan, over, nested, (args, kwargs), name)
     differentiated = [argument for argument in arguments if argument.primal is not None]
-    made = strategy.primals([argument.leaf for argument in differentiated])
+    leaves = [argument.leaf for argument in differentiated]
+    if not leaves:
+        _check_trainable(name, arguments, plan)
+    note_differentiated(region, leaves)
+    # A part of an outer gradient's graph, ours or torch's own, has to become one in turn.
+    nested = in_gradient() or any(leaf.grad_fn is not None for leaf in leaves)
+    strategy = _strategy(region, plan, over, nested, (args, kwargs), name)
+    made = strategy.primals(leaves)
     for argument, primal in zip(differentiated, made, strict=True):
         argument.primal = primal
     primals = trees.unflatten(treedef, [a.leaf if a.primal is None else a.primal for a in arguments])
@@ -199,11 +177,30 @@ def _strategy(
     return Plain(nested)
 
 
-def _untrainable(arguments: list[Argument]) -> str:
-    if len(arguments) == 1 and not isinstance(arguments[0].leaf, torch.Tensor):
-        return f"a {type(arguments[0].leaf).__name__}"
-    frozen = sum(is_frozen(argument.leaf) for argument in arguments)
-    return f"{len(arguments)} leaves, of which {frozen} are frozen parameters (requires_grad=False)"
+def _check_trainable(name: str, arguments: list[Argument], plan: Plan) -> None:
+    """Refuse arguments without tensors, and in a step such that none of them can be trained."""
+    given = [argument.leaf for argument in arguments if argument.leaf is not None]
+    if given and not any(isinstance(leaf, torch.Tensor) for leaf in given):
+        raise SpecError(
+            message(
+                f"{name} is differentiated by an argument without tensors",
+                got=type(given[0]).__name__,
+                expected="tensors, in dicts, lists, tuples or dataclasses",
+                remedy="apply, params = functional(model) gives a model's parameters, torch.tensor(2.0) is a number's "
+                "tensor; argnums= says which argument is meant",
+            )
+        )
+    if plan.samples:
+        frozen = sum(is_frozen(leaf) for leaf in given)
+        raise SpecError(
+            message(
+                f"{name} is differentiated in a step by nothing that can be trained",
+                got=f"{len(arguments)} leaves, of which {frozen} are frozen parameters (requires_grad=False)",
+                expected="floating-point tensors that require gradients",
+                remedy="pass params of apply, params = functional(model), where a frozen model needs "
+                "model.requires_grad_(True) before; or argnums= for what is to be trained",
+            )
+        )
 
 
 def _positions(argnums: Any, count: int, name: str) -> tuple[int, ...]:

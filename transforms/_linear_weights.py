@@ -104,10 +104,15 @@ def linear_weights(
     return [weight for weight in found if _leads_to(weight.node, others, alive, dead)]
 
 
+def is_large(leaf: Tensor) -> bool:
+    """Whether it is worth it; few are."""
+    return leaf.nbytes >= weight_gradients.LARGE
+
+
 def _eligible(leaf: Tensor) -> bool:
     """Whether it is worth it, and can be written as it is."""
     return (
-        leaf.numel() * leaf.element_size() >= weight_gradients.LARGE  # most are smaller
+        is_large(leaf)
         and type(leaf) in _PLAIN
         and leaf.is_cpu
         and leaf.dim() == 2

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -51,6 +50,12 @@ class Plan:
             any_samples = any_samples and here > 0
         return weight, any_samples
 
+    def of_batch(
+        self, samples: Mapping[str, tuple[int, int]], virtual: VirtualShards | None, batch: tuple[Tensor, ...]
+    ) -> Plan:
+        """The same with a batch. (`dataclasses.replace` takes four times as long.)"""
+        return Plan(samples, self.bucket_mb, self.wire_dtype, virtual, None, batch)
+
     def splitting(self, axis: str, here: int, total: int) -> Mapping[str, tuple[int, int]]:
         """`samples` with those of one more axis."""
         return {**self.samples, axis: (here, total)}
@@ -70,11 +75,16 @@ def current_plan() -> Plan:
     return plan_of(current())
 
 
-@contextlib.contextmanager
-def following(region: Region, plan: Plan) -> Iterator[None]:
+class following:
     """Have a region follow a plan for the length of a `with` block."""
-    before, region.plan = region.plan, plan
-    try:
-        yield
-    finally:
-        region.plan = before
+
+    __slots__ = ("_before", "_plan", "_region")
+
+    def __init__(self, region: Region, plan: Plan):
+        self._region, self._plan = region, plan
+
+    def __enter__(self) -> None:
+        self._before, self._region.plan = self._region.plan, self._plan
+
+    def __exit__(self, *_: object) -> None:
+        self._region.plan = self._before

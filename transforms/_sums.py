@@ -17,7 +17,7 @@ from ._linear_weights import Factors
 from ._plan import Plan
 from ._tokens import forget_undefined
 
-# (axes, dtype on the wire, kind of device): leaves of one group share buckets
+# (axes, dtype on the wire, kind of device): leaves of one group share buckets. Not those of size one: nothing to sum.
 Group = tuple[tuple[str, ...], torch.dtype | None, str]
 Slot = tuple[Group, int]
 
@@ -28,26 +28,30 @@ class Sums:
     def __init__(self, region: Region | None, plan: Plan):
         self._region, self._plan = region, plan
         self._groups: dict[Group, list[Tensor]] = {}
-        self._axes: dict[tuple[str, ...], tuple[str, ...]] = {}  # without those of size one: nothing to sum there
+        self._known: dict[tuple[tuple[str, ...], bool, torch.device], Group] = {}
         self._open: dict[Group, Any] = {}
         self._local: dict[Slot, Tensor] = {}
         self._factors: dict[Group, Factors] = {}
         self._gradual: set[Group] = set()  # those with leaves that come one by one
         self.filled = 0  # how many leaves have been filled in
+        # What `finish` fills in at once, in groups where nothing is reduced before all is there.
+        self._together: dict[Group, tuple[list[int], list[Tensor]]] = {}
+        self._net = active()
         self._varying: dict[Slot, Varying] = {}  # how this rank's values differ from others', where that is followed
 
     def add(self, like: Tensor, axes: tuple[str, ...], *, exact: bool = False) -> Slot:
         """Announce a leaf; `exact` keeps it from travelling as `wire_dtype`, and says that it is filled in at once."""
-        wire_dtype = None if exact else self._plan.wire_dtype
-        shared = self._axes.get(axes)
-        if shared is None:
+        key = axes, exact, like.device
+        group = self._known.get(key)
+        if group is None:
             sizes = {} if self._region is None else self._region.session.layout.axes
-            shared = self._axes[axes] = tuple(name for name in sizes if name in axes and sizes[name] > 1)
-        group = shared, wire_dtype, like.device.type
-        members = self._groups.setdefault(group, [])
+            shared = tuple(name for name in sizes if name in axes and sizes[name] > 1)
+            group = self._known[key] = shared, None if exact else self._plan.wire_dtype, like.device.type
+            self._groups.setdefault(group, [])
+            if not exact and shared:
+                self._gradual.add(group)
+        members = self._groups[group]
         members.append(like)
-        if not exact and group[0]:
-            self._gradual.add(group)
         return group, len(members) - 1
 
     def open(self, *, alone: bool = True) -> None:
@@ -64,54 +68,47 @@ class Sums:
                     sizes = {name: self._region.session.layout.axes[name] for name in axes}
                     factors = self._factors[group] = Factors.of(members, self._plan, sizes)
                     options["products"] = factors.leaves
-                self._open[group] = _kind(device, comm)(
+                buckets = self._open[group] = _kind(device, comm)(
                     comm,
                     [Leaf.of(member) for member in members],
                     bucket_bytes=self._plan.bucket_bytes,
                     wire_dtype=wire_dtype,
                     **options,
                 )
+                if isinstance(buckets, Buckets) and buckets.is_single:
+                    self._together[group] = [], []
 
     @property
     def is_gradual(self) -> bool:
         """Whether a reduction may begin before all that is summed with others is there."""
-        return any(not isinstance(buckets, Buckets) or not buckets.is_single for buckets in self._open.values())
+        return len(self._together) < len(self._open)
 
     def fill(self, slot: Slot, value: Tensor) -> None:
+        """Take a leaf's value, which changes no more."""
         group, index = slot
         self.filled += 1
-        if group in self._open:
-            self._follow(slot, value)
-            with unfollowed():
-                self._open[group].fill(index, value)
-        else:
+        buckets = self._open.get(group)
+        if buckets is None:
             self._local[slot] = value
+            return
+        if self._net is not None:
+            self._follow(slot, value)
+        if group in self._together:
+            indexes, values = self._together[group]
+            indexes.append(index)
+            values.append(value)
+            return
+        with unfollowed():
+            buckets.fill(index, value)
 
     def fill_in(self, primals: Sequence[tuple[Tensor, Slot]]) -> None:
         """Take the gradients of all leaves when the backward pass is over, where it `is_gradual` no more."""
-        together: dict[Group, tuple[list[int], list[Tensor]]] = {}
-        without_samples, followed = self._plan.without_samples, active() is not None
+        without_samples = self._plan.without_samples
         for primal, slot in primals:
             gradient, primal.grad = primal.grad, None
-            if gradient is None:
-                continue
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            if without_samples:
-                gradient = forget_undefined(gradient, self._plan)
-            if followed:
-                self.fill(slot, gradient)
-                continue
-            self.filled += 1
-            group, index = slot
-            if group in self._open:
-                indexes, values = together.setdefault(group, ([], []))
-                indexes.append(index)
-                values.append(gradient)
-            else:
-                self._local[slot] = gradient
-        for group in self._groups:  # in the same order on all ranks
-            if group in together:
-                self._open[group].fill_all(*together[group])
+            if gradient is not None:
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                self.fill(slot, forget_undefined(gradient, self._plan) if without_samples else gradient)
 
     def takes_products(self, slot: Slot) -> bool:
         """Whether a leaf may come by `fill_product`: where it is summed with that of other ranks, on CPUs."""
@@ -137,17 +134,18 @@ class Sums:
                 buckets.mark_ready(index)
 
     def _follow(self, slot: Slot, *sources: Tensor) -> None:
-        net = active()
-        if net is not None:
-            self._varying[slot] = joined(net.of(source) for source in sources)
+        if self._net is not None:
+            self._varying[slot] = joined(self._net.of(source) for source in sources)
 
     def finish(self) -> dict[Slot, Tensor]:
         """The sums; zeros where nothing was filled in."""
-        net = active()
+        net = self._net
         found: dict[Slot, Tensor] = {}
         for group, members in self._groups.items():
             if group in self._open:
                 with unfollowed():
+                    if group in self._together:
+                        self._open[group].fill_all(*self._together.pop(group))
                     totals = self._open[group].finish()
                 for index, total in enumerate(totals):
                     found[group, index] = total

@@ -42,15 +42,17 @@ class _State:
         self.afterwards: list[Callable[[], None]] = []  # to be called when the outermost gradient is done
 
 
-_threads = threading.local()
+class _Threads(threading.local):
+    def __init__(self) -> None:
+        self.state = _State()
+
+
+_threads = _Threads()
 
 
 def state() -> _State:
     """This thread's state, or the one that it works for."""
-    found = getattr(_threads, "state", None)
-    if found is None:
-        found = _threads.state = _State()
-    return found
+    return _threads.state
 
 
 @contextlib.contextmanager
@@ -103,19 +105,23 @@ class Tokens:
         self.end = [] if token is None or token is self.first else [token]
 
 
-@contextlib.contextmanager
-def tokens() -> Iterator[Tokens]:
+class tokens:
     """Link the collectives of a `with` block; within another chain they stay part of that one as well."""
-    here = state()
-    outer = here.token
-    first = here.token = torch.zeros((), requires_grad=True) if outer is None else outer
-    try:
-        yield Tokens(first)
-    finally:
-        if outer is None:
-            here.token = None
-            while here.afterwards:
-                here.afterwards.pop()()
+
+    __slots__ = ("_is_outermost", "_state")
+
+    def __enter__(self) -> Tokens:
+        here = self._state = state()
+        self._is_outermost = here.token is None
+        if here.token is None:
+            here.token = torch.zeros((), requires_grad=True)
+        return Tokens(here.token)
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_outermost:
+            self._state.token = None
+            while self._state.afterwards:
+                self._state.afterwards.pop()()
 
 
 def after_gradient(callback: Callable[[], None]) -> bool:

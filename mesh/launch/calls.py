@@ -7,7 +7,9 @@ own: a `DataLoader` that shuffles without a seed gives every rank other batches.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -89,7 +91,7 @@ class LaunchedCall:
         for value, result in zip(outcome.leaves, results, strict=True):
             if result.meta is not None:
                 # The tensor passed is the caller's, who may change it.
-                tensors.append(value.clone() if theirs & _memory(value) else value)
+                tensors.append(value.clone() if theirs and theirs & _memory(value) else value)
                 shapes.append(result.shapes)
         arrays = iter(LocalValues(self._session, tensors, self._metas, shapes).arrays(self._mesh))
         made = [
@@ -145,20 +147,26 @@ class ReplicatedInputs:
         self._treedef, self._name = treedef, name
         self._tensors = [index for index, leaf in enumerate(plan.leaves) if leaf.kind == "tensor"]
         self._values = [index for index, leaf in enumerate(plan.leaves) if leaf.kind == "value"]
+        self._before: tuple[list[Any], Given] = [], ()  # the last values, if there is nothing else
 
     def prints(self, values: list[Any], check: Check) -> Given:
         """What is to be compared of the leaves of a call."""
         if not check:
             return ()
+        given = [values[index] for index in self._values]
+        before, known = self._before
+        if len(before) == len(given) and all(map(operator.is_, given, before)) and not self._tensors:
+            return known
         found: list[tuple[Any, bytes | None]] = []
         for index in self._tensors:
             tensor = values[index]
             looked_at = check >= Check.VALUES or (tensor.numel() == 1 and not tensor.is_cuda)
             found.append(((tuple(tensor.shape), tensor.dtype), tensor_print(tensor) if looked_at else None))
-        for index in self._values:
-            value = values[index]
+        for value in given:
             plain = type(value) in _PLAIN
             found.append((type(value).__name__, pickle.dumps(value) if plain else None))
+        if not self._tensors:
+            self._before = given, tuple(found)
         return tuple(found)
 
     def compare(self, gathered: list[bytes], where: str) -> None:
@@ -199,8 +207,9 @@ def number_of(given: Given, prints: bytes) -> int:
     """A number that is the same on all ranks if what they tell is."""
     if not given and not prints:
         return 0
-    state = hashlib.blake2b(prints, digest_size=8)
-    for kind, printed in given:
-        state.update(repr(kind).encode())
-        state.update(printed or b"")
-    return int.from_bytes(state.digest(), "little") >> 2
+    return int.from_bytes(hashlib.blake2b(prints + _bytes_of(given), digest_size=8).digest(), "little") >> 2
+
+
+@functools.lru_cache(maxsize=64)
+def _bytes_of(given: Given) -> bytes:
+    return b"".join(repr(kind).encode() + (printed or b"") for kind, printed in given)

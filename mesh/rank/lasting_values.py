@@ -11,6 +11,7 @@ import dataclasses
 import pickle
 import weakref
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -79,10 +80,10 @@ class KnownLayout:
         return KnownLayout(tensors, specs) if plain else None
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether plain tensors lie so, and their memory holds what they are: not its conjugate, nor its negative."""
+        """Whether these are plain tensors that lie so, whose memory holds them: not their conjugate, nor negative."""
         try:
             alike = (self._shapes, self._strides, self._dtypes) == _kinds(tensors)
-        except RuntimeError:  # of one without strides
+        except (RuntimeError, AttributeError, TypeError):  # of one without strides; of what is no tensor
             return False
         return (
             alike
@@ -92,11 +93,10 @@ class KnownLayout:
 
 
 def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
-    return (
-        [tensor.shape for tensor in tensors],
-        [tensor.stride() for tensor in tensors],
-        [tensor.dtype for tensor in tensors],
-    )
+    return list(map(_shape_of, tensors)), list(map(torch.Tensor.stride, tensors)), list(map(_dtype_of, tensors))
+
+
+_shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
 
 
 class LastingValues:

@@ -82,6 +82,7 @@ class RankSession(Owned):
         self.apart = threading.local()  # set on threads of remote objects, which run beside regions
         self._alone = False
         self._comms: dict[tuple[tuple[int, ...], str], Communicator] = {}
+        self._groups: dict[Any, tuple[int, ...]] = {}  # by axes
 
     @property
     def arena(self) -> Arena | None:
@@ -116,7 +117,12 @@ class RankSession(Owned):
 
     def comm(self, axis: str | tuple[str, ...] | None = None, channel: str = "main") -> Communicator:
         """The communicator of the ranks that differ from this one in `axis` only."""
-        return self.comm_of(self.layout.group(self.rank, self.axes(axis)), channel)
+        try:
+            ranks = self._groups[axis]
+        except (KeyError, TypeError):  # a list of names can't be looked up
+            axes = self.axes(axis)
+            ranks = self._groups[axes] = self.layout.group(self.rank, axes)
+        return self.comm_of(ranks, channel)
 
     def comm_among(self, ranks: Sequence[int] | None, axis: Any = None) -> Communicator:
         """The communicator of listed ranks, in that order; who lists ranks names no axis, and who lists none does."""

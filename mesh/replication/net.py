@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -60,15 +61,20 @@ def mark_all(tensors: Sequence[Any], axes: Sequence[frozenset[str] | None]) -> N
 
 def all_differ_over(tensors: Sequence[Any]) -> tuple[frozenset[str] | None, ...] | None:
     """`differs_over` of each; None if any was changed in place since it was marked, or has no mark."""
-    noted = [getattr(tensor, "_spmd_version", None) for tensor in tensors]
-    if noted != versions(tensors):
+    try:
+        marks = list(map(_mark_of, tensors))
+    except AttributeError:
         return None
-    return tuple([getattr(tensor, "_spmd_axes", None) for tensor in tensors])
+    now = versions(tensors)
+    return tuple([axes for axes, _ in marks]) if now == [noted for _, noted in marks] else None
 
 
 def differ_over(tensors: Sequence[Any]) -> Sequence[frozenset[str] | None]:
     """`differs_over` of each."""
     return all_differ_over(tensors) or [differs_over(tensor) for tensor in tensors]
+
+
+_mark_of = attrgetter("_spmd_axes", "_spmd_version")
 
 
 # -- the net -----------------------------------------------------------------------------------------------------------
@@ -210,12 +216,16 @@ def nbytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() if storage(tensor) else 0
 
 
-_nets = threading.local()
+class _Nets(threading.local):
+    net: Net | None = None
+
+
+_nets = _Nets()
 
 
 def active() -> Net | None:
     """The net of the region that runs on this thread, if its tensors are followed."""
-    return getattr(_nets, "net", None)
+    return _nets.net
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ class Piece(NamedTuple):
         """The spans between two multiples of 64, from the first of them on."""
         if self.spans is None:
             return ((0, stop - first),)
-        if first == 0 and stop == len(self.grad):
+        if first == 0 and stop == self.grad.numel():
             return self.spans
         found = ((max(low, first) - first, min(high, stop) - first) for low, high in self.spans)
         return tuple((low, high) for low, high in found if low < high)
@@ -88,21 +88,24 @@ class FlatJob:
         self.out, self._pieces, self._given = out, pieces, state
         self._shape = out.shape if shape is None else shape
         shared = shared_memory()
-        arrays = {name: value for name, value in state.items() if is_laid_out_as(value, self._shape)}
-        self._old = {name: value.view(-1) for name, value in arrays.items()}
-        self._new = {name: allocate_like(value, shared).view(-1) for name, value in arrays.items()}
+        self._old: State = {}  # of what is copied
+        self._new: State = {}
+        for name, value in state.items():
+            if is_laid_out_as(value, self._shape):
+                new = allocate_like(value, shared)
+                if new.data_ptr() != value.data_ptr():
+                    self._old[name] = value.view(-1)
+                self._new[name] = new.view(-1)
         self._after: State = {}
         self.is_cpu = out.is_cpu
-        self.copies = any(piece.source is not None for piece in pieces) or any(
-            self._new[name].data_ptr() != value.data_ptr() for name, value in self._old.items()
-        )
-        ends = [*(piece.start for piece in pieces[1:]), len(out)]
-        self._ends = {piece.start + len(piece.grad): end for piece, end in zip(pieces, ends, strict=True)}
+        self.copies = bool(self._old) or any(piece.source is not None for piece in pieces)
+        ends = [*(piece.start for piece in pieces[1:]), out.numel()]
+        self._ends = {piece.start + piece.grad.numel(): end for piece, end in zip(pieces, ends, strict=True)}
         self._at: dict[int, tuple[Piece, int]] = {}
 
     def blocks(self, length: int | None) -> Iterator[tuple[int, int]]:
         for piece in self._pieces:
-            size = len(piece.grad)
+            size = piece.grad.numel()
             for first in range(0, size, length or max(size, 1)):
                 self._at[piece.start + first] = piece, first
                 yield piece.start + first, piece.start + min(first + (length or size), size)
@@ -114,10 +117,9 @@ class FlatJob:
             copy(self.out[start:stop], piece.source[part])
         end = self._ends.get(stop, stop)  # with what lies behind the piece
         for name, old in self._old.items():
-            if old.data_ptr() != self._new[name].data_ptr():
-                copy(self._new[name][start:end], old[start:end])
+            copy(self._new[name][start:end], old[start:end])
         spans = piece.within(part.start, part.stop)
-        columns = {name: parts(self._new[name][start:stop], spans) for name in self._old}
+        columns = {name: parts(new[start:stop], spans) for name, new in self._new.items()}
         # Every span has what isn't of the parameter's shape as it was before the step.
         states = [
             {name: columns[name][at] if name in columns else _cloned(value) for name, value in self._given.items()}

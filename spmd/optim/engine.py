@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,9 @@ class Engine:
         self.cls = cls
         self.options = options
         self._light = _light(cls)
+        # Of torch's own the bare method: `_patch_step_function` wraps it anew for hooks, of which there are none here.
+        is_torchs = cls.__module__.startswith("torch.optim")
+        self._step_with = inspect.unwrap(cls.step) if is_torchs else operator.methodcaller("step")
         # Whether any part of a parameter can be stepped alone.
         self._elementwise = cls.__module__.startswith("torch.optim") and cls.__name__ not in REFUSED
         self._idle: dict[bool, list[tuple[torch.optim.Optimizer, dict[str, Any]]]] = {True: [], False: []}
@@ -40,6 +44,7 @@ class Engine:
         known = cls.__module__.startswith("torch.optim") and "fused" in inspect.signature(cls.__init__).parameters
         self._may_fuse = known and not chosen
         self._fuses: dict[str, bool] = {}  # by kind of device
+        self._numeric: frozenset[str] | None = None  # the names of the numbers among the options
         # A class from elsewhere may clip or scale gradients in place; of torch's own, foreach SGD with nesterov does.
         writes = cls is torch.optim.SGD and bool(options.get("nesterov"))
         self._keeps = cls.__module__.startswith("torch.optim") and not (writes and options.get("foreach"))
@@ -90,8 +95,9 @@ class Engine:
         fused = self._is_fused(out, pieces[0].grad)
         job = FlatJob(out, pieces, self._counted(state, out, fused))
         new_hyper = self._run([job], hyper, fused, scale)
-        self._check_flat(job.state)
-        return job.state, new_hyper
+        new_state = job.state
+        self._check_flat(new_state)
+        return new_state, new_hyper
 
     def _job(self, param: Tensor, grad: Tensor, state: State) -> WholeJob | FlatJob:
         arrays = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
@@ -113,11 +119,12 @@ class Engine:
         source = None if out.data_ptr() == param.data_ptr() else param.view(-1)
         return FlatJob(out.view(-1), [Piece(0, source, grad.view(-1))], state, param.shape)
 
-    @torch.no_grad()
     def _run(self, jobs: Sequence[Job], hyper: Mapping[str, Any], fused: bool, scale: Tensor | None) -> dict[str, Any]:
         """Do the jobs, block by block; the new hyper-parameters."""
         instance, options = self._take(fused)
-        lent = _lent(options, hyper)
+        if self._numeric is None:
+            self._numeric = frozenset(name for name, value in options.items() if _is_numeric(value))
+        lent = _lent(options, self._numeric, hyper)
         group = instance.param_groups[0]
         group.clear()
         group.update(options, params=[], **lent)
@@ -141,7 +148,7 @@ class Engine:
             if one.state:
                 instance.state[one.param] = one.state
         instance.param_groups[0]["params"] = [one.param for one in together]
-        instance.step()
+        self._step_with(instance)
         for one in together:
             one.param.grad = None
         for (job, start, stop), some in zip(batch, lent, strict=True):
@@ -174,8 +181,9 @@ class Engine:
     def _check_flat(self, state: State) -> None:
         """Refuse state that is not known to be of a part of the parameter, and so would be that of its last piece."""
         for name, value in state.items():
-            nested = () if isinstance(value, Tensor | numbers.Number) else trees.leaves(value)
-            if any(isinstance(leaf, Tensor) and leaf.ndim for leaf in nested):
+            if isinstance(value, Tensor | numbers.Number):
+                continue
+            if any(isinstance(leaf, Tensor) and leaf.ndim for leaf in trees.leaves(value)):
                 raise SpecError(
                     message(
                         f"optimizer cannot shard {self.cls.__name__}, whose state has tensors within other values",
@@ -252,9 +260,8 @@ def _is_numeric(value: Any) -> bool:
     return isinstance(value, numbers.Real | Tensor)
 
 
-def _lent(options: dict[str, Any], hyper: Mapping[str, Any]) -> dict[str, Any]:
+def _lent(options: dict[str, Any], expected: frozenset[str], hyper: Mapping[str, Any]) -> dict[str, Any]:
     """The hyper-parameters as torch wants them: the user may have put a tensor for a number, a list for a tuple."""
-    expected = {name for name, value in options.items() if _is_numeric(value)}
     if hyper.keys() != expected:
         name = min(hyper.keys() ^ expected)
         problem = f"opt_state['hyper'] {'misses' if name in expected else 'has an unknown'} {name!r}"

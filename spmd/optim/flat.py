@@ -80,8 +80,11 @@ def runs(sizes: tuple[int, ...], columns: Sequence[Sequence[Tensor]], start: int
         columns: in each the leaves, all of one dtype: gradients, say, and parameters.
     """
     for begin, tensors in _together(sizes, columns, start, stop):
-        first, last = max(start, begin), min(stop, begin + len(tensors[0]))
-        if first < last:
+        end = begin + tensors[0].numel()
+        first, last = max(start, begin), min(stop, end)
+        if (first, last) == (begin, end):
+            yield Run(begin, tensors)
+        elif first < last:
             yield Run(first, [tensor[first - begin : last - begin] for tensor in tensors])
 
 
@@ -136,6 +139,10 @@ def _and_between(spans: Spans, stop: int) -> list[int]:
 def _together(sizes: tuple[int, ...], columns: Sequence[Sequence[Tensor]], start: int, stop: int) -> Iterator[Run]:
     """What lies end to end or is laid so, up to the end of its last leaf, with what lies before and behind."""
     starts = offsets(sizes)
+    whole = [flat for column in columns if (flat := _whole(sizes, column)) is not None]
+    if len(whole) == len(columns):
+        yield Run(0, whole)
+        return
     for first, last, shared in _grouped(sizes, starts, columns):
         begin, end, some = starts[first], starts[last] + sizes[last], slice(first, last + 1)
         if end <= start or stop <= begin:
@@ -154,6 +161,17 @@ def _together(sizes: tuple[int, ...], columns: Sequence[Sequence[Tensor]], start
             continue
         for index in range(first, last + 1):  # side by side by chance, in memory that is not one
             yield Run(starts[index], [column[index].reshape(-1) for column in columns])
+
+
+def _whole(sizes: tuple[int, ...], column: Sequence[Tensor]) -> Tensor | None:
+    """All leaves as one, if they lie end to end, as they come from step to step."""
+    first = column[0]
+    if len(sizes) < 2 or 0 in sizes or type(first) is not Tensor or first.is_complex():
+        return None
+    starts, width, begin = offsets(sizes), first.element_size(), first.data_ptr()
+    if list(map(Tensor.data_ptr, column)) != [begin + width * start for start in starts[:-1]]:
+        return None
+    return _shown(first, starts[-2] + sizes[-1]) if all(map(Tensor.is_contiguous, column)) else None
 
 
 def _grouped(

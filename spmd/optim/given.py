@@ -138,10 +138,10 @@ def _kind(leaves: list[Any], treedef: optree.PyTreeSpec, grads: list[Any], state
     region = current()
     try:
         kinds = tuple(map(_kind_of_leaf, leaves)), tuple(map(_kind_of_leaf, grads))
-        axes = all_differ_over(leaves), all_differ_over(grads)
+        axes = all_differ_over([*leaves, *grads])
     except AttributeError:  # a leaf that is no tensor
         return None
-    if region is None or axes[0] is None or axes[1] is None:
+    if region is None or axes is None:
         return None
     session = region.session
     specs = tuple([getattr(leaf, "_spmd_spec", None) for leaf in leaves])

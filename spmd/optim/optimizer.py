@@ -21,7 +21,7 @@ from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh import donation, trees
 from ..mesh.array import Array
-from ..mesh.region import Update, current, note_update
+from ..mesh.region import Update, current, note_update, notes_updates
 from . import clipping, parts
 from . import groups as grouping
 from .engine import Engine
@@ -168,8 +168,10 @@ def _init(recipe: Recipe, params: Any) -> dict[str, Any]:
         for path, leaf, group in zip(paths(treedef), leaves, groups, strict=True)
         if is_trainable(leaf)
     ]
+    with torch.set_grad_enabled(False):
+        created = create(recipe.shard, recipe.engines, given)
     state = {
-        "state": create(recipe.shard, recipe.engines, given),
+        "state": created,
         **_written(recipe, [engine.hyper() for engine in recipe.engines]),
     }
     return {**state, "count": torch.zeros((), dtype=torch.int64)} if recipe.schedule is not None else state
@@ -188,11 +190,12 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     step = settle(recipe.kinds, recipe.shard, recipe.groups, (leaves, treedef), grads, state)
     now = hypers if count is None or recipe.schedule is None else recipe.schedule.at(int(count), hypers)
     scale = None if recipe.clip is None else clipping.scale_of(recipe.clip, step.params, step.grads)
-    new_params, new_state, new_hypers = update(step.parts, recipe.engines, step.params, step.grads, now, scale)
+    with torch.set_grad_enabled(False):
+        new_params, new_state, new_hypers = update(step.parts, recipe.engines, step.params, step.grads, now, scale)
     step.mark(new_params)
     for index, new in zip(step.known.indexes, new_params, strict=True):
         leaves[index] = new
-    donation.close([*step.params, *trees.leaves(state)])
+    donation.close()
     # What was scheduled for this step is no change of what the next one starts from.
     kept_hypers = [
         {name: hyper[name] if new[name] is scheduled[name] else new[name] for name in hyper}
@@ -201,7 +204,8 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     new_opt_state = {"state": new_state, **_written(recipe, kept_hypers, hypers)}
     if count is not None:
         new_opt_state["count"] = count + 1
-    note_update(Update(step.params, step.grads, opt_state, new_params, trees.leaves(new_state)))
+    if notes_updates():
+        note_update(Update(step.params, step.grads, opt_state, new_params, trees.leaves(new_state)))
     return trees.unflatten(treedef, leaves), new_opt_state
 
 

@@ -215,6 +215,14 @@ class _Division:
 
 def _kept_state(part: Slice, own: State) -> State:
     """State that is kept under a slice's key, as this rank's slice."""
+    shape, is_sliced = (part.length,), bool(part.ranks.axis)
+    for value in own.values():
+        if type(value) is not Tensor or (
+            value.ndim and (part.cut or value.shape != shape or not (is_sliced or not _axes_of(value)))
+        ):
+            break
+    else:
+        return own
     return part.localize({name: _refetched(part, value) for name, value in own.items()})
 
 

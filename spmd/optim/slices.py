@@ -93,7 +93,12 @@ class Slice:
     def length(self) -> int:
         return slice_length(self.numel, self.ranks.size)
 
-    @property
+    @functools.cached_property
+    def bounds(self) -> tuple[int, int]:
+        """Where it starts and stops."""
+        return slice_bounds(self.numel, self.ranks.size)[self.ranks.index]
+
+    @functools.cached_property
     def spec(self) -> P | None:
         """Of the state, which differs over every axis that cuts the leaves, and over ours; None where it is whole."""
         axis = self.ranks.axis
@@ -135,11 +140,11 @@ class Slice:
 
     def _pieces(self, out: Tensor, grads: Sequence[Tensor], params: Sequence[Tensor] | None) -> list[Piece]:
         """What lies in this slice; without `params` these are there already."""
-        start, stop = slice_bounds(self.numel, self.ranks.size)[self.ranks.index]
+        start, stop = self.bounds
         columns, width = [grads] if params is None else [grads, params], grads[0].element_size()
         pieces = []
         for begin, (grad, *source) in runs(self.sizes, columns, start, stop):
-            spans = stretches(self.sizes, width, begin, begin + len(grad))
+            spans = stretches(self.sizes, width, begin, begin + grad.numel())
             pieces.append(Piece(begin - start, source[0] if source else None, grad, spans))
         # A slice of padding alone is stepped as well: its state has to be like that of the others.
         return pieces or [Piece(0, out.new_zeros(ALIGNED), out.new_zeros(ALIGNED))]
@@ -183,7 +188,7 @@ class Slice:
 
     def cut_out(self, whole: Tensor) -> Tensor:
         """This rank's slice of a flat tensor."""
-        start, stop = slice_bounds(self.numel, self.ranks.size)[self.ranks.index]
+        start, stop = self.bounds
         return torch.cat([whole[start:stop], whole.new_zeros(self.length - (stop - start))])
 
     def _check_cut(self, name: str, value: Tensor) -> None:

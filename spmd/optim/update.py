@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .engine import Engine
@@ -16,9 +15,8 @@ from .slices import Axis
 Hyper = Mapping[str, Any]
 
 
-@torch.no_grad()
 def create(shard: Axis | None, engines: Sequence[Engine], leaves: Sequence[Leaf]) -> dict[str, State]:
-    """The state that the torch class makes in its constructor; sliced where it is known now how."""
+    """The state that the torch class makes in its constructor, without gradients; sliced where it is known now how."""
     found: dict[str, State] = {}
     for group, engine in enumerate(engines):
         members = [leaf for leaf in leaves if leaf.group == group]
@@ -33,7 +31,6 @@ def create(shard: Axis | None, engines: Sequence[Engine], leaves: Sequence[Leaf]
     return {key: own for key, own in state.items() if own}
 
 
-@torch.no_grad()
 def update(
     parts: Parts,
     engines: Sequence[Engine],
@@ -42,7 +39,7 @@ def update(
     hypers: Sequence[Hyper],
     scale: Tensor | None,
 ) -> tuple[list[Tensor], dict[str, State], list[dict[str, Any]]]:
-    """The new parameters, state, and hyper-parameters of each group.
+    """The new parameters, state, and hyper-parameters of each group; to be called without gradients.
 
     Args:
         params, grads: what `parts` are parts of; a leaf without gradient is stepped whole, and stays.

@@ -241,3 +241,12 @@ def test_numbers_among_results_that_change_after_they_came_alike(shared_mesh):
         assert result["kept"] == 0.5
     assert list(map(repr, found)) == list(map(repr, numbers))
     assert x.full().tolist() == [len(numbers)] * 3
+
+
+def test_a_number_where_a_tensor_was_before(shared_mesh):
+    @spmd(mesh=shared_mesh({"data": 2}))
+    def step(x, is_number):
+        return (2.0 if is_number else x.sum()), 2.0
+
+    for is_number in (0, 0, 0, 1, 1, 1, 1, 0):  # no flag that the signature would tell
+        assert [float(one) for one in step(torch.ones(2), is_number)] == [2.0, 2.0]

@@ -20,7 +20,7 @@ from ...mesh import trees
 from ...mesh.region import Region, carry_of, generators
 from ...mesh.replication.net import differs_over
 from .._arguments import Argument
-from .._auxiliary import Auxiliary
+from .._auxiliary import NO_AUX, Auxiliary
 from .._backward import Evaluated, Plain, noted
 from .._call import Call, Output, Solution
 from .._empty_shards import blank
@@ -33,8 +33,6 @@ from .shards import VirtualShards
 from .tracked import Tracked, as_tracked, plain
 from .tree_sums import TreeSums
 from .virtual_shards import after_shards, cut, running
-
-_NO_AUX = Auxiliary.of((), ())
 
 
 def applies(region: Region | None, plan: Plan, over: tuple[str, ...], nested: bool, args: Any, name: str) -> bool:
@@ -149,9 +147,9 @@ class _Solution:
                 parts = tuple(parts[index] for parts in self.inputs.parts.values())
                 aux = Auxiliary.of(out.aux, call.over)
                 look(call, args, kwargs, out, aux, parts, bool(collectives.end))
-            ends = Evaluated(call, out.value, weight, _NO_AUX, collectives).ends()
+            ends = Evaluated(call, out.value, weight, NO_AUX, collectives).ends()
             if ends and primals:
-                with tokens(), torch.autograd.set_multithreading_enabled(False):
+                with tokens():
                     torch.autograd.backward(ends, inputs=[*primals.values(), collectives.first])
             self._trains = self._trains or not self._sums.filled.isdisjoint(self._slots)
             self._sums.end_shard()
