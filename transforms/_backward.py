@@ -92,10 +92,11 @@ class Plain:
         self._nested = nested
 
     def primals(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        found = [
-            leaf.view_as(leaf) if self._nested and leaf.requires_grad else leaf.detach().requires_grad_()
-            for leaf in leaves
-        ]
+        with torch.enable_grad():  # no_grad around a gradient makes it a constant, and not zero
+            found = [
+                leaf.view_as(leaf) if self._nested and leaf.requires_grad else leaf.detach().requires_grad_()
+                for leaf in leaves
+            ]
         mark_all(found, differ_over(leaves))
         return found
 
