@@ -305,5 +305,7 @@ def _named_parts(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, types.MethodType | functools.partial):
         names = ("__self__",) if isinstance(value, types.MethodType) else ("func", "args", "keywords")
         return [(f".{name}", getattr(value, name)) for name in names]
+    if isinstance(value, type):
+        return []
     children = list(value.named_children()) if isinstance(value, torch.nn.Module) else []
     return [(f".{name}", item) for name, item in [*children, *getattr(value, "__dict__", {}).items()]]
