@@ -26,7 +26,7 @@ from ..mesh.region import Region, current, note_differentiated
 from ..mesh.spec import is_sharded
 from ..mesh.strides import is_frozen
 from . import _empty_shards
-from ._arguments import Argument, declared_in, prepare
+from ._arguments import declared_in, prepare
 from ._backward import Plain
 from ._call import Call, Strategy
 from ._named_axes import check_axis, refuse_recording
@@ -159,10 +159,11 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
             )
         )
     if plan.samples and not any(argument.primal is not None for argument in arguments):
+        frozen = sum(is_frozen(argument.leaf) for argument in arguments)
         raise SpecError(
             message(
                 f"{name} is differentiated in a step by nothing that can be trained",
-                got=_untrainable(arguments),
+                got=f"{len(arguments)} leaves, of which {frozen} are frozen parameters (requires_grad=False)",
                 expected="floating-point tensors that require gradients",
                 remedy="pass params of apply, params = functional(model), where a frozen model needs "
                 "model.requires_grad_(True) before; or argnums= for what is to be trained",
@@ -198,13 +199,6 @@ def _strategy(
     if not nested and _empty_shards.possible(region, plan, over):
         return _empty_shards.EmptyShards(nested)
     return Plain(nested)
-
-
-def _untrainable(arguments: list[Argument]) -> str:
-    if len(arguments) == 1 and not isinstance(arguments[0].leaf, torch.Tensor):
-        return f"a {type(arguments[0].leaf).__name__}"
-    frozen = sum(is_frozen(argument.leaf) for argument in arguments)
-    return f"{len(arguments)} leaves, of which {frozen} are frozen parameters (requires_grad=False)"
 
 
 def _positions(argnums: Any, count: int, name: str) -> tuple[int, ...]:
