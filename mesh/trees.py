@@ -175,15 +175,19 @@ def keys_text(treedef: optree.PyTreeSpec) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _keys_text(treedef: optree.PyTreeSpec) -> str:
-    keys = ["".join(f"[{_key_text(entry)}]" for entry in path) for path in treedef.paths()]
+    return joined_keys(["".join(f"[{key_text(entry)}]" for entry in path) for path in treedef.paths()])
+
+
+def joined_keys(keys: Sequence[str]) -> str:
+    """The keys of all leaves in one text; of many the first, and a number for all."""
     text = ", ".join(keys)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(keys)} leaves, {word_key(text):x})"
 
 
-def _key_text(key: Any) -> str:
+def key_text(key: Any) -> str:
     """A key, equal in every process: what the class of another one prints may be its address."""
     if isinstance(key, tuple):
-        return f"({', '.join(map(_key_text, key))})"
+        return f"({', '.join(map(key_text, key))})"
     return repr(key) if isinstance(key, _PLAIN_KEYS) else type(key).__qualname__
 
 
