@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import torch_private
+from .call import labelled
 from .communicator import Communicator
 from .copying import copy
 from .operations import Work
@@ -87,6 +88,7 @@ class Buckets:
         wire_dtype: travel as this dtype (floating-point leaves only).
         op: how contributions are combined.
         products: matrices that may be given as factors, on ranks of one host; each has a bucket of its own.
+        label: what the leaves are of, which is compared with the first bucket.
     """
 
     def __init__(
@@ -98,8 +100,9 @@ class Buckets:
         wire_dtype: torch.dtype | None = None,
         op: Op = "sum",
         products: frozenset[int] = frozenset(),
+        label: str = "",
     ):
-        self._op = op
+        self._op, self._label = op, label
         self._comm, self._leaves = comm, leaves
         self._plan = _plan(comm, tuple(leaves), bucket_bytes, wire_dtype, products)
         self._buffers: dict[int, torch.Tensor] = {}  # of the buckets that are being filled
@@ -166,12 +169,13 @@ class Buckets:
         while len(self._works) < len(self._left) and self._left[len(self._works)] == 0:
             bucket = len(self._works)
             matrix = self._plan.matrices.get(bucket)
-            if matrix is not None:
-                comm: Any = self._comm  # one that has it, or there would be no products
-                given = self._factors.pop(bucket, None) or self._buffers.pop(bucket)
-                work = comm.sum_of_products(*matrix.shape, matrix.dtype, given, async_op=True)
-            else:
-                work = self._comm.all_reduced(self._buffers.pop(bucket), self._op, async_op=True)
+            with labelled(self._label if bucket == 0 else ""):
+                if matrix is not None:
+                    comm: Any = self._comm  # one that has it, or there would be no products
+                    given = self._factors.pop(bucket, None) or self._buffers.pop(bucket)
+                    work = comm.sum_of_products(*matrix.shape, matrix.dtype, given, async_op=True)
+                else:
+                    work = self._comm.all_reduced(self._buffers.pop(bucket), self._op, async_op=True)
             self._works.append(work)
 
     def finish(self) -> list[torch.Tensor]:
@@ -181,7 +185,9 @@ class Buckets:
                 self.fill(index, torch.zeros((), dtype=self._leaves[index].dtype))
         found: dict[int, torch.Tensor] = {}
         if self._buffers:  # filled by `fill_all`
-            found.update(self._plan.views(0, self._comm.all_reduced(self._buffers.pop(0), self._op)))
+            with labelled(self._label):
+                total = self._comm.all_reduced(self._buffers.pop(0), self._op)
+            found.update(self._plan.views(0, total))
         for bucket, work in enumerate(self._works):
             found.update(self._plan.views(bucket, work.wait()))
         values = [found[index] for index in range(len(self._leaves))]

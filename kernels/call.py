@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,28 @@ _EVEN = (
     ": pad them to the longest and leave the padding out afterwards, or have the batches divide "
     "(Loader(drop_last=True), and a batch_size that is a multiple of the ranks)"
 )
+
+
+class _Labels(threading.local):
+    current = ""
+
+
+labels = _Labels()
+
+
+class labelled:
+    """What the collectives that this thread starts in a `with` block are of: peers compare it, people read it."""
+
+    __slots__ = ("_before", "_label")
+
+    def __init__(self, label: str):
+        self._label = label
+
+    def __enter__(self) -> None:
+        self._before, labels.current = labels.current, self._label
+
+    def __exit__(self, *_: object) -> None:
+        labels.current = self._before
 
 
 class Call:
@@ -36,12 +59,14 @@ class Call:
         shown: Sequence[int] | None = None,
     ):
         sizes = shape if shown is None else tuple(shown)
-        key = (name, dtype, shape, detail, sizes)
+        label = labels.current
+        key = (name, dtype, shape, detail, label, sizes)
         known = self._known.get(key)
         if known is None:
             kind = "" if dtype is None else " " + str(dtype).removeprefix("torch.")
             text = f"{name}{kind}{'' if sizes is None else list(sizes)}{f' ({detail})' if detail else ''}"
-            known = self._known[key] = (word_key(*map(str, key[:4])), text)
+            text += f" {label}" if label else ""
+            known = self._known[key] = (word_key(*map(str, key[:5])), text)
         self.signature, self.text = known
 
 
@@ -52,7 +77,9 @@ def disagreement(ranks: Sequence[int], calls: dict[int, str]) -> CollectiveMisma
     return CollectiveMismatch(
         message(
             f"ranks disagree on the next collective of group {tuple(ranks)}:{lines}\n"
-            "every rank of the group must make the same calls, in the same order, with the same shapes and dtypes"
+            "every rank of the group must make the same calls, in the same order, with the same shapes and dtypes, "
+            "and dicts with the same keys in the same order"
+            + (_EVEN if all(text.startswith("all_gather ") for text in sides.values()) else "")
         )
     )
 

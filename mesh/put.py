@@ -6,6 +6,7 @@ The same in the driver and on launched ranks, where each rank keeps its own part
 from __future__ import annotations
 
 import functools
+import pickle
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,11 @@ from ..kernels.errors import SpecError, message
 from . import trees
 from .array import Array, meta
 from .driver.sending import put_message
+from .launch import launched
+from .launch.alike import WHOLE, Given, given_tensor, refuse_differing
 from .mesh import Mesh, resolve
 from .rank.local_values import LocalValues
+from .region import current
 from .spec import REPLICATED, P, is_spec
 
 
@@ -75,14 +79,15 @@ def put(tree: Any, spec: Any = REPLICATED, *, mesh: Mesh | None = None) -> Any:
         The tree with an Array for every leaf.
 
     Raises:
-        SpecError: a spec does not fit the mesh, or a dimension is not divisible.
+        SpecError: a spec does not fit the mesh, a dimension is not divisible, or launched ranks, each of which gives
+            the whole value, give different ones.
     """
     for one in trees.leaves(spec, is_leaf=is_spec):
         if one is not None and not isinstance(one, P):
             remedy = f"write P({one!r})" if isinstance(one, str) else "give a P, or a tree of them"
             problem = "the specs given to put are not all specs"
             raise SpecError(message(problem, got=repr(one), expected="P(...)", remedy=remedy))
-    return put_on(resolve(mesh), tree, spec)
+    return put_on(resolve(mesh), tree, spec, compared=True)
 
 
 @shows_only_users
@@ -105,7 +110,8 @@ def fetch(tree: Any) -> Any:
     return trees.map(lambda leaf: leaf.full() if isinstance(leaf, Array) else leaf, tree, is_leaf=is_array)
 
 
-def put_on(mesh: Mesh, tree: Any, spec: Any) -> Any:
+def put_on(mesh: Mesh, tree: Any, spec: Any, *, compared: bool = False) -> Any:
+    """`put` with what was checked; `compared` says that launched ranks may differ in what they give."""
     leaves, treedef = trees.flatten(tree, is_leaf=is_array)
     specs = specs_for(spec, tree, "the specs given to put")
     found: list[Any] = [None] * len(leaves)
@@ -139,9 +145,14 @@ def put_on(mesh: Mesh, tree: Any, spec: Any) -> Any:
         todo.append((index, leaf, its_spec))
     metas = [meta(tuple(leaf.shape), leaf.dtype, its_spec) for _, leaf, its_spec in todo]
     if not mesh.is_driver:
-        session = mesh.session
+        session, region = mesh.session, 0
+        if compared and todo and session.launched and session.layout.size > 1 and current() is None:
+            given = ((trees.keys_text(treedef), None), *(given_tensor(leaf) for _, leaf, _ in todo))
+            places = trees.paths(tree, is_leaf=is_array)
+            _refuse_differing(mesh, given, [places[index] for index, _, _ in todo])
+            region = session.regions
         tensors = [session.on_device(session.layout.take(leaf, its_spec, session.rank)) for _, leaf, its_spec in todo]
-        arrays = LocalValues(session, tensors, metas).arrays(mesh)
+        arrays = LocalValues(session, tensors, metas, region=region).arrays(mesh)
     elif todo:
         driver, values = mesh.driver, mesh.driver.new_values()
         cuts = tuple(its_spec for _, _, its_spec in todo)
@@ -153,3 +164,15 @@ def put_on(mesh: Mesh, tree: Any, spec: Any) -> Any:
     for (index, _, _), array in zip(todo, arrays, strict=True):
         found[index] = array
     return trees.unflatten(treedef, found)
+
+
+def _refuse_differing(mesh: Mesh, given: Given, places: list[str]) -> None:
+    """Refuse what launched ranks do not put alike: each keeps its part of a value of its own."""
+    session = mesh.session
+
+    def compare() -> None:
+        gathered = session.comm().all_gather_bytes(pickle.dumps(given))
+        what = "what put got"
+        refuse_differing(gathered, what, lambda number: what + places[number], mesh.describe(), WHOLE)
+
+    launched.call(session, compare)

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from ..kernels.arguments import check_value
-from ..kernels.errors import SpecError, SpmdError, message
+from ..kernels.errors import SpecError, message
 from . import agreement, trees
 from .agreement import OutputMeta, path_in, same_value
 from .array import Array
-from .driver.snapshot import unsendable_result
+from .driver.snapshot import sending_result
 from .rank.lasting_values import KnownLayout
 from .rank.session import RankSession
 from .replication.net import Net, plain_number
@@ -69,13 +69,12 @@ class Outcome:
         Raises:
             MeshError: one that is no tensor can't be sent.
         """
-        try:
+
+        def values() -> list[tuple[str, Any]]:
+            return [(f"result {path_in(self.treedef, i)}", about.value) for i, about in enumerate(self.metas)]
+
+        with sending_result(values, lambda: where):
             return agreement.encode(self.treedef, self.metas)
-        except SpmdError:
-            raise
-        except Exception as error:
-            values = [(f"result {path_in(self.treedef, i)}", about.value) for i, about in enumerate(self.metas)]
-            raise unsendable_result(values, error, where) from None
 
 
 _NUMBERS = frozenset({bool, int, float, complex, str, type(None)})  # and what else is the same when it is equal

@@ -13,14 +13,14 @@ from typing import Any
 
 from ..kernels.arguments import check_function, checked_rank, checked_ranks
 from ..kernels.callsite import shows_only_users
-from ..kernels.errors import MeshError, PeerLost, SpmdError, message
+from ..kernels.errors import MeshError, PeerLost, message
 from . import protocol, wire
 from .ambient import Ambient, ambient, under
 from .display.notebook import shorten
 from .driver.mesh_view import MeshView
 from .driver.sending import content as content_of
 from .driver.session import DriverSession
-from .driver.snapshot import typed_sources, unsendable_result
+from .driver.snapshot import sending_result, typed_sources
 from .launch import launched
 from .rank.counted import note_mesh
 from .region import Region, current, generators, inside, reseed, restore_generators
@@ -92,13 +92,8 @@ def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]
 
     def here() -> tuple[Any, list[bytes]]:
         result = _call_here(self, fn, args, key, settings) if rank in chosen else None
-        try:
+        with sending_result(lambda: [("what the function returned", result)], self.session.where, (type(self),)):
             mine = wire.to_bytes(result, lambda obj: ("mesh",) if isinstance(obj, type(self)) else None)
-        except SpmdError:
-            raise
-        except Exception as error:
-            parts = [("what the function returned", result)]
-            raise unsendable_result(parts, error, self.session.where(), (type(self),)) from None
         return result, self.session.comm().all_gather_bytes(mine)
 
     result, everyone = launched.call(self.session, here)

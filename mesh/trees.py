@@ -15,10 +15,13 @@ from typing import Any
 import cloudpickle
 import optree
 
+from ..kernels.word_key import word_key
 from . import containers
 from .pickling.functions import travels_by_name
 
 NAMESPACE = "spmd"
+_PLAIN_KEYS = (str, int, float, bytes, type(None))
+_SHOWN = 100  # characters of a tree's keys
 # optree sorts dictionary keys unless told otherwise; the choice holds for as long as this object is alive.
 _insertion_order = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
 _insertion_order.__enter__()
@@ -156,6 +159,36 @@ def paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     flatten(tree, is_leaf)  # so that all its classes are known
     accessors, _, _ = optree.tree_flatten_with_accessor(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
     return [accessor.codify("") for accessor in accessors]
+
+
+def keys_text(treedef: optree.PyTreeSpec) -> str:
+    """Where the leaves are in a tree, for messages and for ranks to compare; `''` for a bare leaf.
+
+    >>> keys_text(flatten({"w": (1, 2.0)})[1])
+    "['w'][0], ['w'][1]"
+    """
+    try:
+        return _keys_text(treedef)
+    except TypeError:  # what a node of the user's own says of itself may have no hash
+        return _keys_text.__wrapped__(treedef)
+
+
+@functools.lru_cache(maxsize=1024)
+def _keys_text(treedef: optree.PyTreeSpec) -> str:
+    return joined_keys(["".join(f"[{key_text(entry)}]" for entry in path) for path in treedef.paths()])
+
+
+def joined_keys(keys: Sequence[str]) -> str:
+    """The keys of all leaves in one text; of many the first, and a number for all."""
+    text = ", ".join(keys)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(keys)} leaves, {word_key(text):x})"
+
+
+def key_text(key: Any) -> str:
+    """A key, equal in every process: what the class of another one prints may be its address."""
+    if isinstance(key, tuple):
+        return f"({', '.join(map(key_text, key))})"
+    return repr(key) if isinstance(key, _PLAIN_KEYS) else type(key).__qualname__
 
 
 def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..kernels.call import labelled
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
 from ..mesh.array import Array
@@ -46,7 +47,8 @@ def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tupl
     leaves, treedef = trees.flatten(chosen)
     arguments, unknown, trained = [], [], []
     left: dict[Any, tuple[str, ...]] = {}  # of `over`, without those that a leaf differs over
-    for leaf, axes in zip(leaves, declared_in(chosen, treedef).axes, strict=True):
+    declared_here = declared_in(chosen, treedef)
+    for leaf, axes in zip(leaves, declared_here.axes, strict=True):
         kind = type(leaf)
         if kind is not Tensor and isinstance(leaf, Array):
             axes = leaf.spec.axes
@@ -69,15 +71,17 @@ def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tupl
             left[axes] = tuple(name for name in over if name not in (axes or ()))
         argument.reduce = left[axes]
     if unknown and region is not None:
-        _compare(unknown, region, over)
+        with labelled(declared_here.keys):
+            _compare(unknown, region, over)
     return arguments, treedef
 
 
 class Declared(NamedTuple):
-    """`declared_axes` of a tree, and whether there are `Sharded` nodes in it, also such without leaves."""
+    """`declared_axes` of a tree, whether there are `Sharded` nodes in it, also such without leaves, and its keys."""
 
     axes: list[frozenset[str] | None]
     any: bool
+    keys: str
 
 
 _declared: dict[Any, Declared] = {}  # by structure
@@ -86,6 +90,7 @@ _STRUCTURES = 256
 
 def declared_in(tree: Any, treedef: Any) -> Declared:
     """What a tree declares, which its structure settles."""
+    structure = treedef
     try:
         found = _declared.get(treedef)
     except TypeError:  # what a node of the user's own says of itself may have no hash
@@ -93,7 +98,10 @@ def declared_in(tree: Any, treedef: Any) -> Declared:
     if found is None:
         if len(_declared) >= _STRUCTURES:
             _declared.clear()
-        found = Declared(declared_axes(tree), any(map(is_sharded, trees.leaves(tree, is_leaf=is_sharded))))
+        any_sharded = any(map(is_sharded, trees.leaves(tree, is_leaf=is_sharded)))
+        keys = trees.keys_text(structure.child(0) if structure.num_children == 1 else structure)
+        keys = keys and f"of {keys}"
+        found = Declared(declared_axes(tree), any_sharded, keys)
         if treedef is not None:
             _declared[treedef] = found
     return found

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.call import labelled
 from ..kernels.torch_private import hooks_made
 from ..mesh.replication.net import differ_over, mark_all
 from ._auxiliary import Auxiliary
@@ -92,10 +93,13 @@ class Plain:
         self._nested = nested
 
     def primals(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        found = [
-            leaf.view_as(leaf) if self._nested and leaf.requires_grad else leaf.detach().requires_grad_()
-            for leaf in leaves
-        ]
+        if self._nested:
+            with torch.enable_grad():  # no_grad around a gradient makes it a constant, and not zero
+                found = [
+                    leaf.view_as(leaf) if leaf.requires_grad else leaf.detach().requires_grad_() for leaf in leaves
+                ]
+        else:
+            found = [leaf.detach().requires_grad_() for leaf in leaves]
         mark_all(found, differ_over(leaves))
         return found
 
@@ -119,7 +123,7 @@ class Plain:
 def outermost(f: Evaluated) -> Solution:
     """One backward pass, whose results are summed in buckets as they come."""
     call = f.call
-    sums = Sums(call.region, call.plan)
+    sums = Sums(call.region, call.plan, call.keys)
     argument_slots = [None if a.primal is None else sums.add(a.primal, a.reduce) for a in call.arguments]
     value_slot = sums.add(f.value, call.over, exact=True)
     aux_slots = [
@@ -210,12 +214,13 @@ def within_a_graph(f: Evaluated) -> Solution:
                 materialize_grads=True,
             )
     remaining = iter(found)
-    gradients = [
-        a.zeros()
-        if a.primal is None
-        else noted(call, _sum(forget_undefined(next(remaining), call.plan), a.reduce), a.reduce)
-        for a in call.arguments
-    ]
+    with labelled(call.keys):
+        gradients = [
+            a.zeros()
+            if a.primal is None
+            else noted(call, _sum(forget_undefined(next(remaining), call.plan), a.reduce), a.reduce)
+            for a in call.arguments
+        ]
 
     def average(leaf: Any, axes: tuple[str, ...] | None) -> Any:
         return _sum(f.contribution(leaf, axes), axes) if axes else leaf

@@ -42,6 +42,7 @@ class Call:
         has_aux: whether it returns a pair.
         args, kwargs: its arguments, with `Argument.primal` in place of the leaves to differentiate by.
         arguments: these leaves.
+        keys: where these are in the arguments; ranks sum their gradients in this order.
         region: None outside of one.
         plan: of the step.
         over: the axes of the mean.
@@ -54,6 +55,7 @@ class Call:
     args: list[Any]
     kwargs: dict[str, Any]
     arguments: list[Argument]
+    keys: str
     region: Region | None
     plan: Plan
     over: tuple[str, ...]

@@ -155,12 +155,13 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     for argument, primal in zip(differentiated, made, strict=True):
         argument.primal = primal
     primals = trees.unflatten(treedef, [a.leaf if a.primal is None else a.primal for a in arguments])
-    if declared_in(primals, treedef).any:
+    declared = declared_in(primals, treedef)
+    if declared.any:
         primals = trees.map(lambda node: node.local if is_sharded(node) else node, primals, is_leaf=is_sharded)
     full = list(args)
     for number, primal in zip(chosen, primals, strict=True):
         full[number] = primal
-    call = Call(f, name, has_aux, full, kwargs, arguments, region, plan, over, nested)
+    call = Call(f, name, has_aux, full, kwargs, arguments, declared.keys, region, plan, over, nested)
     value, gradients, aux = strategy.solve(call)
     found = trees.unflatten(treedef, gradients)
     return value, found[0] if isinstance(argnums, int) else found, aux

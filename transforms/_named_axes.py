@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.compiler import is_exporting
 
 from ..kernels.arguments import check_tensor
+from ..kernels.call import labelled
 from ..kernels.communicator import Communicator
 from ..kernels.errors import SpecError, message
 from ..kernels.torch_private import being_recorded, outside_torch_func
@@ -115,7 +117,10 @@ def refuse_recording(what: str) -> None:
 
 
 def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:
-    """Map over the leaves of a tree: tensors, NumPy arrays and numbers."""
+    """Map over the leaves of a tree: tensors, NumPy arrays and numbers.
+
+    Ranks pair leaves by their order. With the first leaf they compare what keys all of them have.
+    """
 
     def one(leaf: Any) -> Tensor:
         if isinstance(leaf, Tracked):
@@ -127,7 +132,7 @@ def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:
                 )
             )
         leaf = as_tensor(leaf)
-        if isinstance(leaf, int | float | complex):
+        if isinstance(leaf, int | float | complex | np.number | np.bool_):
             leaf = torch.tensor(leaf)
         if not isinstance(leaf, Tensor):
             raise SpecError(
@@ -140,7 +145,12 @@ def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:
         check_tensor(what, "x", leaf)
         return f(leaf)
 
-    return trees.map(one, x)
+    leaves, treedef = trees.flatten(x)
+    if not leaves or leaves[0] is x:
+        return trees.unflatten(treedef, [one(leaf) for leaf in leaves])
+    with labelled(f"of {trees.keys_text(treedef)}"):
+        first = one(leaves[0])
+    return trees.unflatten(treedef, [first, *map(one, leaves[1:])])
 
 
 def known(source: Tensor, result: Tensor, *, same: tuple[str, ...] = (), differs: tuple[str, ...] = ()) -> Tensor:

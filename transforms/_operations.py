@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels.call import labelled, labels
 from ..kernels.communicator import Communicator
 from ._tokens import run
 
@@ -34,6 +35,10 @@ class _Linear:
 
     def jvp(self, tangent: Tensor, *_: Tensor) -> Tensor:
         return run(self, tangent)
+
+    def compared(self, x: Tensor) -> labelled:
+        """Have ranks compare the operation and the shape, where the communicator takes pieces of any shape."""
+        return labelled(f"as {self.name}{list(x.shape)} {labels.current}".rstrip())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +65,8 @@ class Gather(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         out = x.new_empty((self.comm.size, *x.shape))
-        self.comm.all_gather(list(out.unbind(0)), x)
+        with self.compared(x):
+            self.comm.all_gather(list(out.unbind(0)), x)
         return out
 
 
@@ -76,7 +82,8 @@ class Scatter(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         out = x.new_empty(x.shape[1:])
-        self.comm.reduce_scatter(out, list(x.unbind(0)))
+        with self.compared(x):
+            self.comm.reduce_scatter(out, list(x.unbind(0)))
         return out
 
 
@@ -89,7 +96,8 @@ class Exchange(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         out = x.new_empty(x.shape)
-        self.comm.all_to_all(list(out.unbind(0)), list(x.unbind(0)))
+        with self.compared(x):
+            self.comm.all_to_all(list(out.unbind(0)), list(x.unbind(0)))
         return out
 
 
@@ -109,10 +117,11 @@ class Permute(_Linear):
         targets = {dst for src, dst in self.pairs if src == comm.rank}
         sources = {src for src, dst in self.pairs if dst == comm.rank}
         out = x.new_zeros(x.shape)
-        comm.all_to_all(
-            [out if rank in sources else torch.empty_like(nothing) for rank in range(comm.size)],
-            [x if rank in targets else nothing for rank in range(comm.size)],
-        )
+        with self.compared(x):
+            comm.all_to_all(
+                [out if rank in sources else torch.empty_like(nothing) for rank in range(comm.size)],
+                [x if rank in targets else nothing for rank in range(comm.size)],
+            )
         return out
 
 

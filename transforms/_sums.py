@@ -23,10 +23,14 @@ Slot = tuple[Group, int]
 
 
 class Sums:
-    """One use: `add` every leaf, `open`, `fill` what there is in any order, `finish`. Outside a region, one rank's."""
+    """One use: `add` every leaf, `open`, `fill` what there is in any order, `finish`. Outside a region, one rank's.
 
-    def __init__(self, region: Region | None, plan: Plan):
-        self._region, self._plan = region, plan
+    Args:
+        label: what the leaves are of, for ranks to compare.
+    """
+
+    def __init__(self, region: Region | None, plan: Plan, label: str = ""):
+        self._region, self._plan, self._label = region, plan, label
         self._groups: dict[Group, list[Tensor]] = {}
         self._known: dict[tuple[tuple[str, ...], bool, torch.device], Group] = {}
         self._open: dict[Group, Any] = {}
@@ -73,6 +77,7 @@ class Sums:
                     [Leaf.of(member) for member in members],
                     bucket_bytes=self._plan.bucket_bytes,
                     wire_dtype=wire_dtype,
+                    label=self._label,
                     **options,
                 )
                 if isinstance(buckets, Buckets) and buckets.is_single:

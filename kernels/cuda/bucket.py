@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..bucket import FIRST_BYTES, Leaf
+from ..call import labelled
 from ..errors import SpecError, message
 from .nccl import NcclCommunicator
 from .pack import DTYPES, Table, has_kernel
@@ -58,6 +59,7 @@ class CudaBuckets:
         bucket_bytes: how large a bucket may grow.
         wire_dtype: travel as this dtype (floating-point leaves only).
         early: start a reduction as soon as its leaves are in, and not all of them in `finish`.
+        label: what the leaves are of, which is compared with the first bucket.
     """
 
     def __init__(
@@ -68,8 +70,9 @@ class CudaBuckets:
         bucket_bytes: int,
         wire_dtype: torch.dtype | None = None,
         early: bool = True,
+        label: str = "",
     ):
-        self._comm, self._leaves, self._early = comm, leaves, early
+        self._comm, self._leaves, self._early, self._label = comm, leaves, early, label
         key = ("cuda", tuple(leaves), bucket_bytes, wire_dtype)
         plan = comm.plans.get(key)
         if plan is None:
@@ -104,7 +107,8 @@ class CudaBuckets:
                 if value is not None:
                     comm.streams.hold(value)
             self._plan.tables[number][0].pack(values, buffer)
-            comm.all_reduce(buffer)
+            with labelled(self._label if number == 0 else ""):
+                comm.all_reduce(buffer)
             self._started.append((buffer, comm.streams.event()))
 
     def _views(self, buffer: Tensor, bucket: _Bucket) -> list[Tensor]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..call import Call, wrong_size
-from ..errors import PeerLost, message
+from ..errors import MeshError, PeerLost, message
 from ..operations import Steps
 from ..processes import Owned
 from ..torch_private import gloo_options, set_timeout
@@ -76,7 +76,19 @@ class GlooCommunicator(NetworkedCommunicator):
     def _open(self) -> None:
         """Connect to the peers; again after every recovery, under a name that no stale message bears."""
         self._disconnect()  # no more than that: who is opened afresh is not closed for good
-        options = gloo_options(self.timeout, self._address())
+        address = self._address()
+        try:
+            options = gloo_options(self.timeout, address)
+        except RuntimeError as error:
+            raise MeshError(
+                message(
+                    f"Gloo can't listen at {address} on {socket.gethostname()}",
+                    got=_reason(error),
+                    expected="an IPv4 address of this host, if only that of its loopback",
+                    remedy="give it one (ip addr add 127.0.0.1/8 dev lo), correct SPMD_INTERFACE, or on one host take "
+                    "backend='shm'",
+                )
+            ) from None
         self._turns: dict[int, int] = {}  # messages started, by destination
         self._posted: dict[int, int] = {}  # messages handed to the mailbox
         self._seen = 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..call import Call, disagreement, wrong_piece, wrong_size
+from ..call import Call, disagreement, labels, wrong_piece, wrong_size
 from ..collectives import ONE_PHASE_BYTES
 from ..communicator import Communicator
 from ..copying import copy, copy_bytes
@@ -250,7 +250,7 @@ class ShmCommunicator(Communicator):
         if async_op or self._debug or operations.queue or operations.generation != self.arena.generation:
             return super().all_reduced(tensor, op, async_op=async_op)
         with turn:
-            kind = self._kinds.get((tensor.shape, tensor.dtype, op)) or self._kind(tensor, op)
+            kind = self._kinds.get((tensor.shape, tensor.dtype, op, labels.current)) or self._kind(tensor, op)
             return kind(tensor)
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
@@ -258,7 +258,7 @@ class ShmCommunicator(Communicator):
         if not dense or async_op or self._debug or operations.queue or operations.generation != self.arena.generation:
             return super().all_reduce(tensor, op, async_op=async_op)
         with turn:
-            kind = self._kinds.get((tensor.shape, tensor.dtype, op)) or self._kind(tensor, op)
+            kind = self._kinds.get((tensor.shape, tensor.dtype, op, labels.current)) or self._kind(tensor, op)
             result = kind(tensor, in_place=True)
             if result is not None:
                 tensor.detach().copy_(result)
@@ -266,8 +266,9 @@ class ShmCommunicator(Communicator):
 
     def _kind(self, tensor: torch.Tensor, op: Op) -> AllReduce:
         check_op(op, tensor.dtype)
-        call, key = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op), (tensor.shape, tensor.dtype, op)
-        return self._keep(key, all_reduction(self._slots, call, *key))
+        call = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op)
+        kind = all_reduction(self._slots, call, tensor.shape, tensor.dtype, op)
+        return self._keep((tensor.shape, tensor.dtype, op, labels.current), kind)
 
     def _keep(self, key: tuple, kind: AllReduce) -> AllReduce:
         if len(self._kinds) >= _KINDS:

@@ -141,7 +141,8 @@ class ShippedObjects:
                     f"{getattr(function, '__qualname__', function)!s} cannot be sent to the ranks, "
                     f"because {part or f'it cannot be pickled: {error}'}",
                     where=self._session.describe(),
-                    remedy="pass what it needs as an argument, or make it inside the function",
+                    remedy="pass what it needs as an argument, make it inside the function or in a module that it "
+                    "imports, or keep it on a rank with mesh.remote",
                 )
             ) from None
         if holder is not None:

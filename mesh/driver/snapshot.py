@@ -17,14 +17,14 @@ import linecache
 import operator
 import types
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...kernels import torch_private
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError, SpmdError, message
 from .. import wire
 from ..rank.references import CONTAINERS, DEPTH, SCALARS, Reader, functions_of, readers_of, used_by
 
@@ -251,17 +251,33 @@ def unpicklable_among(parts: Iterable[tuple[str, Any]], whole: tuple[type, ...] 
     return _unpicklable(((what, value, "its ") for what, value in parts), whole)
 
 
-def unsendable_result(
-    parts: Iterable[tuple[str, Any]], error: Exception, where: str, whole: tuple[type, ...] = ()
-) -> MeshError:
-    """The error of a rank that can't send what a function returned, where pickling it has failed."""
-    return MeshError(
-        message(
-            f"a result cannot be sent from its rank, because of {unpicklable_among(parts, whole) or error}",
-            where=where,
-            remedy="return what it is made of, as tensors, numbers and strings",
-        )
-    )
+class sending_result:
+    """Pickle what a function returned in a `with` block, or say what of it can't be sent from its rank.
+
+    Args:
+        parts: it, piece by piece, and what to call each.
+        where: on which rank, for the message.
+        whole: types that travel as names.
+    """
+
+    def __init__(
+        self, parts: Callable[[], Iterable[tuple[str, Any]]], where: Callable[[], str], whole: tuple[type, ...] = ()
+    ):
+        self._parts, self._where, self._whole = parts, where, whole
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, SpmdError):
+            found = unpicklable_among(self._parts(), self._whole) or error
+            raise MeshError(
+                message(
+                    f"a result cannot be sent from its rank, because of {found}",
+                    where=self._where(),
+                    remedy="return what it is made of, as tensors, numbers and strings",
+                )
+            ) from None
 
 
 def _unpicklable(parts: Iterable[tuple[str, Any, str]], whole: tuple[type, ...]) -> str:
@@ -305,5 +321,7 @@ def _named_parts(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, types.MethodType | functools.partial):
         names = ("__self__",) if isinstance(value, types.MethodType) else ("func", "args", "keywords")
         return [(f".{name}", getattr(value, name)) for name in names]
+    if isinstance(value, type):
+        return []
     children = list(value.named_children()) if isinstance(value, torch.nn.Module) else []
     return [(f".{name}", item) for name, item in [*children, *getattr(value, "__dict__", {}).items()]]

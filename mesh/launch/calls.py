@@ -16,23 +16,21 @@ from typing import Any
 
 import torch
 
-from ...kernels.errors import SpecError, message
 from ...kernels.flat import strided_parts
 from .. import agreement, trees
 from ..agreement import path_in
 from ..array import Array, Meta
-from ..failure import ranks_text
 from ..program import CompiledCall, InputPlan, Outcome, Program, describe_path
 from ..rank.local_values import LocalValues
 from ..rank.session import RankSession
-from ..replication.values import Check, check_of, same_bytes, shown, tensor_print
+from ..replication.values import Check, check_of
 from ..request import Span, passable
 from ..run_state import Call
 from . import launched
+from .alike import SEED, Given, given_tensor, refuse_differing
 
 # What is compared of values that are no tensors; of an object nobody knows whether it should be the same.
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
-Given = tuple[tuple[Any, bytes | None], ...]  # of each replicated leaf: of what kind it is, and what is compared of it
 
 
 class LaunchedCall:
@@ -93,7 +91,9 @@ class LaunchedCall:
                 # The tensor passed is the caller's, who may change it.
                 tensors.append(value.clone() if theirs and theirs & _memory(value) else value)
                 shapes.append(result.shapes)
-        arrays = iter(LocalValues(self._session, tensors, self._metas, shapes).arrays(self._mesh))
+        arrays = iter(
+            LocalValues(self._session, tensors, self._metas, shapes, region=self._session.regions).arrays(self._mesh)
+        )
         made = [
             value if result.meta is None else next(arrays)
             for value, result in zip(outcome.leaves, results, strict=True)
@@ -144,7 +144,7 @@ class ReplicatedInputs:
     """The arguments of calls of one signature that every rank passes whole."""
 
     def __init__(self, treedef: Any, plan: InputPlan, name: str):
-        self._treedef, self._name = treedef, name
+        self._treedef, self._name, self._keys = treedef, name, trees.keys_text(treedef)
         self._tensors = [index for index, leaf in enumerate(plan.leaves) if leaf.kind == "tensor"]
         self._values = [index for index, leaf in enumerate(plan.leaves) if leaf.kind == "value"]
         self._before: tuple[list[Any], Given] = [], ()  # the last values, if there is nothing else
@@ -155,13 +155,13 @@ class ReplicatedInputs:
             return ()
         given = [values[index] for index in self._values]
         before, known = self._before
-        if len(before) == len(given) and all(map(operator.is_, given, before)) and not self._tensors:
+        if known and len(before) == len(given) and all(map(operator.is_, given, before)) and not self._tensors:
             return known
-        found: list[tuple[Any, bytes | None]] = []
+        found: list[tuple[Any, bytes | None]] = [(self._keys, None)]
         for index in self._tensors:
             tensor = values[index]
             looked_at = check >= Check.VALUES or (tensor.numel() == 1 and not tensor.is_cuda)
-            found.append(((tuple(tensor.shape), tensor.dtype), tensor_print(tensor) if looked_at else None))
+            found.append(given_tensor(tensor, looked_at=looked_at))
         for value in given:
             plain = type(value) in _PLAIN
             found.append((type(value).__name__, pickle.dumps(value) if plain else None))
@@ -171,36 +171,12 @@ class ReplicatedInputs:
 
     def compare(self, gathered: list[bytes], where: str) -> None:
         """Refuse what was not given alike, as the pickled `prints` of the ranks tell."""
-        given: list[Given] = [pickle.loads(data) for data in gathered]
-        if len({len(one) for one in given}) > 1:
-            got = "; ".join(f"{ranks_text([rank])}: {len(one)} leaves" for rank, one in enumerate(given))
-            raise _differ(f"the arguments of {self._name}", got, where)
-        for position, index in enumerate([*self._tensors, *self._values] if given[0] else []):
-            kind, printed = given[0][position]
-            shape = kind[0] if isinstance(kind, tuple) else ()
-            if any(one[position][0] != kind or not same_bytes(printed, one[position][1], shape) for one in given):
-                got = "; ".join(f"{ranks_text([rank])}: {_show(*one[position])}" for rank, one in enumerate(given))
-                what = f"{describe_path(path_in(self._treedef, index))} of {self._name}"
-                raise _differ(what, got, where)
+        indexes = [*self._tensors, *self._values]
 
+        def leaf(number: int) -> str:
+            return f"{describe_path(path_in(self._treedef, indexes[number]))} of {self._name}"
 
-def _differ(what: str, got: str, where: str) -> SpecError:
-    return SpecError(
-        message(
-            f"{what} should be the same on all ranks, and is not",
-            got=got,
-            where=where,
-            remedy="give every rank the same: seed what is drawn (torch.manual_seed(0) before a model is made), have a "
-            "DataLoader shuffle with one seed (generator=torch.Generator().manual_seed(0)), or take spmd.Loader",
-        )
-    )
-
-
-def _show(kind: Any, printed: bytes | None) -> str:
-    if isinstance(kind, str):
-        return kind if printed is None else repr(pickle.loads(printed))[:60]
-    shape, dtype = kind
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}" if printed is None else shown(printed, shape, dtype)
+        refuse_differing(gathered, f"the arguments of {self._name}", leaf, where, SEED)
 
 
 def number_of(given: Given, prints: bytes) -> int:

@@ -5,8 +5,10 @@ Invariant: what the receiver can import travels by name, all else by value.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
+import operator
 import sys
 import types
 from collections.abc import Callable
@@ -15,6 +17,15 @@ from typing import Any
 import cloudpickle
 
 _Cached = type(functools.lru_cache(lambda: None))
+_KINDS = (
+    ctypes.Array,
+    ctypes.Structure,
+    ctypes.Union,
+    ctypes.c_int,
+    ctypes.POINTER(ctypes.c_int),
+    ctypes.CFUNCTYPE(None),
+)
+_OF_CTYPES = frozenset(map(type, _KINDS))
 
 
 def travels_by_name(obj: Any) -> bool:
@@ -34,7 +45,7 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
     A `functools.cache` or `lru_cache` of a function that travels by value: with an empty cache; Python's own way is by
     name, which the receiver's `__main__` does not have. Code: with the name of its file, which errors and tracebacks of
     ranks tell, and cloudpickle leaves out since 3.1.3. A module of a class of its own, as `torch.backends.cudnn` is: by
-    name.
+    name. A type of arrays of ctypes: by what it was made of; what cloudpickle makes of others can't be read.
     """
     if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
         return _imported(obj)
@@ -43,7 +54,13 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
     if type(obj) is types.CodeType:
         made, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](obj)
         return made, tuple(obj.co_filename if one == "<dynamic-code>" else one for one in arguments)
-    return None
+    return _of_ctypes(obj) if type(obj) in _OF_CTYPES and not travels_by_name(obj) else None
+
+
+def _of_ctypes(cls: Any) -> tuple[Any, ...]:
+    if issubclass(cls, ctypes.Array):
+        return operator.mul, (cls._type_, cls._length_)
+    raise TypeError(f"cannot pickle {cls.__name__!r}, a class of ctypes that can't be imported")
 
 
 def _imported(module: types.ModuleType) -> tuple[Any, ...] | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.call import labelled, labels
 from ...kernels.communicator import Communicator
 from .. import donation, strides
 from ..array import Array, Meta, refuse_ragged
@@ -32,9 +33,10 @@ class LocalValues:
         shapes: for each value those of all ranks' shards; None if they are cut as `Layout.slices` does.
         hints: what calls are compiled for, if that is less than `metas`, which only this rank knows: the same on all.
         name: of the only one, under which a driver knows it: (number of its call, index).
+        region: of launched ranks, in which all made theirs, or 0: they compare which value they gather.
     """
 
-    __slots__ = ("_arrays", "_metas", "_session", "_shapes", "_tensors", "deal", "donated", "hints", "name")
+    __slots__ = ("_arrays", "_metas", "_session", "_shapes", "_tensors", "deal", "donated", "hints", "name", "region")
 
     def __init__(
         self,
@@ -46,11 +48,12 @@ class LocalValues:
         hints: Sequence[Meta] | None = None,
         deal: Deal | None = None,
         name: tuple[int, int] | None = None,
+        region: int = 0,
     ):
         self._session, self._shapes, self._metas = session, shapes, metas
         self._tensors = list(tensors)  # until there are Arrays, which hold them from then on
         self._arrays: list[Any] = []
-        self.hints, self.deal, self.name = metas if hints is None else hints, deal, name
+        self.hints, self.deal, self.name, self.region = metas if hints is None else hints, deal, name, region
         self.donated: dict[int, str] = {}
 
     def arrays(self, mesh: Any) -> list[Array]:
@@ -98,7 +101,8 @@ class LocalValues:
                 ranks = range(layout.size)
                 shapes = known or [layout.shard_shape(about.shape, about.spec, rank) for rank in ranks]
             out = [torch.empty(shape, dtype=mine.dtype) for shape in shapes]
-            comm.all_gather(out, mine.detach().cpu())
+            with labelled(f"of value {index} of call {self.region}" if self.region else labels.current):
+                comm.all_gather(out, mine.detach().cpu())
             return out
 
         out = launched.call(self._session, gather) if self._session.launched and current() is None else gather()

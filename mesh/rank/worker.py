@@ -20,13 +20,13 @@ from types import FrameType
 from typing import Any
 
 from ...kernels import debug
-from ...kernels.errors import Aborted, SpmdError
+from ...kernels.errors import Aborted
 from ...kernels.processes import Owned
 from .. import protocol, wire
 from ..array import Array
 from ..display.bars import BarState
 from ..display.trace import Recorder
-from ..driver.snapshot import remember_sources, unsendable_result
+from ..driver.snapshot import remember_sources, sending_result
 from ..failure import capture
 from ..mesh import Mesh
 from . import memory
@@ -150,13 +150,9 @@ class Worker(Owned):
             os._exit(status)
 
     def _packed(self, message: protocol.Message, content: Any) -> wire.Packet:
-        try:
-            packet = wire.Packet(b"") if content is None else wire.dumps(content, self._state.name_of)
-        except SpmdError:
-            raise
-        except Exception as error:
-            parts, where = [("what the function returned", content)], self._state.session.where()
-            raise unsendable_result(parts, error, where, (Array, Mesh)) from None
+        state = self._state
+        with sending_result(lambda: [("what the function returned", content)], state.session.where, (Array, Mesh)):
+            packet = wire.Packet(b"") if content is None else wire.dumps(content, state.name_of)
         packet.head = protocol.encode(message)
         return packet
 

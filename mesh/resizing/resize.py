@@ -58,6 +58,7 @@ def resize(self: MeshView, axes: dict[str, int], *, wait: bool = True) -> None:
             or size; a dimension is cut over several axes at once; new ranks cannot be had, or old ones are busy; too
             few hosts are left for `copies=`. The mesh is as it was then.
     """
+    _refuse_on_ranks(self, "resize")
     with one_at_a_time(self):
         _resize(self, axes, wait)
 
@@ -103,6 +104,7 @@ def retire(self: MeshView, rank: int) -> None:
     Raises:
         MeshError: there is no such rank, or none would be left; what `resize` raises.
     """
+    _refuse_on_ranks(self, "retire")
     with one_at_a_time(self):
         layout = self.layout
         rank = checked_rank(rank, layout.size)
@@ -114,11 +116,14 @@ def retire(self: MeshView, rank: int) -> None:
         _resize(self, {axis: layout.axes[axis] - 1}, True, layout.group(rank, others))
 
 
+def _refuse_on_ranks(mesh: MeshView, what: str) -> None:
+    if not mesh.is_driver or current() is not None:
+        problem = f"mesh.{what} is for the program that started the ranks"
+        raise MeshError(message(problem, where=mesh.describe(), remedy="save, and launch the job at another size"))
+
+
 def _checked(mesh: MeshView, axes: dict[str, int]) -> Layout:
     where = mesh.describe()
-    if not mesh.is_driver or current() is not None:
-        problem = "mesh.resize is for the program that started the ranks"
-        raise MeshError(message(problem, where=where, remedy="save, and launch the job at another size"))
     known = mesh.layout.axes
     if not isinstance(axes, dict):
         raise MeshError(message("resize got bad axes", got=repr(axes), expected='a dict, such as {"data": 4}'))

@@ -37,8 +37,9 @@ class OneHost(RendezvousHandler):
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # For programs that call torch's init_process_group themselves.
-        with socket.socket() as probe:
+        # For programs that call torch's init_process_group themselves; ours need no IPv4 address.
+        port = 0
+        with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", port))

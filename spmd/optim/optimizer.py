@@ -17,6 +17,7 @@ import torch
 
 from .._spmd import spmd
 from ..kernels import torch_compiled
+from ..kernels.call import labelled
 from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh import donation, trees
@@ -190,7 +191,8 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     step = settle(recipe.kinds, recipe.shard, recipe.groups, (leaves, treedef), grads, state)
     now = hypers if count is None or recipe.schedule is None else recipe.schedule.at(int(count), hypers)
     scale = None if recipe.clip is None else clipping.scale_of(recipe.clip, step.params, step.grads)
-    with torch.set_grad_enabled(False):
+    keys = trees.keys_text(treedef)  # which ranks compare that update a slice each
+    with torch.set_grad_enabled(False), labelled(f"of {keys}"):
         new_params, new_state, new_hypers = update(step.parts, recipe.engines, step.params, step.grads, now, scale)
     step.mark(new_params)
     for index, new in zip(step.known.indexes, new_params, strict=True):

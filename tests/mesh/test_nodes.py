@@ -229,6 +229,26 @@ def test_an_interface_that_is_not_there() -> None:
     assert "expected one of ['eth0', 'lo'], or an address of this host" in err
 
 
+WITHOUT_LOOPBACK = """
+import subprocess
+import torch
+from spmd import Mesh, psum
+subprocess.run(["ip", "addr", "del", "127.0.0.1/8", "dev", "lo"], check=True)
+print(Mesh({"data": 2}).run(lambda: float(psum(torch.ones(()), "data"))))
+Mesh({"data": 2}, backend="gloo").run(lambda: psum(torch.ones(()), "data"))
+"""
+
+
+def test_a_host_whose_loopback_has_no_address() -> None:
+    """As where there is IPv6 only: shared memory needs none, and Gloo says what it lacks."""
+    with namespaces.nodes(1) as places:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = places[0].start([sys.executable, "-c", WITHOUT_LOOPBACK], env=BARE, **pipes)
+        out, err = process.communicate(timeout=HANGS)
+    assert process.returncode == 1 and out.startswith("[2.0, 2.0]")
+    assert "MeshError: Gloo can't listen at 127.0.0.1 on" in err
+
+
 def test_nothing_is_left() -> None:
     with namespaces.nodes(2) as places:
         names = {node.name for node in places}

@@ -96,7 +96,7 @@ LAUNCHED = """
 import sys
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from spmd import Loader, Mesh, SpecError, data_parallel, spmd, value_and_grad
+from spmd import CollectiveMismatch, Loader, Mesh, P, SpecError, data_parallel, fetch, put, spmd, value_and_grad
 
 mesh = Mesh({"data": 2})
 check, what = sys.argv[1:]
@@ -119,15 +119,28 @@ try:
     elif what == "weight":  # a number, on the third call
         for turn in range(5):
             step(w + (mesh.rank if turn == 2 else 0), {"x": torch.ones(4), "y": torch.ones(4)})
+    elif what in ("order", "gradients"):  # keys in another order, of values that are the same
+        pairs = [(key, torch.zeros(3)) for key in ("ab" if mesh.rank == 0 else "ba")]
+        f = lambda params: value_and_grad(lambda p: (p["a"] * 2 + p["b"]).sum())(params)[1] if what != "order" else 0.0
+        spmd(f, mesh=mesh, check=check)(dict(pairs))
     elif what == "number":
         step(w, {"x": torch.ones(4), "y": torch.ones(4)}, scale=0.5 + mesh.rank)
     elif what == "late":  # a result that differs from the third call on
         differs = spmd(lambda x, turn: x + mesh.rank * (turn.item() > 2), mesh=mesh, check=check)
         for turn in range(1, 5):
             differs(w, torch.tensor(turn))
+    elif what == "put":
+        put({"w": w, "x": torch.arange(3) + mesh.rank}, mesh=mesh)
+    elif what == "put a part":
+        put(torch.ones(2 + 2 * mesh.rank), P("data"), mesh=mesh)
+    elif what == "put in another order":
+        put({"a": w, "b": w} if mesh.rank == 0 else {"b": w, "a": w}, mesh=mesh)
+    elif what == "fetch":
+        values = [put(torch.full((4,), number), P("data"), mesh=mesh) for number in range(2)]
+        fetch(values if mesh.rank == 0 else values[::-1])
     print("accepted")
-except SpecError as error:
-    print(turn + 1 if what == "weight" else turn if what == "late" else "", error)
+except (SpecError, CollectiveMismatch) as error:
+    print(turn + 1 if what == "weight" else turn if what == "late" else "", " ".join(str(error).split()))
 """
 
 
@@ -152,6 +165,29 @@ def test_numbers_and_shapes_that_launched_ranks_are_given(tmp_path):
     text = said(tmp_path, "weight")
     assert text.startswith("3 argument 0 of step") and "rank 0: 1.0; rank 1: 2.0" in text
     assert "argument 2 of step" in (text := said(tmp_path, "number")) and "rank 0: 0.5; rank 1: 1.5" in text
+
+
+def test_the_order_of_keys_that_launched_ranks_are_given(tmp_path):
+    text = said(tmp_path, "order")
+    assert text.startswith("the keys of the arguments of <lambda> should be the same on all ranks, and is not")
+    assert "rank 0: [0][0]['a'], [0][0]['b']; rank 1: [0][0]['b'], [0][0]['a']" in text and "sorted(...)" in text
+    text = said(tmp_path, "gradients", "never")
+    assert "rank 0: all_reduce float32[192] (sum) of ['a'], ['b']" in text and "rank 1: all_reduce" in text
+
+
+def test_launched_ranks_put_the_same(tmp_path):
+    text = said(tmp_path, "put")
+    assert text.startswith("what put got['x'] should be the same on all ranks, and is not")
+    assert "rank 0: int64[3] with other bytes (sum 3); rank 1: int64[3] with other bytes (sum 6)" in text
+    text = said(tmp_path, "put a part")
+    assert "rank 0: float32[2] with" in text and "rank 1: float32[4] with" in text and "same whole value" in text
+    assert said(tmp_path, "put in another order").startswith("the keys of what put got should be the same")
+
+
+def test_launched_ranks_fetch_the_same(tmp_path):
+    text = said(tmp_path, "fetch")
+    assert "rank 0: all_gather int64[2] of value 0 of call 1" in text
+    assert "rank 1: all_gather int64[2] of value 0 of call 2" in text
 
 
 def test_results_of_launched_ranks(tmp_path):

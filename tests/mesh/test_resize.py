@@ -491,8 +491,10 @@ def test_what_cannot_be(mesh: Mesh) -> None:
     with Mesh({"data": 1}, timeout=2.0) as other:
         with pytest.raises(MeshError, match="nothing left without rank 0"):
             other.retire(0)
-        with pytest.raises(MeshError, match="is for the program"):
+        with pytest.raises(MeshError, match=r"mesh\.resize is for the program"):
             other.run(lambda: other.resize({"data": 2}))
+        with pytest.raises(MeshError, match=r"mesh\.retire is for the program"):
+            other.run(lambda: other.retire(0))
         assert other.size == 1
 
 

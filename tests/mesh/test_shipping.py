@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import linecache
@@ -255,6 +256,22 @@ class Trainer:
 
     def step(self, x):
         return x
+
+
+def test_objects_of_ctypes(shared_mesh):
+    """Arrays travel; a library and what it has would arrive as something else."""
+    mesh = shared_mesh({"data": 2})
+    three = (ctypes.c_int * 3)(1, 2, 3)
+    assert mesh.run(lambda: [*three, type(three) is ctypes.c_int * 3]) == [[1, 2, 3, True]] * 2
+    library = ctypes.CDLL(None)
+
+    class Point(ctypes.Structure):
+        _fields_ = (("x", ctypes.c_int),)
+
+    for name, what in {"library": library, "Point": Point, "point": Point(1), "kind": ctypes.CFUNCTYPE(None)}.items():
+        function = eval(f"lambda: {name}", {name: what})
+        with pytest.raises(MeshError, match=f"'{name}', used in .*ctypes that can't be imported.*mesh.remote"):
+            mesh.run(function)
 
 
 def test_where_the_part_lies_that_cannot_be_pickled():

@@ -20,6 +20,7 @@ from spmd import (
     axis_size,
     barrier,
     grad,
+    optimizer,
     pbroadcast,
     pmax,
     pmean,
@@ -244,9 +245,10 @@ def test_collectives_map_over_trees_and_take_numbers_and_arrays(shared_mesh, bac
             pmean(2, "data"),
             psum(1j, "data"),
             pmax(np.float64(rank), "data"),
+            psum((np.float32(rank), np.int16(rank), np.bool_(rank > 0)), "data"),
         )
 
-    for total, gathered, size, two, imaginary, largest in shared_mesh({"data": 3}, backend).run(body):
+    for total, gathered, size, two, imaginary, largest, scalars in shared_mesh({"data": 3}, backend).run(body):
         assert list(total) == ["b", "a"]
         assert total["b"].tolist() == [3]
         assert total["a"][0].item() == 3
@@ -254,6 +256,8 @@ def test_collectives_map_over_trees_and_take_numbers_and_arrays(shared_mesh, bac
         assert total["a"][1][1].dtype is torch.int32 and total["a"][1][1].tolist() == [3, 3]
         assert gathered.tolist() == [0.5, 1.5, 2.5]
         assert size.item() == 3 and two.item() == 2.0 and imaginary.item() == 3j and largest.item() == 2.0
+        assert [(one.item(), one.dtype) for one in scalars[:2]] == [(3.0, torch.float32), (3, torch.int16)]
+        assert scalars[2].item() == 2
 
 
 def test_halves_are_averaged_without_overflow(shared_mesh):
@@ -405,6 +409,80 @@ def test_ranks_that_disagree_are_told_at_once(shared_mesh, backend):
         with pytest.raises(CollectiveMismatch):
             mesh.run(body)
     assert [x.item() for x in mesh.run(lambda: psum(torch.tensor(1), "data"))] == [2, 2]
+
+
+def tree_of_rank(make=lambda x: x):
+    """A dict whose keys lie in another order on the second rank."""
+    pairs = [("a", make(torch.ones(2))), ("b", make(torch.ones(2)))]
+    return dict(reversed(pairs) if axis_index("data") else pairs)
+
+
+def sum_of(params):
+    return (params["a"] - params["b"]).sum()
+
+
+OTHER_KEYS = {
+    "psum": lambda: psum(tree_of_rank(), "data"),
+    "pmean": lambda: pmean(tree_of_rank(), "data"),
+    "pmax": lambda: pmax([{"x": 1.0, **tree_of_rank()}], "data"),
+    "all_gather": lambda: all_gather(tree_of_rank(), "data"),
+    "psum_scatter": lambda: psum_scatter(tree_of_rank(), "data"),
+    "all_to_all": lambda: all_to_all(tree_of_rank(), "data", 0, 0),
+    "ppermute": lambda: ppermute(tree_of_rank(), "data", [(0, 1)]),
+    "pbroadcast": lambda: pbroadcast(tree_of_rank(), "data", 0),
+    "another key": lambda: psum({"b" if axis_index("data") else "a": torch.ones(2)}, "data"),
+    "fewer keys": lambda: [psum({"b": x} if axis_index("data") else {"b": x, "a": x}, "data") for x in [torch.ones(2)]],
+    "gradients": lambda: grad(sum_of)(tree_of_rank()),
+    "gradients within a graph": lambda: grad(lambda w: grad(sum_of)(tree_of_rank(lambda x: x * w))["a"][0])(
+        torch.tensor(1.0)
+    ),
+    "an optimizer": lambda: ADAM.step(tree_of_rank(), tree_of_rank(), ADAM.init(tree_of_rank())),
+}
+ADAM = optimizer(torch.optim.Adam, lr=0.1, shard="data")
+
+
+@on_both
+def test_ranks_whose_dicts_differ_in_their_keys_are_told_at_once(shared_mesh, backend):
+    mesh = shared_mesh({"data": 2}, backend)
+    for name, body in OTHER_KEYS.items():
+        with pytest.raises(CollectiveMismatch, match=r"(?s)rank 0: .*\['a'\].*rank 1: .*\['b'\]") as caught:
+            mesh.run(body)
+        assert "the same keys in the same order" in str(caught.value), name
+    total = mesh.run(lambda: psum({"b": torch.ones(2), "a": [1, 2.0]}, "data"))[1]
+    assert [*total] == ["b", "a"] and [float(x) for x in total["a"]] == [2, 4]
+
+
+def test_what_keys_are_compared(shared_mesh):
+    """Those of large trees, and of keys that print otherwise in each process what kind they are."""
+    mesh = shared_mesh({"data": 2})
+
+    class Key:
+        pass
+
+    def large(last):
+        return psum({**dict.fromkeys(map(str, range(50)), 1.0), last: 2.0}, "data")
+
+    with pytest.raises(CollectiveMismatch, match=r"(?s)rank 0: .*\(51 leaves, .*rank 1: .*\(51 leaves, "):
+        mesh.run(lambda: large("b" if axis_index("data") else "a"))
+    assert float(mesh.run(lambda: psum({Key(): {("a", Key()): 1.0}}, "data"))[0].popitem()[1].popitem()[1]) == 2
+    assert float(mesh.run(lambda: psum((1.0,) if axis_index("data") else [1.0], "data"))[0][0]) == 2
+
+
+@on_both
+def test_the_same_bytes_in_another_shape(shared_mesh, backend):
+    mesh = shared_mesh({"data": 2}, backend)
+
+    def of_rank():
+        return torch.ones((2, 2, 1) if axis_index("data") else (2, 1, 2))
+
+    for body in (
+        lambda: all_gather(of_rank(), "data"),
+        lambda: psum_scatter(of_rank(), "data"),
+        lambda: all_to_all(of_rank(), "data", 0, 0),
+        lambda: ppermute(of_rank(), "data", [(0, 1), (1, 0)]),
+    ):
+        with pytest.raises(CollectiveMismatch, match=r"(?s)\[2, 1, 2\].*\[2, 2, 1\]"):
+            mesh.run(body)
 
 
 # -- torch's own transforms: right, or an error ------

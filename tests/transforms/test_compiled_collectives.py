@@ -161,3 +161,22 @@ def test_errors_are_those_of_eager(shared_mesh):
     shared_mesh({"data": 2}).run(on_a_rank)
     with pytest.raises(spmd.MeshError, match="outside a region"):
         torch.compile(lambda x: psum(x, "data"), backend="eager")(torch.ones(2))
+
+
+def test_the_keys_of_trees_are_compared(shared_mesh):
+    """Also with those of a rank that has not compiled."""
+    mesh = shared_mesh({"data": 2})
+
+    def total(tree):
+        return psum(tree, "data")
+
+    compiled = torch.compile(total, backend="eager", fullgraph=True)
+
+    def body(keys_of_rank, functions):
+        place = axis_index("data")
+        return functions[place]({key: [torch.ones(2)] for key in keys_of_rank[place]})["a"][0].tolist()
+
+    for functions in ((compiled, compiled), (total, compiled)):
+        assert mesh.run(body, ("ab", "ab"), functions) == [[2, 2]] * 2
+        with pytest.raises(spmd.CollectiveMismatch, match=r"(?s)of \['a'\]\[0\], \['b'\].*of \['b'\]\[0\], \['a'\]"):
+            mesh.run(body, ("ab", "ba"), functions)

@@ -664,3 +664,17 @@ def test_a_mean_taken_by_hand_is_that_of_the_whole_batch(shared_mesh, backend, s
     torch.testing.assert_close(value.full(), (w * batch).mean())
     torch.testing.assert_close(gradient.full(), batch.mean())
     torch.testing.assert_close(share.full(), (batch > 4).double().mean())
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+def test_gradients_of_keys_in_another_order_on_one_rank(shared_mesh, shards):
+    """They would be added to those of other parameters, and nothing else tells."""
+
+    @spmd(mesh=shared_mesh({"data": 2}))
+    @data_parallel(shards=shards)
+    def step(params, batch):
+        keys = sorted(params, reverse=axis_index("data") == 1)
+        return grad(lambda p, b: (p["a"] * b - p["b"]).square().mean())({key: params[key] for key in keys}, batch)
+
+    with pytest.raises(CollectiveMismatch, match=r"(?s)rank 0: all_reduce .* of \['a'\], .*rank 1: .* of \['b'\], "):
+        step({"a": torch.ones(3), "b": torch.ones(3)}, torch.ones(4, 3))

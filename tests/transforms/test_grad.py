@@ -665,6 +665,7 @@ def test_outside_a_region_it_is_torchs_gradient():
     assert torch.equal(found, wanted) and aux["n"] == 3 and torch.equal(aux["x"], x) and aux["f"] == 0.5
     with torch.no_grad():
         assert torch.equal(grad(f)(w, x), wanted)
+        assert torch.equal(grad(f)(leaf * 1, x), wanted)  # a leaf that torch has a graph of
     hessian = torch.func.jacrev(torch.func.grad(f))(w, x)
     ours = torch.stack([grad(lambda w, i=i: grad(f)(w, x).flatten()[i])(w).flatten() for i in range(12)])
     torch.testing.assert_close(ours, hessian.reshape(12, 12))
@@ -858,6 +859,21 @@ def test_the_mode_of_the_caller_does_not_matter(shared_mesh):
             return float(grad(f)(torch.tensor(2.0))), torch.is_grad_enabled()
 
     assert shared_mesh({"data": 2}).run(body) == [(32.0, False)] * 2
+
+
+def test_a_gradient_under_no_grad_is_a_constant_of_the_outer_one(shared_mesh):
+    """As torch.func.grad has it."""
+
+    def nested(gradient, total):
+        def f(w):
+            with torch.no_grad():
+                slope = gradient(lambda w: total(w**3 * 8.0))(w)  # 96, held constant
+            return slope * w
+
+        return float(gradient(f)(torch.tensor(2.0)))
+
+    assert nested(torch.func.grad, torch.sum) == nested(grad, torch.sum) == 96.0
+    assert shared_mesh({"data": 2}).run(lambda: nested(grad, lambda x: psum(x, "data"))) == [192.0] * 2
 
 
 def test_collectives_under_no_grad_stay_out_of_the_gradient(shared_mesh):

@@ -100,14 +100,26 @@ def squares(params: Any, batch: torch.Tensor) -> torch.Tensor:
     return (params["w"] * batch).square().mean()
 
 
-def accumulating(mesh: Mesh, batch: Any, chunks: int, loss_fn: Callable = squares, captured: bool = False) -> Any:
+def captured(loss_fn: Callable, chunk: torch.Tensor) -> Callable:
+    return lambda params: loss_fn(params, chunk)
+
+
+def by_default(loss_fn: Callable, chunk: torch.Tensor) -> Callable:
+    return lambda params, chunk=chunk: loss_fn(params, chunk)
+
+
+def by_keyword(loss_fn: Callable, chunk: torch.Tensor) -> Callable:
+    return lambda params, *, chunk=chunk: loss_fn(params, chunk)
+
+
+def accumulating(mesh: Mesh, batch: Any, chunks: int, loss_fn: Callable = squares, held: Any = None) -> Any:
     @spmd(mesh=mesh)
     @data_parallel
     def step(params, batch):
         total, grads = torch.zeros(()), torch.zeros(1)
         for chunk in batch.chunk(chunks):
-            if captured:
-                loss, found = value_and_grad(lambda params: loss_fn(params, chunk))(params)  # noqa: B023
+            if held is not None:
+                loss, found = value_and_grad(held(loss_fn, chunk))(params)
             else:
                 loss, found = value_and_grad(loss_fn)(params, chunk)
             total, grads = total + loss / chunks, grads + found["w"] / chunks
@@ -123,13 +135,13 @@ def test_accumulation_over_equal_chunks(mesh: Mesh) -> None:
     torch.testing.assert_close(gradient.full(), grads["w"])
 
 
-@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("held", [None, captured, by_default, by_keyword])
 @pytest.mark.parametrize("samples", [7, 6])
-def test_accumulation_over_chunks_that_differ(mesh: Mesh, samples: int, captured: bool) -> None:
+def test_accumulation_over_chunks_that_differ(mesh: Mesh, samples: int, held: Any) -> None:
     """Seven samples on two ranks are four and three; six are three and three, of which chunks have two and one."""
-    accumulating(mesh, X, 2, captured=captured)  # the last batch of an epoch comes after larger ones
+    accumulating(mesh, X, 2, held=held)  # the last batch of an epoch comes after larger ones
     with pytest.raises(SpecError, match=r"is given a part of the batch.*got 2 of [34] samples.*shards=\)"):
-        accumulating(mesh, X[:samples], 2, captured=captured)
+        accumulating(mesh, X[:samples], 2, held=held)
 
 
 def test_accumulation_as_virtual_shards(mesh: Mesh) -> None:
@@ -182,7 +194,7 @@ def test_gathering_an_uneven_batch(make_mesh: Callable[..., Mesh]) -> None:
 
         return value_and_grad(loss_fn)(params, batch)
 
-    with pytest.raises(CollectiveMismatch, match=r"all_gather.*pad them to the longest.*drop_last=True"):
+    with pytest.raises(CollectiveMismatch, match=r"(?s)all_gather.*pad them to the longest.*drop_last=True"):
         step(W, X[:7])
 
 

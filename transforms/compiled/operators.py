@@ -3,6 +3,7 @@
 Each takes a tensor and a token, and gives a tensor and a token (see `_tokens`): what a graph does is sorted by what
 depends on what, and the tokens keep all ranks' collectives, and all their transposes, in the order of the program.
 An operator names its axes; which ranks these are, and how much this rank's samples weigh, it finds out when it runs.
+The first leaf of a tree comes with the keys of all, which ranks compare.
 Invariant: values and gradients are those of `_operations`; only traced code comes here, for which torch's own dispatch
 of such an operator costs nothing.
 """
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.call import labelled
 from ...kernels.communicator import Communicator
 from ...kernels.errors import SpecError, message
+from ...mesh import trees
 from ...mesh.region import require
 from .._named_axes import group
 from .._operations import Broadcast, Collect, Exchange, Extreme, Gather, Permute, Scatter, Sum
@@ -26,7 +29,7 @@ from .._tokens import Operation, forget_undefined, perform
 Pair = tuple[Tensor, Tensor]
 Shape = Callable[[Tensor, int], Sequence[int]]
 
-_SCHEMA = "(Tensor x, Tensor token, str[] axes, SymInt size, bool backward{more}) -> (Tensor, Tensor)"
+_SCHEMA = "(Tensor x, Tensor token, str[] axes, SymInt size, bool backward, str[] keys{more}) -> (Tensor, Tensor)"
 
 
 def _communicator(name: str, axes: Sequence[str], size: int) -> Communicator:
@@ -55,11 +58,12 @@ def _done(operation: Operation, x: Tensor, backward: bool) -> Tensor:
 def _register(name: str, more: str, forward: Callable[..., Tensor], shape: Shape, backward: Callable[..., Any]) -> Any:
     """One operator: what it does, the shape of what it gives, and its gradient."""
 
-    def run(x: Tensor, token: Tensor, axes: Sequence[str], size: int, is_backward: bool, *rest: Any) -> Pair:
+    def run(x: Tensor, token: Tensor, axes: Sequence[str], size: int, back: bool, keys: Any, *rest: Any) -> Pair:
         comm = _communicator(name, axes, size)
-        return forward(comm, x, is_backward, tuple(axes), *rest), torch.zeros(())
+        with labelled(f"of {trees.joined_keys(keys)}" if keys else ""):
+            return forward(comm, x, back, tuple(axes), *rest), torch.zeros(())
 
-    def fake(x: Tensor, token: Tensor, axes: Sequence[str], size: int, is_backward: bool, *rest: Any) -> Pair:
+    def fake(x: Tensor, token: Tensor, axes: Sequence[str], size: int, back: bool, keys: Any, *rest: Any) -> Pair:
         return x.new_empty(shape(x, size)), torch.zeros(())
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
@@ -69,7 +73,7 @@ def _register(name: str, more: str, forward: Callable[..., Tensor], shape: Shape
             ctx.save_for_backward(x, output[0])
 
     def gradient(ctx: Any, of_result: Tensor, of_token: Tensor) -> tuple[Any, ...]:
-        axes, size, _, *rest = ctx.given
+        axes, size, _, _, *rest = ctx.given
         nothing = (None,) * len(ctx.given)
         if not ctx.inexact:
             return None, of_token, *nothing
@@ -94,7 +98,7 @@ def _linear(name: str, kind: Callable[..., Any], more: str = "", shape: Shape = 
 
     def gradient(of_result: Tensor, of_token: Tensor, axes: Any, size: int, rest: Any, saved: Any) -> Pair:
         operator = getattr(torch.ops.spmd, transpose or name)
-        found: Pair = operator(of_result, of_token, axes, size, True, *rest)
+        found: Pair = operator(of_result, of_token, axes, size, True, [], *rest)
         return found
 
     return _register(name, more, forward, shape, gradient)
@@ -117,7 +121,7 @@ def _permuted(comm: Communicator, x: Tensor, backward: bool, axes: Any, sources:
 
 def _permuted_back(of_result: Tensor, of_token: Tensor, axes: Any, size: int, rest: Any, saved: Any) -> Pair:
     sources, targets = rest
-    found: Pair = torch.ops.spmd.ppermute(of_result, of_token, axes, size, True, targets, sources)
+    found: Pair = torch.ops.spmd.ppermute(of_result, of_token, axes, size, True, [], targets, sources)
     return found
 
 
@@ -140,7 +144,7 @@ def _mean(comm: Communicator, x: Tensor, backward: bool, axes: tuple[str, ...], 
 
 
 def _mean_back(of_result: Tensor, of_token: Tensor, axes: Any, size: int, rest: Any, saved: Any) -> Pair:
-    found: Pair = torch.ops.spmd.pmean(of_result, of_token, axes, size, True, not rest[0])
+    found: Pair = torch.ops.spmd.pmean(of_result, of_token, axes, size, True, [], not rest[0])
     return found
 
 
@@ -157,9 +161,9 @@ def _extreme(op: str) -> Any:
     def gradient(of_result: Tensor, of_token: Tensor, axes: Any, size: int, rest: Any, saved: Any) -> Pair:
         """To the ranks that hold the extreme, shared alike."""
         x, extreme = saved
-        total, token = torch.ops.spmd.psum(of_result, of_token, axes, size, True)
+        total, token = torch.ops.spmd.psum(of_result, of_token, axes, size, True, [])
         holds = (x.detach() == extreme.detach()).to(x.dtype)
-        holders, token = torch.ops.spmd.psum(holds, token, axes, size, False)
+        holders, token = torch.ops.spmd.psum(holds, token, axes, size, False, [])
         return total * (holds / holders), token
 
     return _register(f"p{op}", "", forward, _same, gradient)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.torch_private import in_torch_func
+from ...mesh import trees
 from ...mesh.region import current
 from .._tokens import state
 
@@ -54,28 +55,44 @@ def traceable(x: Any, axis: Any, *, replicates: bool, fits: Callable[[Tensor, in
 
 def each(operator: str, x: Any, axis: Any, *rest: Any, before: Any = None, after: Any = None) -> Any:
     """An operator for each leaf of a tree, with what is to be done to the leaf before, and to the result."""
-    if type(x) is dict:
-        return {key: each(operator, one, axis, *rest, before=before, after=after) for key, one in x.items()}
-    if type(x) in (list, tuple):
-        return type(x)([each(operator, one, axis, *rest, before=before, after=after) for one in x])
     names = [axis] if isinstance(axis, str) else list(axis)
-    result = _call(operator, x if before is None else before(x), names, *rest)
-    return result if after is None else after(result)
+    keys = _keys(x, "") if type(x) in (dict, list, tuple) else []  # which go with the first leaf
+
+    def one(leaf: Any) -> Any:
+        nonlocal keys
+        if type(leaf) is dict:
+            return {key: one(below) for key, below in leaf.items()}
+        if type(leaf) in (list, tuple):
+            return type(leaf)([one(below) for below in leaf])
+        mine, keys = keys, []
+        result = _call(operator, leaf if before is None else before(leaf), names, mine, *rest)
+        return result if after is None else after(result)
+
+    return one(x)
 
 
-def _call(name: str, x: Tensor, names: list[str], *rest: Any) -> Tensor:
+def _keys(x: Any, path: str) -> list[str]:
+    """Where the leaves are in a tree, as `trees.keys_text` has it."""
+    if type(x) is dict:
+        return [key for name, one in x.items() for key in _keys(one, f"{path}[{trees.key_text(name)}]")]
+    if type(x) in (list, tuple):
+        return [key for index, one in enumerate(x) for key in _keys(one, f"{path}[{index}]")]
+    return [path]
+
+
+def _call(name: str, x: Tensor, names: list[str], keys: list[str], *rest: Any) -> Tensor:
     from . import operators  # whose registration takes milliseconds, on every rank
 
     operator, here = getattr(operators, name), state()
     size = _size(names)
     if here.token is None:
         before = torch.zeros(()) if here.order is None else here.order
-        result, token = operator(x, before, names, size, False, *rest)
+        result, token = operator(x, before, names, size, False, keys, *rest)
         here.order = token.detach()
     elif torch.is_grad_enabled():
-        result, here.token = operator(x, here.token, names, size, False, *rest)
+        result, here.token = operator(x, here.token, names, size, False, keys, *rest)
     else:  # the chain goes on, though nothing is to be differentiated here
-        result, token = operator(x, here.token, names, size, False, *rest)
+        result, token = operator(x, here.token, names, size, False, keys, *rest)
         with torch.enable_grad():
             here.token = here.token + token
     return result

@@ -102,7 +102,7 @@ class _Solution:
         self._call, self._region, self._virtual = call, region, virtual
         self.inputs = _Inputs(call, virtual)
         self.results: Results | None = None
-        self._sums = TreeSums(region, call.plan, virtual)
+        self._sums = TreeSums(region, call.plan, virtual, call.keys)
         self._slots: list[int | None] = []
         self._pieces: dict[int, list[Tensor]] = {
             index: [] for index, argument in enumerate(call.arguments) if isinstance(argument.primal, Tracked)

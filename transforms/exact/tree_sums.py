@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.bucket import Buckets, Leaf
+from ...kernels.call import labelled
 from ...kernels.reduction import Pairwise
 from ...mesh.region import Region
 from ...mesh.replication.net import NOWHERE, Varying, active, joined, unfollowed
@@ -43,10 +44,14 @@ class _Sum:
 
 
 class TreeSums:
-    """One use: `add` every leaf, `open`, then for each shard `fill` what there is and `end_shard`, `finish`."""
+    """One use: `add` every leaf, `open`, then for each shard `fill` what there is and `end_shard`, `finish`.
 
-    def __init__(self, region: Region, plan: Plan, virtual: VirtualShards):
-        self._region, self._plan, self._virtual = region, plan, virtual
+    Args:
+        label: what the leaves are of, for ranks to compare.
+    """
+
+    def __init__(self, region: Region, plan: Plan, virtual: VirtualShards, label: str):
+        self._region, self._plan, self._virtual, self._label = region, plan, virtual, label
         self._sums: list[_Sum] = []
         self.filled: set[int] = set()
         self._buckets: dict[float, Buckets] = {}
@@ -87,6 +92,7 @@ class TreeSums:
                 [one.like for one in members],
                 bucket_bytes=self._plan.bucket_bytes,
                 op=Pairwise(scale),
+                label=self._label,
             )
 
     def _comm(self):
@@ -167,7 +173,8 @@ class TreeSums:
                 _view(row, start, leaf).copy_(value)
             partials.nodes.clear()
         slices = [torch.empty(len(its), length, dtype=dtype) for its in nodes]
-        comm.all_to_all(slices, list(mine.split(length, 1)) if length else slices)
+        with labelled(self._label):
+            comm.all_to_all(slices, list(mine.split(length, 1)) if length else slices)
 
         def write(out: Tensor) -> None:
             rows: dict[Node, Tensor] = {}

@@ -223,7 +223,7 @@ class _Replays(_Draws):
 
 
 def holding(function: Any, replace: Callable[[Any], Any], depth: int = 4) -> Any:
-    """A function that holds other tensors: of functools.partial, and those that a nested function captures.
+    """A function that holds other tensors: of functools.partial, those that it captures, and its defaults.
 
     Args:
         depth: how many functions that hold each other are gone through; two may do so in a circle.
@@ -238,9 +238,13 @@ def holding(function: Any, replace: Callable[[Any], Any], depth: int = 4) -> Any
     if isinstance(function, functools.partial):
         function, args, kwargs = function.func, function.args, function.keywords
         return functools.partial(replaced(function), *map(replaced, args), **trees.map(replace, kwargs))
-    if not isinstance(function, types.FunctionType) or not function.__closure__:
+    if not isinstance(function, types.FunctionType):
         return function
-    cells = tuple(types.CellType(replaced(content_of(cell))) for cell in function.__closure__)
-    again = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    again.__kwdefaults__ = function.__kwdefaults__
+    defaults, keyword_defaults = function.__defaults__, function.__kwdefaults__
+    if not function.__closure__ and not defaults and not keyword_defaults:
+        return function
+    cells = tuple(types.CellType(replaced(content_of(cell))) for cell in function.__closure__ or ())
+    again = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+    again.__defaults__ = None if defaults is None else tuple(map(replaced, defaults))
+    again.__kwdefaults__ = {name: replaced(value) for name, value in (keyword_defaults or {}).items()}
     return again

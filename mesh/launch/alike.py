@@ -1,0 +1,67 @@
+"""What every launched rank is to be given alike, compared: each has made its own."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...kernels.errors import SpecError, message
+from ..failure import ranks_text
+from ..replication.values import same_bytes, shown, tensor_print
+
+# Of all leaves their keys, then of each leaf: of what kind it is, and what is compared of it.
+Given = tuple[tuple[Any, bytes | None], ...]
+
+SEED = (
+    "give every rank the same: seed what is drawn (torch.manual_seed(0) before a model is made), have a DataLoader "
+    "shuffle with one seed (generator=torch.Generator().manual_seed(0)), or take spmd.Loader"
+)
+WHOLE = (
+    "give every rank the same whole value, of which put takes the rank's part (torch.manual_seed(0) before it is "
+    "drawn); what is each rank's own comes from an @spmd function, with out_specs"
+)
+_ORDER = "make dicts with their keys in one order on all ranks, as sorted(...) gives it"
+
+
+def given_tensor(tensor: torch.Tensor, *, looked_at: bool = True) -> tuple[Any, bytes | None]:
+    """What is to be compared of a tensor."""
+    return (tuple(tensor.shape), tensor.dtype), tensor_print(tensor) if looked_at else None
+
+
+def refuse_differing(
+    gathered: Sequence[bytes], all_of_them: str, leaf: Callable[[int], str], where: str, remedy: str
+) -> None:
+    """Refuse what was not given alike.
+
+    Args:
+        gathered: what each rank was given, a pickled `Given`.
+        all_of_them, leaf: what messages call the leaves together, and each by its number.
+        remedy: what to do about a leaf.
+    """
+    given: list[Given] = [pickle.loads(data) for data in gathered]
+    keys = [one[0][0] if one else None for one in given]
+    if len(set(keys)) > 1:
+        got = "; ".join(f"{ranks_text([rank])}: {one or 'a bare leaf'}" for rank, one in enumerate(keys))
+        raise _differ(f"the keys of {all_of_them}", got, where, _ORDER)
+    for number, (kind, printed) in enumerate(given[0][1:]):
+        shape = kind[0] if isinstance(kind, tuple) else ()
+        theirs = [one[number + 1] for one in given]
+        if any(other != kind or not same_bytes(printed, its, shape) for other, its in theirs):
+            got = "; ".join(f"{ranks_text([rank])}: {_show(*one)}" for rank, one in enumerate(theirs))
+            raise _differ(leaf(number), got, where, remedy)
+
+
+def _differ(what: str, got: str, where: str, remedy: str) -> SpecError:
+    return SpecError(
+        message(f"{what} should be the same on all ranks, and is not", got=got, where=where, remedy=remedy)
+    )
+
+
+def _show(kind: Any, printed: bytes | None) -> str:
+    if isinstance(kind, str):
+        return kind if printed is None else repr(pickle.loads(printed))[:60]
+    shape, dtype = kind
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}" if printed is None else shown(printed, shape, dtype)
