@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,10 +43,12 @@ class Leaf(NamedTuple):
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
+
+
+def elements(leaf: Leaf) -> int:
+    """How many numbers it is as it travels: pairs of them if it is complex."""
+    return leaf.numel * (2 if leaf.dtype.is_complex else 1)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -70,12 +73,6 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
             return False
         step *= size
     return True
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Slot:
-    bucket: int
-    start: int  # elements
 
 
 class Buckets:
@@ -106,7 +103,7 @@ class Buckets:
         self._comm, self._leaves = comm, leaves
         self._plan = _plan(comm, tuple(leaves), bucket_bytes, wire_dtype, products)
         self._buffers: dict[int, torch.Tensor] = {}  # of the buckets that are being filled
-        self._left = list(self._plan.counts)
+        self._left = [len(bucket.leaves) for bucket in self._plan.buckets]
         self._ready = [False] * len(leaves)
         self._works: list[Work] = []
         self._factors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of the buckets whose leaf was given so
@@ -142,27 +139,27 @@ class Buckets:
 
     def grad_view(self, index: int) -> torch.Tensor:
         """Where a leaf's value goes, of the leaf's shape and the dtype on the wire: write there, then `mark_ready`."""
-        return self._plan.view(index, self._buffer(self._plan.slots[index].bucket))
+        return self._plan.view(index, self._buffer(self._plan.slots[index][0]))
 
     def _buffer(self, bucket: int) -> torch.Tensor:
         buffer = self._buffers.get(bucket)
         if buffer is None:
             self._comm.progress()  # what is reduced by now gives its memory back
-            size, dtype = self._plan.sizes[bucket]
-            buffer = self._buffers[bucket] = self._comm.scratch(size, dtype=dtype)
+            its = self._plan.buckets[bucket]
+            buffer = self._buffers[bucket] = self._comm.scratch(its.size, dtype=its.wire)
             self._plan.fill_gaps(buffer)
         return buffer
 
     def mark_ready(self, index: int) -> None:
         """A leaf's value is in its gradient view; starts every reduction that is now complete, in order."""
         self._ready[index] = True
-        self._left[self._plan.slots[index].bucket] -= 1
+        self._left[self._plan.slots[index][0]] -= 1
         self._start()
 
     def fill_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """A leaf of `products` is `left.t() @ right`, which the ranks compute together."""
         self._comm.progress()  # what all have given by now
-        self._factors[self._plan.slots[index].bucket] = left, right
+        self._factors[self._plan.slots[index][0]] = left, right
         self.mark_ready(index)
 
     def _start(self) -> None:
@@ -197,6 +194,52 @@ class Buckets:
         ]
 
 
+@dataclasses.dataclass(slots=True)
+class Packed:
+    """Leaves that are reduced together, where each begins and how long it is, in elements; complex ones count twice.
+
+    Attributes:
+        dtype: of the leaves (CPUs put several into one bucket).
+        wire: of the bucket.
+    """
+
+    dtype: torch.dtype
+    wire: torch.dtype
+    size: int = 0
+    leaves: list[int] = dataclasses.field(default_factory=list)
+    starts: list[int] = dataclasses.field(default_factory=list)
+    lengths: list[int] = dataclasses.field(default_factory=list)
+
+    def add(self, index: int, length: int, align_bytes: int) -> None:
+        self.leaves.append(index)
+        self.starts.append(self.size)
+        self.lengths.append(length)
+        self.size += _padded(length, max(1, align_bytes // self.wire.itemsize))
+
+
+def packed(
+    leaves: Sequence[Leaf],
+    order: Iterable[int],
+    dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
+    *,
+    bucket_bytes: int,
+    first_bytes: int = FIRST_BYTES,
+    align_bytes: int,
+) -> list[Packed]:
+    """Leaves in buckets, by `Packed.dtype` and `wire`, in an order; the first bucket is small."""
+    found: list[Packed] = []
+    last: dict[tuple[torch.dtype, torch.dtype], int] = {}
+    for index in order:
+        kind, length = dtypes[index], elements(leaves[index])
+        number = last.get(kind)
+        limit = first_bytes if number == 0 else bucket_bytes
+        if number is None or (found[number].size and (found[number].size + length) * kind[1].itemsize > limit):
+            number = last[kind] = len(found)
+            found.append(Packed(*kind))
+        found[number].add(index, length, align_bytes)
+    return found
+
+
 class _Plan:
     """Where each leaf goes; kept by the communicator from step to step."""
 
@@ -208,50 +251,43 @@ class _Plan:
         products: frozenset[int],
     ):
         self.leaves = leaves
-        self.slots: list[_Slot] = [_Slot(0, 0)] * len(leaves)
-        self.per_element = [2 if leaf.dtype.is_complex else 1 for leaf in leaves]
-        self.counts: list[int] = []
-        self.sizes: list[tuple[int, torch.dtype]] = []
-        self.matrices: dict[int, Leaf] = {}  # by bucket, those that may be given as factors
-        open_bucket: dict[torch.dtype, int] = {}
         dtypes = [_on_wire(leaf, wire_dtype) for leaf in leaves]
-        elements_of = [leaf.numel * each for leaf, each in zip(leaves, self.per_element, strict=True)]
-        nbytes = sum(_padded(count, ALIGNED) * dtype.itemsize for count, dtype in zip(elements_of, dtypes, strict=True))
+        nbytes = sum(
+            _padded(elements(leaf), ALIGNED) * dtype.itemsize for leaf, dtype in zip(leaves, dtypes, strict=True)
+        )
         # What goes into one bucket lies there in order, as an optimizer has it, which then needs no copy.
         single = min(max(FIRST_BYTES, len(leaves) * _LEAF_BYTES), bucket_bytes)
         in_order = len(set(dtypes)) == 1 and nbytes <= single and not products
-        for index in range(len(leaves)) if in_order else reversed(range(len(leaves))):
-            leaf, dtype, elements = leaves[index], dtypes[index], elements_of[index]
-            if index in products:
-                self.slots[index] = _Slot(len(self.counts), 0)
-                self.matrices[len(self.counts)] = leaf
-                self.counts.append(1)
-                self.sizes.append((elements, dtype))
-                continue
-            limit = FIRST_BYTES if open_bucket.get(dtype) == 0 and not in_order else bucket_bytes
-            bucket = open_bucket.get(dtype)
-            if bucket is None or (
-                self.sizes[bucket][0] and (self.sizes[bucket][0] + elements) * dtype.itemsize > limit
-            ):
-                bucket = open_bucket[dtype] = len(self.counts)
-                self.counts.append(0)
-                self.sizes.append((0, dtype))
-            start = self.sizes[bucket][0]
-            self.slots[index] = _Slot(bucket, start)
-            self.counts[bucket] += 1
-            step = ALIGNED if in_order else max(1, _ALIGN // dtype.itemsize)
-            self.sizes[bucket] = (start + _padded(elements, step), dtype)
-        if products:  # each of which would leave those before it waiting for the small leaves around it
-            self._order()
+        buckets = packed(
+            leaves,
+            range(len(leaves)) if in_order else [i for i in reversed(range(len(leaves))) if i not in products],
+            [(dtype, dtype) for dtype in dtypes],
+            bucket_bytes=bucket_bytes,
+            first_bytes=bucket_bytes if in_order else FIRST_BYTES,
+            align_bytes=ALIGNED * dtypes[0].itemsize if in_order else _ALIGN,
+        )
+        for index in products:
+            alone = Packed(dtypes[index], dtypes[index])
+            alone.add(index, elements(leaves[index]), 1)
+            buckets.append(alone)
+        if products:  # in the order in which they are full, when the leaves come last to first
+            buckets.sort(key=lambda bucket: -min(bucket.leaves))
+        self.buckets = buckets
+        # By bucket, those that may be given as factors.
+        firsts = [bucket.leaves[0] for bucket in buckets]
+        self.matrices = {number: leaves[index] for number, index in enumerate(firsts) if index in products}
+        self.slots = {  # of every leaf
+            index: (number, start)
+            for number, bucket in enumerate(buckets)
+            for index, start in zip(bucket.leaves, bucket.starts, strict=True)
+        }
         # Behind leaves that an optimizer has end to end; it steps these elements, too.
         self._gaps = [
-            (slot.start + count, slot.start + _padded(count, ALIGNED))
-            for slot, count in zip(self.slots, elements_of, strict=True)
-            if in_order and count % ALIGNED
+            (start + length, start + _padded(length, ALIGNED))
+            for bucket in buckets
+            for start, length in zip(bucket.starts, bucket.lengths, strict=True)
+            if in_order and length % ALIGNED
         ]
-        self._members: list[list[tuple[int, Leaf, int]]] = [[] for _ in self.counts]  # by bucket: leaves, where each is
-        for index, slot in enumerate(self.slots):
-            self._members[slot.bucket].append((index, leaves[index], slot.start))
 
     def fill_gaps(self, buffer: torch.Tensor) -> None:
         """Zeros between leaves: one by one, unless there are so many that going over everything is sooner done."""
@@ -263,24 +299,15 @@ class _Plan:
 
     def view(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
         """A leaf in its bucket's buffer."""
-        return _view(self.leaves[index], buffer, buffer.storage_offset() + self.slots[index].start)
+        return _view(self.leaves[index], buffer, buffer.storage_offset() + self.slots[index][1])
 
     def views(self, bucket: int, buffer: torch.Tensor) -> dict[int, torch.Tensor]:
         """The leaves in a bucket's buffer."""
-        first = buffer.storage_offset()
-        return {index: _view(leaf, buffer, first + start) for index, leaf, start in self._members[bucket]}
-
-    def _order(self) -> None:
-        """Number the buckets in the order in which they are full, when the leaves come last to first."""
-        first = [len(self.slots)] * len(self.counts)
-        for index, slot in enumerate(self.slots):
-            first[slot.bucket] = min(first[slot.bucket], index)
-        order = sorted(range(len(self.counts)), key=lambda bucket: -first[bucket])
-        number_of = {bucket: number for number, bucket in enumerate(order)}
-        self.slots = [_Slot(number_of[slot.bucket], slot.start) for slot in self.slots]
-        self.matrices = {number_of[bucket]: leaf for bucket, leaf in self.matrices.items()}
-        self.counts = [self.counts[bucket] for bucket in order]
-        self.sizes = [self.sizes[bucket] for bucket in order]
+        first, its = buffer.storage_offset(), self.buckets[bucket]
+        return {
+            index: _view(self.leaves[index], buffer, first + start)
+            for index, start in zip(its.leaves, its.starts, strict=True)
+        }
 
 
 def _view(leaf: Leaf, buffer: torch.Tensor, start: Any) -> torch.Tensor:

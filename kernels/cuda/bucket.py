@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bucket import FIRST_BYTES, Leaf
+from ..bucket import Leaf, Packed, packed
 from ..call import labelled
 from ..errors import SpecError, message
 from .nccl import NcclCommunicator
@@ -26,28 +26,13 @@ _ALIGN = 512  # bytes; leaves begin where torch's own allocations would
 STREAM = "buckets"
 
 
-@dataclasses.dataclass(slots=True)
-class _Bucket:
-    """Leaves of one dtype (complex ones count as pairs), where they lie in the bucket, and its dtype on the wire."""
-
-    dtype: torch.dtype
-    wire: torch.dtype
-    size: int = 0
-    leaves: list[int] = dataclasses.field(default_factory=list)
-    starts: list[int] = dataclasses.field(default_factory=list)
-    lengths: list[int] = dataclasses.field(default_factory=list)
-
-    def table(self, launch: Any) -> Table:
-        return Table(self.starts, self.lengths, self.dtype, self.wire, launch)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
     """The buckets in the order in which they are reduced, each with a table for the way in and one for the way back."""
 
-    buckets: list[_Bucket]
+    buckets: list[Packed]
     tables: list[tuple[Table, Table]]
-    bucket_of: list[int]  # of every leaf
+    bucket_of: dict[int, int]  # of every leaf
 
 
 class CudaBuckets:
@@ -111,7 +96,7 @@ class CudaBuckets:
                 comm.all_reduce(buffer)
             self._started.append((buffer, comm.streams.event()))
 
-    def _views(self, buffer: Tensor, bucket: _Bucket) -> list[Tensor]:
+    def _views(self, buffer: Tensor, bucket: Packed) -> list[Tensor]:
         """The places of leaves in a buffer, shaped as they are."""
         views = []
         for index, start, length in zip(bucket.leaves, bucket.starts, bucket.lengths, strict=True):
@@ -141,27 +126,16 @@ class CudaBuckets:
 
 
 def _plan(leaves: Sequence[Leaf], bucket_bytes: int, wire_dtype: torch.dtype | None, launch: Any) -> _Plan:
-    """Where each leaf goes: in reverse order of use, by dtype, the first bucket small."""
-    buckets: list[_Bucket] = []
-    last: dict[tuple[torch.dtype, torch.dtype], int] = {}
-    bucket_of = [0] * len(leaves)
-    for index in reversed(range(len(leaves))):
-        leaf = leaves[index]
-        kind = dtype, wire = _dtypes(leaf, wire_dtype)  # complex leaves keep theirs, real ones of that width may not
-        length = leaf.numel * (2 if leaf.dtype.is_complex else 1)
-        number = last.get(kind)
-        limit = FIRST_BYTES if number == 0 else bucket_bytes
-        if number is None or (buckets[number].size and (buckets[number].size + length) * wire.itemsize > limit):
-            number = last[kind] = len(buckets)
-            buckets.append(_Bucket(dtype, wire))
-        bucket = buckets[number]
-        bucket_of[index] = number
-        bucket.leaves.append(index)
-        bucket.starts.append(bucket.size)
-        bucket.lengths.append(length)
-        step = _ALIGN // wire.itemsize
-        bucket.size += -(-length // step) * step
-    return _Plan(buckets, [(bucket.table(launch), bucket.table(launch)) for bucket in buckets], bucket_of)
+    """Where each leaf goes: in reverse order of use, by dtype (complex ones as pairs), the first bucket small."""
+    order = reversed(range(len(leaves)))
+    dtypes = [_dtypes(leaf, wire_dtype) for leaf in leaves]
+    buckets = packed(leaves, order, dtypes, bucket_bytes=bucket_bytes, align_bytes=_ALIGN)
+    bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket.leaves}
+    return _Plan(buckets, [(_table(bucket, launch), _table(bucket, launch)) for bucket in buckets], bucket_of)
+
+
+def _table(bucket: Packed, launch: Any) -> Table:
+    return Table(bucket.starts, bucket.lengths, bucket.dtype, bucket.wire, launch)
 
 
 def _dtypes(leaf: Leaf, wire_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
