@@ -20,6 +20,7 @@ from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, message
 from ..mesh.batch import BatchArgument
 from ..mesh.region import require
+from ..mesh.replication.net import active
 from ._batch import Part, part_of
 from ._grad import Transformable
 from ._plan import Plan, following, plan_of
@@ -149,6 +150,9 @@ class DataParallel(Transformable):
         _check_weights(around, part, argument.axis, region.session.layout.axes[argument.axis], self._name)
         samples = around.splitting(argument.axis, part.here, part.total)
         plan = dataclasses.replace(self._plan, samples=samples, virtual=part.virtual, batch=part.leaves)
+        net = active()
+        if net is not None:
+            net.samples = part.here
         with following(region, plan):
             if part.virtual is None:
                 return self._step(*args, **kwargs)

@@ -23,6 +23,7 @@ from ..purity.writes import Watched, tensors_in, written_by
 from ..region import current
 from ..spec import Layout
 from .net import NOWHERE, Net, Varying, activate, active, joined, nbytes, numbers_in
+from .statistics import joins_samples
 
 # What these make has an input's shape and nothing of its values.
 _SHAPES_ONLY = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"}
@@ -83,7 +84,7 @@ class _Join:
     """One operation: what it read and wrote, found before it runs."""
 
     def __init__(self, net: Net, func: Any, args: tuple, kwargs: dict):
-        self._net = net
+        self._net, self._call = net, (func, args, kwargs)
         self._name, overload = operation_name(func)
         self._by_index = self._name.startswith(("_foreach_", "_fused_"))
         overwrites = self._name in _OVERWRITES or overload.endswith("out")
@@ -140,6 +141,8 @@ class _Join:
                 if id(tensor) in changed:
                     continue
                 varying = self._at(index, len(outputs))
+                if net.samples > 1 and varying.origins and joins_samples(*self._call, net.samples, index, tensor):
+                    varying = varying._replace(statistic=f"{self._name} at {varying.line}")
                 if _key(tensor) in self._inputs:
                     net.view(tensor, varying)
                 else:
