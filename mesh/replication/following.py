@@ -123,6 +123,10 @@ class _Join:
             return self._all
         return joined(each[index] if each is not None and len(each) == count else whole for whole, each in self.reads)
 
+    def _joins_samples(self, index: int, result: Tensor) -> bool:
+        all_differ = all(whole.origins for whole, _ in self.reads)
+        return joins_samples(*self._call, self._net.samples, index, result, all_differ=all_differ)
+
     def settle(self, result: Any) -> None:
         net = self._net
         for value in self.written:
@@ -141,7 +145,7 @@ class _Join:
                 if id(tensor) in changed:
                     continue
                 varying = self._at(index, len(outputs))
-                if net.samples > 1 and varying.origins and joins_samples(*self._call, net.samples, index, tensor):
+                if net.samples > 1 and varying.origins and self._joins_samples(index, tensor):
                     varying = varying._replace(statistic=f"{self._name} at {varying.line}")
                 if _key(tensor) in self._inputs:
                     net.view(tensor, varying)

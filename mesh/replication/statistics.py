@@ -15,22 +15,31 @@ from ...kernels.torch_private import arguments, operation_name
 _REDUCTIONS = {"mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm", "logsumexp"}
 _REDUCTIONS |= {"max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "mode", "topk", "kthvalue", "dot"}
 _REDUCTIONS |= {"bincount", "histc", "nansum", "argmax", "argmin"}
+_ALONG = {"sort", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}  # one dimension, which they keep
 
 
-def joins_samples(func: Any, args: tuple, kwargs: dict, samples: int, index: int, result: Tensor) -> bool:
+def joins_samples(
+    func: Any, args: tuple, kwargs: dict, samples: int, index: int, result: Tensor, *, all_differ: bool
+) -> bool:
     """Whether result `index` of an operation is computed of so many samples, the rows of its input, together.
 
-    Sorted values are, so that quantiles are; the order in which they come is no value.
+    Sorted and summed up values are, so that quantiles and returns are; the order in which they come, and where samples
+    begin in a packed tensor, are none.
+
+    Args:
+        all_differ: whether all inputs do between ranks, so that none of them is a weight.
     """
     name, _ = operation_name(func)
-    if name not in _REDUCTIONS and name != "sort":
-        return False
     given = args[0] if args else None
-    if not isinstance(given, Tensor) or not given.dim() or given.shape[0] != samples:
+    if not isinstance(given, Tensor) or not given.dim():
         return False
-    if name == "sort":
+    if name == "mm":
+        return all_differ and given.shape[1] == samples and result.shape[0] != samples
+    if given.shape[0] != samples:
+        return False
+    if name in _ALONG:
         names = [argument.name for argument in arguments(func)]
         at = names.index("dim")
         dim = args[at] if at < len(args) else kwargs.get("dim", -1)
-        return index == 0 and dim % given.dim() == 0
-    return not result.dim() or result.shape[0] != samples
+        return index == 0 and dim % given.dim() == 0 and result.is_floating_point()
+    return name in _REDUCTIONS and (not result.dim() or result.shape[0] != samples)

@@ -75,6 +75,15 @@ def hard_ones(p: Any, b: Any) -> Any:
     return value_and_grad(weighted)(p, b["x"], b["y"], each >= each.quantile(0.5))
 
 
+def returns(p: Any, b: Any) -> Any:
+    return value_and_grad(weighted)(p, b["x"], b["y"], b["gain"].flip(0).cumsum(0).flip(0))
+
+
+def whitened(p: Any, b: Any) -> Any:
+    x = b["x"] @ torch.linalg.inv(torch.linalg.cholesky(b["x"].T @ b["x"])).T
+    return value_and_grad(lambda p: losses(p, x, b["y"]).mean())(p)
+
+
 STATISTICS = {
     advantages: "mean",
     features: "mean",
@@ -82,6 +91,8 @@ STATISTICS = {
     shares_of_classes: "bincount",
     largest_priority: "max",
     hard_ones: "sort",
+    returns: "cumsum",
+    whitened: "mm",
 }
 
 
@@ -107,6 +118,7 @@ def gathered(p: Any, b: Any) -> Any:
 def of_each_sample(p: Any, b: Any) -> Any:
     x = (b["x"] - b["x"].mean(1, keepdim=True)) / b["x"].norm(dim=1, keepdim=True)
     order = b["gain"].argsort()  # as for sequences that are packed by length
+    x = (x @ torch.eye(6)).cumsum(1)[(b["y"] + 1).cumsum(0) % len(x)]
     return value_and_grad(weighted)(p, x[order], b["y"][order], b["gain"][order])
 
 
