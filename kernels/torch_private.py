@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -39,14 +38,11 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-_version = operator.attrgetter("_version")
-
-
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """`version` of each, at the price of one look where none was made in inference mode."""
     tensors = list(tensors)
     try:
-        return list(map(_version, tensors))
+        return [tensor._version for tensor in tensors]
     except RuntimeError:  # of a tensor without a count
         return [version(tensor) for tensor in tensors]
 

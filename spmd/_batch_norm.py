@@ -18,6 +18,7 @@ from .mesh.region import current
 from .transforms import current_plan, psum
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_RUNNING = (*_KINDS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # what keeps running statistics
 
 
 class SyncedBatchNorm(nn.Module):
@@ -100,3 +101,14 @@ def _axes() -> tuple[str, ...]:
 
 def _summed(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     return psum(x, axes) if axes else x
+
+
+def decays(module: nn.Module) -> dict[str, float]:
+    """By name, what is left of a running statistic after a batch; not of one that averages all batches."""
+    found: dict[str, float] = {}
+    for prefix, submodule in module.named_modules():
+        if isinstance(submodule, _RUNNING) and submodule.momentum is not None:
+            kept = 1.0 - submodule.momentum
+            for name, decay in (("running_mean", kept), ("running_var", kept), ("num_batches_tracked", 1.0)):
+                found[f"{prefix}.{name}" if prefix else name] = decay
+    return found

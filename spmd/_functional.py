@@ -16,25 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ._batch_norm import synced
+from ._batch_norm import decays, synced
 from ._compiled_modules import compile_parts, compiled_parts
-from ._functional_checks import check_module, check_names, warn_of_dropped
+from ._functional_checks import Origin, check_module, check_names, warn_of_dropped, warn_of_training
 from .kernels import torch_private
 from .kernels.errors import SpecError, SpmdError, message
 from .mesh.array import Array
 from .mesh.region import current, note_carry
 from .transforms import after_gradient, current_plan, in_gradient
-
-# What keeps running statistics.
-_RUNNING = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
 
 
 def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]]:
@@ -64,7 +53,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]
     Source: `torch.func.functional_call`, and the Flax/Haiku `init`/`apply` pair.
     """
     check_module(module)
-    return Apply(_skeleton(module, dict(module.named_parameters())), compiled_parts(module)), _values(module)
+    skeleton = _skeleton(module, dict(module.named_parameters()))
+    return Apply(skeleton, compiled_parts(module), Origin(module)), _values(module)
 
 
 def functional_with_buffers(
@@ -94,10 +84,12 @@ def functional_with_buffers(
     Source: `torch.func.functional_call`, and the mutable collections of Flax.
     """
     check_module(module, sync=sync)
+    origin = Origin(module)
     if sync:
         module = synced(module)
     buffers = dict(module.named_buffers())
-    apply = ApplyWithBuffers(_skeleton(module, dict(module.named_parameters()), buffers), compiled_parts(module))
+    skeleton = _skeleton(module, dict(module.named_parameters()), buffers)
+    apply = ApplyWithBuffers(skeleton, compiled_parts(module), origin)
     return apply, _values(module), {name: b.detach().clone() for name, b in buffers.items()}
 
 
@@ -106,17 +98,24 @@ class Apply:
 
     Args:
         compiled: the parts that `module.compile()` was called of, and with what.
+        origin: the module that it was made of; elsewhere whether that was to evaluate when the function was sent.
     """
 
-    def __init__(self, skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]]):
-        self.skeleton, self._compiled = skeleton, compiled
+    def __init__(self, skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]], origin: Origin | bool):
+        self.skeleton, self._compiled, self._origin = skeleton, compiled, origin and skeleton.training and origin
         self._idle: list[_Runner] = []
         self._was_looked_at = False
 
     def __reduce__(self):
         if any(parametrize.is_parametrized(submodule) for submodule in self.skeleton.modules()):
-            return _load_parametrized, (type(self), _without_parametrized_classes(self.skeleton), self._compiled)
-        return type(self), (self.skeleton, self._compiled)
+            skeleton = _without_parametrized_classes(self.skeleton)
+            return _load_parametrized, (type(self), skeleton, self._compiled, self._evaluates)
+        return type(self), (self.skeleton, self._compiled, self._evaluates)
+
+    @property
+    def _evaluates(self) -> bool:
+        """Whether it is in training mode, and its module in that of evaluation."""
+        return self._origin.evaluates if isinstance(self._origin, Origin) else self._origin
 
     def __repr__(self) -> str:
         return f"apply({type(self.skeleton).__name__})"
@@ -183,6 +182,9 @@ class Apply:
         }
 
     def _call(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None, args: tuple, kwargs: dict):
+        if self._origin and not torch.compiler.is_compiling() and self._evaluates and not in_gradient():
+            self._origin = False
+            warn_of_training(self.skeleton)
         # A runner serves one call at a time: another thread, or a call from within the call, gets its own.
         try:
             runner = self._idle.pop()
@@ -209,21 +211,10 @@ class ApplyWithBuffers(Apply):
         out, new = self._call(params, buffers, args, kwargs)
         if current_plan().shard is not None:
             # Virtual shards all begin with the same running statistics; this says how to put theirs together.
-            for name, decay in _decays(self.skeleton).items():
+            for name, decay in decays(self.skeleton).items():
                 if name in new:
                     note_carry(new[name], buffers[name], decay)
         return out, new
-
-
-def _decays(module: nn.Module) -> dict[str, float]:
-    """By name, what is left of a running statistic after a batch; not of one that averages all batches."""
-    found: dict[str, float] = {}
-    for prefix, submodule in module.named_modules():
-        if isinstance(submodule, _RUNNING) and submodule.momentum is not None:
-            kept = 1.0 - submodule.momentum
-            for name, decay in (("running_mean", kept), ("running_var", kept), ("num_batches_tracked", 1.0)):
-                found[f"{prefix}.{name}" if prefix else name] = decay
-    return found
 
 
 class _Runner:
@@ -321,12 +312,14 @@ def _without_parametrized_classes(skeleton: nn.Module) -> nn.Module:
     return plain
 
 
-def _load_parametrized(apply: type[Apply], skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]]) -> Apply:
+def _load_parametrized(
+    apply: type[Apply], skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]], evaluates: bool
+) -> Apply:
     for submodule in list(skeleton.modules()):
         names = dict(submodule.named_children()).get("parametrizations")
         if isinstance(names, nn.ModuleDict):
             torch_private.inject_parametrizations(submodule, names)
-    return apply(skeleton, compiled)
+    return apply(skeleton, compiled, evaluates)
 
 
 def _fetched(value: Any) -> Tensor:

@@ -1,7 +1,8 @@
-"""What `functional` refuses: things that are no modules, and parameters under other names."""
+"""What `functional` refuses, things that are no modules and parameters under other names, and what it warns of."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from .kernels.callsite import warn
 from .kernels.errors import SpecError, SpmdError, message
 from .kernels.torch_private import in_torch_func
-from .mesh.region import planned_session
+from .mesh.region import current, planned_session
 
 
 def check_module(module: Any, *, sync: bool = False) -> None:
@@ -86,6 +87,41 @@ def check_names(argument: str, given: Any, expected: Mapping[str, Any]) -> None:
             f"argument {argument!r} of apply {problem}",
             got=f"{len(missing)} missing: {missing[:5]}, {len(extra)} unexpected: {extra[:5]}",
             remedy="pass the dictionary that functional returned, with every value under its own name",
+        )
+    )
+
+
+class Origin:
+    """The module that a function was made of, which may have gone from training to evaluation since.
+
+    Torch's modules do so in place; the function keeps the mode that its module had.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._module = weakref.ref(module)
+        self._modes = _modes.setdefault(module, set())
+        self._modes.add(module.training)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether it is in evaluation mode now, and no function was ever made of it in that."""
+        module = self._module()
+        return module is not None and not module.training and False not in self._modes
+
+
+_modes: weakref.WeakKeyDictionary[nn.Module, set[bool]] = weakref.WeakKeyDictionary()  # in which there are functions
+
+
+def warn_of_training(skeleton: nn.Module) -> None:
+    """Of a call to evaluate by a function in training mode, whose module is in that of evaluation."""
+    region = current()
+    if region is not None and region.session.rank != 0:
+        return
+    warn(
+        message(
+            f"apply of {type(skeleton).__name__} is in training mode (dropout, batch norm), as its module was when "
+            "functional was called, and the module is in evaluation mode now",
+            remedy="predict, _ = functional(model.eval()) for evaluation, with the same params",
         )
     )
 

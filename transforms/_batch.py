@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import torch
@@ -137,3 +138,22 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
 def _called(batch: Any, index: int) -> str:
     """What a leaf of a batch is called."""
     return f"batch{trees.paths(batch)[index]}"
+
+
+def note_whole(error: Exception, arguments: Any, part: Part) -> None:
+    """Add to an error about sizes, of this rank's samples and of all, which argument is as long as all are.
+
+    Args:
+        arguments: all those of the step, with this rank's part of the batch among them.
+    """
+    sizes = set(re.findall(r"\d+", str(error)))
+    if not hasattr(error, "add_note") or part.here == part.total or not {str(part.here), str(part.total)} <= sizes:
+        return
+    split = {id(leaf) for leaf in part.leaves}
+    for leaf in trees.leaves(arguments):
+        if isinstance(leaf, Tensor) and part.total in leaf.shape and id(leaf) not in split:
+            error.add_note(
+                f"[this rank has {part.here} of {part.total} samples, and an argument besides the batch is whole, of "
+                f"shape {list(leaf.shape)}: what belongs to samples is part of the batch, with these in dimension 0]"
+            )
+            return

@@ -16,10 +16,11 @@ import torch
 
 from ..kernels.arguments import check_function, is_number
 from ..kernels.callsite import shows_only_users
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh.batch import BatchArgument
 from ..mesh.region import require
-from ._batch import Part, part_of
+from ..mesh.replication.net import active
+from ._batch import Part, note_whole, part_of
 from ._grad import Transformable
 from ._plan import Plan, following, plan_of
 from ._tokens import in_gradient
@@ -147,11 +148,19 @@ class DataParallel(Transformable):
             args = (*args[:key], part.tree, *args[key + 1 :])
         _check_weights(around, part, argument.axis, region.session.layout.axes[argument.axis], self._name)
         plan = self._plan.of_batch(around.splitting(argument.axis, part.here, part.total), part.virtual, part.leaves)
-        with following(region, plan):
-            if part.virtual is None:
-                return self._step(*args, **kwargs)
-            with stepping(region, part.virtual):
-                return without_batch(self._step(*args, **kwargs), self._name)
+        net = active()
+        if net is not None:
+            net.samples = part.here
+        try:
+            with following(region, plan):
+                if part.virtual is None:
+                    return self._step(*args, **kwargs)
+                with stepping(region, part.virtual):
+                    return without_batch(self._step(*args, **kwargs), self._name)
+        except Exception as error:
+            if not isinstance(error, SpmdError):
+                note_whole(error, (args, kwargs), part)
+            raise
 
     def transformed(self, transform: Callable, argnums: Any, with_value: bool, has_aux: bool) -> DataParallel:
         return DataParallel(transform(self._step), self.batch, self._plan)

@@ -26,6 +26,7 @@ from ..rank.session import RankSession
 from ..replication.values import Check, check_of
 from ..request import Span, passable
 from ..run_state import Call
+from ..strides import frozen_as
 from . import launched
 from .alike import SEED, Given, given_tensor, refuse_differing
 
@@ -89,7 +90,7 @@ class LaunchedCall:
         for value, result in zip(outcome.leaves, results, strict=True):
             if result.meta is not None:
                 # The tensor passed is the caller's, who may change it.
-                tensors.append(value.clone() if theirs and theirs & _memory(value) else value)
+                tensors.append(frozen_as(value, value.clone()) if theirs and theirs & _memory(value) else value)
                 shapes.append(result.shapes)
         arrays = iter(
             LocalValues(self._session, tensors, self._metas, shapes, region=self._session.regions).arrays(self._mesh)

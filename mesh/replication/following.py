@@ -23,6 +23,7 @@ from ..purity.writes import Watched, tensors_in, written_by
 from ..region import current
 from ..spec import Layout
 from .net import NOWHERE, Net, Varying, activate, active, joined, nbytes, numbers_in
+from .statistics import joins_samples
 
 # What these make has an input's shape and nothing of its values.
 _SHAPES_ONLY = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"}
@@ -83,7 +84,7 @@ class _Join:
     """One operation: what it read and wrote, found before it runs."""
 
     def __init__(self, net: Net, func: Any, args: tuple, kwargs: dict):
-        self._net = net
+        self._net, self._call = net, (func, args, kwargs)
         self._name, overload = operation_name(func)
         self._by_index = self._name.startswith(("_foreach_", "_fused_"))
         overwrites = self._name in _OVERWRITES or overload.endswith("out")
@@ -122,6 +123,10 @@ class _Join:
             return self._all
         return joined(each[index] if each is not None and len(each) == count else whole for whole, each in self.reads)
 
+    def _joins_samples(self, index: int, result: Tensor) -> bool:
+        all_differ = all(whole.origins for whole, _ in self.reads)
+        return joins_samples(*self._call, self._net.samples, index, result, all_differ=all_differ)
+
     def settle(self, result: Any) -> None:
         net = self._net
         for value in self.written:
@@ -140,6 +145,8 @@ class _Join:
                 if id(tensor) in changed:
                     continue
                 varying = self._at(index, len(outputs))
+                if net.samples > 1 and varying.origins and self._joins_samples(index, tensor):
+                    varying = varying._replace(statistic=f"{self._name} at {varying.line}")
                 if _key(tensor) in self._inputs:
                     net.view(tensor, varying)
                 else:

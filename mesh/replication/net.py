@@ -86,10 +86,12 @@ class Varying(NamedTuple):
     Attributes:
         origins: by axis, what made it so first: `argument batch['x']`.
         line: where the user's program last computed with it: `train.py:12`.
+        statistic: what of it was computed of all of this rank's samples together: `mean at train.py:12`.
     """
 
     origins: dict[str, str]
     line: str = ""
+    statistic: str = ""
 
     @property
     def axes(self) -> frozenset[str]:
@@ -97,7 +99,8 @@ class Varying(NamedTuple):
 
     def without(self, axes: Iterable[str]) -> Varying:
         gone = set(axes)
-        return self._replace(origins={name: why for name, why in self.origins.items() if name not in gone})
+        left = {name: why for name, why in self.origins.items() if name not in gone}
+        return self._replace(origins=left, statistic=self.statistic if len(left) == len(self.origins) else "")
 
 
 NOWHERE = Varying({})
@@ -106,10 +109,11 @@ NOWHERE = Varying({})
 def joined(parts: Iterable[Varying]) -> Varying:
     """What was computed of several: varies along each axis that one of them varies along."""
     origins: dict[str, str] = {}
+    statistic = ""
     for part in parts:
         if part.origins:
-            origins = {**part.origins, **origins}
-    return Varying(origins, user_line()) if origins else NOWHERE
+            origins, statistic = {**part.origins, **origins}, statistic or part.statistic
+    return Varying(origins, user_line(), statistic) if origins else NOWHERE
 
 
 class Net:
@@ -125,6 +129,8 @@ class Net:
 
     def __init__(self, sizes: dict[str, int]):
         self.axes = frozenset(name for name, size in sizes.items() if size > 1)
+        self.samples = 0
+        """How many this rank has of a batch that is split."""
         self.asked = False
         """Whether the body has asked for its place in the mesh, and so may do other things elsewhere."""
         self._storages: dict[int, tuple[Any, Varying]] = {}  # which keep addresses from being used again
@@ -164,7 +170,8 @@ class Net:
 
     def view(self, tensor: Tensor, varying: Varying) -> None:
         """Note how a tensor in the memory of another differs."""
-        if self.of(tensor).origins != varying.origins:
+        before = self.of(tensor)
+        if before.origins != varying.origins or before.statistic != varying.statistic:
             self.note(tensor, varying)
 
     def made(self, tensor: Tensor, varying: Varying) -> None:

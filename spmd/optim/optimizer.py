@@ -263,7 +263,8 @@ def _check_keywords(cls: type[torch.optim.Optimizer], hyper: dict[str, Any]) -> 
         raise SpmdError(
             message(
                 f"{cls.__name__} evaluates a closure in its step, which a pure step(params, grads, state) has not",
-                remedy="take an optimizer that needs one gradient a step, such as AdamW, or use this one without spmd",
+                remedy="take an optimizer that needs one gradient a step, such as AdamW, or call torch's own in the "
+                "program, with a closure that calls a step for the loss and its gradients (docs/how_to.md)",
             )
         )
     accepted = _arguments(cls.__init__)

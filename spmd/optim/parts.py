@@ -208,7 +208,8 @@ class _Division:
                     "opt_state holds state of something that is no trainable parameter here",
                     got=f"opt_state['state'][{min(unknown)!r}]",
                     expected=f"some of {sorted(known)[:5]}",
-                    remedy="pass what opt.init or opt.step returned for these parameters",
+                    remedy="pass what opt.init or opt.step returned for these parameters; what is frozen for a while "
+                    "stays trainable, with gradients of None (docs/how_to.md)",
                 )
             )
 

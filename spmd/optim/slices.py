@@ -179,7 +179,8 @@ class Slice:
                             f"opt_state['state'][{self.key!r}][{name!r}] does not fit the parameters",
                             got=f"shape {tuple(value.shape)}",
                             expected=f"({self.length},), this rank's slice, or ({self.numel},) or more, the whole",
-                            remedy="pass what opt.init or opt.step returned for these parameters",
+                            remedy="pass what opt.init or opt.step returned for these parameters; what is frozen for a "
+                            "while stays trainable, with gradients of None (docs/how_to.md)",
                         )
                     )
                 value = self.cut_out(value)

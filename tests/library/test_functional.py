@@ -1,6 +1,7 @@
 import copy
 import gc
 import threading
+import warnings
 import weakref
 
 import cloudpickle
@@ -11,7 +12,7 @@ from patience import HANGS
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from spmd import SpecError, SpmdError, data_parallel, functional, functional_with_buffers, grad, spmd
+from spmd import SpecError, SpmdError, data_parallel, functional, functional_with_buffers, grad, pmean, spmd
 
 
 class Tied(nn.Module):
@@ -131,13 +132,57 @@ def test_the_module_is_neither_changed_nor_followed():
     apply, params = functional(module)
     x = torch.ones(64, 2)
     module.eval()
-    assert (apply(params, x) == 0).any(), "the mode is that of the call to functional"
+    with pytest.warns(UserWarning, match="is in training mode"):
+        assert (apply(params, x) == 0).any(), "the mode is that of the call to functional"
     evaluate, _ = functional(module)
     module.train()
     assert torch.equal(evaluate(params, x), F.linear(x, params["0.weight"], params["0.bias"]))
     with torch.no_grad():
         module[0].weight.zero_()
     assert params["0.weight"].abs().sum() > 0
+
+
+def evaluated(mesh, apply, params):
+    """What a step that evaluates warns of."""
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def evaluate(params, batch):
+        return pmean(apply(params, batch).mean(), "data")
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            float(evaluate(params, torch.ones(4, 3)))
+    return [str(one.message) for one in found]
+
+
+@pytest.mark.parametrize("split", [functional, lambda module: functional_with_buffers(module)[:2]])
+@pytest.mark.parametrize("wrap", [nn.Sequential, lambda *parts: parametrizations.weight_norm(nn.Linear(3, 3))])
+def test_a_module_that_goes_over_to_evaluation(shared_mesh, split, wrap):
+    """What was made of it in training stays in training, which is told where it is called to evaluate."""
+    mesh, module = shared_mesh({"data": 2}), wrap(nn.Linear(3, 3), nn.Dropout(0.5))
+    apply, params = split(module)
+    call = (lambda p, x: apply(p, x)) if split is functional else (lambda p, x: apply(p, {}, x)[0])
+    grad(lambda p: call(p, torch.ones(2, 3)).sum())(params)
+    assert evaluated(mesh, call, params) == []
+    module.eval()
+    grad(lambda p: call(p, torch.ones(2, 3)).sum())(params)
+    (text,) = evaluated(mesh, lambda p, x: call(p, x) + 1, params)
+    assert "is in training mode" in text and "predict, _ = functional(model.eval())" in text
+    with pytest.warns(UserWarning, match="is in training mode"):
+        call(params, torch.ones(2, 3))
+    call(params, torch.ones(2, 3))  # says it once
+
+
+def test_functions_of_a_module_in_both_modes(shared_mesh):
+    module = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    apply, params = functional(module)
+    predict, _ = functional(module.eval())
+    for function in (apply, predict):
+        assert evaluated(shared_mesh({"data": 2}), function, params) == []
+    module.train()
+    assert evaluated(shared_mesh({"data": 2}), predict, params) == []
 
 
 def test_args_and_kwargs_reach_forward_even_those_named_like_ours():

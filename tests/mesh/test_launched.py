@@ -60,8 +60,9 @@ def results(mesh):
         pair = spmd(lambda x: Pair(x + 1, [x]), mesh=mesh)(whole)
     found["a class of the script"] = [type(pair).__name__, plain(pair.first.full()), plain(pair.second[0].full())]
 
-    frozen = put(torch.nn.Parameter(torch.ones(2), requires_grad=False), mesh=mesh)
-    for value in (frozen, spmd(lambda x: x, mesh=mesh)(frozen)):
+    same, frozen = spmd(lambda x: x, mesh=mesh), torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    placed = put(frozen, mesh=mesh)
+    for value in (placed, same(placed), same(frozen), same(same(frozen))):
         found.setdefault("frozen", []).append([type(value.full()).__name__, value.full().requires_grad])
 
     weight = put(torch.ones(2), mesh=mesh)

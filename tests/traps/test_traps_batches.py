@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spmd import (
     CollectiveMismatch,
@@ -19,6 +19,7 @@ from spmd import (
     SpecError,
     all_gather,
     data_parallel,
+    functional,
     mean_of,
     pmean,
     put,
@@ -244,5 +245,27 @@ def test_what_cannot_be_split(mesh: Mesh) -> None:
         with pytest.raises(SpecError, match=r"can't be cut.*layout torch.sparse_coo"):
             call(x.to_sparse())
     packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
-    with pytest.raises(SpecError, match=r"differ in dimension 0.*\.data.*pack a PackedSequence in the loss"):
+    with pytest.raises(
+        SpecError,
+        match=r"differ in dimension 0.*\.data.*pack a PackedSequence in the loss.*let the batch be their numbers",
+    ):
         step({"x": packed, "y": x[:2]})
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="notes came with Python 3.11")
+def test_an_argument_besides_the_batch_with_something_for_each_sample(mesh: Mesh) -> None:
+    """A hidden state: torch tells of sizes, and a note of what they are."""
+    apply, params = functional(nn.GRU(3, 4, batch_first=True))
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params: Any, hidden: Tensor, batch: Tensor) -> Any:
+        return value_and_grad(lambda params: apply(params, batch, hidden)[0].square().mean())(params)
+
+    with pytest.raises(RuntimeError, match="Expected hidden size") as found:
+        step(params, torch.zeros(1, 6, 4), torch.ones(6, 2, 3))
+    (note,) = [text for text in found.value.__notes__ if "samples" in text]
+    assert "has 3 of 6 samples" in note and "is whole, of shape [1, 6, 4]" in note and "part of the batch" in note
+    with pytest.raises(RuntimeError) as found:
+        step(params, torch.zeros(1, 2, 4), torch.ones(6, 2, 3))
+    assert not [text for text in found.value.__notes__ if "samples" in text]

@@ -16,6 +16,9 @@ from torch.distributions import Categorical
 
 from spmd import (
     Mesh,
+    P,
+    Sharded,
+    SpecError,
     all_gather,
     axis_index,
     data_parallel,
@@ -306,6 +309,64 @@ def test_aux_and_what_the_step_computed(mesh: Mesh) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         spmd(data_parallel(step), mesh=mesh)(PARAMS, BATCH)
+
+
+def perplexity(p: Any, b: Any) -> Tensor:
+    return losses(p, b).mean().exp()
+
+
+def accuracy_of_tokens(p: Any, b: Any) -> Tensor:
+    return ((token_losses(p, b) > 0.055).float() * b["mask"]).sum() / b["mask"].sum()
+
+
+def largest(p: Any, b: Any) -> Tensor:
+    return net(p, b).abs().amax(0)
+
+
+def unnormalised(p: Any, b: Any) -> float:
+    return net(p, b).square().sum().item()
+
+
+@pytest.mark.parametrize("metric", [perplexity, accuracy_of_tokens, largest, unnormalised])
+def test_aux_that_is_no_mean(mesh: Mesh, metric: Callable) -> None:
+    def loss_fn(p: Any, b: Any) -> Any:
+        return losses(p, b).mean() + 5, {"loss": losses(p, b).mean(), "metric": metric(p, b)}
+
+    (text,) = warned(mesh, loss_fn, has_aux=True)
+    assert "aux['metric'] of loss_fn is not a mean over samples, and comes back as the mean of those of the" in text
+    assert "for 10 samples, and " in text and "return the means that it is computed of" in text
+
+
+def test_aux_that_is_a_mean(mesh: Mesh) -> None:
+    def loss_fn(p: Any, b: Any) -> Any:
+        weights = b["mask"]
+        aux = {
+            "hits": (net(p, b).argmax(1) == b["label"]).float().mean(),
+            "by class": F.one_hot(b["label"], CLASSES).float().mean(0),
+            "noise": (net(p, b) + torch.randn(len(b["x"]), 1)).mean().item(),
+            "rate": 0.1,
+            "each": Sharded(losses(p, b).exp(), P("data")),
+        }
+        return mean_of((token_losses(p, b) * weights).sum(), weights.sum()), aux
+
+    assert warned(mesh, loss_fn, has_aux=True) == []
+
+
+# -- losses that take gradients themselves -----------------------------------------------------------------------------
+
+
+def slope(p: Any, b: Any) -> Tensor:
+    x = b["x"].clone().requires_grad_()
+    (along,) = torch.autograd.grad(NET(p, x).sum(), x, create_graph=True)
+    return along
+
+
+def test_losses_that_take_gradients(mesh: Mesh) -> None:
+    """A penalty on the slope, forces, differential equations: they can't be evaluated without gradients."""
+    assert warned(mesh, lambda p, b: (slope(p, b).norm(dim=1) - 1).square().mean()) == []
+    assert len(warned(mesh, lambda p, b: slope(p, b).square().mean().sqrt())) == 1
+    with pytest.raises(SpecError, match="returns a sum over its samples"):
+        warned(mesh, lambda p, b: (slope(p, b) - 1).square().sum())
 
 
 def test_virtual_shards(mesh: Mesh) -> None:

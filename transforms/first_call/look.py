@@ -22,6 +22,7 @@ from ...mesh.rank.references import content_of
 from .._auxiliary import Auxiliary
 from .._call import Call, Output
 from .._mean_of import warn_of_weights
+from .given import warn_of_single_samples, warn_of_statistics
 from .repeated import holding
 from .samples import look_at_samples, nodes
 
@@ -62,13 +63,17 @@ def look(
     if key in looked_at:
         call.region.looked_at.add(lookup)
         return
-    has_weights = False
+    was_warned = False
     if not call.nested:
-        has_weights = _look_at_tape(call, out, bool(split) or call.plan.virtual is not None)
-        if split and call.plan.samples and out.count is None and call.plan.virtual is None:
-            _check_parts(call, args, kwargs, split)
+        was_warned = _look_at_tape(call, out, bool(split) or call.plan.virtual is not None)
+        if split and call.plan.samples:
+            if out.count is None and call.plan.virtual is None:
+                _check_parts(call, args, kwargs, split)
+            was_warned = warn_of_statistics(call, args, kwargs, out, min(split)) or was_warned
+    elif split and call.plan.samples:
+        warn_of_single_samples(call, args, kwargs)
     if split and batch and batch[0].shape[0] and not communicates:
-        is_judged = not has_weights and _is_judged(call, out)
+        is_judged = not was_warned and _is_judged(call, out)
         look_at_samples(call, args, kwargs, out, aux, batch, split, is_judged=is_judged)
     if len(looked_at) >= _MOST:
         looked_at.clear()

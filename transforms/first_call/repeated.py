@@ -43,15 +43,16 @@ class Repeated:
         split: the axes that the batch is cut over.
 
     Attributes:
+        count: of the samples.
         seen: what the function did with every sample once.
         knows_count: whether it is given the number of samples, as a plain number that stays what it is.
     """
 
     def __init__(self, call: Call, args: Any, kwargs: Any, rows: Sequence[Tensor], split: Set[str]):
         self._call, self._args, self._kwargs, self._rows, self._split = call, tuple(args), kwargs, rows, split
-        self._count = rows[0].shape[0]
+        self.count = rows[0].shape[0]
         self._state = generators(), np.random.get_state(), random.getstate()
-        self.seen, self.knows_count = Seen(), False
+        self.seen, self.knows_count, self._with_grad = Seen(), False, False
 
     def times(self, count: int, more: Sequence[Tensor] = ()) -> Output | None:
         """For every sample so many times, at first once; None if that can't be had.
@@ -59,7 +60,7 @@ class Repeated:
         Args:
             more: leaves to differentiate by that have a row for each, too.
         """
-        return self.of(torch.arange(self._count).repeat(count), more, record=count == 1)
+        return self.of(torch.arange(self.count).repeat(count), more, record=count == 1)
 
     def of(self, samples: Tensor, more: Sequence[Tensor] = (), *, record: bool = False) -> Output | None:
         """For these samples, by number; None if that can't be had.
@@ -74,8 +75,8 @@ class Repeated:
 
         def replace(leaf: Any) -> Any:
             if id(leaf) not in rows:
-                self.knows_count = self.knows_count or (type(leaf) is int and leaf == self._count)
-                has_rows = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == self._count
+                self.knows_count = self.knows_count or (type(leaf) is int and leaf == self.count)
+                has_rows = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == self.count
                 if net is None or not has_rows or not net.of(leaf).axes & self._split:
                     return leaf
             used.add(id(leaf))
@@ -83,7 +84,7 @@ class Repeated:
 
         if record:
             self.seen = Seen()
-        mode: _Draws = _Records(self.seen) if record else _Replays(self.seen, samples, self._count)
+        mode: _Draws = _Records(self.seen) if record else _Replays(self.seen, samples, self.count)
         try:
             with self._unseen(), unfollowed():
                 args, kwargs = trees.map(replace, (self._args, self._kwargs))
@@ -92,11 +93,15 @@ class Repeated:
                     return None
                 with eagerly(), mode:
                     call = dataclasses.replace(self._call, function=function)
-                    return call.evaluate(list(args), kwargs, grad=False)
-        except Exception:  # it may well want so many samples and no others
-            return None
+                    out = call.evaluate(list(args), kwargs, grad=self._with_grad)
+                    return dataclasses.replace(out, value=out.value.detach(), aux=trees.map(_detached, out.aux))
+        except Exception as error:  # it may well want so many samples and no others
+            if not record or self._with_grad or not isinstance(error, RuntimeError):
+                return None
         finally:
             mode.restore_generators()
+        self._with_grad = True  # it may take a gradient itself: a penalty on one, a force, a differential equation
+        return self.of(samples, more, record=True)
 
     @contextlib.contextmanager
     def _unseen(self) -> Iterator[None]:
@@ -116,6 +121,10 @@ class Repeated:
             restore_generators(self._state[0])
             np.random.set_state(self._state[1])
             random.setstate(self._state[2])
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 @dataclasses.dataclass(slots=True)

@@ -18,7 +18,7 @@ from ...kernels.errors import SpecError, message
 from ...kernels.torch_private import Node
 from ...mesh import trees
 from ...mesh.put import as_tensor
-from ...mesh.replication.net import differs_over
+from ...mesh.replication.net import active, differs_over
 from .._arguments import Argument
 from .._auxiliary import Auxiliary
 from .._call import Call, Output
@@ -60,10 +60,12 @@ def look_at_samples(
         _check_sum(call, once, twice, again.times(3), by_samples=bool(own))
     if has_rows and twice is not None:
         _check_rows(call, out, aux, twice, split)
-    if counts and twice is not None:
-        _warn_of_counts(call, out, aux, twice, counts, split)
+    are_counts = bool(counts) and twice is not None and _warn_of_counts(call, out, aux, twice, counts, split)
     if is_judged and once is not None:
-        look_at_parts(call, again, once, rows, min(split))
+        net = active()
+        is_counted = net is not None and out.count is not None and bool(net.of(out.count).statistic)
+        averaged = {} if are_counts else _averaged(out, aux, split)
+        look_at_parts(call, again, once, rows, min(split), averaged, is_counted=is_counted)
 
 
 def _has_rows(argument: Argument, rows: int) -> bool:
@@ -137,6 +139,16 @@ def _may_be_counts(aux: Auxiliary, split: set[str]) -> list[int]:
     ]
 
 
+def _averaged(out: Output, aux: Auxiliary, split: set[str]) -> dict[int, str]:
+    """The leaves of aux that are averaged, by number, with what messages call them."""
+    paths = trees.paths(out.aux)
+    return {
+        index: f"aux{paths[index]}"
+        for index, (leaf, axes) in enumerate(zip(aux.leaves, aux.over, strict=True))
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and split & set(axes or ())
+    }
+
+
 def _moves(once: Output, twice: Output) -> bool:
     """Whether a value is another one for every sample twice, by more than rounding makes it."""
     value = float(once.value)
@@ -189,8 +201,8 @@ def _check_rows(call: Call, out: Output, aux: Auxiliary, twice: Output, split: s
 
 def _warn_of_counts(
     call: Call, out: Output, aux: Auxiliary, twice: Output, counts: Sequence[int], split: set[str]
-) -> None:
-    """Warn of a leaf of aux that is twice as many for every sample twice."""
+) -> bool:
+    """Warn of a leaf of aux that is twice as many for every sample twice; whether it was."""
     again = trees.leaves(twice.aux)
     for index in counts:
         leaf, more = aux.leaves[index], torch.as_tensor(again[index])
@@ -203,4 +215,5 @@ def _warn_of_counts(
                     remedy=f'psum(value, "{min(split)}"), or return its mean, value / len(batch)',
                 )
             )
-            return
+            return True
+    return False

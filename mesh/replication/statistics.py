@@ -1,0 +1,45 @@
+"""Which operations compute something of all samples together: a mean, a deviation, the largest, the sum.
+
+What a step computes so of its rank's samples, and gives to the function that it differentiates, is not that of the
+whole batch. Invariant: what has a row for each sample, each computed of that sample alone, is none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...kernels.torch_private import arguments, operation_name
+
+_REDUCTIONS = {"mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm", "logsumexp"}
+_REDUCTIONS |= {"max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "mode", "topk", "kthvalue", "dot"}
+_REDUCTIONS |= {"bincount", "histc", "nansum", "argmax", "argmin"}
+_ALONG = {"sort", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}  # one dimension, which they keep
+
+
+def joins_samples(
+    func: Any, args: tuple, kwargs: dict, samples: int, index: int, result: Tensor, *, all_differ: bool
+) -> bool:
+    """Whether result `index` of an operation is computed of so many samples, the rows of its input, together.
+
+    Sorted and summed up values are, so that quantiles and returns are; the order in which they come, and where samples
+    begin in a packed tensor, are none.
+
+    Args:
+        all_differ: whether all inputs do between ranks, so that none of them is a weight.
+    """
+    name, _ = operation_name(func)
+    given = args[0] if args else None
+    if not isinstance(given, Tensor) or not given.dim():
+        return False
+    if name == "mm":
+        return all_differ and given.shape[1] == samples and result.shape[0] != samples
+    if given.shape[0] != samples:
+        return False
+    if name in _ALONG:
+        names = [argument.name for argument in arguments(func)]
+        at = names.index("dim")
+        dim = args[at] if at < len(args) else kwargs.get("dim", -1)
+        return index == 0 and dim % given.dim() == 0 and result.is_floating_point()
+    return name in _REDUCTIONS and (not result.dim() or result.shape[0] != samples)

@@ -1,0 +1,178 @@
+"""What a step computes of its rank's samples together, or of one alone, and gives to its loss; and what is neither."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmd import Mesh, all_gather, data_parallel, grad, mean_of, pmean, spmd, value_and_grad
+
+generator = torch.Generator().manual_seed(0)
+PARAMS = {"w": torch.randn(6, 3, generator=generator)}
+BATCH = {
+    "x": torch.randn(20, 6, generator=generator),
+    "y": torch.randint(0, 3, (20,), generator=generator),
+    "gain": torch.randn(20, generator=generator),
+    "mask": (torch.rand(20, generator=generator) < 0.6).float(),
+}
+
+
+@pytest.fixture
+def mesh(shared_mesh: Callable[..., Mesh]) -> Mesh:
+    return shared_mesh({"data": 2})
+
+
+def warned(mesh: Mesh, step: Callable, results: list[Any] | None = None) -> list[str]:
+    """What a step warns of; what it returns is added to `results`."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        result = spmd(data_parallel(step, batch="b"), mesh=mesh)(PARAMS, BATCH)
+    if results is not None:
+        results.append(result)
+    return [str(one.message) for one in found]
+
+
+def losses(p: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(x @ p["w"], y, reduction="none")
+
+
+def weighted(p: Any, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    return (losses(p, x, y) * weight).mean()
+
+
+def advantages(p: Any, b: Any) -> Any:
+    gain = (b["gain"] - b["gain"].mean()) / b["gain"].std()
+    return value_and_grad(weighted)(p, b["x"], b["y"], gain)
+
+
+def features(p: Any, b: Any) -> Any:
+    x = (b["x"] - b["x"].mean(0, keepdim=True)).float()
+    return value_and_grad(lambda p: losses(p, x, b["y"]).mean())(p)
+
+
+def deviation_only(p: Any, b: Any) -> Any:
+    scale = b["x"].std()
+    return value_and_grad(lambda p, b: (losses(p, b["x"], b["y"]) / scale).mean())(p, b)
+
+
+def shares_of_classes(p: Any, b: Any) -> Any:
+    weight = 1 / (1 + b["y"].bincount(minlength=3))
+    return value_and_grad(weighted)(p, b["x"], b["y"], weight[b["y"]])
+
+
+def largest_priority(p: Any, b: Any) -> Any:
+    return value_and_grad(weighted)(p, b["x"], b["y"], b["gain"].abs() / b["gain"].abs().max())
+
+
+def hard_ones(p: Any, b: Any) -> Any:
+    each = losses(p, b["x"], b["y"])
+    return value_and_grad(weighted)(p, b["x"], b["y"], each >= each.quantile(0.5))
+
+
+def returns(p: Any, b: Any) -> Any:
+    return value_and_grad(weighted)(p, b["x"], b["y"], b["gain"].flip(0).cumsum(0).flip(0))
+
+
+def whitened(p: Any, b: Any) -> Any:
+    x = b["x"] @ torch.linalg.inv(torch.linalg.cholesky(b["x"].T @ b["x"])).T
+    return value_and_grad(lambda p: losses(p, x, b["y"]).mean())(p)
+
+
+STATISTICS = {
+    advantages: "mean",
+    features: "mean",
+    deviation_only: "std",
+    shares_of_classes: "bincount",
+    largest_priority: "max",
+    hard_ones: "sort",
+    returns: "cumsum",
+    whitened: "mm",
+}
+
+
+@pytest.mark.parametrize("step", STATISTICS)
+def test_statistics_of_a_ranks_samples(mesh: Mesh, step: Callable) -> None:
+    (text,) = warned(mesh, step)
+    assert " is not a mean over samples of the whole batch: it is given what the step computed" in text
+    assert (
+        f"which comes of {STATISTICS[step]} at test_traps_statistics.py:" in text and "pmean(x.mean(), 'data')" in text
+    )
+
+
+def averaged(p: Any, b: Any) -> Any:
+    away = b["gain"] - pmean(b["gain"].mean(), "data")
+    return value_and_grad(weighted)(p, b["x"], b["y"], away / pmean(away.square().mean(), "data").sqrt())
+
+
+def gathered(p: Any, b: Any) -> Any:
+    gain = all_gather(b["gain"], "data", tiled=True)
+    return value_and_grad(weighted)(p, b["x"], b["y"], (b["gain"] - gain.mean()) / gain.std())
+
+
+def of_each_sample(p: Any, b: Any) -> Any:
+    x = (b["x"] - b["x"].mean(1, keepdim=True)) / b["x"].norm(dim=1, keepdim=True)
+    order = b["gain"].argsort()  # as for sequences that are packed by length
+    x = (x @ torch.eye(6)).cumsum(1)[(b["y"] + 1).cumsum(0) % len(x)]
+    return value_and_grad(weighted)(p, x[order], b["y"][order], b["gain"][order])
+
+
+def of_parameters(p: Any, b: Any) -> Any:
+    scale = p["w"].std() * b["x"].max(dim=1).values
+    return value_and_grad(weighted)(p, b["x"], b["y"], scale)
+
+
+def a_count(p: Any, b: Any) -> Any:
+    count = b["mask"].sum()
+    return value_and_grad(lambda p, b: mean_of((losses(p, b["x"], b["y"]) * b["mask"]).sum(), count))(p, b)
+
+
+def of_gradients(p: Any, b: Any) -> Any:
+    """SAM, and adversarial samples."""
+    f = lambda p, x: losses(p, x, b["y"]).mean()  # noqa: E731
+    up, along = grad(f, argnums=(0, 1))(p, b["x"])
+    return value_and_grad(f)({"w": p["w"] + 0.1 * up["w"] / up["w"].norm()}, b["x"] + along.sign())
+
+
+@pytest.mark.parametrize("step", [averaged, gathered, of_each_sample, of_parameters, a_count, of_gradients])
+def test_what_is_none(mesh: Mesh, step: Callable) -> None:
+    assert warned(mesh, step) == []
+
+
+# -- tasks of MAML, one by one -----------------------------------------------------------------------------------------
+
+
+def inner(p: Any, x: Tensor) -> Tensor:
+    return (x @ p["w"] - 1).square().mean()
+
+
+def adapted(p: Any, b: Any, up: Callable) -> Tensor:
+    found = [inner({"w": p["w"] - 0.1 * up(p, x)["w"]}, x + 1) for x in b["x"]]
+    return torch.stack(found).mean()
+
+
+def test_a_gradient_for_each_sample_within_another(mesh: Mesh) -> None:
+    one = value_and_grad(lambda p, b: adapted(p, b, torch.func.grad(inner)))(PARAMS, BATCH)
+    for up, expected in ((grad(inner), 1), (grad(inner, axes=()), 0), (torch.func.grad(inner), 0)):
+        found: list[Any] = []
+
+        def step(p: Any, b: Any, up: Callable = up) -> Any:
+            return value_and_grad(lambda p, b: adapted(p, b, up))(p, b)
+
+        texts = warned(mesh, step, found)
+        assert len(texts) == expected and torch.allclose(found[0][0].full(), one[0]) == (not expected)
+        for text in texts:
+            assert "for a single sample" in text and "got a row of the batch, of shape [6]" in text
+            assert "grad(f, axes=())" in text
+
+
+def test_a_gradient_for_all_within_another(mesh: Mesh) -> None:
+    def penalty(p: Any, b: Any) -> Tensor:
+        return grad(inner)(p, b["x"])["w"].square().sum()
+
+    assert warned(mesh, lambda p, b: value_and_grad(penalty)(p, b)) == []

@@ -1,0 +1,87 @@
+"""What a function is given that makes another thing of a mean over samples: statistics of a rank's, and single samples.
+
+Advantages that are normalised in the step, or the share of a class: the function may well be a mean over samples, but
+what it is given is not that of the whole batch. A gradient within a gradient, for one sample at a time (a task of
+MAML), is not the mean over ranks of those for different ones. Invariant: what was reduced over the ranks is no
+statistic of one of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels import torch_private
+from ...kernels.callsite import warn
+from ...kernels.errors import message
+from ...mesh import trees
+from ...mesh.replication.net import active
+from .._call import Call, Output
+from .repeated import holding
+
+
+def warn_of_statistics(call: Call, args: Any, kwargs: Any, out: Output, axis: str) -> bool:
+    """Warn of a function that is given, or holds, what was computed of this rank's samples together; whether it was.
+
+    Args:
+        axis: along which the batch is split.
+    """
+    net = active()
+    if net is None or call.region is None or call.region.session.rank != 0:
+        return False
+    found: list[tuple[Tensor, str]] = []
+
+    def look_at(leaf: Any) -> Any:
+        # The count of a mean_of is each rank's own.
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.dtype is torch.bool):
+            statistic = net.of(leaf).statistic
+            if statistic and (leaf.dim() or out.count is None):
+                found.append((leaf, statistic))
+        return leaf
+
+    trees.map(look_at, (tuple(args), kwargs))
+    holding(call.function, look_at)
+    if found:
+        leaf, statistic = found[0]
+        warn(
+            message(
+                f"{call.name} is not a mean over samples of the whole batch: it is given what the step computed of "
+                "this rank's samples together",
+                got=f"a tensor of shape {list(leaf.shape)}, which comes of {statistic}",
+                remedy=f"compute it of the whole batch: pmean(x.mean(), {axis!r}), or x = all_gather(x, {axis!r}, "
+                "tiled=True) before (docs/losses.md); or, if each rank's own is meant, "
+                'warnings.filterwarnings("ignore", ".*is not a mean over samples")',
+            )
+        )
+    return bool(found)
+
+
+def warn_of_single_samples(call: Call, args: Any, kwargs: Any) -> None:
+    """Warn of a gradient within a gradient for a single row of the batch, another one on each rank."""
+    if call.region is None or call.region.session.rank != 0:
+        return
+    rows = {(torch_private.storage(leaf), leaf.shape[1:]) for leaf in call.plan.batch if leaf.shape[0] > 1}
+    found: list[Tensor] = []
+
+    def look_at(leaf: Any) -> Any:
+        if (
+            isinstance(leaf, Tensor)
+            and torch_private.storage(leaf)
+            and (torch_private.storage(leaf), leaf.shape) in rows
+        ):
+            found.append(leaf)
+        return leaf
+
+    trees.map(look_at, (tuple(args), kwargs))
+    holding(call.function, look_at)
+    if found:
+        warn(
+            message(
+                f"{call.name} is differentiated within another gradient for a single sample, and the mean is taken "
+                "over the ranks, which have different ones",
+                got=f"a row of the batch, of shape {list(found[0].shape)}",
+                remedy="torch.func.grad(f), or grad(f, axes=()), is the gradient for this rank's sample alone",
+            )
+        )
