@@ -124,8 +124,8 @@ class Buckets:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one bucket, so that nothing can be reduced before all leaves are there."""
-        return len(self._left) == 1
+        """Whether there is one bucket of leaves, so that nothing can be reduced before all of them are there."""
+        return len(self._left) == 1 and not self._plan.matrices
 
     def fill_all(self, indexes: Sequence[int], values: Sequence[torch.Tensor]) -> None:
         """`fill` for some leaves of a single bucket, which `finish` reduces: nothing else can be done meanwhile."""

@@ -20,6 +20,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES
 from torch.utils.hooks import RemovableHandle
@@ -70,10 +71,7 @@ def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def keep_storage_apart(tensor: Tensor) -> Any:
-    """While the result lives, no other storage gets the number of this one; its memory is freed all the same.
-
-    Public way: none; `weakref` of a storage doesn't keep its address.
-    """
+    """Keeps a storage's number from others, not its memory. Public way: none; `weakref` doesn't keep the address."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
@@ -229,6 +227,11 @@ def hooks_made() -> int:
     return RemovableHandle.next_id
 
 
+def has_step_hooks() -> bool:
+    """Whether there are hooks of every optimizer's step. Public way: none; what registers them doesn't tell of them."""
+    return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
 # -- transforms of torch.func ------------------------------------------------------------------------------------------
 
 
@@ -309,10 +312,7 @@ def dynamic_of(context: Any) -> bool | None:
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """What `module.compile()` has made of the module's call, which copies of it forget; None if it was not called.
-
-    Public way: none.
-    """
+    """What `module.compile()` has made of its call, which copies forget; None if there is none. Public way: none."""
     return module._compiled_call_impl
 
 

@@ -106,7 +106,7 @@ def linear_weights(
 
 def is_large(leaf: Tensor) -> bool:
     """Whether it is worth it; few are."""
-    return leaf.nbytes >= weight_gradients.LARGE
+    return leaf.numel() * leaf.element_size() >= weight_gradients.LARGE  # a sparse one has no `nbytes`
 
 
 def _eligible(leaf: Tensor) -> bool:

@@ -148,7 +148,7 @@ class ReplicatedInputs:
         self._treedef, self._name, self._keys = treedef, name, trees.keys_text(treedef)
         self._tensors = [index for index, leaf in enumerate(plan.leaves) if leaf.kind == "tensor"]
         self._values = [index for index, leaf in enumerate(plan.leaves) if leaf.kind == "value"]
-        self._before: tuple[list[Any], Given] = [], ()  # the last values, if there is nothing else
+        self._before: tuple[list[Any], Given] = [], ()  # the last values, if they are plain and there is nothing else
 
     def prints(self, values: list[Any], check: Check) -> Given:
         """What is to be compared of the leaves of a call."""
@@ -166,7 +166,7 @@ class ReplicatedInputs:
         for value in given:
             plain = type(value) in _PLAIN
             found.append((type(value).__name__, pickle.dumps(value) if plain else None))
-        if not self._tensors:
+        if not self._tensors and all(type(value) in _PLAIN for value in given):  # others may hold much memory
             self._before = given, tuple(found)
         return tuple(found)
 
@@ -187,6 +187,6 @@ def number_of(given: Given, prints: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(prints + _bytes_of(given), digest_size=8).digest(), "little") >> 2
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=4)  # few, since strings may be large
 def _bytes_of(given: Given) -> bytes:
     return b"".join(repr(kind).encode() + (printed or b"") for kind, printed in given)

@@ -82,7 +82,7 @@ class RankSession(Owned):
         self.apart = threading.local()  # set on threads of remote objects, which run beside regions
         self._alone = False
         self._comms: dict[tuple[tuple[int, ...], str], Communicator] = {}
-        self._groups: dict[Any, tuple[int, ...]] = {}  # by axes
+        self._groups: dict[Any, tuple[int, ...]] = {}  # by axes, as `comm` was given them
 
     @property
     def arena(self) -> Arena | None:
@@ -117,11 +117,12 @@ class RankSession(Owned):
 
     def comm(self, axis: str | tuple[str, ...] | None = None, channel: str = "main") -> Communicator:
         """The communicator of the ranks that differ from this one in `axis` only."""
-        try:
-            ranks = self._groups[axis]
-        except (KeyError, TypeError):  # a list of names can't be looked up
-            axes = self.axes(axis)
-            ranks = self._groups[axes] = self.layout.group(self.rank, axes)
+        is_key = axis is None or isinstance(axis, str | tuple)  # a list of names can't be looked up
+        ranks = self._groups.get(axis) if is_key else None
+        if ranks is None:
+            ranks = self.layout.group(self.rank, self.axes(axis))
+            if is_key:
+                self._groups[axis] = ranks
         return self.comm_of(ranks, channel)
 
     def comm_among(self, ranks: Sequence[int] | None, axis: Any = None) -> Communicator:

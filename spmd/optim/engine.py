@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import numbers
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import transforms
+from ..kernels import torch_private
 from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh import trees
 from .blocks import BLOCK, Block, FlatJob, Job, Piece, WholeJob, allocate_like, batches, shared_memory
@@ -34,9 +34,8 @@ class Engine:
         self.cls = cls
         self.options = options
         self._light = _light(cls)
-        # Of torch's own the bare method: `_patch_step_function` wraps it anew for hooks, of which there are none here.
-        is_torchs = cls.__module__.startswith("torch.optim")
-        self._step_with = inspect.unwrap(cls.step) if is_torchs else operator.methodcaller("step")
+        # Of torch's own the bare method: each instance's class is wrapped anew, for hooks and the profiler.
+        self._bare_step = inspect.unwrap(cls.step) if cls.__module__.startswith("torch.optim") else None
         # Whether any part of a parameter can be stepped alone.
         self._elementwise = cls.__module__.startswith("torch.optim") and cls.__name__ not in REFUSED
         self._idle: dict[bool, list[tuple[torch.optim.Optimizer, dict[str, Any]]]] = {True: [], False: []}
@@ -148,7 +147,10 @@ class Engine:
             if one.state:
                 instance.state[one.param] = one.state
         instance.param_groups[0]["params"] = [one.param for one in together]
-        self._step_with(instance)
+        if self._bare_step is None or torch_private.has_step_hooks():
+            instance.step()
+        else:
+            self._bare_step(instance)
         for one in together:
             one.param.grad = None
         for (job, start, stop), some in zip(batch, lent, strict=True):

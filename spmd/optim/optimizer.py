@@ -192,12 +192,14 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     now = hypers if count is None or recipe.schedule is None else recipe.schedule.at(int(count), hypers)
     scale = None if recipe.clip is None else clipping.scale_of(recipe.clip, step.params, step.grads)
     keys = trees.keys_text(treedef)  # which ranks compare that update a slice each
-    with torch.set_grad_enabled(False), labelled(f"of {keys}"):
-        new_params, new_state, new_hypers = update(step.parts, recipe.engines, step.params, step.grads, now, scale)
+    try:
+        with torch.set_grad_enabled(False), labelled(f"of {keys}"):
+            new_params, new_state, new_hypers = update(step.parts, recipe.engines, step.params, step.grads, now, scale)
+    finally:
+        donation.close()
     step.mark(new_params)
     for index, new in zip(step.known.indexes, new_params, strict=True):
         leaves[index] = new
-    donation.close()
     # What was scheduled for this step is no change of what the next one starts from.
     kept_hypers = [
         {name: hyper[name] if new[name] is scheduled[name] else new[name] for name in hyper}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import spmd
@@ -260,6 +261,14 @@ def tree_node_of() -> None:
     assert torch_private.tree_node_of(Followed) is None
 
 
+def has_step_hooks() -> None:
+    assert not torch_private.has_step_hooks()
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        handle = register(lambda *_: None)
+        assert torch_private.has_step_hooks()
+        handle.remove()
+
+
 def gloo_options() -> None:
     options = torch_private.gloo_options(7.0, "127.0.0.1")
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
@@ -292,6 +301,7 @@ PARTS: dict[Callable[[], None], str] = {
     order: "gradients of linear layers computed in their buckets",
     in_backward: "refusing gradients of the batch under shards=, and backward passes within another",
     hooks_made: "leaving a backward pass to torch where the function has hooks",
+    has_step_hooks: "calling hooks that a program has given every optimizer's step",
     in_torch_func: "collectives and grad within transforms of torch.func",
     tables: "functional, and looking for changes of captured modules",
     inject_parametrizations: "shipping modules with parametrizations",

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import HANGS
 from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import spmd.optim.optimizer
 from spmd import MeshError, P, Sharded, SpecError, SpmdError, optimizer
@@ -430,6 +431,23 @@ def test_an_optimizer_from_elsewhere():
     assert grads["w"] == 9
     with pytest.raises(SpecError, match="Clipped needs a value for 'lr'"):
         optimizer(Clipped)
+
+
+@pytest.mark.parametrize("cls", [optim.SGD, Clipped])
+def test_hooks_of_every_optimizer_are_called(cls):
+    def halve(stepped, args, kwargs):
+        for param in stepped.param_groups[0]["params"]:
+            param.grad = param.grad / 2
+
+    params = {"w": torch.tensor(3.0)}
+    opt = optimizer(cls, lr=1.0)
+    opt_state = opt.init(params)
+    handle = register_optimizer_step_pre_hook(halve)
+    try:
+        assert opt.step(params, {"w": torch.tensor(1.0)}, opt_state)[0]["w"] == 2.5
+    finally:
+        handle.remove()
+    assert opt.step(params, {"w": torch.tensor(1.0)}, opt_state)[0]["w"] == 2
 
 
 def test_what_is_no_optimizer_is_refused():

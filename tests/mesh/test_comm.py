@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,6 +68,13 @@ def test_groups_of_one_call_do_not_disturb_each_other(mesh: Mesh) -> None:
 def test_bad_ranks(mesh: Mesh, arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(MeshError, match=text):
         mesh.run(lambda: mesh.comm(**arguments), ranks=[0])
+
+
+@pytest.mark.parametrize("axis", ["c", ("a", "c"), ["c"]])
+def test_an_unknown_axis(mesh: Mesh, axis: Any) -> None:
+    with pytest.raises(SpecError, match=r'comm got an unknown "axis" \(.*got \'c\'\)') as caught:
+        mesh.run(lambda: mesh.comm(axis))
+    assert "KeyError" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_the_driver_is_no_rank(mesh: Mesh) -> None:

@@ -1,5 +1,6 @@
 """Donated memory: taken over where nothing else shows it, and never read again."""
 
+import contextlib
 import sys
 
 import cloudpickle
@@ -77,6 +78,28 @@ def test_a_tensor_is_refused_after_its_memory_was_taken(shared_mesh):
         step(params, True)
     with pytest.raises(SpecError, match="this Array was donated to step"):  # the call had begun to overwrite it
         params["w"].full()
+
+
+class Breaking(optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        raise ValueError("on purpose")
+
+
+def test_a_step_that_fails_has_taken_what_it_had_begun_to_overwrite(shared_mesh):
+    broken, opt = optimizer(Breaking, lr=1.0), optimizer(optim.SGD, lr=1.0)
+    ones = {"w": torch.ones(3)}
+
+    @spmd(mesh=shared_mesh({"data": 2}), donate="params")
+    def step(params, fails):
+        if fails:
+            with contextlib.suppress(ValueError):
+                broken.step(params, ones, broken.init(params))
+        return opt.step(params, ones, opt.init(params))[0]
+
+    params = step(step(put({"w": torch.zeros(3)}, mesh=shared_mesh({"data": 2})), False), False)
+    with pytest.raises(SpecError, match=r"a donated tensor was used after opt\.step had taken over its memory"):
+        step(params, True)
 
 
 def test_what_something_else_shows_is_left_alone(shared_mesh):

@@ -11,9 +11,11 @@ import pytest
 from scripts import HANGS, run, script
 
 COMMON = """
+import gc
 import threading
 import time
 import typing
+import weakref
 import numpy as np
 import torch
 from patience import soon
@@ -28,6 +30,12 @@ def plain(x):
 class Pair(typing.NamedTuple):
     first: object
     second: object
+
+class Large:
+    pass
+
+def with_a_large_one(x, large):
+    return x
 
 def results(mesh):
     found = {}
@@ -104,6 +112,16 @@ def results(mesh):
         return [x, x[:1], x.double()][int(how)]
     changing = spmd(later, mesh=mesh)
     found["changing"] = [plain([changing(torch.ones(2), torch.tensor(how)).shape for how in (0, 1, 2, 0)])]
+
+    unchanged, take = put(torch.ones(2), mesh=mesh), spmd(with_a_large_one, mesh=mesh)
+    for _ in range(3):
+        large = Large()
+        unchanged = take(unchanged, large)
+        unchanged.full()  # a driver has it until then, to run the call again
+    held = weakref.ref(large)
+    del large
+    gc.collect()
+    found["not held"] = held() is None
     return found
 
 def failures(mesh):

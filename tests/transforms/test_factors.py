@@ -113,3 +113,19 @@ def test_a_rank_that_leaves_a_layer_out_or_has_more_rows(shared_mesh: Callable[.
         found = full(step(leaves(), rows(4), torch.tensor([one, other])))
         wanted = {name: (leaf + alone[other][name]) / 2 for name, leaf in alone[one].items()}
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_the_only_leaf_that_is_summed_over_an_axis(shared_mesh: Callable[..., Mesh], samples: int) -> None:
+    """Of one sample a rank has none, and gives zeros where the others give factors."""
+
+    def loss(p: dict[str, Tensor], batch: Tensor) -> Tensor:
+        return F.linear(batch * p["a"], p["w"]).square().mean()
+
+    specs = {"w": P("model"), "a": P()}
+    given = {"w": torch.cat([leaves()["first"], leaves()["second"]]), "a": torch.ones(WIDTH)}
+    step = data_parallel(lambda p, batch: value_and_grad(loss)(p, batch))
+    cut = spmd(step, mesh=shared_mesh({"data": 2, "model": 2}), in_specs=(specs, P()), out_specs=(P(), specs))
+    wanted = value_and_grad(loss)(given, rows(samples))
+    value, found = cut(given, rows(samples))
+    torch.testing.assert_close((value.full(), full(found)), wanted)

@@ -454,6 +454,10 @@ def test_sparse_gradients_come_back_dense(shared_mesh):
     assert shared_mesh({"data": 2}).run(body)[1].tolist() == [[0.5, 0.5], [1.5, 1.5], [0.0, 0.0]]
 
 
+def test_a_sparse_argument():
+    assert grad(lambda w: (w.to_dense() ** 2).sum())(torch.eye(2).to_sparse()).to_dense().tolist() == [[2, 0], [0, 2]]
+
+
 def test_what_can_be_called_can_be_differentiated(shared_mesh):
     class Loss:
         def __call__(self, w, scale):
