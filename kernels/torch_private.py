@@ -68,6 +68,11 @@ def storage(tensor: Tensor) -> int:
         return 0
 
 
+def coo_parts(tensor: Tensor) -> list[Tensor]:
+    """Indices and values of a sparse tensor as they lie there: the public methods refuse one that is not coalesced."""
+    return [tensor._indices(), tensor._values()]
+
+
 def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors to others of the same shapes. Public way: a copy of each, one call of torch for every leaf."""
     torch._foreach_copy_(targets, sources)

@@ -211,3 +211,23 @@ def test_results_that_overlap_are_not_taken(shared_mesh):
     for _ in range(2):
         params = step(step(cut(torch.zeros(100))))
         assert all(value.full().unique().tolist() == [-2.0] for value in params.values())
+
+
+def test_sparse_values_beside_donated_ones(shared_mesh):
+    """Memory that a sparse result shows is not taken, though its indices and values are not in order."""
+    mesh = shared_mesh({"data": 2})
+    opt = optimizer(optim.SGD, lr=1.0, shard=None)
+
+    @spmd(mesh=mesh, donate="params")
+    def step(params, table):
+        new, _ = opt.step(params, {"w": torch.ones(4)}, opt.init(params))
+        indices = torch.tensor([[3, 1, 1, 0]])
+        return new, torch.sparse_coo_tensor(indices, new["w"], (5,), check_invariants=False), table
+
+    params, table = put({"w": torch.zeros(4)}, mesh=mesh), put(torch.eye(2).to_sparse(), mesh=mesh)
+    found = []
+    for _ in range(3):
+        params, sparse, table = step(params, table)
+        found.append(sparse)
+    assert [one.full().to_dense().tolist() for one in found] == [[-n, -2 * n, 0, -n, 0] for n in (1.0, 2.0, 3.0)]
+    assert torch.equal(table.full().to_dense(), torch.eye(2))
