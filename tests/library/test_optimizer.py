@@ -728,6 +728,27 @@ def test_leaves_that_are_cut_already_are_stepped_where_they_are(monkeypatch):
     assert again[1][1]["state"][key]["step"] == 2
 
 
+@pytest.mark.parametrize(("cls", "hyper"), [(optim.AdamW, {}), (optim.SGD, {"momentum": 0.9}), (optim.Adagrad, {})])
+@pytest.mark.parametrize("fused", [{}, {"fused": True}])
+def test_gradients_and_state_lie_in_another_order_than_their_parameter(cls, hyper, fused):
+    """Torch's fused kernels go over memory, whatever the strides."""
+    opt, transposed = optimizer(cls, **hyper, **fused), torch.randn(4, 3).t()
+    params, grads = {"w": transposed, "x": torch.randn(3, 4)}, {"w": transposed * 2, "x": torch.randn(3, 4)}
+    params, opt_state = opt.step(params, grads, opt.init(params))
+    expected, _ = opt.step(params, grads, opt_state)
+
+    def moved(tree):
+        order = torch.contiguous_format
+        return {name: value.clone(memory_format=order) if value.ndim else value for name, value in tree.items()}
+
+    state = {path: moved(own) for path, own in opt_state["state"].items()}
+    for its_grads in (grads, moved(grads), {**grads, "x": grads["x"].t().contiguous().t()}):
+        for its_state in (opt_state, {**opt_state, "state": state}):
+            found, after = opt.step(params, its_grads, its_state)
+            assert same(found, expected) and found["w"].stride() == params["w"].stride()
+            assert same(opt.step(found, its_grads, after)[0], opt.step(found, grads, after)[0])
+
+
 def test_a_missing_gradient_keeps_its_parameter_in_a_sharded_step(monkeypatch):
     opt = optimizer(optim.AdamW, shard="data")
     params = {"a": torch.ones(100), "b": torch.ones(100), "c": torch.ones(3, dtype=torch.float64)}
