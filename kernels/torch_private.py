@@ -79,9 +79,8 @@ def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def keep_storage_apart(tensor: Tensor) -> Any:
-    """While the result lives, no other storage gets the number of this one; its memory is freed all the same.
-
-    Public way: none; `weakref` of a storage doesn't keep its address.
+    """While the result lives, no other storage gets the number of this one; its memory is freed all the same. Public
+    way: none; `weakref` of a storage doesn't keep its address.
     """
     return StorageWeakRef(tensor.untyped_storage())
 
@@ -90,9 +89,8 @@ def keep_storage_apart(tensor: Tensor) -> Any:
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[None]:
-    """Torch functions called within do not come to `__torch_function__` of a subclass again.
-
-    Public way: `super().__torch_function__`, which makes all results instances of the subclass.
+    """Torch functions called within do not come to `__torch_function__` of a subclass again. Public way:
+    `super().__torch_function__`, which makes all results instances of the subclass.
     """
     return torch._C.DisableTorchFunctionSubclass()
 
@@ -153,9 +151,8 @@ ITEM = torch.ops.aten._local_scalar_dense
 
 
 class FakeTensors(FakeTensorMode):
-    """Within, torch makes tensors that have shapes and devices and no values, and computes with them.
-
-    Public way: the meta device, on which tensors that a function makes for itself are not.
+    """Within, torch makes tensors that have shapes and devices and no values, and computes with them. Public way: the
+    meta device, on which tensors that a function makes for itself are not.
     """
 
     def __init__(self) -> None:
@@ -283,9 +280,8 @@ def children(module: nn.Module) -> Iterable[nn.Module | None]:
 
 
 def inject_parametrizations(module: nn.Module, names: Iterable[str]) -> None:
-    """Give a module its made-up class again, whose properties compute the parametrized tensors.
-
-    Public way: `register_parametrization`, which computes the original tensors anew, under other names.
+    """Give a module its made-up class again, whose properties compute the parametrized tensors. Public way:
+    `register_parametrization`, which computes the original tensors anew, under other names.
     """
     parametrize._inject_new_class(module)
     for name in names:
@@ -293,9 +289,8 @@ def inject_parametrizations(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def clipping_functions() -> list[Any]:
-    """The cells that hold what torch's functions that clip gradients call, to put something else in.
-
-    Public way: none. There are hooks for optimizers' steps alone, and a program has imported these functions by name.
+    """The cells that hold what torch's functions that clip gradients call, to put something else in. Public way: none.
+    There are hooks for optimizers' steps alone, and a program has imported these functions by name.
     """
     functions: list[Any] = [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, nn.utils.clip_grads_with_norm_]
     return [one.__closure__[one.__code__.co_freevars.index("func")] for one in functions]
@@ -319,16 +314,14 @@ def dynamic_of(context: Any) -> bool | None:
 
 def compiled_call(module: nn.Module) -> Any:
     """What `module.compile()` has made of the module's call, which copies of it forget; None if it was not called.
-
     Public way: none.
     """
     return module._compiled_call_impl
 
 
 def compiler_listens() -> bool:
-    """Whether a compiled function is under way, which has come to what it runs as plain Python.
-
-    Public way: `torch.compiler.is_compiling`, which is true only while it traces.
+    """Whether a compiled function is under way, which has come to what it runs as plain Python. Public way:
+    `torch.compiler.is_compiling`, which is true only while it traces.
     """
     return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
@@ -343,9 +336,8 @@ def tree_node_of(cls: type) -> tuple[Any, Any] | None:
 
 
 def gloo_options(timeout: float, hostname: str) -> Any:
-    """Options of a Gloo group that listens at an address of our choice.
-
-    Public way: `init_process_group`, which makes the user's default group and takes the address from the environment.
+    """Options of a Gloo group that listens at an address of our choice. Public way: `init_process_group`, which makes
+    the user's default group and takes the address from the environment.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = datetime.timedelta(seconds=timeout)
