@@ -8,6 +8,7 @@ storage.
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -45,6 +46,15 @@ def is_donated(tensor: Any) -> bool:
 def may_take(tensor: Any) -> bool:
     """Whether it is donated, and owns its memory on this rank."""
     return getattr(tensor, "_spmd_donated", False)
+
+
+def spare_repeated(tensors: Sequence[torch.Tensor]) -> None:
+    """Have what comes more than once, as tied parameters do, not be taken: it would be stepped in place each time."""
+    if len(set(map(id, tensors))) == len(tensors):
+        return
+    for tensor, times in collections.Counter(tensors).items():
+        if times > 1 and is_donated(tensor):
+            mark_donated(tensor, owned=False)
 
 
 _taken = threading.local()  # what was taken on this thread, until it is closed
