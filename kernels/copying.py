@@ -24,7 +24,7 @@ def copy(out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     >>> copy(torch.empty(3), torch.ones(3))
     tensor([1., 1., 1.])
     """
-    if out.nbytes < LARGE_BYTES or not (out.is_cpu and source.is_cpu):
+    if out.nbytes < LARGE_BYTES or not (out.is_cpu and source.is_cpu) or source.is_conj() or source.is_neg():
         return out.copy_(source)
     copy_bytes(out, source)
     return out

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from . import torch_private
+
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor as a flat uint8 view of it (of a copy, if it is not contiguous)."""
@@ -28,6 +30,13 @@ def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+
+
+def storages(tensor: torch.Tensor) -> set[int]:
+    """Where the memory that a tensor shows begins, or that of the parts of a sparse one."""
+    uncoalesced = tensor.layout is torch.sparse_coo and not tensor.is_coalesced()
+    parts = torch_private.coo_parts(tensor) if uncoalesced else strided_parts(tensor)
+    return {part.untyped_storage().data_ptr() for part in parts}
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,11 @@ def storage(tensor: Tensor) -> int:
         return 0
 
 
+def coo_parts(tensor: Tensor) -> list[Tensor]:
+    """Indices and values of a sparse tensor as they lie there: the public methods refuse one that is not coalesced."""
+    return [tensor._indices(), tensor._values()]
+
+
 def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors to others of the same shapes. Public way: a copy of each, one call of torch for every leaf."""
     torch._foreach_copy_(targets, sources)
@@ -79,9 +84,8 @@ def keep_storage_apart(tensor: Tensor) -> Any:
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[None]:
-    """Torch functions called within do not come to `__torch_function__` of a subclass again.
-
-    Public way: `super().__torch_function__`, which makes all results instances of the subclass.
+    """Torch functions called within do not come to `__torch_function__` of a subclass again. Public way:
+    `super().__torch_function__`, which makes all results instances of the subclass.
     """
     return torch._C.DisableTorchFunctionSubclass()
 
@@ -142,9 +146,8 @@ ITEM = torch.ops.aten._local_scalar_dense
 
 
 class FakeTensors(FakeTensorMode):
-    """Within, torch makes tensors that have shapes and devices and no values, and computes with them.
-
-    Public way: the meta device, on which tensors that a function makes for itself are not.
+    """Within, torch makes tensors that have shapes and devices and no values, and computes with them. Public way: the
+    meta device, on which tensors that a function makes for itself are not.
     """
 
     def __init__(self) -> None:
@@ -277,9 +280,8 @@ def children(module: nn.Module) -> Iterable[nn.Module | None]:
 
 
 def inject_parametrizations(module: nn.Module, names: Iterable[str]) -> None:
-    """Give a module its made-up class again, whose properties compute the parametrized tensors.
-
-    Public way: `register_parametrization`, which computes the original tensors anew, under other names.
+    """Give a module its made-up class again, whose properties compute the parametrized tensors. Public way:
+    `register_parametrization`, which computes the original tensors anew, under other names.
     """
     parametrize._inject_new_class(module)
     for name in names:
@@ -287,9 +289,8 @@ def inject_parametrizations(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def clipping_functions() -> list[Any]:
-    """The cells that hold what torch's functions that clip gradients call, to put something else in.
-
-    Public way: none. There are hooks for optimizers' steps alone, and a program has imported these functions by name.
+    """The cells that hold what torch's functions that clip gradients call, to put something else in. Public way: none.
+    There are hooks for optimizers' steps alone, and a program has imported these functions by name.
     """
     functions: list[Any] = [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, nn.utils.clip_grads_with_norm_]
     return [one.__closure__[one.__code__.co_freevars.index("func")] for one in functions]
@@ -317,9 +318,8 @@ def compiled_call(module: nn.Module) -> Any:
 
 
 def compiler_listens() -> bool:
-    """Whether a compiled function is under way, which has come to what it runs as plain Python.
-
-    Public way: `torch.compiler.is_compiling`, which is true only while it traces.
+    """Whether a compiled function is under way, which has come to what it runs as plain Python. Public way:
+    `torch.compiler.is_compiling`, which is true only while it traces.
     """
     return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
@@ -334,9 +334,8 @@ def tree_node_of(cls: type) -> tuple[Any, Any] | None:
 
 
 def gloo_options(timeout: float, hostname: str) -> Any:
-    """Options of a Gloo group that listens at an address of our choice.
-
-    Public way: `init_process_group`, which makes the user's default group and takes the address from the environment.
+    """Options of a Gloo group that listens at an address of our choice. Public way: `init_process_group`, which makes
+    the user's default group and takes the address from the environment.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = datetime.timedelta(seconds=timeout)

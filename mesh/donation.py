@@ -8,6 +8,7 @@ storage.
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..kernels.errors import SpecError, message
+from ..kernels.flat import storages
 
 
 class DonatedTensor(torch.Tensor):
@@ -44,6 +46,15 @@ def is_donated(tensor: Any) -> bool:
 def may_take(tensor: Any) -> bool:
     """Whether it is donated, and owns its memory on this rank."""
     return getattr(tensor, "_spmd_donated", False)
+
+
+def spare_repeated(tensors: Sequence[torch.Tensor]) -> None:
+    """Have what comes more than once, as tied parameters do, not be taken: it would be stepped in place each time."""
+    if len(set(map(id, tensors))) == len(tensors):
+        return
+    for tensor, times in collections.Counter(tensors).items():
+        if times > 1 and is_donated(tensor):
+            mark_donated(tensor, owned=False)
 
 
 _taken = threading.local()  # what was taken on this thread, until it is closed
@@ -104,15 +115,16 @@ def settle(values: Sequence[Any], local: Sequence[Any], results: Sequence[Any], 
     alive = set(map(id, kept))
     owners = [value for value in owners if id(value) in alive]
     tensors = [result for result in results if isinstance(result, torch.Tensor)]
-    storages = [_storage(result) for result in tensors]
-    shared = set(storages)
+    beside = set().union(*(storages(result) for result in tensors if result.layout is not torch.strided))
+    strided = [(result, _storage(result)) for result in tensors if result.layout is torch.strided]
+    shown = {*beside, *(where for _, where in strided)}
     for value in owners:
-        if _storage(value) in shared:
+        if _storage(value) in shown:
             disown(value)
     if donating:
-        elsewhere = {_storage(value) for value in kept}
-        alone = [(result, where) for result, where in zip(tensors, storages, strict=True) if where not in elsewhere]
-        for result in _apart(alone):
+        for value in kept:
+            beside |= {_storage(value)} if value.layout is torch.strided else storages(value)
+        for result in _apart([(result, where) for result, where in strided if where not in beside]):
             result._spmd_owner = True
 
 

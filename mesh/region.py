@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ..kernels.errors import MeshError, message
+from ..kernels.flat import storages
 from ..kernels.word_key import word_key
 from . import trees
 from .batch import BatchSplit
@@ -187,8 +188,7 @@ def state_is_dropped(update: Update, results: Any) -> bool:
     """Whether a step returns an optimizer's new parameters, and its state as it was before them."""
     leaves = trees.leaves(results, is_leaf=lambda node: node is update.given_state)
     returned = {id(leaf) for leaf in leaves}
-    at = {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    trains = any(made.untyped_storage().data_ptr() in at for made in update.made)
+    trains = not _memory(leaves).isdisjoint(_memory(update.made))
     drops = bool(update.state) and not any(id(one) in returned for one in update.state)
     return trains and drops and id(update.given_state) in returned
 
@@ -199,10 +199,14 @@ def is_dropped(update: Update, arguments: Sequence[Any], results: Sequence[Any])
     A step that skips an update returns the old state as well.
     """
     returned = {id(leaf) for leaf in results}
-    at = {leaf.untyped_storage().data_ptr() for leaf in results if isinstance(leaf, torch.Tensor)}
     unchanged = returned & {id(leaf) for leaf in update.given} & {id(leaf) for leaf in arguments}
-    kept = any(made.untyped_storage().data_ptr() in at for made in update.made)
+    kept = not _memory(results).isdisjoint(_memory(update.made))
     return bool(unchanged) and not kept and (not update.state or any(id(one) in returned for one in update.state))
+
+
+def _memory(leaves: Iterable[Any]) -> set[int]:
+    """Where the memory of all tensors begins."""
+    return set().union(*(storages(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
 
 # -- values that are carried from one virtual shard to the next -----------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.flat import strided_parts
+from ...kernels.flat import storages
 from .. import agreement, trees
 from ..agreement import path_in
 from ..array import Array, Meta
@@ -77,7 +77,7 @@ class LaunchedCall:
                 specs.append(source.hints[leaf._index].spec)
                 continue
             if isinstance(leaf, torch.Tensor):
-                theirs |= _memory(leaf)
+                theirs |= storages(leaf)
             values.append(leaf)
         try:
             outcome = launched.call(self._session, lambda: self._run(values, specs, key, check))
@@ -90,7 +90,7 @@ class LaunchedCall:
         for value, result in zip(outcome.leaves, results, strict=True):
             if result.meta is not None:
                 # The tensor passed is the caller's, who may change it.
-                tensors.append(frozen_as(value, value.clone()) if theirs and theirs & _memory(value) else value)
+                tensors.append(frozen_as(value, value.clone()) if theirs and theirs & storages(value) else value)
                 shapes.append(result.shapes)
         arrays = iter(
             LocalValues(self._session, tensors, self._metas, shapes, region=self._session.regions).arrays(self._mesh)
@@ -129,11 +129,6 @@ class LaunchedCall:
             )
             self._metas = [result.meta for result in self._found[1] if result.meta is not None]
         return outcome
-
-
-def _memory(tensor: torch.Tensor) -> set[int]:
-    """Where the memory of a tensor begins, or that of the parts of a sparse one."""
-    return {part.untyped_storage().data_ptr() for part in strided_parts(tensor)}
 
 
 def _as_here(theirs: Any, mine: Any) -> Any:

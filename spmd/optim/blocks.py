@@ -19,6 +19,7 @@ from ..kernels.copying import copy
 from ..kernels.shm.arena import Arena
 from ..mesh import donation, trees
 from ..mesh.region import current
+from ..mesh.strides import copied
 from .flat import Spans, parts
 from .leaves import State
 
@@ -35,10 +36,14 @@ class Lent(NamedTuple):
 
 
 class WholeJob:
-    """A parameter of any layout, with state of any kind, stepped in one block."""
+    """A parameter of any layout, with state of any kind, stepped in one block.
 
-    def __init__(self, param: Tensor, grad: Tensor, state: State):
-        self.param, self._grad, self.state = param, grad, state
+    Args:
+        fused: by a kernel that takes all to lie in memory as the parameter does, and does not look.
+    """
+
+    def __init__(self, param: Tensor, grad: Tensor, state: State, *, fused: bool):
+        self.param, self._grad, self.state, self._fused = param, grad, state, fused
         self.copies, self.is_cpu = not donation.may_take(param), param.is_cpu
 
     def blocks(self, length: int | None) -> Iterator[tuple[int, int]]:
@@ -46,7 +51,10 @@ class WholeJob:
 
     def lend(self, start: int, stop: int) -> list[Lent]:
         shared = shared_memory()
-        return [Lent(_own(self.param, shared), self._grad, _own_all(self.state, shared))]
+        param, grad, state = _own(self.param, shared), self._grad, _own_all(self.state, shared)
+        if self._fused:
+            grad, state = _laid_as(param, grad), {name: _laid_as(param, value) for name, value in state.items()}
+        return [Lent(param, grad, state)]
 
     def take_back(self, start: int, stop: int, lent: Sequence[Lent], after: Sequence[State]) -> None:
         self.param, self.state = lent[0].param, after[0]
@@ -194,6 +202,13 @@ def allocate(numel: int, like: Tensor) -> Tensor:
 
 def is_laid_out_as(value: Any, shape: torch.Size) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0 and value.shape == shape
+
+
+def _laid_as(param: Tensor, value: Any) -> Any:
+    """A gradient or a part of the state, with the strides of its parameter."""
+    if not is_laid_out_as(value, param.shape) or value.stride() == param.stride():
+        return value
+    return copied(value, param.stride())
 
 
 def _own_all(state: State, shared: Arena | None) -> State:

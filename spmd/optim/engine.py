@@ -76,7 +76,7 @@ class Engine:
         for index, leaf in enumerate(leaves):
             if leaf.grad is not None:
                 fused = self._is_fused(leaf.param, leaf.grad)
-                jobs[index] = self._job(leaf.param, leaf.grad, self._counted(states[index], leaf.param, fused))
+                jobs[index] = self._job(leaf.param, leaf.grad, self._counted(states[index], leaf.param, fused), fused)
                 by_kernel[fused].append(jobs[index])
         new_hyper = dict(hyper)
         for fused, some in by_kernel.items():
@@ -98,7 +98,7 @@ class Engine:
         self._check_flat(new_state)
         return new_state, new_hyper
 
-    def _job(self, param: Tensor, grad: Tensor, state: State) -> WholeJob | FlatJob:
+    def _job(self, param: Tensor, grad: Tensor, state: State, fused: bool) -> WholeJob | FlatJob:
         arrays = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
         if self._elementwise:
             # Torch's fused kernels read past the end of state that is too short.
@@ -113,7 +113,7 @@ class Engine:
             and param.numel() > BLOCK
             and all(one.layout is torch.strided and one.is_contiguous() for one in (param, grad, *arrays.values()))
         ):
-            return WholeJob(param, grad, state)
+            return WholeJob(param, grad, state, fused=fused or bool(self.options.get("fused")))
         out = allocate_like(param, shared_memory())
         source = None if out.data_ptr() == param.data_ptr() else param.view(-1)
         return FlatJob(out.view(-1), [Piece(0, source, grad.view(-1))], state, param.shape)

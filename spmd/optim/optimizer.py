@@ -189,6 +189,7 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     leaves, treedef = trees.flatten(params)
     state, hypers, count = _read(recipe, opt_state)
     step = settle(recipe.kinds, recipe.shard, recipe.groups, (leaves, treedef), grads, state)
+    donation.spare_repeated(step.params)
     now = hypers if count is None or recipe.schedule is None else recipe.schedule.at(int(count), hypers)
     scale = None if recipe.clip is None else clipping.scale_of(recipe.clip, step.params, step.grads)
     keys = trees.keys_text(treedef)  # which ranks compare that update a slice each

@@ -2,8 +2,9 @@
 
 State is kept by path for a leaf that is stepped whole, and for leaves that are sliced under the name of what they have
 in common: "float32", with "/model" for leaves that are cut over that axis, ":1" for those of the second group, "[0,2]"
-if not all such leaves are in it. Invariant: a leaf's state is in one place, and which one that is depends on nothing
-that differs between ranks; state in any form suits any number of ranks.
+if not all such leaves are in it, and behind "#" a number for their paths and shapes. Invariant: a leaf's state is in
+one place, and which one that is depends on nothing that differs between ranks; state in any form suits any number of
+ranks, and the leaves that it was made for alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from .. import transforms
 from ..kernels.errors import MeshError, SpecError, message
+from ..kernels.word_key import word_key
 from ..mesh.region import current
 from ..mesh.spec import Sharded
 from .flat import divided, joined
@@ -154,7 +156,8 @@ class _Division:
 
     def _slice(self, kind: str, members: list[int], along: Ranks) -> Slice:
         some = self._kinds[kind]
-        key = kind if members == some else f"{kind}[{','.join(str(some.index(index)) for index in members)}]"
+        which = "" if members == some else f"[{','.join(str(some.index(index)) for index in members)}]"
+        key = f"{kind}{which}#{self._number_of(members)}"
         first = self._leaves[members[0]]
         shapes = tuple(self._leaves[index].param.shape for index in members)
         cut = tuple(sorted(layout_of(first.param).axes))
@@ -169,12 +172,21 @@ class _Division:
         return few
 
     def _members(self, key: str) -> list[int] | None:
-        """The leaves whose state lies end to end under a key."""
-        kind, _, which = key.partition("[")
+        """The leaves whose state lies end to end under a key; None if they are others, or in another order."""
+        name, _, number = key.partition("#")
+        kind, _, which = name.partition("[")
         members = self._kinds.get(kind)
-        if members is None or not which:
-            return members
-        return [members[int(position)] for position in which.rstrip("]").split(",")]
+        if members is not None and which:
+            places = [int(place) for place in which.rstrip("]").split(",")]
+            members = [members[place] for place in places] if max(places) < len(members) else None
+        return members if members is not None and number == self._number_of(members) else None
+
+    def _number_of(self, members: Sequence[int]) -> str:
+        """What tells leaves that lie end to end from all others: freezing one moves those behind it."""
+        leaves = [self._leaves[index] for index in members]
+        # Of what is cut the shape here depends on the number of ranks.
+        named = [(leaf.path, None if layout_of(leaf.param).axes else tuple(leaf.param.shape)) for leaf in leaves]
+        return f"{word_key(*named):x}"[:8]
 
     def _alike(self, members: Iterable[int]) -> list[list[int]]:
         """Leaves that can share the state of a slice: as many steps, and whatever else is one number for a leaf."""
@@ -203,13 +215,17 @@ class _Division:
         known = {leaf.path for leaf in self._leaves}
         unknown = [key for key in self._state if key not in known and self._members(key) is None]
         if unknown:
+            key = min(unknown)
+            whose = "something that is no trainable parameter here"
+            if key[0] not in "[.":
+                whose = "other trainable parameters than these, or of these in another order"
             raise SpecError(
                 message(
-                    "opt_state holds state of something that is no trainable parameter here",
-                    got=f"opt_state['state'][{min(unknown)!r}]",
+                    f"opt_state holds state of {whose}",
+                    got=f"opt_state['state'][{key!r}]",
                     expected=f"some of {sorted(known)[:5]}",
                     remedy="pass what opt.init or opt.step returned for these parameters; what is frozen for a while "
-                    "stays trainable, with gradients of None (docs/how_to.md)",
+                    "stays trainable, with gradients of None (docs/how_to.md); for others call opt.init(params)",
                 )
             )
 

@@ -276,6 +276,13 @@ def gloo_options() -> None:
     group.allreduce([torch.ones(1)]).wait()
 
 
+def coo_parts() -> None:
+    values = torch.ones(2)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), values, (3,), check_invariants=False)
+    indices, same = torch_private.coo_parts(sparse)
+    assert indices.tolist() == [[1, 1]] and same.data_ptr() == values.data_ptr()
+
+
 def copy_each() -> None:
     target = torch.zeros(4)
     torch_private.copy_each(list(target.split(2)), [torch.ones(2), torch.full((2,), 2.0)])
@@ -310,6 +317,7 @@ PARTS: dict[Callable[[], None], str] = {
     compiled_call: "carrying module.compile() to the ranks",
     tree_node_of: "batches and results in classes that are registered with torch's trees",
     gloo_options: "the backend gloo",
+    coo_parts: "what memory a sparse result shows",
     copy_each: "buckets and flat parameters of many leaves",
 }
 

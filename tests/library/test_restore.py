@@ -359,7 +359,12 @@ def test_like_of_another_number_of_ranks(make_mesh: Any, tmp_path: Path) -> None
         return opt.step(p, p, state)
 
     states = [spmd(step, mesh=mesh)(params, opt.init(params)) for mesh in meshes]
-    lengths = {len(state["state"]["float32"]["exp_avg"].full()) for _, state in states}
+
+    def moments(state: Any) -> torch.Tensor:
+        (own,) = state["state"].values()
+        return own["exp_avg"].full()
+
+    lengths = {len(moments(state)) for _, state in states}
     assert lengths == {192, 256}  # of 150
     for number, (new, state) in enumerate(states):
         path = tmp_path / str(number)
@@ -371,16 +376,16 @@ def test_like_of_another_number_of_ranks(make_mesh: Any, tmp_path: Path) -> None
                 assert torch.equal(after, spmd(step, mesh=meshes[number])(new, state)[0]["w"].full())
     meshes[2].resize({"data": 1})  # the state is as long as it was for three
     back = restore(tmp_path / "0", like={"state": states[2][1]}, mesh=meshes[2])["state"]
-    assert torch.equal(*(one["state"]["float32"]["exp_avg"].full()[:150] for one in (back, states[0][1])))
+    assert torch.equal(*(moments(one)[:150] for one in (back, states[0][1])))
     meshes[1].resize({"data": 1})
     for number, tree in enumerate((states[1][1], back)):  # as it is saved now, too, and as it was restored
         save(tmp_path / f"resized-{number}", {"state": tree})
         for like in (states[0][1], states[2][1]):
             again = restore(tmp_path / f"resized-{number}", like={"state": like})["state"]
-            found = (one["state"]["float32"]["exp_avg"].full()[:150] for one in (again, tree))
+            found = (moments(one)[:150] for one in (again, tree))
             assert torch.equal(*found)
     other = {"w": torch.linspace(0, 1, 700)}
-    with pytest.raises(SpecError, match=r"another shape .*exp_avg.*expected \(704,\), got \(256,\)"):
+    with pytest.raises(SpecError, match=r"another structure .*exp_avg"):
         restore(tmp_path / "1", like={"state": spmd(step, mesh=meshes[0])(other, opt.init(other))[1]})
 
 

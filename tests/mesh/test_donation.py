@@ -234,3 +234,39 @@ def test_results_that_overlap_are_not_taken(shared_mesh):
     for _ in range(2):
         params = step(step(cut(torch.zeros(100))))
         assert all(value.full().unique().tolist() == [-2.0] for value in params.values())
+
+
+def test_sparse_values_beside_donated_ones(shared_mesh):
+    """Memory that a sparse result shows is not taken, though its indices and values are not in order."""
+    mesh = shared_mesh({"data": 2})
+    opt = optimizer(optim.SGD, lr=1.0, shard=None)
+
+    @spmd(mesh=mesh, donate="params")
+    def step(params, table):
+        new, _ = opt.step(params, {"w": torch.ones(4)}, opt.init(params))
+        indices = torch.tensor([[3, 1, 1, 0]])
+        return new, torch.sparse_coo_tensor(indices, new["w"], (5,), check_invariants=False), table
+
+    params, table = put({"w": torch.zeros(4)}, mesh=mesh), put(torch.eye(2).to_sparse(), mesh=mesh)
+    found = []
+    for _ in range(3):
+        params, sparse, table = step(params, table)
+        found.append(sparse)
+    assert [one.full().to_dense().tolist() for one in found] == [[-n, -2 * n, 0, -n, 0] for n in (1.0, 2.0, 3.0)]
+    assert torch.equal(table.full().to_dense(), torch.eye(2))
+
+
+def test_a_tensor_that_is_stepped_twice_is_not_taken(shared_mesh):
+    """Tied in the body, where nobody sees that it is one."""
+    opt = optimizer(optim.SGD, lr=1.0)
+
+    @spmd(mesh=shared_mesh({"data": 2}), donate="params")
+    def step(params, opt_state):
+        tied = {"w": params["w"], "tied": params["w"]}
+        return opt.step(tied, {name: torch.ones(4) for name in tied}, opt_state)
+
+    params = {"w": torch.zeros(4)}
+    opt_state = opt.init(params)
+    for turn in range(1, 5):
+        params, opt_state = step({"w": params["w"]}, opt_state)
+        assert all(value.full().tolist() == [-turn] * 4 for value in params.values())
