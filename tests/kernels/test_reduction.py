@@ -126,3 +126,12 @@ def test_copies_of_any_size(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype,
     assert copying.copy(out, source) is out
     assert bits(out) == bits(source)
     assert not whole[:7].any() and not whole[172:].any()
+
+
+def test_a_large_copy_of_what_memory_holds_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of conjugates and negatives, which a bit of the tensor says."""
+    monkeypatch.setattr(copying, "LARGE_BYTES", 0)
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    for source in (numbers.conj(), torch.ones(3)._neg_view()):
+        out = torch.empty(source.shape, dtype=source.dtype)
+        assert copying.copy(out, source).tolist() == source.tolist()
