@@ -152,7 +152,7 @@ def test_state_is_for_the_leaves_that_it_was_made_for(shared_mesh, numel):
                     run(given, its_state)
             assert run(frozen, without)[1]["state"].keys() == without["state"].keys()
     moved = {"b": params["b"], "a": params["a"]}
-    with pytest.raises(SpecError, match=r"or of these in another order .*begin anew with opt.init"):
+    with pytest.raises(SpecError, match=r"or of these in another order .*for others call opt.init"):
         run(moved, opt_state)
 
 
