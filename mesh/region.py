@@ -158,17 +158,10 @@ def restore_generators(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
 # -- updates that are dropped ------------------------------------------------------------------------------------------
 
 
-def notes_updates() -> bool:
-    """Whether steps of optimizers are noted: at the first call of a signature."""
+def noted_updates() -> list[Update] | None:
+    """Where steps of optimizers are noted at the first call of a signature; None at later ones."""
     region = current()
-    return region is not None and region.updates is not None
-
-
-def note_update(update: Update) -> None:
-    """Note a step of an optimizer, at such a call."""
-    region = current()
-    if region is not None and region.updates is not None:
-        region.updates.append(update)
+    return None if region is None else region.updates
 
 
 def note_differentiated(region: Region | None, leaves: Iterable[torch.Tensor]) -> None:

@@ -22,7 +22,7 @@ from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh import donation, trees
 from ..mesh.array import Array
-from ..mesh.region import Update, current, note_update, notes_updates
+from ..mesh.region import Update, current, noted_updates
 from . import clipping, parts
 from . import groups as grouping
 from .engine import Engine
@@ -209,8 +209,9 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     new_opt_state = {"state": new_state, **_written(recipe, kept_hypers, hypers)}
     if count is not None:
         new_opt_state["count"] = count + 1
-    if notes_updates():
-        note_update(Update(step.params, step.grads, opt_state, new_params, trees.leaves(new_state)))
+    updates = noted_updates()
+    if updates is not None:
+        updates.append(Update(step.params, step.grads, opt_state, new_params, trees.leaves(new_state)))
     return trees.unflatten(treedef, leaves), new_opt_state
 
 

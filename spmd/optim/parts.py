@@ -232,13 +232,10 @@ class _Division:
 
 def _kept_state(part: Slice, own: State) -> State:
     """State that is kept under a slice's key, as this rank's slice."""
-    shape, is_sliced = (part.length,), bool(part.ranks.axis)
-    for value in own.values():
-        if type(value) is not Tensor or (
-            value.ndim and (part.cut or value.shape != shape or not (is_sliced or not _axes_of(value)))
-        ):
-            break
-    else:
+    is_kept = not part.cut and all(
+        type(value) is Tensor and (not value.ndim or _is_slice(part, value)) for value in own.values()
+    )
+    if is_kept:  # as from one step to the next
         return own
     return part.localize({name: _refetched(part, value) for name, value in own.items()})
 
@@ -248,9 +245,12 @@ def _refetched(part: Slice, value: Any) -> Any:
     local = _plain(value)
     if not isinstance(local, Tensor) or not local.ndim or part.cut:
         return value
-    if local.shape == (part.length,) and (part.ranks.axis or not _axes_of(value)):
-        return value
-    return _fetched(frozenset(part.cut), value)
+    return value if _is_slice(part, value) else _fetched(frozenset(part.cut), value)
+
+
+def _is_slice(part: Slice, value: Any) -> bool:
+    """Whether a tensor is this rank's slice, and not one that was cut for another number of ranks."""
+    return _plain(value).shape == (part.length,) and (bool(part.ranks.axis) or not _axes_of(value))
 
 
 def _fetched(cut: frozenset[str], value: Any) -> Tensor:
