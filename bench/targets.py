@@ -80,6 +80,7 @@ def all_reduce(suite: Record) -> Iterator[Row]:
             ("ours, in the arena, kept", "open mpi", 4, KIB - 1, 1 / 3),
             ("ours, in the arena, overwritten", "gloo", 4, SIXTY_FOUR_MIB, 10.0),
             ("ours, in the arena, overwritten", "open mpi", 256 * KIB, SIXTY_FOUR_MIB, 4.0),
+            ("ours, in the arena, overwritten", "open mpi", 4, KIB - 1, 1 / 2),
             ("ours, any tensor", "gloo", 4, SIXTY_FOUR_MIB, 5.0),
             ("ours, any tensor", "open mpi", 4096 * KIB, SIXTY_FOUR_MIB, 1.0),
             ("adding alone", "gloo", 256 * KIB, SIXTY_FOUR_MIB, None),

@@ -18,12 +18,12 @@
 #include <string.h>
 #include <time.h>
 
-enum { ASLEEP = 1, UNREADY = 2, KEPT = 4 };
+enum { ASLEEP = 1, UNREADY = 2, KEPT = 4, FULL = 8 };
 enum { BLOCK = 1024 };               /* elements, which stay in the cache while all parts are added */
 static const double TAKEN = 2e-4;    /* as in `waiting` */
 
 typedef struct {
-    uint64_t *posted; /* how far this rank has posted */
+    uint64_t *posted; /* how far this rank has posted, then reduced, and read */
     char *slots;      /* its first slot's signature */
     char *data;       /* its first slot's data */
     uint64_t *asleep;
@@ -31,8 +31,9 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    Py_buffer arena;
-    unsigned long long signature;
+    Py_buffer arena, begun;
+    PyObject *tensor_type, *shape, *dtype, *op, *label; /* of the tensors, and of the call */
+    unsigned long long signature, free_through;         /* operations whose slots are known to be free */
     Py_ssize_t count, slot_bytes, data_bytes, nbytes, numel;
     int rank, size, spins, kind;
     Rank *ranks;
@@ -117,6 +118,56 @@ static int finish(Small *self, unsigned long long sequence, void *out, int yield
     return flags;
 }
 
+static PyObject *is_cpu, *is_contiguous, *is_neg, *shape, *dtype, *data_ptr; /* names */
+
+static int is(PyObject *found, PyObject *expected)
+{
+    Py_XDECREF(found);
+    return found == expected;
+}
+
+static int has_shape(Small *self, PyObject *tensor)
+{
+    PyObject *found = PyObject_GetAttr(tensor, shape);
+    int equal = found != NULL && PyObject_RichCompareBool(found, self->shape, Py_EQ) > 0;
+    Py_XDECREF(found);
+    return equal;
+}
+
+static PyObject *small_address(Small *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "address(tensor, op, label)");
+        return NULL;
+    }
+    PyObject *tensor = args[0], *found = NULL;
+    if ((PyObject *)Py_TYPE(tensor) == self->tensor_type && args[1] == self->op && args[2] == self->label &&
+        is(PyObject_GetAttr(tensor, dtype), self->dtype) && has_shape(self, tensor) &&
+        is(PyObject_GetAttr(tensor, is_cpu), Py_True) &&
+        is(PyObject_CallMethodNoArgs(tensor, is_contiguous), Py_True) &&
+        is(PyObject_CallMethodNoArgs(tensor, is_neg), Py_False))
+        found = PyObject_CallMethodNoArgs(tensor, data_ptr);
+    PyErr_Clear(); /* of tensors without memory of their own, of which others will say so */
+    return found != NULL ? found : PyLong_FromLong(0);
+}
+
+/* The next operation's number, as `Slots.begin`; 0 if its slot is not free yet. */
+static unsigned long long begin(Small *self)
+{
+    uint64_t *begun = self->begun.buf, sequence = *begun + 1;
+    if (sequence > self->free_through) {
+        uint64_t read = UINT64_MAX;
+        for (int rank = 0; rank < self->size; rank++) {
+            uint64_t one = __atomic_load_n(self->ranks[rank].posted + 2, __ATOMIC_ACQUIRE);
+            read = one < read ? one : read;
+        }
+        self->free_through = read + self->count;
+        if (sequence > self->free_through)
+            return 0;
+    }
+    return *begun = sequence;
+}
+
 static PyObject *small_finish(Small *self, PyObject *const *args, Py_ssize_t count)
 {
     if (count != 2) {
@@ -132,15 +183,17 @@ static PyObject *small_finish(Small *self, PyObject *const *args, Py_ssize_t cou
 
 static PyObject *small_run(Small *self, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 4) {
-        PyErr_SetString(PyExc_TypeError, "run(sequence, source, target, yields)");
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "run(source, target, yields)");
         return NULL;
     }
-    unsigned long long sequence = PyLong_AsUnsignedLongLong(args[0]);
-    void *source = PyLong_AsVoidPtr(args[1]), *target = PyLong_AsVoidPtr(args[2]);
-    int yields = (int)PyLong_AsLong(args[3]);
+    void *source = PyLong_AsVoidPtr(args[0]), *target = PyLong_AsVoidPtr(args[1]);
+    int yields = (int)PyLong_AsLong(args[2]);
     if (PyErr_Occurred())
         return NULL;
+    unsigned long long sequence = begin(self);
+    if (!sequence)
+        return PyLong_FromLong(FULL);
     memcpy(data_of(self, self->rank, sequence), source, self->nbytes);
     *signature_of(self, self->rank, sequence) = self->signature;
     __atomic_store_n(self->ranks[self->rank].posted, sequence, __ATOMIC_RELEASE);
@@ -153,21 +206,26 @@ static PyObject *small_run(Small *self, PyObject *const *args, Py_ssize_t count)
 
 static PyObject *small_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"arena", "places", "rank", "signature", "kind", "numel", "slots", "spins", NULL};
-    Py_buffer arena;
-    PyObject *places;
+    static char *names[] = {"arena", "begun",       "places", "rank",  "signature", "kind", "numel", "slots",
+                            "spins", "tensor_type", "shape",  "dtype", "op",        "label", NULL};
+    Py_buffer arena, begun;
+    PyObject *places, *tensor_type, *tensor_shape, *tensor_dtype, *op, *label;
     int rank, kind, spins;
     unsigned long long signature;
     Py_ssize_t numel, count, slot_bytes, data_bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "w*O!iKCn(nnn)i", names, &arena, &PyTuple_Type, &places, &rank,
-                                     &signature, &kind, &numel, &count, &slot_bytes, &data_bytes, &spins))
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "w*w*O!iKCn(nnn)iOOOOO", names, &arena, &begun, &PyTuple_Type,
+                                     &places, &rank, &signature, &kind, &numel, &count, &slot_bytes, &data_bytes,
+                                     &spins, &tensor_type, &tensor_shape, &tensor_dtype, &op, &label))
         return NULL;
     Small *self = (Small *)type->tp_alloc(type, 0);
     if (self == NULL) {
         PyBuffer_Release(&arena);
+        PyBuffer_Release(&begun);
         return NULL;
     }
-    self->arena = arena;
+    self->arena = arena, self->begun = begun;
+    self->tensor_type = Py_NewRef(tensor_type), self->shape = Py_NewRef(tensor_shape);
+    self->dtype = Py_NewRef(tensor_dtype), self->op = Py_NewRef(op), self->label = Py_NewRef(label);
     self->signature = signature;
     self->count = count, self->slot_bytes = slot_bytes, self->data_bytes = data_bytes;
     self->numel = numel, self->nbytes = numel * (kind == 'f' ? 4 : 8);
@@ -194,13 +252,21 @@ static void small_dealloc(Small *self)
     PyTypeObject *type = Py_TYPE(self);
     PyMem_Free(self->ranks);
     PyBuffer_Release(&self->arena);
+    PyBuffer_Release(&self->begun);
+    Py_XDECREF(self->tensor_type);
+    Py_XDECREF(self->shape);
+    Py_XDECREF(self->dtype);
+    Py_XDECREF(self->op);
+    Py_XDECREF(self->label);
     type->tp_free(self);
     Py_DECREF(type);
 }
 
 static PyMethodDef small_methods[] = {
+    {"address", (PyCFunction)(void (*)(void))small_address, METH_FASTCALL,
+     "address(tensor, op, label) -> where its bytes are, or 0: it or the call is of another kind, or they can't be read."},
     {"run", (PyCFunction)(void (*)(void))small_run, METH_FASTCALL,
-     "run(sequence, source, target, yields) -> flags: post what is at an address, and `finish`."},
+     "run(source, target, yields) -> flags: begin, post what is at an address, and `finish`."},
     {"finish", (PyCFunction)(void (*)(void))small_finish, METH_FASTCALL,
      "finish(sequence, target) -> flags: write the sum to an address, once all have posted."},
     {NULL, NULL, 0, NULL},
@@ -213,10 +279,14 @@ static PyType_Spec small_spec = {"spmd.kernels.shm._small.Small", sizeof(Small),
 static int module_exec(PyObject *module)
 {
     PyObject *type = PyType_FromSpec(&small_spec);
-    int failed = type == NULL || PyModule_AddObjectRef(module, "Small", type) < 0 ||
+    is_cpu = PyUnicode_InternFromString("is_cpu"), is_contiguous = PyUnicode_InternFromString("is_contiguous");
+    is_neg = PyUnicode_InternFromString("is_neg"), shape = PyUnicode_InternFromString("shape");
+    dtype = PyUnicode_InternFromString("dtype"), data_ptr = PyUnicode_InternFromString("data_ptr");
+    int failed = type == NULL || !is_cpu || !is_contiguous || !is_neg || !shape || !dtype || !data_ptr || PyModule_AddObjectRef(module, "Small", type) < 0 ||
                  PyModule_AddIntConstant(module, "ASLEEP", ASLEEP) < 0 ||
                  PyModule_AddIntConstant(module, "UNREADY", UNREADY) < 0 ||
-                 PyModule_AddIntConstant(module, "KEPT", KEPT) < 0;
+                 PyModule_AddIntConstant(module, "KEPT", KEPT) < 0 ||
+                 PyModule_AddIntConstant(module, "FULL", FULL) < 0;
     Py_XDECREF(type);
     return failed ? -1 : 0;
 }

@@ -18,12 +18,12 @@ from ..copying import copy, copy_bytes
 from ..errors import CollectiveMismatch
 from ..flat import as_bytes, contiguous, copy_back, writable
 from ..operations import Steps, Work
-from ..reduction import Op, check_op, reduce_in_order
+from ..reduction import Op, reduce_in_order
 from ..waiting import turn, wait_until
 from ..word_key import word_key
 from .all_reduce import AllReduce
 from .arena import Arena
-from .native import all_reduction
+from .native import NativeSum, all_reduction
 from .products import Given, sum_of_products
 from .rings import Rings
 from .slots import Slots, block_bytes
@@ -75,6 +75,7 @@ class ShmCommunicator(Communicator):
         self._slots = Slots(arena, self.ranks, self.rank, block, self._key, **how)
         self._rings = Rings(arena, self._participants, self.rank, self._key, wrong_size=self._wrong_size)
         self._kinds: dict[tuple, AllReduce] = {}
+        self._last: NativeSum | None = None  # what made the last small sum: the next one is most often alike
         self._gathered: set[int] = set()  # blocks that this group has written its slices to
 
     def _first_ranks_block(self) -> int:
@@ -137,7 +138,7 @@ class ShmCommunicator(Communicator):
             self._slots.close(2)  # from here on the first rank may give the lines away
         if self._closed < 2 or self._block is None:
             return self._closed == 2
-        if not stale and not self._all_closed(2):
+        if not (stale or self._all_closed(2)):
             return False
         self.arena.directory.forget(self._key)
         self.arena.heap.free(self._block, block_bytes(self.size)[1])
@@ -160,7 +161,7 @@ class ShmCommunicator(Communicator):
             self._operations.progress_messages()  # what it sent before it left is here by now
             return work.done
         # The operation that is waited for is the first in the queue, or a blocking call that is in none.
-        first = self._slots.sequence - max(1, len(self._operations.queue)) + 1
+        first = self._slots.begun[0] - max(1, len(self._operations.queue)) + 1
         return self._slots.took_part(rank, first)
 
     def on_timeout(self, work: Work, seconds: float) -> BaseException:
@@ -178,13 +179,12 @@ class ShmCommunicator(Communicator):
     # -- collectives ---------------------------------------------------------------------------------------------------
 
     def _exchange(self, call: Call | None, sends: Pieces, recvs: Pieces) -> Steps:
-        slots, arena = self._slots, self.arena
         sends, recvs, own = self._without_own(sends, recvs)
         sequence, entries = yield from self._staged(call, sends, recvs, own)
         for (at, nbytes), target in zip(entries, recvs, strict=True):
             if target is not None:
-                copy(target, arena.tensor(at, nbytes, torch.uint8))
-        slots.read(sequence)
+                copy(target, self.arena.tensor(at, nbytes, torch.uint8))
+        self._slots.read(sequence)
 
     def _without_own(self, sends: Pieces, recvs: Pieces) -> tuple[Pieces, Pieces, Own | None]:
         """The pieces but the one that a rank has for itself, and that, which need not be staged: where to, what."""
@@ -250,25 +250,31 @@ class ShmCommunicator(Communicator):
         if async_op or self._debug or operations.queue or operations.generation != self.arena.generation:
             return super().all_reduced(tensor, op, async_op=async_op)
         with turn:
-            kind = self._kinds.get((tensor.shape, tensor.dtype, op, labels.current)) or self._kind(tensor, op)
-            return kind(tensor)
+            last = self._last
+            if last is not None and (source := last.address(tensor, op, labels.current)):
+                return last.summed(tensor, source, in_place=False)
+            return self._kind(tensor, op)(tensor)
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
-        operations, dense = self._operations, isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
-        if not dense or async_op or self._debug or operations.queue or operations.generation != self.arena.generation:
+        operations = self._operations
+        if async_op or self._debug or operations.queue or operations.generation != self.arena.generation:
             return super().all_reduce(tensor, op, async_op=async_op)
         with turn:
-            kind = self._kinds.get((tensor.shape, tensor.dtype, op, labels.current)) or self._kind(tensor, op)
-            result = kind(tensor, in_place=True)
+            last = self._last
+            if last is not None and (source := last.address(tensor, op, labels.current)):
+                return last.summed(tensor, source, in_place=True)
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+                return super().all_reduce(tensor, op)
+            result = self._kind(tensor, op)(tensor, in_place=True)
             if result is not None:
                 tensor.detach().copy_(result)
             return None
 
     def _kind(self, tensor: torch.Tensor, op: Op) -> AllReduce:
-        check_op(op, tensor.dtype)
-        call = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op)
-        kind = all_reduction(self._slots, call, tensor.shape, tensor.dtype, op)
-        return self._keep((tensor.shape, tensor.dtype, op, labels.current), kind)
+        key = tensor.shape, tensor.dtype, op, labels.current
+        kind = self._kinds.get(key) or self._keep(key, all_reduction(self._slots, tensor.shape, tensor.dtype, op))
+        self._last = kind if isinstance(kind, NativeSum) else None
+        return kind
 
     def _keep(self, key: tuple, kind: AllReduce) -> AllReduce:
         if len(self._kinds) >= _KINDS:

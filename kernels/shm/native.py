@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..call import Call
-from ..reduction import Op
+from ..call import Call, labels
+from ..reduction import Op, check_op
 from ..waiting import SAVED_SECONDS, YIELDS, cores
 from .all_reduce import AllReduce
 from .slots import Slots
@@ -27,8 +27,14 @@ SPINS = 1000
 _KINDS = {torch.float32: "f", torch.float64: "d", torch.int64: "q"}
 
 
-def all_reduction(slots: Slots, call: Call, shape: Sequence[int], dtype: torch.dtype, op: Op) -> AllReduce:
-    """What makes the all-reductions of one kind."""
+def all_reduction(slots: Slots, shape: Sequence[int], dtype: torch.dtype, op: Op) -> AllReduce:
+    """What makes the all-reductions of one kind.
+
+    Raises:
+        SpecError: there is no such op, or not of this dtype.
+    """
+    check_op(op, dtype)
+    call = Call("all_reduce", dtype, tuple(shape), op)
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     compiled = _small is not None and os.environ.get("SPMD_NATIVE", "") != "0"
     if compiled and op == "sum" and dtype in _KINDS and 0 < nbytes <= slots.small_bytes:
@@ -37,12 +43,18 @@ def all_reduction(slots: Slots, call: Call, shape: Sequence[int], dtype: torch.d
 
 
 class NativeSum(AllReduce):
-    """Small sums, of tensors whose bytes can be read where they lie."""
+    """Small sums, of tensors whose bytes can be read where they lie.
+
+    Attributes:
+        address: of (tensor, op, label of the call) where the tensor's bytes are, if this sums such; else 0.
+    """
 
     def __init__(self, slots: Slots, call: Call, shape: Sequence[int], dtype: torch.dtype, op: Op):
         super().__init__(slots, call, shape, dtype, op)
+        self._label = labels.current
         self._small_sum = _small.Small(
             slots.words,
+            slots.begun,
             slots.offsets(),
             slots.rank,
             call.signature,
@@ -50,26 +62,40 @@ class NativeSum(AllReduce):
             self._numel,
             slots.strides(),
             SPINS if slots.spins else 0,
+            torch.Tensor,
+            self._shape,
+            dtype,
+            op,
+            self._label,
         )
+        self.address = self._small_sum.address
 
     def __call__(self, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Tensor | None:
-        plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
-        source = tensor.data_ptr() if plain else 0
+        source = self.address(tensor, self._op, self._label)
         if not source:  # it may also be a tensor of zeros that has no memory
             return super().__call__(tensor, in_place=in_place)
+        return self.summed(tensor, source, in_place)
+
+    def summed(self, tensor: torch.Tensor, source: int, in_place: bool) -> torch.Tensor | None:
+        """As a call of this, of a tensor whose bytes are at an address."""
         result = tensor if in_place else torch.empty_like(tensor)
-        target = result.data_ptr()
+        target = source if in_place else result.data_ptr()
         slots, small = self._slots, self._small_sum
-        sequence = slots.begin(self._call.text)
-        began = time.monotonic()
-        flags = small.run(sequence, source, target, 0 if slots.spins or cores.wanted(began) else YIELDS)
+        if slots.spins:
+            flags = small.run(source, target, 0)
+        else:
+            began = time.monotonic()
+            flags = small.run(source, target, 0 if cores.wanted(began) else YIELDS)
+            if flags & _small.KEPT:
+                cores.kept(began, time.monotonic())
         if not flags:
             cores.lost -= SAVED_SECONDS
-        elif flags & _small.KEPT:
-            cores.kept(began, time.monotonic())
-        if flags & _small.UNREADY:
+        elif flags & _small.FULL:
+            return super().__call__(tensor, in_place=in_place)
+        elif flags & _small.UNREADY:
             if flags & _small.ASLEEP:
                 slots.wake()
+            sequence = slots.begun[0]
             slots.await_posted(sequence, self._call)
             small.finish(sequence, target)
         if not in_place:

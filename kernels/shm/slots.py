@@ -9,6 +9,7 @@ See docs/architecture.md, section 9.
 
 from __future__ import annotations
 
+import array
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
@@ -89,7 +90,7 @@ class Slots:
         self.arena, self.ranks, self.rank, self.size = arena, ranks, rank, len(ranks)
         self.words = arena.words
         self.staging = Staging(arena.heap, arena.results, leads=rank == 0, members=tuple(map(arena.participant, ranks)))
-        self.sequence = 0  # operations begun
+        self.begun = array.array("Q", [0])  # how many operations; not in the line, which peers read
         self._key, self._operations, self._wait, self._site = key, operations, operations.wait_until, site
         self.spins, self._tries = spin, range(SPINS if spin else 1)
         self._free_through = SLOTS  # operations whose slots are known to be free
@@ -134,7 +135,7 @@ class Slots:
 
     def begin(self, what: str) -> int:
         """The next operation's number, once its slot is free."""
-        self.sequence = sequence = self.sequence + 1
+        self.begun[0] = sequence = self.begun[0] + 1
         if sequence > self._free_through and not self._is_free(sequence):
             self._wait(lambda: self._is_free(sequence), what)
         if self.staging.staged:
@@ -183,10 +184,7 @@ class Slots:
         return True
 
     def took_part(self, rank: int, sequence: int) -> bool:
-        """Whether a rank has done what an operation needs of it by now.
-
-        In the second half of a large reduction the others' sums are needed, before it only their posts.
-        """
+        """Whether a rank has done what an operation needs of it by now: in its second half a sum, before it a post."""
         word = _REDUCED if self.words[self._line + _REDUCED] >= sequence else _POSTED
         return self.words[self._lines[rank] + word] >= sequence
 

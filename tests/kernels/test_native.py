@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import importlib
 import importlib.util
 import os
 import sys
@@ -69,6 +71,35 @@ def test_ranks_with_and_without(make_mesh: Callable[..., Mesh]) -> None:
     assert mixed.run(sums, mixed, {0: WITH, 1: WITHOUT, 2: WITH}) == without.run(
         sums, without, dict.fromkeys(range(3), WITHOUT)
     )
+
+
+def test_a_sum_by_itself() -> None:
+    """Which tensors it takes, and that it begins nothing while a peer may still read the slot."""
+    small = importlib.import_module("spmd.kernels.shm._small")
+    slots, signature, words, begun = 8, 7, bytearray(1 << 14), array.array("Q", [0])
+    view = memoryview(words).cast("Q")
+    ours, peers = (0, 64, 4096, 8 * 7), (1024, 1088, 8192, 1024 + 8 * 7)  # posted, slots, their data, a bell
+    posted, read = peers[0] // 8, peers[0] // 8 + 2
+    view[posted], view[read] = 1000, 5  # a peer that is far ahead, and has read five
+    for slot in range(slots):
+        view[peers[1] // 8 + 8 * slot] = signature
+    tensor, op, label = torch.tensor([2.0, 3.0]), "sum", ""
+    of = (torch.Tensor, tensor.shape, tensor.dtype, op, label)
+    one = small.Small(words, begun, (ours, peers), 0, signature, "f", 2, (slots, 64, 128), 0, *of)
+
+    others = [torch.ones(3), torch.ones(2, 1), tensor.double(), torch.ones(4)[::2], tensor.to("meta"), [2.0, 3.0]]
+    others += [tensor.to_sparse(), torch.nn.Parameter(tensor), torch._neg_view(tensor), torch._efficientzerotensor(2)]
+    assert [one.address(other, op, label) for other in others] == [0] * len(others)
+    assert one.address(tensor, "avg", label) == one.address(tensor, op, "of params['b']") == 0
+    assert one.address(tensor, op, label) == tensor.data_ptr()
+
+    result = torch.zeros(2)
+    flags = [one.run(tensor.data_ptr(), result.data_ptr(), 0) for _ in range(20)]
+    assert flags == [0] * (5 + slots) + [small.FULL] * 7
+    assert begun[0] == 5 + slots
+    view[read] = 6
+    assert one.run(tensor.data_ptr(), result.data_ptr(), 0) == 0
+    assert result.tolist() == [2.0, 3.0]
 
 
 @pytest.fixture(params=[WITH, WITHOUT], ids=["compiled", "python"])
