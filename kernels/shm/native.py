@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ..call import Call, labels
 from ..reduction import Op, check_op
@@ -100,6 +101,5 @@ class NativeSum(AllReduce):
             small.finish(sequence, target)
         if not in_place:
             return result
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+        increment_version(tensor)
         return None
