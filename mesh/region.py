@@ -67,6 +67,11 @@ class Region:
     updates: list[Update] | None = None
     differentiated: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
+    @property
+    def is_dealt(self) -> bool:
+        """Whether its batch is a `Loader`'s, which deals the samples to the ranks one by one."""
+        return self.key[1:2] == ("batch",)
+
 
 class _Regions(threading.local):
     """Those that a thread is in, the innermost last."""

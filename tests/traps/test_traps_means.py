@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from spmd import (
+    Loader,
     Mesh,
     P,
     Sharded,
@@ -210,8 +212,8 @@ def sampled_negatives(p: Any, b: Any) -> Tensor:
     return F.softplus((rows * b["x"][:, None]).sum(-1)).mean()
 
 
-def shuffled(p: Any, b: Any) -> Tensor:
-    return (net(p, b) * NET(p, b["x"][torch.randperm(len(b["x"]))])).mean()
+def shuffled(p: Any, b: Any, permutation: Callable = torch.randperm) -> Tensor:
+    return (net(p, b) * NET(p, b["x"][permutation(len(b["x"]))])).mean()
 
 
 def shuffled_by_noise(p: Any, b: Any) -> Tensor:
@@ -269,7 +271,10 @@ MEANS: dict[str, Callable] = {
     "sampled negatives": sampled_negatives,
     "shuffled": shuffled,
     "shuffled by noise": shuffled_by_noise,
-    "flipped": lambda p, b: NET(p, 0.7 * b["x"] + 0.3 * b["x"].flip(0)).square().mean(),
+    "shuffled by NumPy": lambda p, b: shuffled(p, b, np.random.permutation),
+    "shuffled by Python": lambda p, b: shuffled(p, b, lambda count: random.sample(range(count), count)),
+    "shuffled by a generator": lambda p, b: shuffled(p, b, np.random.default_rng().permutation),
+    "pairs of neighbours": lambda p, b: (net(p, b)[::2] - net(p, b)[1::2]).square().mean(),
     "branches": branches,
     "loop": mean_in_a_loop,
     "gathered": gathered,
@@ -277,6 +282,35 @@ MEANS: dict[str, Callable] = {
     "counted by all": counted_by_all,
     "by rank": lambda p, b: losses(p, b).mean() * (1 + axis_index("data")),
 }
+
+
+BY_PLACES: dict[str, Callable] = {
+    "differences": lambda p, b: losses(p, b).mean() + net(p, b).diff(dim=0).square().mean(),
+    "next": lambda p, b: F.triplet_margin_loss(net(p, b), net(p, b).roll(1, 0), net(p, b).roll(2, 0)),
+    "flipped": lambda p, b: NET(p, 0.7 * b["x"] + 0.3 * b["x"].flip(0)).square().mean(),
+    "weights by place": lambda p, b: (losses(p, b) * torch.linspace(0, 2, len(b["x"]))).mean(),
+    "with dropout": lambda p, b: DROPOUT(p, b["x"]).diff(dim=0).square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", BY_PLACES)
+def test_what_goes_by_places_in_the_batch(mesh: Mesh, name: str) -> None:
+    (text,) = warned(mesh, BY_PLACES[name])
+    assert " is not a mean over samples, but goes by their places in the batch" in text
+    assert "for 10 samples, and " in text and "those for 5 and 5 of them, cut as the batch was" in text
+    assert "all_gather(x, 'data', tiled=True)" in text and "a row of its own" in text
+
+
+def test_pairs_of_neighbours_are_dealt_apart(mesh: Mesh) -> None:
+    """Two halves of a batch keep them together, a Loader does not."""
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, batch):
+        return value_and_grad(MEANS["pairs of neighbours"])(params, batch)
+
+    with pytest.warns(UserWarning, match=r"goes by their places.*for 8 samples.* for 4 and 4 of them"):
+        step(PARAMS, next(iter(Loader(BATCH, batch_size=16, mesh=mesh))))
 
 
 @pytest.mark.parametrize("name", MEANS)

@@ -51,7 +51,7 @@ class Repeated:
     def __init__(self, call: Call, args: Any, kwargs: Any, rows: Sequence[Tensor], split: Set[str]):
         self._call, self._args, self._kwargs, self._rows, self._split = call, tuple(args), kwargs, rows, split
         self.count = rows[0].shape[0]
-        self._state = generators(), np.random.get_state(), random.getstate()
+        self._state: tuple[Any, ...] = generators(), _numpy_state(), random.getstate()
         self.seen, self.knows_count, self._with_grad = Seen(), False, False
 
     def times(self, count: int, more: Sequence[Tensor] = ()) -> Output | None:
@@ -119,8 +119,15 @@ class Repeated:
             sys.breakpointhook = ask
             logging.disable(logged)
             restore_generators(self._state[0])
+            before, now = self._state[1], _numpy_state()
+            moved = now[2] != before[2] or not np.array_equal(now[1], before[1])
+            self.seen.draws_elsewhere = self.seen.draws_elsewhere or moved or random.getstate() != self._state[2]
             np.random.set_state(self._state[1])
             random.setstate(self._state[2])
+
+
+def _numpy_state() -> Any:
+    return np.random.get_state()
 
 
 def _detached(leaf: Any) -> Any:
@@ -135,13 +142,20 @@ class Seen:
         drawn: what random operations gave, in their order.
         by_sample: along which dimensions of these the samples lie, known once some samples were left out.
         normalises: whether a batch norm went by the batch.
+        draws_elsewhere: whether NumPy's generator or Python's own gave random numbers, too.
         is_coarse: whether anything was computed in fewer than 32 bits, or on a GPU, which may multiply in fewer.
     """
 
     drawn: list[Tensor] = dataclasses.field(default_factory=list)
     by_sample: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     normalises: bool = False
+    draws_elsewhere: bool = False
     is_coarse: bool = False
+
+    def may_order(self, count: int) -> bool:
+        """Whether what was drawn may be an order of so many samples: whole numbers, or one number for each."""
+        whole_numbers = (not one.is_floating_point() and one.dtype is not torch.bool for one in self.drawn)
+        return self.draws_elsewhere or any(whole_numbers) or any(one.numel() == count for one in self.drawn)
 
 
 class _Draws(DispatchMode):
