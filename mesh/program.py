@@ -153,9 +153,10 @@ class CompiledCall:
         session = self._session
         if specs != self._array_specs:
             self._inputs, self._array_specs = self._inputs_of(specs), specs
+            own = [leaf.spec is None for leaf in self._plan.leaves]
+            self._cut = [index for index, one in enumerate(self._inputs) if one and one[0].entries and own[index]]
         local = self._enter(values)
-        tensors = [x for x in local if isinstance(x, torch.Tensor)]
-        entered = versions(tensors)
+        entered = versions(tensors := [x for x in local if isinstance(x, torch.Tensor)])
         for tensor, count in zip(tensors, entered, strict=True):
             tensor._spmd_version = count  # type: ignore[attr-defined]  # as `mark` does, which looks at each by itself
         net = _net_over(session, self._treedef, local) if check is Check.TYPES else None
@@ -196,7 +197,7 @@ class CompiledCall:
             leaves, treedef = trees.flatten((args, kwargs))
             if treedef == self._treedef:
                 warn_of_assigned(self._program.name, self._program.body, local, leaves, result, self._called)
-        outcome = self._results.kept(result, net, check)
+        outcome = self._results.kept(result, net, check, [local[index] for index in self._cut])
         donation.settle(values, local, outcome.leaves, donating=self._donating)
         return outcome
 
@@ -253,7 +254,7 @@ class CompiledCall:
                     local.append(found[id(whose), leaf])
                     continue
                 if cut:
-                    value = self._cut(value, spec)
+                    value = self._taken(value, spec)
                 elif type(value) is plain or not is_frozen(value):
                     value = value.detach()
                 value._spmd_spec, value._spmd_axes = spec, axes
@@ -266,7 +267,7 @@ class CompiledCall:
             local.append(value)
         return local
 
-    def _cut(self, value: torch.Tensor, spec: P) -> torch.Tensor:
+    def _taken(self, value: torch.Tensor, spec: P) -> torch.Tensor:
         """This rank's part of a tensor that came whole."""
         session = self._session
         if spec.entries:

@@ -119,7 +119,8 @@ class Results:
     def __init__(self, session: RankSession, name: str, out_specs: Any):
         self._session, self._name, self._out_specs = session, name, out_specs
         self._raw: Any = None  # the last results' structure, with its Sharded nodes
-        self._outputs: tuple[Any, list[P]] = (None, [])  # that without them, and the spec of each leaf
+        # That without them, and the spec of each leaf, if one is declared.
+        self._outputs: tuple[Any, list[P | None]] = (None, [])
         self._before: tuple[Any, list[OutputMeta]] | None = None  # of the last call
         self._kind: _Kind | None = None  # its, once the other side has heard twice that they are alike
         self._may_repeat = False  # it has heard so once
@@ -134,8 +135,12 @@ class Results:
         """Whether any call has given results."""
         return self._raw is not None
 
-    def kept(self, result: Any, net: Net | None, check: Check) -> Outcome:
-        """Results as they are kept, and what the other side must know of them."""
+    def kept(self, result: Any, net: Net | None, check: Check, cut: Sequence[Any] = ()) -> Outcome:
+        """Results as they are kept, and what the other side must know of them.
+
+        Args:
+            cut: arguments that came with a spec of their own, which they keep if they are returned as they came.
+        """
         session, kind = self._session, self._kind
         if kind is not None and net is None:
             found = kind.structure.leaves(result)
@@ -150,7 +155,11 @@ class Results:
         types = set(map(type, leaves))
         if self._raw is None or raw != self._raw:
             self._outputs, self._raw = self._outputs_of(result, raw, leaves), raw
-        treedef, specs = self._outputs
+        treedef, declared = self._outputs
+        own = {id(leaf): leaf._spmd_spec for leaf in cut}
+        undeclared = (own.get(id(leaf), REPLICATED) for leaf in leaves)
+        specs = [other if spec is None else spec for spec, other in zip(declared, undeclared, strict=True)]
+        is_own = any(id(leaf) in own for leaf in leaves)
         if any(type(leaf) is Array for leaf in leaves):
             specs = [leaf.spec if type(leaf) is Array else spec for leaf, spec in zip(leaves, specs, strict=True)]
             leaves = [leaf.local if type(leaf) is Array else leaf for leaf in leaves]
@@ -161,7 +170,7 @@ class Results:
             self._scalars, self._may_repeat = scalars_among(metas), True
         elif self._may_repeat:
             self._may_repeat = False
-            plain = torch.Tensor in types and types <= {torch.Tensor, *_NUMBERS}
+            plain = torch.Tensor in types and types <= {torch.Tensor, *_NUMBERS} and not is_own
             self._kind = self._kind_of(result, treedef, leaves, metas) if plain else None
         return Outcome(treedef, leaves, metas, unchanged, self._prints(leaves, metas, check))
 
@@ -207,8 +216,8 @@ class Results:
             metas.append(about)
         return leaves, metas, unchanged
 
-    def _outputs_of(self, result: Any, raw: Any, leaves: list[Any]) -> tuple[Any, list[P]]:
-        """The results' structure without the nodes that say how leaves are cut, and the spec of each leaf."""
+    def _outputs_of(self, result: Any, raw: Any, leaves: list[Any]) -> tuple[Any, list[P | None]]:
+        """The results' structure without the nodes that say how leaves are cut, and what each leaf declares."""
         # Of the leaves themselves: classes may check what they are made of.
         nodes, outer = trees.flatten(trees.unflatten(raw, leaves), is_leaf=is_sharded)
         declared: list[P | None] = []
@@ -227,7 +236,7 @@ class Results:
                     remedy="give one P for all results, or one per result",
                 )
             ) from None
-        return treedef, [own or spec or REPLICATED for own, spec in zip(declared, specs, strict=True)]
+        return treedef, [spec if own is None else own for own, spec in zip(declared, specs, strict=True)]
 
     def _called(self, treedef: Any, index: int) -> str:
         """What a leaf is called, for messages."""

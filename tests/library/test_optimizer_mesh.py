@@ -172,7 +172,7 @@ def test_state_passes_through_steps_that_do_other_things_with_it(shared_mesh, ba
     carry, x = ((params, opt.init(params)), torch.tensor(0)), drawn(5, 200, seed=1)
     for _ in range(3):
         carry, value = step(carry, x)
-    carry = spmd(lambda carry: carry, mesh=mesh)(carry) if shard is None else carry
+    carry = spmd(lambda carry: carry, mesh=mesh)(carry)
     (found, opt_state), count = carry
     assert count.item() == 3 and value.full().isfinite()
     w = nn.Parameter(params["w"].clone())
@@ -187,6 +187,33 @@ def test_state_passes_through_steps_that_do_other_things_with_it(shared_mesh, ba
     torch.testing.assert_close(
         opt_state["state"][key]["exp_avg"].full()[:200], reference.state[w]["exp_avg"], rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("shard", ["auto", None, "data"])
+def test_steps_are_skipped_where_a_loss_is_not_finite(shared_mesh, shard):
+    """The state that is returned as it came stays cut as it is."""
+    mesh, opt = shared_mesh({"data": 2}), optimizer(optim.AdamW, shard=shard, lr=0.1)
+    params = {"w": drawn(120, 90)}
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, opt_state, batch):
+        loss, grads = value_and_grad(lambda params: ((batch @ params["w"]) ** 2).mean())(params)
+        return *(opt.step(params, grads, opt_state) if loss.isfinite() else (params, opt_state)), loss
+
+    w, x = nn.Parameter(params["w"].clone()), drawn(6, 120, seed=1)
+    reference = optim.AdamW([w], lr=0.1)
+    opt_state, bad = opt.init(params), torch.full_like(x, float("inf"))
+    for batch in (x, x, bad, bad, bad, bad, x, bad, x):
+        params, opt_state, loss = step(params, opt_state, batch)
+        assert loss.isfinite().item() == (batch is x)
+        if batch is x:
+            reference.zero_grad()
+            ((x @ w) ** 2).mean().backward()
+            reference.step()
+    torch.testing.assert_close(params["w"].full(), w.detach(), rtol=1e-4, atol=1e-4)
+    (state,) = opt_state["state"].values()
+    assert state["exp_avg"].spec == (P("data") if shard else P())
 
 
 def test_state_goes_on_at_another_number_of_ranks(shared_mesh):

@@ -499,6 +499,23 @@ def test_values_that_agree_without_being_identical(mesh):
     assert nans().full().isnan().tolist() == [True, False]
 
 
+def test_what_is_returned_as_it_came_keeps_its_own_spec(mesh):
+    x = put(torch.arange(4.0), P("data"), mesh=mesh)
+
+    def f(x, changed):
+        return {"x": x + 1 if bool(changed) else x}
+
+    either = spmd(f, mesh=mesh)
+    for _ in range(5):
+        same = either(x, torch.tensor(False))["x"]
+        assert same.spec == P("data") and same.full().tolist() == [0, 1, 2, 3]
+    for undeclared in (spmd(f, mesh=mesh), spmd(lambda x, _: {"x": x}, mesh=mesh, in_specs=(P("data"), P()))):
+        with pytest.raises(SpecError, match="should be the same on all ranks along data"):
+            undeclared(x, torch.tensor(True))
+    with pytest.raises(SpecError, match="should be the same on all ranks along data"):
+        spmd(f, mesh=mesh, out_specs=P())(x, torch.tensor(False))
+
+
 def test_check(mesh):
     def f(x, differ):
         return x + (axis_index("data") if bool(differ) else 0)
