@@ -183,7 +183,9 @@ def check(mesh, program, backend):
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program", [p if p is not moved else pytest.param(p, marks=pytest.mark.long) for p in PROGRAMS]
+)
 def test_as_in_eager_on_a_driver(shared_mesh, program, backend):
     check(shared_mesh({"data": 2}), program, backend)
 
@@ -247,14 +249,15 @@ warnings.simplefilter("ignore")
 import spmd
 from test_compile import PROGRAMS, check
 mesh = spmd.Mesh({"data": 2})
-for program in PROGRAMS:
+for program in PROGRAMS[: int(sys.argv[2])]:
     check(mesh, program, "aot_eager")
 print("equal")
 """
 
 
-def test_as_in_eager_on_launched_ranks(tmp_path):
-    code, out, err = launched(2, script(tmp_path, LAUNCHED), __file__.rpartition("/")[0])
+@pytest.mark.parametrize("programs", [2, pytest.param(len(PROGRAMS), marks=pytest.mark.long)])
+def test_as_in_eager_on_launched_ranks(tmp_path, programs):
+    code, out, err = launched(2, script(tmp_path, LAUNCHED), __file__.rpartition("/")[0], str(programs))
     assert code == 0 and out.count("equal") == 2, err
 
 
