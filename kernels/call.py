@@ -84,6 +84,18 @@ def disagreement(ranks: Sequence[int], calls: dict[int, str]) -> CollectiveMisma
     )
 
 
+def other_calls(calls: dict[int, str]) -> CollectiveMismatch:
+    """The error for ranks that are at different calls of their program, and so wait for each other; by rank."""
+    lines = "".join(f"\n  rank {rank}: {text}" for rank, text in sorted(calls.items()))
+    return CollectiveMismatch(
+        message(
+            f"ranks make different calls, and wait for each other:{lines}\n"
+            "make the same calls on all ranks, in the same order: what takes all of them (the value of an Array that "
+            "is cut, put, save) on all, and what is done with it, such as print() or torch.save(), on one"
+        )
+    )
+
+
 def absent(ranks: Sequence[int], rank: int, gone: int, what: str, site: str) -> CollectiveMismatch:
     """The error for `gone`, which has left the region while `rank` waits for its part in `what`."""
     error = CollectiveMismatch(

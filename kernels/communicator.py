@@ -124,6 +124,7 @@ class Communicator(abc.ABC):
         """Called now and then while a wait for `work` lasts: a peer that has left the region won't do its part."""
         if self._board is not None:
             self._board.set_waiting(work.what)
+            self._board.check_calls([self.ranks[rank] for rank in work.peers], lambda: f"{work.what} at {call_site()}")
         left = [rank for rank in work.peers if self._has_left(rank) and not self._took_part(rank, work)]
         if left and (len(left) == len(work.peers) or not self._is_message(work)):
             raise self._absence(left[0], work.what)

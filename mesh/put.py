@@ -175,4 +175,4 @@ def _refuse_differing(mesh: Mesh, given: Given, places: list[str]) -> None:
         what = "what put got"
         refuse_differing(gathered, what, lambda number: what + places[number], mesh.describe(), WHOLE)
 
-    launched.call(session, compare)
+    launched.call(session, compare, "put")

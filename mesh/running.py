@@ -96,7 +96,7 @@ def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]
             mine = wire.to_bytes(result, lambda obj: ("mesh",) if isinstance(obj, type(self)) else None)
         return result, self.session.comm().all_gather_bytes(mine)
 
-    result, everyone = launched.call(self.session, here)
+    result, everyone = launched.call(self.session, here, "mesh.run")
     return [result if peer == rank else wire.from_bytes(everyone[peer], lambda name: self) for peer in chosen]
 
 

@@ -40,7 +40,7 @@ class StoreWatch:
         self.lost: str | None = None  # what is said of a store that did not answer; it is not asked again
         self._debugged = False  # some rank was at the prompt of a debugger at the last look
 
-    def enter(self, region: int) -> None:
+    def enter(self, region: int, call: str = "") -> None:
         self.region = region
 
     def leave(self) -> None:
@@ -126,9 +126,9 @@ class HostArena(Arena):
     def participant(self, rank: int) -> int:
         return self.members.index(rank)
 
-    def enter(self, region: int) -> None:
-        self.beyond.enter(region)
-        super().enter(region)
+    def enter(self, region: int, call: str = "") -> None:
+        self.beyond.enter(region, call)
+        super().enter(region, call)
 
     def abort(self, text: str) -> None:
         super().abort(text)

@@ -11,14 +11,16 @@ import functools
 import mmap
 import os
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from ..call import other_calls
 from ..errors import Aborted, PeerLost, message
 from .bells import Bells
 from .pages import MAP_NORESERVE, PAGE
 
 _STATUS = PAGE  # one page per participant
 _TEXT, _REASON, _TEXT_BYTES = 128, 2048, 1920  # where a status page's texts start, and their length
+_CALLS, _CALL_BYTES = PAGE - 128, 32  # the ends of the names of the calls that the last two regions are
 _CORES, _CORES_BYTES = PAGE - 64, 64  # the cores that a participant may use, a bit each
 
 # How a rank's text begins while it waits.
@@ -49,6 +51,7 @@ class Board:
         self.bells = Bells(self.words, self.address, [self._status(each) + _BELL for each in range(size + 1)], rank)
         self.generation = self.words[_GENERATION]
         self._peers: dict[int, int] = {}  # participant -> pidfd
+        self._calls = ["", ""]
         if rank < size:
             base = self._status(rank)
             self.words[base + _PID] = os.getpid()
@@ -125,8 +128,11 @@ class Board:
         size = self.words[self._status(participant) + length]
         return bytes(self._bytes[start : start + size]).decode(errors="replace")
 
-    def enter(self, region: int) -> None:
+    def enter(self, region: int, call: str = "") -> None:
         base = self._status(self.rank)
+        if self._calls[region % 2] != call:
+            self._calls[region % 2] = call
+            self._call_at(self.rank, region)[:] = call.encode(errors="replace")[-_CALL_BYTES:].ljust(_CALL_BYTES, b"\0")
         self.words[base + _TEXT_LENGTH] = 0
         # In this order: a peer that saw the new number of a rank not yet active would take it to have left already.
         self.words[base + _ACTIVE] = 1
@@ -134,6 +140,21 @@ class Board:
 
     def leave(self) -> None:
         self.words[self._status(self.rank) + _ACTIVE] = 0
+
+    def _call_at(self, participant: int, region: int) -> memoryview:
+        start = PAGE + participant * _STATUS + _CALLS + region % 2 * _CALL_BYTES
+        return self._bytes[start : start + _CALL_BYTES]
+
+    def check_calls(self, ranks: Sequence[int], waits_in: Callable[[], str]) -> None:
+        """Raise if a rank of the mesh that this one waits for has begun another call in its place."""
+        region, active = self.region(self.rank)
+        ours = bytes(self._call_at(self.rank, region))
+        for rank in ranks:
+            peer = self.participant(rank)
+            theirs = bytes(self._call_at(peer, region))
+            if active and ours != theirs and self.region(peer) == (region, True):
+                own, other = (name.rstrip(b"\0").decode(errors="replace") for name in (ours, theirs))
+                raise other_calls({self.mesh_rank: f"{own}, waiting in {waits_in()}", rank: other})
 
     def begin_task(self) -> None:
         """Count what this rank begins to do, in a region or alone."""

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from ...kernels.call import other_calls
 from ...kernels.flat import storages
+from ...kernels.word_key import word_key
 from .. import agreement, trees
 from ..agreement import path_in
 from ..array import Array, Meta
@@ -58,7 +60,7 @@ class LaunchedCall:
         self.cuts: list[int] = []
         self._call = CompiledCall(session, mesh, program, treedef, plan)
         self._found: tuple[Any, list[agreement.Result]] | None = None
-        self._count = 0
+        self._count, self._number = 0, word_key(self._name) >> 1
         self._inputs = ReplicatedInputs(treedef, plan, program.name)
         self._metas: list[Meta] = []  # of those results that are tensors
 
@@ -80,7 +82,7 @@ class LaunchedCall:
                 theirs |= storages(leaf)
             values.append(leaf)
         try:
-            outcome = launched.call(self._session, lambda: self._run(values, specs, key, check))
+            outcome = launched.call(self._session, lambda: self._run(values, specs, key, check), self._name)
         except BaseException:
             self._call.forget()
             raise
@@ -109,10 +111,13 @@ class LaunchedCall:
         outcome = self._call(values, specs, key, check=looked)
         comm = self._session.comm()
         news = self._found is None or not outcome.unchanged
-        number = number_of(given, outcome.prints)
+        number = number_of(given, outcome.prints) ^ self._number
         # All must know whether any rank has news, or that rank would wait for the others to hear them.
         most_news, most, least = comm.all_reduced(torch.tensor([int(news), number, -number]), "max").tolist()
         if most_news or most != -least:
+            names = [data.decode() for data in comm.all_gather_bytes(self._name.encode())]
+            if len(set(names)) > 1:
+                raise other_calls(dict(enumerate(names)))
             self._inputs.compare(comm.all_gather_bytes(pickle.dumps(given)), where())
             mine = pickle.dumps((outcome.prints, outcome.encoded(self._session.where())))
             gathered = [pickle.loads(data) for data in comm.all_gather_bytes(mine)]

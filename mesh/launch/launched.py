@@ -99,14 +99,18 @@ def _write_whole_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def call(session: RankSession, body: Callable[[], Any]) -> Any:
-    """A region on a launched rank: all ranks raise what one of them raises."""
+def call(session: RankSession, body: Callable[[], Any], what: str) -> Any:
+    """A region on a launched rank: all ranks raise what one of them raises.
+
+    Args:
+        what: it is; another on another rank is an error.
+    """
     if session.foreign:
         raise forked_cannot("make a call of all ranks")
     session.regions += 1
     failed: BaseException
     try:
-        with session.region(session.regions):
+        with session.region(session.regions, what):
             return body()
     except BaseException as error:
         if session.foreign:  # a child that comes back from here: the rank itself meets the others

@@ -105,7 +105,10 @@ class LocalValues:
                 comm.all_gather(out, mine.detach().cpu())
             return out
 
-        out = launched.call(self._session, gather) if self._session.launched and current() is None else gather()
+        if self._session.launched and current() is None:
+            out = launched.call(self._session, gather, "the value of an Array")
+        else:
+            out = gather()
         if strides.is_standard(mine):
             return out
         order = tuple(mine.shape), strides.dense(mine.shape, mine.stride())

@@ -237,14 +237,16 @@ class RankSession(Owned):
             raise failure from None
 
     @contextlib.contextmanager
-    def region(self, number: int) -> Iterator[None]:
+    def region(self, number: int, call: str = "") -> Iterator[None]:
         """Tell the peers that this rank is in region `number`, so that they know whether to wait for it.
+
+        A launched rank says which call that is, since another may make another one.
 
         What goes wrong in it is told before this rank leaves: else a peer would only see that it has left.
         """
         if self.arena is not None:
             spread(self.rank, self.layout.size)
-        self.watch.enter(number)
+        self.watch.enter(number, call)
         self._begin_task()
         began = time.monotonic()
         try:

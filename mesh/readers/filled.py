@@ -111,7 +111,7 @@ def _stream_here(
         everyone = session.comm().all_gather_bytes(json.dumps(list(mine.items())).encode())
         return treedef, leaves, outputs, {v: (n, at) for each in everyone for v, (n, at) in json.loads(each)}
 
-    treedef, leaves, outputs, found = launched.call(session, read)
+    treedef, leaves, outputs, found = launched.call(session, read, "the next batch of a Stream")
     sizes = [found[v][0] for v in sorted(found)]
     if not any(sizes):
         return None, found

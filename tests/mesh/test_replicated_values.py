@@ -96,7 +96,9 @@ LAUNCHED = """
 import sys
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from spmd import CollectiveMismatch, Loader, Mesh, P, SpecError, data_parallel, fetch, put, spmd, value_and_grad
+from spmd import (
+    CollectiveMismatch, Loader, Mesh, P, SpecError, data_parallel, fetch, psum, put, save, spmd, value_and_grad
+)
 
 mesh = Mesh({"data": 2})
 check, what = sys.argv[1:]
@@ -138,9 +140,21 @@ try:
     elif what == "fetch":
         values = [put(torch.full((4,), number), P("data"), mesh=mesh) for number in range(2)]
         fetch(values if mesh.rank == 0 else values[::-1])
+    elif what in ("fetch on one", "save on one"):
+        value = put(torch.arange(4.0), P("data"), mesh=mesh)
+        if mesh.rank == 0:
+            fetch(value) if what == "fetch on one" else save(__file__ + ".saved", {"value": value})
+        step(w, {"x": torch.ones(4), "y": torch.ones(4)})
+    elif what == "functions":  # which make the same collectives, and return the same
+        def train(x): return psum(x.sum(), "data")
+        def evaluate(x): return psum(x.sum(), "data")
+        for turn in range(3):
+            for f in (train, evaluate) if mesh.rank == 0 or turn < 2 else (evaluate, train):
+                spmd(f, mesh=mesh, in_specs=P("data"))(torch.ones(4))
     print("accepted")
 except (SpecError, CollectiveMismatch) as error:
     print(turn + 1 if what == "weight" else turn if what == "late" else "", " ".join(str(error).split()))
+assert step(w, {"x": torch.ones(4), "y": torch.ones(4)})[0].item() == 0
 """
 
 
@@ -188,6 +202,20 @@ def test_launched_ranks_fetch_the_same(tmp_path):
     text = said(tmp_path, "fetch")
     assert "rank 0: all_gather int64[2] of value 0 of call 1" in text
     assert "rank 1: all_gather int64[2] of value 0 of call 2" in text
+
+
+@pytest.mark.parametrize(("what", "call"), [("fetch on one", "the value of an Array"), ("save on one", "mesh.run")])
+def test_what_takes_all_launched_ranks_is_done_on_one(tmp_path, what, call):
+    """Long before the timeout of five minutes."""
+    text = said(tmp_path, what)
+    assert text.startswith("ranks make different calls, and wait for each other:")
+    assert f"rank 0: {call}" in text and " rank 1: step" in text and ", waiting in all_" in text
+    assert "(the value of an Array that is cut, put, save) on all" in text
+
+
+def test_launched_ranks_call_different_functions(tmp_path):
+    text = said(tmp_path, "functions")
+    assert text.startswith("ranks make different calls") and "rank 0: train" in text and "rank 1: evaluate" in text
 
 
 def test_results_of_launched_ranks(tmp_path):
