@@ -335,6 +335,22 @@ def test_averages_of_parameters_cut_over_an_axis(shared_mesh, whole):
         torch.testing.assert_close(opt_state["ema"][name].full(), value)
 
 
+@pytest.mark.parametrize("cls", [optim.Adafactor, *([optim.Muon] if hasattr(optim, "Muon") else [])])
+def test_optimizers_that_need_whole_matrices_refuse_parts_of_them(shared_mesh, cls):
+    opt, params = optimizer(cls, lr=0.1), {"whole": torch.ones(2, 2), "cut": torch.ones(4, 2)}
+    specs = {"whole": P(), "cut": P("model")}
+
+    def step(params, opt_state):
+        return opt.step(params, {name: value * 0.5 for name, value in params.items()}, opt_state)
+
+    run = spmd(step, mesh=shared_mesh({"data": 2, "model": 2}), in_specs=(specs, None), out_specs=(specs, None))
+    with pytest.raises(SpecError, match=rf"{cls.__name__} .* a part of params\['cut'\] \(got \[2, 2\] of P\('model'\)"):
+        run(params, opt.init(params))
+    spmd(step, mesh=shared_mesh({"data": 2, "model": 1}), in_specs=(specs, None), out_specs=(specs, None))(
+        params, opt.init(params)
+    )
+
+
 @pytest.mark.parametrize(
     ("shard", "key", "spec"), [(None, "['w']", P(None, "model")), ("auto", "float32/model", P(("data", "model")))]
 )
