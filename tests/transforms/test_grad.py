@@ -417,6 +417,33 @@ def test_aux_that_cannot_be_averaged_is_named(shared_mesh, aux, parts):
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shards", [None, 2])
+def test_aux_of_parameters_that_are_cut_is_not_averaged_with_other_elements(shared_mesh, shards):
+    """Running statistics of channels that "model" cuts: those of "data" are averaged, those of "model" put together."""
+    mesh = shared_mesh({"data": 2, "model": 2})
+    w, running = torch.arange(1.0, 5.0), torch.zeros(4)
+    x = torch.tensor([[1.0], [2.0], [3.0], [6.0]])
+
+    def step_with(declared):
+        def loss_fn(w, running, batch):
+            h = batch * w
+            new = declared(running.lerp(h.detach().mean(0), 0.5))
+            return psum(h.sum(1).mean(), "model"), {"mean": new, "size": h.detach().mean()}
+
+        @spmd(mesh=mesh, in_specs=(P("model"), P("model"), None), out_specs={"mean": P("model"), "size": P()})
+        @data_parallel(shards=shards)
+        def step(w, running, batch):
+            return value_and_grad(loss_fn, has_aux=True)(w, running, batch)[0][1]
+
+        return step
+
+    with pytest.raises(SpecError, match=r"aux\['mean'\] would be averaged over 'model'.*Sharded.*, or pmean"):
+        step_with(lambda new: new)(w, running, x)
+    found = step_with(lambda new: Sharded(new, P("model")))(w, running, x)
+    assert found["mean"].full().tolist() == [1.5, 3.0, 4.5, 6.0] and float(found["size"]) == 7.5
+    assert step_with(lambda new: pmean(new, "model"))(w, running, x)["mean"].full().tolist() == [3.0, 4.5, 3.0, 4.5]
+
+
 def test_several_arguments_and_negative_numbers(shared_mesh):
     def f(a, b, *, c=1.0):
         return (a * b["x"]).sum() * c
