@@ -195,7 +195,7 @@ def _check_replicas(
     varying = next((leaf.varying for leaf in leaves.values() if leaf.varying is not None), None)
     apart = next((groups for groups in variants.values() if len(groups) > 1), None)
     if apart is not None:
-        axes = tuple(axis for axis in layout.names if spec is None or axis not in spec.axes)
+        axes = _axes_between(layout, apart)
         got = "; ".join(f"{ranks_text(ranks)}: {_show(leaves[ranks[0]], rank_prints, ranks[0])}" for ranks in apart)
         problem = f"{what()} should be the same on all ranks along {', '.join(axes)}, and is not"
         problem += f"; it {varying[1]}" if varying is not None else ""
@@ -206,6 +206,19 @@ def _check_replicas(
     else:
         return
     raise _differing(problem, axes, got, where, is_tensor=spec is not None)
+
+
+def _axes_between(layout: Layout, groups: list[list[int]]) -> tuple[str, ...]:
+    """The axes along which ranks that are next to each other are in different groups."""
+    found = []
+    for name in layout.names:
+        rows: dict[Any, set[int]] = {}  # ranks that differ along this axis alone: their groups
+        for number, group in enumerate(groups):
+            for rank in group:
+                rows.setdefault(tuple({**layout.coords(rank), name: 0}.values()), set()).add(number)
+        if any(len(numbers) > 1 for numbers in rows.values()):
+            found.append(name)
+    return tuple(found)
 
 
 def refuse_varying(layout: Layout, leaf: OutputMeta, what: str, where: str) -> None:

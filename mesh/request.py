@@ -111,7 +111,8 @@ class Request:
             if cut:
                 self._check_strided(index, None, cut)
             elif self.specs[index] is None:
-                self.specs[index] = P(argument.axis)
+                others = leaf.hint().spec.entries[1:] if isinstance(leaf, Array) else ()  # of a sequence, say
+                self.specs[index] = P(argument.axis, *others)
         batch = self._argument(key)
         if not lengths:
             raise SpecError(

@@ -100,7 +100,7 @@ class Sharded:
         spec: how the shards of all ranks form the global value.
 
     Raises:
-        SpecError: `spec` is no P.
+        SpecError: `spec` is no P, or `local` is `Sharded` itself.
     """
 
     __slots__ = ("local", "spec")
@@ -108,8 +108,9 @@ class Sharded:
     def __init__(self, local: Any, spec: P):
         if not isinstance(spec, P):
             raise SpecError(message("Sharded got a bad spec", got=repr(spec), expected="P(...)"))
-        self.local = local
-        self.spec = spec
+        if isinstance(local, Sharded):
+            raise SpecError(message("Sharded got a Sharded", remedy="take its .local, or leave it as it is"))
+        self.local, self.spec = local, spec
 
     def __repr__(self) -> str:
         return f"Sharded({self.local!r}, {self.spec!r})"
@@ -217,8 +218,7 @@ class Layout:
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that differ from `rank` in `axes` only, in the order of `axes` (first name major)."""
-        coords = self.coords(rank)
-        ranks = [dict(coords)]
+        ranks = [self.coords(rank)]
         for name in axes:
             ranks = [{**at, name: index} for at in ranks for index in range(self.axes[name])]
         return tuple(self.rank(at) for at in ranks)

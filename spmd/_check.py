@@ -21,6 +21,7 @@ from .kernels.errors import SpecError, message
 from .kernels.torch_private import FakeTensors, PretendedNumbers
 from .mesh import trees
 from .mesh.agreement import OutputMeta, path_in, refuse_varying
+from .mesh.ambient import ambient
 from .mesh.array import Array, meta
 from .mesh.program import CompiledCall
 from .mesh.put import is_array
@@ -113,7 +114,7 @@ def _keep_specs(wanted: Request, leaves: Sequence[Any]) -> None:
 
 def _run(step: Spmd, mesh: Any, wanted: Request, rank: int, fakes: FakeTensors) -> Any:
     session = PlannedSession(mesh.layout, rank, mesh.describe())
-    call = CompiledCall(session, mesh, step.program, wanted.treedef, wanted.plan(None))
+    call = CompiledCall(session, mesh, step.program, wanted.treedef, wanted.plan(ambient()))
     with warnings.catch_warnings(), _quiet(), fakes, PretendedNumbers():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # where memory may be shared
         outcome = call(wanted.leaves, [], (0, "check"), check=Check.TYPES)

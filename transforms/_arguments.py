@@ -2,12 +2,14 @@
 
 A leaf that is known to be the same along an axis (it came in replicated, it was `psum`med) has one gradient there,
 the sum of all ranks'; a leaf that is sharded along it has its own on each rank. A leaf made in the region, of which
-nothing is known, counts as the same where its bits agree.
+nothing is known, counts as the same where its bits agree; on a call that is followed it is refused if it may do so by
+chance, as a rank's part of a bias does that is still zero.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,8 +18,8 @@ from ..kernels.call import labelled
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
 from ..mesh.array import Array
-from ..mesh.region import Region
-from ..mesh.replication.net import differ_over
+from ..mesh.region import Region, planned_session
+from ..mesh.replication.net import active, differ_over
 from ..mesh.replication.values import digest
 from ..mesh.spec import Sharded, is_sharded
 from ..mesh.strides import is_frozen
@@ -73,6 +75,7 @@ def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tupl
     if unknown and region is not None:
         with labelled(declared_here.keys):
             _compare(unknown, region, over)
+        _check_agreement(unknown, region, lambda: dict(zip(map(id, arguments), trees.paths(chosen), strict=True)))
     return arguments, treedef
 
 
@@ -146,3 +149,30 @@ def _compare(unknown: list[Argument], region: Region, over: tuple[str, ...]) -> 
             part = slice(16 * index, 16 * index + 16)
             if any(other[part] != mine[part] for other in everyone):
                 argument.reduce = tuple(axis for axis in argument.reduce if axis != name)
+
+
+def _check_agreement(unknown: list[Argument], region: Region, paths: Callable[[], dict[int, str]]) -> None:
+    """Refuse a leaf that agrees between ranks, and is computed of what differs, where that is followed.
+
+    Args:
+        paths: gives the path of each argument, by its id.
+    """
+    net = active()
+    if net is None:
+        return
+    for argument in unknown:
+        found = net.of(argument.leaf)
+        by_chance = tuple(name for name in argument.reduce if name in found.axes) if argument.leaf.numel() else ()
+        if by_chance and planned_session() is not None:  # there are no values: they will differ
+            argument.reduce = tuple(name for name in argument.reduce if name not in found.axes)
+        elif by_chance:
+            name, (_, why) = by_chance[0], net.uncovered(argument.leaf, frozenset()) or ((), "")
+            raise SpecError(
+                message(
+                    f"grad can't tell whether a leaf is each rank's own part or the same on all along {name!r}: "
+                    f"its values agree, and it {why}",
+                    got=f"argument {paths()[id(argument)]}, {list(argument.leaf.shape)}",
+                    where=region.session.where(),
+                    remedy=f'write Sharded(x, P("{name}")) for a part, and pmean(x, "{name}") for what is the same',
+                )
+            )

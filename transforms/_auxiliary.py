@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,15 @@ import torch
 from torch import Tensor
 
 from ..kernels.errors import SpecError, message
+from ..kernels.torch_private import without_torch_function
 from ..mesh import trees
 from ..mesh.failure import ranks_text
 from ..mesh.put import as_tensor
 from ..mesh.region import Region, planned_session
-from ..mesh.replication.net import active, differs_over
+from ..mesh.replication.net import Net, active, differs_over
 from ..mesh.replication.values import digest
-from ._arguments import declared_axes, is_inexact
+from ._arguments import Argument, declared_axes, is_inexact
+from ._plan import current_plan
 
 
 @dataclasses.dataclass(slots=True)
@@ -91,6 +94,40 @@ class Auxiliary:
         ).encode()
         raise self._disagreement([json.loads(text) for text in comm.all_gather_bytes(mine)], comm.ranks, region)
 
+    def check_parts(self, region: Region | None, arguments: Sequence[Argument] = ()) -> None:
+        """Refuse to average over an axis that cuts parameters what has other elements of them on each rank there.
+
+        Running statistics of channels that are cut, say. Of samples that an axis cuts the mean is meant; and a single
+        number may be one of elements.
+
+        Args:
+            arguments: what is differentiated by, for a step that is not `data_parallel`.
+        """
+        net, plan = active(), current_plan()
+        if net is None or region is None:
+            return
+        with net.pause(), without_torch_function():  # which virtual shards follow the whole batch with
+            trained = {item for argument in arguments for item in _origins(net, argument.leaf)}
+            samples = {item for leaf in plan.batch for item in _origins(net, leaf)}
+            for index, (leaf, axes) in enumerate(zip(self.leaves, self.over, strict=True)):
+                for name, origin in _origins(net, leaf):
+                    # In a train step also of arguments that are none: over other axes than its own no samples differ.
+                    others = plan.samples and name not in plan.samples and (name, origin) not in samples
+                    cut = (name, origin) in trained or (others and origin.startswith("argument"))
+                    if cut and axes and name in axes and leaf.numel() > 1:
+                        raise self._averaged_parts(index, name, origin, region)
+
+    def _averaged_parts(self, index: int, name: str, origin: str, region: Region) -> SpecError:
+        return SpecError(
+            message(
+                f"aux{self._paths()[index]} would be averaged over {name!r}, where each rank has a part of its own: it "
+                f"comes of {origin}, which is cut over {name!r}",
+                got=shown(self.leaves[index]),
+                where=region.session.where(),
+                remedy=f'return Sharded(value, P("{name}")), or pmean it over {name!r} if you mean that',
+            )
+        )
+
     def _check_types(self, region: Region, over: tuple[str, ...]) -> None:
         """Refuse what is no float and is computed of what differs, where that is followed: it may agree by chance."""
         net = active()
@@ -138,6 +175,11 @@ class Auxiliary:
                     )
                 )
         return SpecError(message("aux has another structure on some ranks", where=region.session.where()))
+
+
+def _origins(net: Net, leaf: Any) -> list[tuple[str, str]]:
+    """The axes along which a tensor may differ, each with what made it so first."""
+    return list(net.of(leaf).origins.items()) if isinstance(leaf, Tensor) else []
 
 
 NO_AUX = Auxiliary([], trees.flatten(())[1], [], [])

@@ -131,6 +131,7 @@ def outermost(f: Evaluated) -> Solution:
         for leaf, axes in zip(f.aux.leaves, f.aux.over, strict=True)
     ]
     sums.open(alone=not f.collectives.end)
+    f.aux.check_parts(call.region, call.arguments)
     f.aux.check(call.region, call.over)
     # On a rank without samples too: reductions begin as leaves are filled in, and so in the same order on all ranks.
     sums.fill(value_slot, f.contribution(f.value.detach(), call.over, f.share))
@@ -200,6 +201,7 @@ def _in_place(f: Evaluated, sums: Sums, ends: list[Tensor], primals: Primals, ha
 def within_a_graph(f: Evaluated) -> Solution:
     """The same, with a result that can be differentiated in turn."""
     call = f.call
+    f.aux.check_parts(call.region, call.arguments)
     f.aux.check(call.region, call.over)
     primals = [argument.primal for argument in call.arguments if argument.primal is not None]
     ends = f.ends()

@@ -23,6 +23,7 @@ from ..kernels.errors import SpecError, message
 from ..kernels.torch_private import in_torch_func
 from ..mesh import trees
 from ..mesh.region import Region, current, note_differentiated
+from ..mesh.replication.net import active
 from ..mesh.spec import is_sharded
 from ..mesh.strides import is_frozen
 from . import _empty_shards
@@ -33,6 +34,7 @@ from ._named_axes import check_axis, refuse_recording
 from ._plan import Plan, plan_of
 from ._tokens import in_gradient
 from .exact import gradient as _exact
+from .first_call import left_out
 
 
 def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False, axes: Any = None) -> Callable:
@@ -46,7 +48,8 @@ def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = Fal
         argnums: which positional arguments to differentiate by.
         has_aux: `f` also returns auxiliary values, whose floating-point leaves are averaged over samples. What has a
             row for each sample can't be: return `Sharded(logits, P("data"))`, or reduce it.
-        axes: the mesh axes of the mean: None for all, a name, a tuple of names; () is the purely local gradient.
+        axes: the mesh axes of the mean: None for all, a name, a tuple of names; () is the purely local gradient. If
+            `f` communicates over an axis that is left out, the gradient is that of the sum over it.
 
     Returns:
         A function that returns the gradient (a tuple for a tuple `argnums`), with the structure, shapes and dtypes of
@@ -162,7 +165,7 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     for number, primal in zip(chosen, primals, strict=True):
         full[number] = primal
     call = Call(f, name, has_aux, full, kwargs, arguments, declared.keys, region, plan, over, nested)
-    value, gradients, aux = strategy.solve(call)
+    value, gradients, aux = strategy.solve(call) if active() is None else left_out.solve(strategy, call)
     found = trees.unflatten(treedef, gradients)
     return value, found[0] if isinstance(argnums, int) else found, aux
 

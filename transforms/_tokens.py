@@ -31,13 +31,15 @@ class _State:
     """The newest token of a thread's chain (None outside of one), and how many collectives it has started.
 
     `order` is that of its last compiled collective outside of a chain, which keeps those in order that come after it.
+    `crossed`, unless nobody asks, are the axes that collectives were differentiated over.
     """
 
-    __slots__ = ("afterwards", "count", "order", "token")
+    __slots__ = ("afterwards", "count", "crossed", "order", "token")
 
     def __init__(self) -> None:
         self.token: Tensor | None = None
         self.order: Tensor | None = None
+        self.crossed: set[str] | None = None
         self.count = 0
         self.afterwards: list[Callable[[], None]] = []  # to be called when the outermost gradient is done
 
@@ -155,6 +157,9 @@ def run(operation: Operation, x: Tensor) -> Tensor:
         # torch needs 20 us to find out that it has nothing to record.
         return _forward(operation, x.detach())
     result, new_token = _Apply.apply(x, token, operation)
+    region = None if here.crossed is None else current()
+    if here.crossed is not None and region is not None and x.requires_grad:
+        here.crossed.update(region.session.layout.axes_of(operation.comm.ranks))
     if token is not None:
         here.token = new_token
     return result

@@ -1,4 +1,7 @@
-"""An exponential moving average of the parameters, kept beside the state of any optimizer."""
+"""An exponential moving average of the parameters, kept beside the state of any optimizer.
+
+Invariant: the average of a parameter that is cut is cut as it is, and says so.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._spmd import spmd
 from ..kernels.arguments import is_number
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
 from ..mesh.array import Array
+from ..mesh.region import current
+from ..mesh.spec import Sharded, is_sharded
+from .leaves import layout_of, localized
 from .optimizer import Optimizer
 
 
@@ -32,7 +39,8 @@ def ema(opt: Optimizer, decay: float = 0.999) -> Optimizer:
 
     Returns:
         An `Optimizer` whose state is that of `opt` with one entry more: a tree like the parameters, which starts as
-        their copy. Leaves that are no floating-point tensors are in it as they are.
+        their copy. Leaves that are no floating-point tensors are in it as they are. In a step, the averages of
+        parameters that are cut are `Sharded`, as the rest of their state is.
 
     Raises:
         SpecError: `decay` is no number from 0 to 1; later, as `opt`.
@@ -46,7 +54,7 @@ def ema(opt: Optimizer, decay: float = 0.999) -> Optimizer:
         raise SpecError(message("ema got an unexpected argument 'decay'", got=repr(decay), expected="a number, 0 to 1"))
 
     def init(params: Any) -> dict[str, Any]:
-        return {**opt.init(params), "ema": trees.map(_copied, params)}
+        return {**opt.init(params), "ema": _copies(params)}
 
     @torch.no_grad()
     def step(params: Any, grads: Any, opt_state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -54,18 +62,34 @@ def ema(opt: Optimizer, decay: float = 0.999) -> Optimizer:
             expected, remedy = "the state of an optimizer in ema(...)", "pass what its init or step returned"
             raise SpecError(message("opt_state has no 'ema'", expected=expected, remedy=remedy))
         params, new_state = opt.step(params, grads, opt_state)
-        average = trees.map(lambda old, new: _averaged(old, new, decay), opt_state["ema"], params)
+        before = trees.map(lambda node: node.local if is_sharded(node) else node, opt_state["ema"], is_leaf=is_sharded)
+        average = trees.map(lambda old, new: _averaged(old, new, decay), before, params)
         return params, {**new_state, "ema": average}
 
     return Optimizer(init, step)
 
 
+def _copies(params: Any) -> Any:
+    """A tree of copies, where the parameters are: those of ones that are cut are made on the ranks."""
+    cut = [leaf for leaf in trees.leaves(params) if isinstance(leaf, Array) and leaf.spec.entries]
+    if cut and current() is None:
+        return spmd(_copies, mesh=cut[0].mesh)(params)
+    return trees.map(_copied, params)
+
+
 def _copied(leaf: Any) -> Any:
     leaf = leaf.full() if isinstance(leaf, Array) else leaf
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+    return _declared(leaf.detach().clone(), leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _averaged(old: Any, new: Any, decay: float) -> Any:
     if not isinstance(new, Tensor) or not (new.is_floating_point() or new.is_complex()):
         return new
-    return torch.lerp(old, new, float(1 - decay))
+    own = localized({"ema": old}, new, layout_of(new))["ema"]  # also of one that was given whole
+    return _declared(torch.lerp(own, new, float(1 - decay)), new)
+
+
+def _declared(average: Tensor, param: Tensor) -> Any:
+    """An average of a parameter that is cut, cut so: a step's results are otherwise taken for replicated."""
+    spec = layout_of(param)
+    return Sharded(average, spec) if current() is not None and spec.entries else average

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..kernels.errors import SpecError, message
 from ..mesh.region import current
 from ..mesh.spec import P, Sharded
 
@@ -59,3 +60,23 @@ def localized(own: State, param: Tensor, spec: P) -> State:
             value = region.session.layout.cut(value, spec, region.session.rank)
         local[name] = value
     return local
+
+
+def refuse_cut(cls: type, reason: str, params: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse parameters that are cut, with their paths: a step that mixes a parameter's elements needs all of them."""
+    region = current()
+    if region is None:
+        return
+    sizes = region.session.layout.axes
+    for path, param in params:
+        spec = layout_of(param)
+        if any(sizes[name] > 1 for name in spec.axes):
+            raise SpecError(
+                message(
+                    f"{cls.__name__} {reason}, and each rank has only a part of params{path}",
+                    got=f"{list(param.shape)} of {spec}",
+                    where=region.session.where(),
+                    remedy="all_gather the parameter and its gradient first, or take an optimizer that treats every "
+                    "element alike, such as AdamW",
+                )
+            )

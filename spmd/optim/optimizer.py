@@ -28,7 +28,7 @@ from . import groups as grouping
 from .engine import Engine
 from .given import Kinds, is_trainable, paths, settle
 from .groups import Groups
-from .leaves import Leaf
+from .leaves import Leaf, refuse_cut
 from .schedule import Schedule
 from .slices import Axis
 from .update import create, update
@@ -130,7 +130,15 @@ def optimizer(
     if clip is not None:
         clipping.check(clip)
     scheduled = None if schedule is None else Schedule(schedule, starts, owned)
-    recipe = Recipe(engines, shard, tuple(which for which, _ in chosen), tuple(map(tuple, owned)), scheduled, clip)
+    recipe = Recipe(
+        engines,
+        shard,
+        tuple(which for which, _ in chosen),
+        tuple(map(tuple, owned)),
+        scheduled,
+        clip,
+        parts.mixing(cls),
+    )
     return Optimizer(functools.partial(_init, recipe), functools.partial(_step, recipe))
 
 
@@ -142,6 +150,7 @@ class Recipe:
         engines: of each group; the first is for what is in none of `groups`.
         groups: what names the parameters of each of the others.
         owned: of each group the hyper-parameters that are its own.
+        mixing: how the class mixes elements of one parameter, if it is known to.
         kinds: of the steps that there were.
     """
 
@@ -151,6 +160,7 @@ class Recipe:
     owned: tuple[tuple[str, ...], ...]
     schedule: Schedule | None
     clip: float | None
+    mixing: str | None
     kinds: Kinds = dataclasses.field(default_factory=Kinds)
 
 
@@ -189,6 +199,9 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     leaves, treedef = trees.flatten(params)
     state, hypers, count = _read(recipe, opt_state)
     step = settle(recipe.kinds, recipe.shard, recipe.groups, (leaves, treedef), grads, state)
+    if recipe.mixing is not None:
+        named = paths(treedef)
+        refuse_cut(recipe.engines[0].cls, recipe.mixing, ((named[i], leaves[i]) for i in step.known.indexes))
     donation.spare_repeated(step.params)
     now = hypers if count is None or recipe.schedule is None else recipe.schedule.at(int(count), hypers)
     scale = None if recipe.clip is None else clipping.scale_of(recipe.clip, step.params, step.grads)

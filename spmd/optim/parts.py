@@ -54,6 +54,12 @@ def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
     return cls.__module__.startswith("torch.optim") and _refusal(cls) is None
 
 
+def mixing(cls: type[torch.optim.Optimizer]) -> str | None:
+    """How a class of torch's is known to mix elements of one parameter; None for all others."""
+    reason = _refusal(cls)
+    return None if reason == REFUSED["SparseAdam"] else reason
+
+
 def _refusal(cls: type[torch.optim.Optimizer]) -> str | None:
     bases = (base.__name__ for base in cls.__mro__ if base.__module__.startswith("torch.optim"))
     return next((REFUSED[name] for name in bases if name in REFUSED), None)

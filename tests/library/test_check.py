@@ -146,6 +146,18 @@ def test_a_step_with_tensors_of_its_own_and_aux():
         check(data_parallel(step, shards=4), {"data": 2}, params, buffers, batch)
 
 
+def test_settings_of_torch_hold_in_it():
+    """As they do in a call."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            made, product = check(spmd(lambda x: (torch.zeros(2), x @ x)), HUGE, meta(3, 3))
+    finally:
+        torch.set_default_dtype(before)
+    assert (made.dtype, product.dtype) == (torch.float64, torch.bfloat16)
+
+
 def test_arrays_keep_their_specs(shared_mesh):
     """What lives cut on a mesh is cut in the check as well, at the sizes that are asked for."""
     x = put(torch.ones(8, 3), P("data"), mesh=shared_mesh({"data": 2}))

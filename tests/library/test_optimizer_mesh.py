@@ -17,6 +17,7 @@ from spmd import (
     SpecError,
     axis_index,
     data_parallel,
+    ema,
     functional,
     grad,
     optimizer,
@@ -333,6 +334,48 @@ def test_parameters_cut_over_an_axis(shared_mesh, backend, shard, cls, hyper):
         else:
             slices = [leaf for leaf in arrays(opt_state["state"]) if leaf.shape]
             assert slices and all(leaf.spec.entries for leaf in slices)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_averages_of_parameters_cut_over_an_axis(shared_mesh, whole):
+    """They are cut as their parameters are, be it that `init` was given these cut or whole."""
+    mesh, opt = shared_mesh({"data": 2, "model": 2}), ema(optimizer(optim.SGD, lr=0.1), 0.5)
+
+    def step(params, opt_state, batch):
+        grads = grad(lambda p: tensor_parallel_loss(p, batch, lambda h: psum(h, "model")))(params)
+        params, opt_state = opt.step(params, grads, opt_state)
+        return opt.step(params, grads, opt_state)  # of averages that a step has declared
+
+    params = put(tensor_parallel_params(), SPECS, mesh=mesh)
+    batch = {"x": drawn(8, 5, seed=4), "y": drawn(8, 3, seed=5)}
+    opt_state = opt.init(tensor_parallel_params() if whole else params)
+    assert whole or {name: value.spec for name, value in opt_state["ema"].items()} == SPECS
+    alone, alone_state = tensor_parallel_params(), opt.init(tensor_parallel_params())
+    run = spmd(data_parallel(step), mesh=mesh, out_specs=(SPECS, None))
+    for _ in range(2):
+        params, opt_state = run(params, opt_state, batch)
+        grads = grad(lambda p: tensor_parallel_loss(p, batch, lambda h: h))(alone)
+        for _ in range(2):
+            alone, alone_state = opt.step(alone, grads, alone_state)
+    for name, value in alone_state["ema"].items():
+        assert opt_state["ema"][name].spec == SPECS[name]
+        torch.testing.assert_close(opt_state["ema"][name].full(), value)
+
+
+@pytest.mark.parametrize("cls", [optim.Adafactor, *([optim.Muon] if hasattr(optim, "Muon") else [])])
+def test_optimizers_that_need_whole_matrices_refuse_parts_of_them(shared_mesh, cls):
+    opt, params = optimizer(cls, lr=0.1), {"whole": torch.ones(2, 2), "cut": torch.ones(4, 2)}
+    specs = {"whole": P(), "cut": P("model")}
+
+    def step(params, opt_state):
+        return opt.step(params, {name: value * 0.5 for name, value in params.items()}, opt_state)
+
+    run = spmd(step, mesh=shared_mesh({"data": 2, "model": 2}), in_specs=(specs, None), out_specs=(specs, None))
+    with pytest.raises(SpecError, match=rf"{cls.__name__} .* a part of params\['cut'\] \(got \[2, 2\] of P\('model'\)"):
+        run(params, opt.init(params))
+    spmd(step, mesh=shared_mesh({"data": 2, "model": 1}), in_specs=(specs, None), out_specs=(specs, None))(
+        params, opt.init(params)
+    )
 
 
 @pytest.mark.parametrize(

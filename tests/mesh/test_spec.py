@@ -64,6 +64,8 @@ def test_sharded_is_a_node_of_trees():
     assert repr(Sharded(1, P("data"))) == "Sharded(1, P('data'))"
     with pytest.raises(SpecError, match=r"Sharded got a bad spec \(expected P\(...\), got 'data'\)"):
         Sharded(torch.ones(2), "data")
+    with pytest.raises(SpecError, match=r"Sharded got a Sharded: take its \.local"):
+        Sharded(Sharded(torch.ones(2), P("data")), P("data"))
     assert optree.tree_leaves(node) == [node]  # in our namespace only
 
 

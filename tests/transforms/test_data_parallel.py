@@ -636,6 +636,24 @@ def test_on_a_mesh_of_data_and_model(shared_mesh):
         assert_close({"value": value, **found}, {"value": wanted_value, **wanted}, 1e-12)
 
 
+def test_a_batch_stays_cut_along_its_other_dimensions(shared_mesh):
+    """A sequence over "model", as `put` has cut it, beside targets that come whole."""
+    mesh, x, y = shared_mesh({"data": 2, "model": 2}), drawn(4, 6), drawn(4, seed=1)
+
+    def loss_fn(w, batch, add=lambda partial: partial):
+        return (add((batch["x"] * w).sum(1)) - batch["y"]).square().mean()
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(w, batch):
+        return value_and_grad(lambda w: loss_fn(w, batch, lambda partial: psum(partial, "model")))(w)
+
+    w, expected = torch.tensor(0.5), value_and_grad(loss_fn)(torch.tensor(0.5), {"x": x, "y": y})
+    for given in (put(x, P(None, "model"), mesh=mesh), put(x, P("data", "model"), mesh=mesh)):
+        for found, value in zip(step(w, {"x": given, "y": y}), expected, strict=True):
+            torch.testing.assert_close(found.full(), value)
+
+
 def test_results_that_are_local_are_told_apart(shared_mesh):
     mesh = shared_mesh({"data": 2})
 

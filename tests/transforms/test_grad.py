@@ -2,6 +2,7 @@ import concurrent.futures
 import doctest
 import functools
 import sys
+import warnings
 
 import cloudpickle
 import numpy as np
@@ -416,6 +417,33 @@ def test_aux_that_cannot_be_averaged_is_named(shared_mesh, aux, parts):
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shards", [None, 2])
+def test_aux_of_parameters_that_are_cut_is_not_averaged_with_other_elements(shared_mesh, shards):
+    """Running statistics of channels that "model" cuts: those of "data" are averaged, those of "model" put together."""
+    mesh = shared_mesh({"data": 2, "model": 2})
+    w, running = torch.arange(1.0, 5.0), torch.zeros(4)
+    x = torch.tensor([[1.0], [2.0], [3.0], [6.0]])
+
+    def step_with(declared):
+        def loss_fn(w, running, batch):
+            h = batch * w
+            new = declared(running.lerp(h.detach().mean(0), 0.5))
+            return psum(h.sum(1).mean(), "model"), {"mean": new, "size": h.detach().mean()}
+
+        @spmd(mesh=mesh, in_specs=(P("model"), P("model"), None), out_specs={"mean": P("model"), "size": P()})
+        @data_parallel(shards=shards)
+        def step(w, running, batch):
+            return value_and_grad(loss_fn, has_aux=True)(w, running, batch)[0][1]
+
+        return step
+
+    with pytest.raises(SpecError, match=r"aux\['mean'\] would be averaged over 'model'.*Sharded.*, or pmean"):
+        step_with(lambda new: new)(w, running, x)
+    found = step_with(lambda new: Sharded(new, P("model")))(w, running, x)
+    assert found["mean"].full().tolist() == [1.5, 3.0, 4.5, 6.0] and float(found["size"]) == 7.5
+    assert step_with(lambda new: pmean(new, "model"))(w, running, x)["mean"].full().tolist() == [3.0, 4.5, 3.0, 4.5]
+
+
 def test_several_arguments_and_negative_numbers(shared_mesh):
     def f(a, b, *, c=1.0):
         return (a * b["x"]).sum() * c
@@ -568,6 +596,27 @@ def test_leaves_computed_in_the_region_are_replicas_if_their_bits_agree(shared_m
     assert shared_mesh({"data": 2}).run(body) == [[8.0, 1.5, 4.0], [8.0, 2.5, 4.0]]
 
 
+def test_a_part_that_agrees_by_chance_is_refused(shared_mesh):
+    """Each rank's columns of a weight, and its part of a bias that is zero: whose gradient must not be summed."""
+    x, weights = torch.ones(2, 3), {"w": torch.arange(12.0).view(3, 4), "b": torch.zeros(4)}
+
+    def loss(params):
+        return psum((x @ params["w"] + params["b"]).square().mean(), "data") / 2
+
+    def body(weights, declare):
+        columns = slice(2 * axis_index("data"), 2 * axis_index("data") + 2)
+        mine = {"w": weights["w"][:, columns], "b": weights["b"][columns]}
+        return grad(loss)({**mine, "b": Sharded(mine["b"], P("data"))} if declare else mine)["b"]
+
+    step = spmd(body, mesh=shared_mesh({"data": 2}))
+    with pytest.raises(
+        SpecError, match=r"the same on all along 'data'.*comes of axis_index.*\['b'\], \[2\].*Sharded\("
+    ):
+        step(weights, False)
+    expected = grad(lambda p: (x @ p["w"] + p["b"]).square().mean())(weights)["b"]
+    assert step(weights, True).full().tolist() == expected.tolist()
+
+
 def test_a_replica_changed_in_place_is_none_any_more(shared_mesh):
     def body():
         total = psum(torch.ones(()), "data")
@@ -617,6 +666,32 @@ def test_axes_choose_the_mean(shared_mesh):
     ]
     with pytest.raises(SpecError, match="grad got an unknown"):
         shared_mesh({"data": 2}).run(lambda: grad(lambda w: w * 1, axes="model")(torch.ones(())))
+
+
+@pytest.mark.parametrize("axes", [None, "data", ()], ids=str)
+def test_a_mean_that_leaves_out_an_axis_that_is_communicated_over(shared_mesh, axes):
+    """A tensor-parallel weight gets the gradient of the sum over "model", what is added behind the psum does not."""
+
+    def loss_fn(params, x):
+        return (psum(x * params["cut"], "model") + params["whole"]).sum()
+
+    def body(params, x):
+        found = grad(loss_fn, axes=axes)(params, x)
+        return {"cut": Sharded(found["cut"], P("model")), "whole": pmean(found["whole"], ("data", "model"))}
+
+    params, x = {"cut": torch.tensor([2.0, 3.0]), "whole": torch.tensor(0.0)}, torch.tensor([5.0, 7.0])
+    step = spmd(
+        body, mesh=shared_mesh({"data": 2, "model": 2}), in_specs=({"cut": P("model"), "whole": P()}, P("model"))
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = step(params, x)
+    texts = [str(one.message) for one in caught if "leaves out: the gradient is" in str(one.message)]
+    if axes is None:
+        assert not texts and found["cut"].full().tolist() == [5.0, 7.0] and float(found["whole"]) == 1.0
+    else:
+        assert len(texts) == 1 and "loss_fn communicates over 'model'" in texts[0]
+        assert found["cut"].full().tolist() == [10.0, 14.0] and float(found["whole"]) == 1.0
 
 
 def test_a_gradient_over_one_axis_is_not_the_same_along_the_other(shared_mesh):

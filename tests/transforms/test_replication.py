@@ -81,6 +81,14 @@ def test_where_values_differ_both_are_said(mesh):
     assert "rank 0: 1.0; rank 1: 5.0" in str(caught.value)
 
 
+def test_only_axes_that_values_differ_along_are_named(square):
+    x = torch.arange(4.0)
+    with pytest.raises(SpecError, match=r"on all ranks along model, and is not.*psum or pmean it over 'model'"):
+        spmd(lambda x: x.sum(), mesh=square, in_specs=P("model"))(x)
+    with pytest.raises(SpecError, match=r"on all ranks along data, model, and is not.*ranks 0, 3: 0.0; ranks 1-2: 1.0"):
+        spmd(lambda: (axis_index("data") + axis_index("model")) % 2 * torch.ones(()), mesh=square)()
+
+
 def test_never_checks_nothing(mesh):
     assert accepted(mesh, lambda x: x.sum(), ONES, check="never").item() == 8
 

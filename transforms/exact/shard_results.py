@@ -131,6 +131,7 @@ class Results:
                             remedy="give it one, or return a float, which is averaged",
                         )
                     )
+        made.check_parts(self._region)
         # Carried and cut leaves may differ; `check` compares what is averaged, and what must agree.
         kept = [() if its.dim is not None or its.carry is not None else its.axes for its in self._leaves]
         Auxiliary(made.leaves, made.treedef, kept, made.numbers).check(self._region, self._over)

@@ -1,0 +1,43 @@
+"""Axes that a gradient's mean leaves out, though its function communicates over them.
+
+With `axes="data"` each rank's backward pass begins with its share along "data". What a `psum` over "model" then gives
+back is the derivative of all the values along "model", one for each rank: their sum. A tensor-parallel weight gets a
+gradient that is as many times too large as "model" has ranks, and what is added behind the `psum` does not.
+"""
+
+from __future__ import annotations
+
+from ...kernels.callsite import warn
+from ...kernels.errors import message
+from .._call import Call, Solution, Strategy
+from .._tokens import state
+
+
+def solve(strategy: Strategy, call: Call) -> Solution:
+    """`strategy.solve`, with a warning of axes that are left out; for calls that are followed."""
+    here = state()
+    outer, here.crossed = here.crossed, set()
+    try:
+        solution = strategy.solve(call)
+    finally:
+        crossed, here.crossed = here.crossed, outer
+        if outer is not None:
+            outer |= crossed
+    region = call.region
+    if region is None or region.session.rank != 0:
+        return solution
+    left_out = [name for name in region.session.layout.names if name in crossed and name not in call.over]
+    if left_out:
+        names = ", ".join(map(repr, left_out))
+        warn(
+            message(
+                f"{call.name} communicates over {names}, which the mean that is differentiated leaves out: the "
+                f"gradient is that of the sum over {names} of the ranks' values",
+                got=f"axes={call.over!r}",
+                where=call.where,
+                remedy="leave out axes= for the mean over all ranks, which is the value itself where these have the "
+                "same; if you mean the sum, "
+                'warnings.filterwarnings("ignore", ".*which the mean that is differentiated leaves out")',
+            )
+        )
+    return solution
