@@ -25,11 +25,13 @@ class Deal:
     Attributes:
         sizes: of the virtual shards, where they are other than dealing one by one makes them; of a batch without
             shards, those of the virtual streams where some rank has no samples.
+        source: what the batches of the `Loader` depend on besides the dataset, in words.
     """
 
     position: tuple[int, int]
     shards: int | None = None
     sizes: tuple[int, ...] | None = None
+    source: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

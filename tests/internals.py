@@ -194,12 +194,19 @@ def newcomers_of(mesh: Any) -> list[int]:
     return [] if ranks is None else [rank.pid for rank in ranks.all]
 
 
+def newcomers_class() -> type:
+    """What starts the new ranks of a resize, and ends them."""
+    from spmd.mesh.resizing.newcomers import Newcomers
+
+    return Newcomers
+
+
 def newcomers_bytes(mesh: Any) -> int | None:
     """The shared memory that the ranks of a resize under way have at hand, once they are ready."""
     import os
 
     resizing = mesh.driver.resizing
-    ready = not resizing._thread.is_alive()
+    ready = resizing._prepared.is_set()
     return os.fstat(resizing._newcomers.ranks._arena_fd).st_blocks * 512 if ready else None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...kernels.errors import SpecError, message
+from ..batch import Deal
 from ..failure import ranks_text
 from ..replication.values import same_bytes, shown, tensor_print
 
@@ -52,6 +53,28 @@ def refuse_differing(
         if any(other != kind or not same_bytes(printed, its, shape) for other, its in theirs):
             got = "; ".join(f"{ranks_text([rank])}: {_show(*one)}" for rank, one in enumerate(theirs))
             raise _differ(leaf(number), got, where, remedy)
+
+
+def refuse_other_batches(gathered: Sequence[bytes], name: str, where: str) -> None:
+    """Refuse a batch of which the ranks have parts that do not belong together.
+
+    Args:
+        gathered: how a `Loader` dealt each rank's part, a pickled `Deal`, or None.
+        name: of what is called.
+    """
+    deals: list[Deal | None] = [pickle.loads(data) for data in gathered]
+    told = [None if deal is None else (deal.position, deal.source) for deal in deals]
+    if len(set(told)) > 1:
+        got = "; ".join(f"{ranks_text([rank])}: {_show_batch(one)}" for rank, one in enumerate(deals))
+        remedy = (
+            "give every rank's Loader the same arguments and a dataset of the same length, and have all ranks load or "
+            "restore its position, and iterate over it"
+        )
+        raise _differ(f"the batch of {name}", got, where, remedy)
+
+
+def _show_batch(deal: Deal | None) -> str:
+    return "of no Loader" if deal is None else "epoch {}, step {} of Loader({})".format(*deal.position, deal.source)
 
 
 def _differ(what: str, got: str, where: str, remedy: str) -> SpecError:

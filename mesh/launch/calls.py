@@ -11,6 +11,7 @@ import functools
 import hashlib
 import operator
 import pickle
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from ...kernels.word_key import word_key
 from .. import agreement, trees
 from ..agreement import path_in
 from ..array import Array, Meta
+from ..batch import Deal
 from ..program import CompiledCall, InputPlan, Outcome, Program, describe_path
 from ..rank.local_values import LocalValues
 from ..rank.session import RankSession
@@ -30,7 +32,7 @@ from ..request import Span, passable
 from ..run_state import Call
 from ..strides import frozen_as
 from . import launched
-from .alike import SEED, Given, given_tensor, refuse_differing
+from .alike import SEED, Given, given_tensor, refuse_differing, refuse_other_batches
 
 # What is compared of values that are no tensors; of an object nobody knows whether it should be the same.
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
@@ -72,6 +74,7 @@ class LaunchedCall:
         values: list[Any] = []
         specs = []
         theirs: set[int] = set()
+        deal = next((one.deal for one, *_ in spans if one is not None and one.deal is not None), None)
         for leaf in leaves:
             if type(leaf) is Array:
                 source: Any = leaf._source
@@ -82,7 +85,7 @@ class LaunchedCall:
                 theirs |= storages(leaf)
             values.append(leaf)
         try:
-            outcome = launched.call(self._session, lambda: self._run(values, specs, key, check), self._name)
+            outcome = launched.call(self._session, lambda: self._run(values, specs, key, check, deal), self._name)
         except BaseException:
             self._call.forget()
             raise
@@ -103,7 +106,7 @@ class LaunchedCall:
         ]
         return trees.unflatten(treedef, made)
 
-    def _run(self, values: list[Any], specs: list[Any], key: tuple, check: str) -> Outcome:
+    def _run(self, values: list[Any], specs: list[Any], key: tuple, check: str, deal: Deal | None) -> Outcome:
         self._count += 1
         layout, where = self._mesh.layout, self._mesh.describe
         looked = check_of(check, self._count, layout.size, first=self._found is None)
@@ -111,13 +114,14 @@ class LaunchedCall:
         outcome = self._call(values, specs, key, check=looked)
         comm = self._session.comm()
         news = self._found is None or not outcome.unchanged
-        number = number_of(given, outcome.prints) ^ self._number
+        number = number_of(given, outcome.prints) ^ self._number ^ (0 if deal is None else number_of_batch(deal))
         # All must know whether any rank has news, or that rank would wait for the others to hear them.
         most_news, most, least = comm.all_reduced(torch.tensor([int(news), number, -number]), "max").tolist()
         if most_news or most != -least:
             names = [data.decode() for data in comm.all_gather_bytes(self._name.encode())]
             if len(set(names)) > 1:
                 raise other_calls(dict(enumerate(names)))
+            refuse_other_batches(comm.all_gather_bytes(pickle.dumps(deal)), self._name, where())
             self._inputs.compare(comm.all_gather_bytes(pickle.dumps(given)), where())
             mine = pickle.dumps((outcome.prints, outcome.encoded(self._session.where())))
             gathered = [pickle.loads(data) for data in comm.all_gather_bytes(mine)]
@@ -185,6 +189,11 @@ def number_of(given: Given, prints: bytes) -> int:
     if not given and not prints:
         return 0
     return int.from_bytes(hashlib.blake2b(prints + _bytes_of(given), digest_size=8).digest(), "little") >> 2
+
+
+def number_of_batch(deal: Deal) -> int:
+    """The same for a batch that has the same place in the run, and comes of like Loaders."""
+    return zlib.crc32(f"{deal.position} {deal.source}".encode())
 
 
 @functools.lru_cache(maxsize=4)  # few, since strings may be large

@@ -5,6 +5,7 @@ Invariant: all processes agree on how many samples each part has.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -54,27 +55,25 @@ def fill_streams(
     mesh: Mesh,
     name: str,
     reader: Reader,
-    requests: Sequence[tuple[tuple, tuple[int, int]]],
-    shards: int | None,
+    requests: Sequence[tuple[tuple, Deal]],
     remedy: str,
 ) -> list[Callable[[], tuple[Any, Found]]]:
     """As `fill`, from virtual streams: each function gives the tree of Arrays, or None, and what was found.
 
     Args:
         reader: of `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each, Found)`, called on every rank.
-        requests: for each batch the arguments, and the position of its `Deal`.
-        shards: of the `Deal`.
+        requests: for each batch the arguments, and its `Deal`, as far as it is known before.
     """
 
-    def there(asked: Asked, position: tuple[int, int]) -> tuple[Any, Found]:
+    def there(asked: Asked, known: Deal) -> tuple[Any, Found]:
         descriptions, parts = asked.descriptions()
         found = {stream: its for (part,) in parts for stream, its in part.items()}
         if not any(count for count, _ in found.values()):
             return None, found
-        deal = _deal(asked.layout, found, position, shards)
+        deal = _deal(asked.layout, found, known)
         return asked.tree(descriptions, deal, name=name, remedy=remedy), found
 
-    return _asked(mesh, reader, requests, there, functools.partial(_stream_here, mesh, reader.obj, shards))
+    return _asked(mesh, reader, requests, there, functools.partial(_stream_here, mesh, reader.obj))
 
 
 def _asked(
@@ -101,9 +100,7 @@ def _read_here(mesh: Mesh, reader: Any, ragged: bool, arguments: tuple, deal: De
     return _as_arrays(mesh, treedef, leaves, outputs, metas, shapes, hints=hints, deal=deal)
 
 
-def _stream_here(
-    mesh: Mesh, reader: Any, shards: int | None, arguments: tuple, position: tuple[int, int]
-) -> tuple[Any, Found]:
+def _stream_here(mesh: Mesh, reader: Any, arguments: tuple, known: Deal) -> tuple[Any, Found]:
     session, layout = mesh.session, mesh.layout
 
     def read() -> tuple[Any, list[Any], list[agreement.OutputMeta], Found]:
@@ -125,7 +122,7 @@ def _stream_here(
             each = tuple((count, *about.shape[1:]) for count in _held(layout, about.spec.dim_axes(0), sizes))
         metas.append(meta(shape, about.dtype, about.spec))
         shapes.append(each)
-    deal = _deal(layout, found, position, shards)
+    deal = _deal(layout, found, known)
     return _as_arrays(mesh, treedef, leaves, outputs, metas, shapes, deal=deal), found
 
 
@@ -165,11 +162,11 @@ def _unsure(about: Meta) -> Meta:
     return meta(shape, about.dtype, about.spec)
 
 
-def _deal(layout: Layout, found: Found, position: tuple[int, int], shards: int | None) -> Deal:
+def _deal(layout: Layout, found: Found, known: Deal) -> Deal:
     """How it was dealt; without `shards` sizes are said where a rank has no samples, which steps have to know of."""
     sizes = [found[v][0] for v in sorted(found)]
-    if shards is None:
+    if known.shards is None:
         usual = all(_parts(layout, (layout.batch_axis,), sizes))
     else:
-        usual = sizes == strided_sizes(sum(sizes), shards)
-    return Deal(position, shards, None if usual else tuple(sizes))
+        usual = sizes == strided_sizes(sum(sizes), known.shards)
+    return known if usual else dataclasses.replace(known, sizes=tuple(sizes))

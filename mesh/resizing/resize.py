@@ -171,25 +171,28 @@ class Resizing:
         self._threads = mesh.threads_for(layout)
         self._newcomers = Newcomers(driver, layout, self._threads, *bytes_to_move(driver, layout), host_list)
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._prepare, name="spmd-newcomers", daemon=True)
-        self._thread.start()
+        # Told by the thread: Python (before 3.13) takes one for ended when Ctrl-C interrupts `join`.
+        self._prepared = threading.Event()
+        threading.Thread(target=self._prepare, name="spmd-newcomers", daemon=True).start()
 
     def _prepare(self) -> None:
         try:
             self._newcomers.prepare()
         except BaseException as error:
             self._error = error
+        finally:
+            self._prepared.set()
 
     def cancel(self) -> None:
         """The new ranks are not wanted any more."""
         self._newcomers.cancel()
-        self._thread.join()
+        self._prepared.wait()
         if self._error is None:
             self._newcomers.give_up()
 
     def switch_if_ready(self) -> None:
         """Between two calls: go on with the new ranks, if they are there, and the old ones write no checkpoint."""
-        if self._thread.is_alive():
+        if not self._prepared.is_set():
             return
         lock, held = self._driver.resize_lock, False
         try:
@@ -205,14 +208,12 @@ class Resizing:
     def finish(self) -> None:
         """Wait for the new ranks, and go on with them."""
         try:
-            while self._thread.is_alive():
-                self._thread.join(0.1)
+            self._prepared.wait()
             if self._error is not None:
                 raise self._error
         except BaseException:
             self._newcomers.cancel()
-            if self._error is None:
-                self._thread.join()
+            self._prepared.wait()
             if self._error is None:
                 self._newcomers.give_up()
             raise

@@ -6,6 +6,7 @@ that waits there disturbs no collective. Invariant: all ranks raise the same, or
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -84,9 +85,19 @@ class Writing:
                 return
             except BaseException as error:
                 if self._first:
-                    folders.abandon(self._folder)
+                    try:
+                        if not isinstance(error, Exception) and self._mesh.is_driver:
+                            self._wait_for_told()
+                    finally:
+                        folders.abandon(self._folder)
                 if not (left and self._survives and isinstance(error, PeerLost)):
                     raise
+
+    def _wait_for_told(self) -> None:
+        """After Ctrl-C, which may come when ranks were told: who then finds no folder fails what is called next."""
+        driver = self._mesh.driver  # type: ignore[union-attr]
+        with contextlib.suppress(Exception), aside():
+            driver.wait(driver.submit(protocol.PassThrough, name="a checkpoint", reported=True))
 
     @property
     def _survives(self) -> bool:

@@ -146,19 +146,23 @@ class Mapped:
 
 
 class Filtered:
-    """The samples for which a predicate holds."""
+    """The samples for which a predicate holds, asked with random numbers of the sample's own."""
 
-    def __init__(self, source: Any, predicate: Callable[[Any], Any]):
+    def __init__(self, source: Any, predicate: Callable[[Any], Any], position: Position, state: State):
         self._source, self._predicate = source, predicate
+        self._key = position.key("filter")
+        self._count = 0 if state is None else state[0]
 
     def __next__(self) -> Any:
         while True:
             sample = next(self._source)
+            seed_generators(numbered(self._key, self._count))
+            self._count += 1
             if self._predicate(seen(sample)):
                 return sample
 
     def state(self) -> State:
-        return self._source.state()
+        return [self._count, self._source.state()]
 
 
 class Shuffled:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..mesh.driver.snapshot import Snapshot
 from ..mesh.mesh import Mesh
 from ..mesh.readers.asking import Reader
 
@@ -31,3 +32,22 @@ class Feed:
     def is_brief(self) -> bool:
         """Whether the ranks have read the last ones that were taken in no time."""
         return self._reader.is_brief
+
+
+class LastSeen:
+    """What a launched rank reads with, as it last was: its workers have copies. A driver sees to those of its ranks."""
+
+    def __init__(self) -> None:
+        self._seen: Snapshot | None = None
+
+    def has_changed(self, *parts: Any) -> bool:
+        """Whether anything in these parts has, as far as `Snapshot` sees, since this was last asked."""
+        if self._seen is not None and self._seen.unchanged(parts):
+            return False
+        first, self._seen = self._seen is None, Snapshot(parts)
+        return not first
+
+
+def in_words(settings: Mapping[str, Any]) -> str:
+    """What batches depend on, as a `Deal` has it."""
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ from ..mesh.mesh import Mesh
 from ..mesh.put import as_tensor
 from ..mesh.readers.filled import fill
 from ..transforms import Sampler
-from .feed import Feed
+from .feed import Feed, LastSeen, in_words
 from .reading import ONE_LENGTH, MapReader
 
 
@@ -41,9 +43,12 @@ class MapBatches:
     ):
         tree = _tensors(dataset) if collate is None else None
         length = len(dataset) if tree is None else trees.leaves(tree)[0].shape[0]
+        self._dataset, self._leaves = dataset, None if tree is None else trees.leaves(dataset)
         self.sampler = Sampler(length, batch_size, **options)
         self.shards, self.steps = shards, len(self.sampler)
+        self.source = in_words(self.settings)
         self._reader = MapReader(dataset if tree is None else tree, tree is None, collate, self.sampler, shards, ahead)
+        self._seen = LastSeen()
         # Samples that are collated may be padded, on each rank to a length of its own.
         self._ragged = tree is None and shards is None
 
@@ -70,7 +75,29 @@ class MapBatches:
 
     def begin(self, mesh: Mesh, epoch: int, step: int, position: None) -> _Feed:
         """Ask for the batches of an epoch from a step on."""
+        self._see_changes(mesh)
         return _Feed(self, mesh, epoch, step)
+
+    def _see_changes(self, mesh: Mesh) -> None:
+        """Take the dataset as it is by now; refuse another length, of which the sampler would know nothing."""
+        if self._leaves is None:
+            length = len(self._dataset)
+        else:
+            leaves, before = trees.leaves(self._dataset), self._leaves
+            if len(leaves) != len(before) or any(map(operator.is_not, leaves, before)):
+                self._reader.data, self._leaves = _tensors(self._dataset), leaves
+            length = trees.leaves(self._reader.data)[0].shape[0]
+        if length != self.sampler.length:
+            raise SpecError(
+                message(
+                    "the dataset of a Loader has changed its length",
+                    got=str(length),
+                    expected=f"{self.sampler.length}, as when the Loader was made",
+                    remedy="make a new Loader",
+                )
+            )
+        if not mesh.is_driver and self._seen.has_changed(self._reader.data, self._reader.collate):
+            self._reader = copy.copy(self._reader)  # without its workers
 
 
 class _Feed(Feed):
@@ -87,7 +114,8 @@ class _Feed(Feed):
         """Ask for so many more, as far as there are any."""
         this, axis = self._batches, self._mesh.layout.batch_axis
         steps = range(self._next, min(self._next + count, this.steps))
-        requests = [((axis, self._epoch, step), Deal((self._epoch, step), this.shards)) for step in steps]
+        deals = [Deal((self._epoch, step), this.shards, source=this.source) for step in steps]
+        requests = [((axis, *deal.position), deal) for deal in deals]
         if requests:
             name = "the Loader's dataset"
             self._pending += fill(self._mesh, name, self._reader, requests, ragged=this._ragged, remedy=ONE_LENGTH)

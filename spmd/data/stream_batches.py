@@ -6,6 +6,7 @@ first batch to which no virtual stream gives a sample.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -13,9 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ..kernels.errors import SpecError, message
+from ..mesh.batch import Deal
 from ..mesh.mesh import Mesh
 from ..mesh.readers.filled import fill_streams
-from .feed import Feed
+from .feed import Feed, LastSeen, in_words
 from .reading import ONE_LENGTH
 from .stream_reading import StreamReader
 from .streams import Stream
@@ -61,6 +63,8 @@ class StreamBatches:
             )
         self.stream, self.batch_size, self.count, self.shards = stream, batch_size, count, shards
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
+        self._seen = LastSeen()
+        self.source = in_words(self.settings)
         self._reader = StreamReader(stream, batch_size, count, seed, shuffle, collate, ahead)
 
     def __len__(self) -> int:
@@ -100,6 +104,8 @@ class StreamBatches:
 
     def begin(self, mesh: Mesh, epoch: int, step: int, position: Any) -> _Feed:
         """Ask for the batches of an epoch from a position on."""
+        if not mesh.is_driver and self._seen.has_changed(self._reader.stream, self._reader.collate):
+            self._reader = copy.copy(self._reader)  # without its workers
         return _Feed(self, mesh, epoch, step, position)
 
 
@@ -118,9 +124,9 @@ class _Feed(Feed):
     def ask(self, count: int) -> None:
         """Ask for so many more."""
         axis, steps = self._mesh.layout.batch_axis, range(self._next, self._next + count)
-        requests = [((axis, self._run, self._epoch, step, self._known), (self._epoch, step)) for step in steps]
-        name, shards = "the Loader's Stream", self._batches.shards
-        self._pending += fill_streams(self._mesh, name, self._reader, requests, shards, ONE_LENGTH)
+        deals = [Deal((self._epoch, step), self._batches.shards, source=self._batches.source) for step in steps]
+        requests = [((axis, self._run, *deal.position, self._known), deal) for deal in deals]
+        self._pending += fill_streams(self._mesh, "the Loader's Stream", self._reader, requests, ONE_LENGTH)
         self._next += count
 
     def take(self) -> tuple[Any, Any]:

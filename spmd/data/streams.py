@@ -45,8 +45,8 @@ class _Stage:
                 one.open(position.below(i), at) for i, (one, at) in enumerate(zip(self.below, inner, strict=True))
             ]
             return made(opened, *self.arguments, position, state)
-        source = self.below[0].open(position.below(), state if state is None or self.kind == "filter" else state[-1])
-        return made(source, *self.arguments, *{"filter": (), "pack": (state,)}.get(self.kind, (position, state)))
+        source = self.below[0].open(position.below(), None if state is None else state[-1])
+        return made(source, *self.arguments, *((state,) if self.kind == "pack" else (position, state)))
 
     def calls_users(self) -> bool:
         """Whether functions of the user's are called where it is read."""
@@ -81,9 +81,10 @@ class Stream:
     Args:
         shards: what to open: paths, or anything else that can be pickled. Give several for each virtual stream: where
             there are fewer, streams read the same shard, and each takes its share of the records.
-        open: `open(shard)` gives an iterator over the shard's records. If it also takes a position, `open(shard, at)`,
-            it is called with what the iterator's `tell()` has given (JSON: numbers, strings, lists), and goes on there;
-            else a resumed run reads the shard's first records again and drops them.
+        open: `open(shard)` gives an iterator over the shard's records, which draws no random numbers: `map` may. If it
+            also takes a position, `open(shard, at)`, it is called with what the iterator's `tell()` has given (JSON:
+            numbers, strings, lists), and goes on there; else a resumed run reads the shard's first records again and
+            drops them.
 
     Raises:
         SpecError: there are no shards, or `open` can't be called.
@@ -116,7 +117,7 @@ class Stream:
         return self._then("map", _callable("map", function))
 
     def filter(self, predicate: Callable[[Any], Any]) -> Stream:
-        """The samples for which a predicate holds."""
+        """The samples for which a predicate holds; its random numbers are as those of a function given to `map`."""
         return self._then("filter", _callable("filter", predicate))
 
     def shuffle(self, window: int) -> Stream:

@@ -358,6 +358,26 @@ def test_a_loader_shipped_to_no_one_costs_nothing_and_one_is_shipped_once(shared
     assert len(travelled) == 1
 
 
+def test_a_dataset_that_changes_between_epochs(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+    tree, samples, x = {"x": torch.arange(4)}, [0, 1, 2, 3], torch.arange(4)
+    loaders = [Loader(data, 4, mesh=mesh, shuffle=False) for data in (tree, samples, x)]
+
+    def values(loader):
+        return [(batch["x"] if isinstance(batch, dict) else batch).full().tolist() for batch in loader]
+
+    assert [*map(values, loaders)] == [[[0, 2, 1, 3]]] * 3
+    tree["x"], samples[:] = torch.arange(4, 8), range(4, 8)
+    x += 4
+    assert [*map(values, loaders)] == [[[4, 6, 5, 7]]] * 3
+    tree["x"] = torch.arange(5)
+    samples.append(4)
+    x.resize_(5)
+    for loader in loaders:
+        with pytest.raises(SpecError, match=r"has changed its length \(expected 4, as when .* got 5\): make a new"):
+            next(iter(loader))
+
+
 def test_a_step_takes_the_batches_as_they_are(shared_mesh):
     mesh = shared_mesh({"data": 4})
 

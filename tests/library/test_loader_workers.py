@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from patience import running, until
+from scripts import launched, script
 from torch.utils.data import Dataset
 
 from spmd import Loader, MeshError, SpecError, Stream
@@ -132,6 +133,28 @@ def test_a_worker_that_is_killed_is_named_with_its_sample_and_loses_nothing(shar
     assert seen == whole[:2] and loader.state_dict() == {"epoch": 0, "step": 2}
     loader.load_state_dict(loader.state_dict())
     assert contents(loader) == whole[2:]
+
+
+CHANGING = """
+import torch
+from spmd import Loader, Mesh, Stream
+
+mesh = Mesh({"data": 1})
+for workers in (0, 1):
+    samples, tree = [0, 1], {"x": torch.arange(2)}
+    for data in (samples, tree, Stream([0], lambda _: iter(samples))):
+        loader = Loader(data, 2, mesh=mesh, shuffle=False, workers=workers)
+        for batch in (batch for epoch in range(3) for batch in loader):
+            print(batch["x"].full().tolist() if data is tree else batch.full().tolist(), end=" ")
+            tree["x"] = tree["x"] + 1
+            samples[0] += 1
+"""
+
+
+def test_workers_of_launched_ranks_see_what_has_changed_between_epochs(tmp_path):
+    code, out, err = launched(1, script(tmp_path, CHANGING))
+    seen = "[0, 1] [1, 1] [2, 1] [3, 4] [4, 5] [5, 6] [6, 1] [7, 1] [8, 1] "
+    assert (code, out) == (0, 2 * seen), err
 
 
 def test_reading_ahead_is_bounded_in_bytes(shared_mesh, tmp_path):

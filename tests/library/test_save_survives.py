@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -97,6 +98,22 @@ def test_while_the_program_waits(mesh: Mesh, tmp_path: Path) -> None:
     save(tmp_path, value)
     thread.join()
     check(tmp_path)
+
+
+def test_an_interrupt_when_the_ranks_were_told(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder stays until they have written into it: else their error would be that of what is called next."""
+    told = []
+
+    def run(self: Mesh, fn: Callable[..., object], *args: object) -> None:
+        mesh.submit(time.sleep, 0.3, rank=1)
+        told.extend(mesh.submit(fn, *args, rank=rank) for rank in range(mesh.size))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(mesh), "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, tree(mesh))
+    assert [future.exception(HANGS) for future in told] == [None, None]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_before_the_mesh_gets_another_size(mesh: Mesh, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def pipelines():
         "plain": base,
         "shuffled": base.shuffle(5).map(noisy),
         "filtered": base.filter(lambda x: x % 3).shuffle(4).map(lambda x: -x).shuffle(3),
+        "drawn": base.filter(lambda x: torch.rand(()) + np.random.rand() < 1).shuffle(3),
         "packed": tokens.shuffle(4).pack(3),
         "padded": tokens.pack(5, pad=-1),
         "mixed": Stream.mix([base.shuffle(3), Stream(range(50, 54), numbers).map(lambda x: x)], [3, 1]).shuffle(2),

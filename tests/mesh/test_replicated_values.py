@@ -97,7 +97,7 @@ import sys
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from spmd import (
-    CollectiveMismatch, Loader, Mesh, P, SpecError, data_parallel, fetch, psum, put, save, spmd, value_and_grad
+    CollectiveMismatch, Loader, Mesh, P, SpecError, Stream, data_parallel, fetch, psum, put, save, spmd, value_and_grad
 )
 
 mesh = Mesh({"data": 2})
@@ -118,6 +118,13 @@ try:
     elif what == "seeded":
         for x, y in DataLoader(data, batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(0)):
             step(w, {"x": x, "y": y})
+    elif what in ("length", "seed", "epoch", "stream"):
+        mine = {"length": 8, "seed": 0, "epoch": 0, what: 8 + mesh.rank}
+        data = torch.arange(mine["length"]) if what != "stream" else Stream([0, 4], lambda n: iter(range(n, n + 4)))
+        loader = Loader(data, 4, seed=mine.get("stream", mine["seed"]), mesh=mesh)
+        loader.load_state_dict({"epoch": mine["epoch"], "step": 0})
+        for batch in loader:
+            step(w, {"x": batch, "y": batch})
     elif what == "weight":  # a number, on the third call
         for turn in range(5):
             step(w + (mesh.rank if turn == 2 else 0), {"x": torch.ones(4), "y": torch.ones(4)})
@@ -173,6 +180,14 @@ def test_launched_ranks_are_given_the_same(tmp_path):
     assert "generator=torch.Generator().manual_seed(0)" in text and "spmd.Loader" in text
     assert said(tmp_path, "seeded") == "accepted"
     assert said(tmp_path, "loader", "never") == "accepted"
+
+
+@pytest.mark.parametrize("what", ["length", "seed", "epoch", "stream"])
+def test_loaders_of_launched_ranks_are_alike(tmp_path, what):
+    text = said(tmp_path, what)
+    assert text.startswith("the batch of step should be the same on all ranks, and is not (got rank 0: epoch ")
+    named = "seed" if what == "stream" else what
+    assert all(f"{named}={number}" in text.replace("epoch ", "epoch=") for number in (8, 9)), text
 
 
 def test_numbers_and_shapes_that_launched_ranks_are_given(tmp_path):

@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from internals import arena_bytes, arenas_mapped, newcomers_bytes, newcomers_of, pretend_memory_is_short
+from internals import (
+    arena_bytes,
+    arenas_mapped,
+    newcomers_bytes,
+    newcomers_class,
+    newcomers_of,
+    pretend_memory_is_short,
+)
 from patience import HANGS, end_within, until
 from torch import nn
 
@@ -315,6 +322,29 @@ def test_another_thread_calls_meanwhile(mesh: Mesh) -> None:
         over.set()
         thread.join()
     assert not wrong and set(found) <= {1.0, 2.0, 3.0} and found[-1] == 3.0
+
+
+def test_interrupted_while_the_new_ranks_start(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C: they are ended, once, and the mesh goes on as it was."""
+    ended, awake, main = [], threading.Event(), threading.get_ident()
+    newcomers = newcomers_class()
+    populate, give_up = newcomers._populate, newcomers.give_up
+
+    def slow(self: Any) -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.5)  # in which the program takes note
+        awake.set()
+        populate(self)
+
+    monkeypatch.setattr(newcomers, "_populate", slow)
+    monkeypatch.setattr(newcomers, "give_up", lambda self: (ended.append(self), give_up(self)))
+    with pytest.raises(KeyboardInterrupt):
+        mesh.resize({"data": 3})
+    assert awake.is_set() and len(ended) == 1
+    assert mesh.run(os.getpid) == list(mesh.driver.pids) and mesh.size == 2
+    monkeypatch.undo()
+    mesh.resize({"data": 3})
+    assert mesh.size == 3
 
 
 def test_interrupted_as_it_switches(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
