@@ -572,6 +572,19 @@ def coalesced(rank: int, size: int) -> None:
 
 
 @program
+def refused_before_it_begins(rank: int, size: int) -> None:
+    """On one rank alone: nobody else hears of it, and the group goes on."""
+    wrong = {"expanded": torch.zeros(1).expand(3), "meta": torch.zeros(3, device="meta")}
+    for word, x in wrong.items() if rank == 0 else ():
+        try:
+            dist.all_reduce(x)
+        except spmd.SpecError as error:
+            assert word in str(error)
+        else:
+            raise AssertionError(f"{word}: nothing was raised")
+
+
+@program
 def futures(rank: int, size: int) -> None:
     """Asking for a future finishes nothing, and its callbacks may communicate."""
     x = torch.full((1 << 17,), float(rank))

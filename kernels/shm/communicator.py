@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..arguments import check_tensor
 from ..call import Call, disagreement, labels, wrong_piece, wrong_size
 from ..collectives import ONE_PHASE_BYTES
 from ..communicator import Communicator
@@ -160,7 +161,8 @@ class ShmCommunicator(Communicator):
             self._operations.progress_messages()  # what it sent before it left is here by now
             return work.done
         # The operation that is waited for is the first in the queue, or a blocking call that is in none.
-        first = self._slots.sequence - max(1, len(self._operations.queue)) + 1
+        begun = sum(each.begun for each in self._operations.queue)
+        first = self._slots.sequence - max(1, begun) + 1
         return self._slots.took_part(rank, first)
 
     def on_timeout(self, work: Work, seconds: float) -> BaseException:
@@ -254,9 +256,11 @@ class ShmCommunicator(Communicator):
             return kind(tensor)
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
-        operations, dense = self._operations, isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
-        if not dense or async_op or self._debug or operations.queue or operations.generation != self.arena.generation:
+        operations = self._operations
+        if async_op or self._debug or operations.queue or operations.generation != self.arena.generation:
             return super().all_reduce(tensor, op, async_op=async_op)
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not tensor.is_contiguous():
+            check_tensor("all_reduce", "tensor", tensor, written=True)
         with turn:
             kind = self._kinds.get((tensor.shape, tensor.dtype, op, labels.current)) or self._kind(tensor, op)
             result = kind(tensor, in_place=True)
