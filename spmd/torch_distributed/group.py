@@ -76,9 +76,6 @@ class ProcessGroup(_Base):
     def _comm(self, device: str) -> Communicator:
         comm = self._comms.get(device)
         if comm is None:
-            if device not in DEVICES:
-                problem, remedy = "this backend has no collectives for such tensors", "move them to one of these"
-                raise SpecError(message(problem, got=f"a tensor on {device}", expected=f"on {DEVICES}", remedy=remedy))
             comm = self._comms[device] = self.world.communicator(self._ranks, self._channel, self._seconds, device)
         return comm
 
