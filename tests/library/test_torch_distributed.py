@@ -112,6 +112,33 @@ def test_a_death_is_told_to_those_who_wait(tmp_path: Path) -> None:
     assert sorted(out.split("\n")) == ["", "lost 2", "lost 2", "the pair went on", "the pair went on"]
 
 
+ENDING = """
+import os, sys, threading, time, torch, torch.distributed as dist
+import spmd
+
+rank, size = int(os.environ["SPMD_RANK"]), int(os.environ["SPMD_SIZE"])
+dist.init_process_group("spmd", store=dist.FileStore(sys.argv[1] + "/store", size), rank=rank, world_size=size)
+begun = threading.Event()
+
+def busy(done):
+    begun.set()
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        torch.ones(1000).sum()
+    sys.stdout.write("over\\n")
+
+dist.all_reduce(torch.ones(3), async_op=True).get_future().then(busy)
+dist.barrier(async_op=True).get_future()  # one that nobody waits for any more
+begun.wait()
+"""
+
+
+def test_a_program_that_ends_amid_a_callback_ends_well(tmp_path: Path) -> None:
+    """An interpreter that ends while a thread is in torch's code aborts the process."""
+    code, out, err = launched(RANKS, script(tmp_path, ENDING), str(tmp_path))
+    assert (code, out) == (0, RANKS * "over\n"), err
+
+
 def test_the_program_of_the_page_under_torchrun() -> None:
     docs = Path(HERE).parent / "docs"
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
