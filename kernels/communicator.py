@@ -126,11 +126,12 @@ class Communicator(abc.ABC):
             self._board.set_waiting(work.what)
         left = [rank for rank in work.peers if self._has_left(rank) and not self._took_part(rank, work)]
         if left and (len(left) == len(work.peers) or not self._is_message(work)):
-            raise self._absence(left[0], work.what)
+            raise self._absence(left, work.what)
 
-    def _absence(self, gone: int, what: str) -> BaseException:
-        lost = None if self._board is None else self._board.lost(self._board.participant(self.ranks[gone]))
-        return lost or absent(self.ranks, self.rank, gone, what, call_site())
+    def _absence(self, gone: Sequence[int], what: str) -> BaseException:
+        # First one that died: others left because of that.
+        lost = (self._board.lost(self._board.participant(self.ranks[each])) for each in gone if self._board is not None)
+        return next(filter(None, lost), None) or absent(self.ranks, self.rank, gone[0], what, call_site())
 
     def on_waited(self) -> None:
         """A wait is over that others could read of: whoever asks later must not."""

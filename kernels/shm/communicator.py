@@ -89,7 +89,7 @@ class ShmCommunicator(Communicator):
 
         def on_stall() -> None:
             if self._has_left(0) and not opened():
-                raise self._absence(0, "a collective")
+                raise self._absence([0], "a collective")
 
         wait_until(
             opened,
