@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
-from .errors import PeerLost, message
+from .errors import CollectiveMismatch, PeerLost, message
 from .flat import Span, overlap
 from .processes import refuse_in_forks
 from .waiting import PEER_CHECK_SECONDS, Watch, turn, wait_until
@@ -110,8 +110,14 @@ class Work:
         """Go on as far as no waiting is needed; whether the operation is over."""
         if self._steps.gi_running:  # type: ignore[attr-defined]
             return False  # it is further up the stack, waiting for a free slot
-        while not self.done and (self._ready is None or self._ready()):
-            self._step()
+        if self._error is not None and not self.done:
+            raise self._error
+        try:
+            while not self.done and (self._ready is None or self._ready()):
+                self._step()
+        except CollectiveMismatch as error:
+            self._error = error  # told whenever it is waited for; it takes a moment to find out
+            raise
         return self.done
 
     def fail(self, error: BaseException) -> None:
@@ -190,6 +196,13 @@ class Operations:
         self.progress_collectives()
         self.progress_messages()
         if not self.queue and not self.messages:
+            _active.discard(self)
+
+    def progress_beside(self) -> None:
+        """The same for who waits for another communicator's: a disagreement here is told to who waits for these."""
+        try:
+            self.progress()
+        except CollectiveMismatch:
             _active.discard(self)
 
     def progress_collectives(self) -> None:
@@ -273,7 +286,7 @@ class Operations:
         self.progress_collectives()
         for other in tuple(_active):
             if other is not self:
-                other.progress()
+                other.progress_beside()
 
     def _finished(self) -> None:
         """Go on to the next operation in the queue."""

@@ -669,6 +669,26 @@ def disagreement(rank: int, size: int) -> None:
 
 
 @program
+def disagreement_that_nobody_has_waited_for(rank: int, size: int) -> None:
+    """Other groups go on, whether a thread sees to the operation or who waits for another group does."""
+    for by_a_thread in (False, True):
+        group = dist.new_group()
+        work = dist.all_reduce(torch.ones(2 + rank), group=group, async_op=True)
+        future = work.get_future() if by_a_thread else None
+        for _ in range(3):
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            assert x == size
+        for wait in (work.wait, work.wait if future is None else future.wait):
+            try:
+                wait()
+            except spmd.CollectiveMismatch as error:
+                assert f"rank {size - 1}: all_reduce float32[{size + 1}]" in str(error), error
+            else:
+                raise AssertionError("nothing was raised")
+
+
+@program
 def monitored_barrier(rank: int, size: int) -> None:
     group = dist.group.WORLD
     group.monitored_barrier(datetime.timedelta(seconds=60))
