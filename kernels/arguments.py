@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .errors import MeshError, SpecError, message
+from .flat import repeats
 
 
 def is_number(x: Any) -> bool:
@@ -69,25 +70,31 @@ def check_rank(name: str, argument: str, rank: int, size: int) -> None:
         )
 
 
-def check_message(name: str, argument: str, rank: int, size: int, tensor: Any, tag: int = 0) -> None:
+def check_message(
+    name: str, argument: str, rank: int, size: int, tensor: Any, tag: int = 0, *, written: bool = False
+) -> None:
     """Refuse what is no tensor, no tag, or no rank of the group to send it to or have it from."""
-    check_tensor(name, "tensor", tensor)
+    check_tensor(name, "tensor", tensor, written=written)
     if type(tag) is not int and not is_whole(tag):
         raise SpecError(message(f'{name} got a bad "tag"', got=repr(tag), expected="a whole number"))
     check_rank(name, argument, rank, size)
 
 
-def check_tensor(name: str, argument: str, x: Any) -> None:
-    """Refuse what has no bytes to communicate."""
+def check_tensor(name: str, argument: str, x: Any, *, written: bool = False) -> None:
+    """Refuse what has no bytes to communicate, and what has not enough of them to be written to."""
+    expected = "a dense tensor"
     if not isinstance(x, torch.Tensor):
         got, remedy = type(x).__name__, "make a tensor of it"
     elif x.is_meta:
         got, remedy = "a tensor on torch's meta device", "give it values"
     elif x.layout is not torch.strided:
         got, remedy = f"a tensor of layout {x.layout}", "move its indices and values by themselves"
+    elif written and repeats(x):
+        got, expected = f"an expanded one, with strides {x.stride()}", "a tensor with memory for each element"
+        remedy = "clone() it"
     else:
         return
-    raise SpecError(message(f'{name} got a bad "{argument}"', got=got, expected="a dense tensor", remedy=remedy))
+    raise SpecError(message(f'{name} got a bad "{argument}"', got=got, expected=expected, remedy=remedy))
 
 
 def check_value(x: torch.Tensor, called: Callable[[], str], *, cut: bool) -> None:
@@ -120,6 +127,7 @@ def check_list(
     *,
     dtype: torch.dtype | None = None,
     wanted: bool = True,
+    written: bool = False,
 ) -> list[torch.Tensor]:
     """A list of a tensor for each rank, of one dtype; empty where it is not wanted."""
     if not wanted:
@@ -128,7 +136,7 @@ def check_list(
         got = "None" if tensors is None else f"{len(tensors)} tensors"
         raise SpecError(message(f'{name} got a bad "{argument}"', got=got, expected=f"{size} tensors, one per rank"))
     for index, tensor in enumerate(tensors):
-        check_tensor(name, f"{argument}[{index}]", tensor)
+        check_tensor(name, f"{argument}[{index}]", tensor, written=written)
         if dtype is not None and tensor.dtype != dtype:
             raise SpecError(
                 message(f'{name} got a bad "{argument}"', got=f"{tensor.dtype} at {index}", expected=f"{dtype}")

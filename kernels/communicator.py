@@ -19,7 +19,7 @@ from .arguments import check_list, check_message, check_tensor
 from .call import Call, absent
 from .callsite import call_site
 from .errors import PeerLost, SpmdError, message
-from .flat import as_bytes
+from .flat import as_bytes, spans
 from .operations import Operations, Ready, Sleep, Steps, Work
 from .progress import ProgressCounters
 from .reduction import Op, check_op
@@ -127,11 +127,11 @@ class Communicator(abc.ABC):
             self._board.check_calls([self.ranks[rank] for rank in work.peers], lambda: f"{work.what} at {call_site()}")
         left = [rank for rank in work.peers if self._has_left(rank) and not self._took_part(rank, work)]
         if left and (len(left) == len(work.peers) or not self._is_message(work)):
-            raise self._absence(left[0], work.what)
+            raise self._absence(left, work.what)
 
-    def _absence(self, gone: int, what: str) -> BaseException:
-        lost = None if self._board is None else self._board.lost(self._board.participant(self.ranks[gone]))
-        return lost or absent(self.ranks, self.rank, gone, what, call_site())
+    def _absence(self, gone: Sequence[int], what: str) -> BaseException:  # others left because of one that died
+        lost = (self._board.lost(self._board.participant(self.ranks[each])) for each in gone if self._board is not None)
+        return next(filter(None, lost), None) or absent(self.ranks, self.rank, gone[0], what, call_site())
 
     def on_waited(self) -> None:
         """A wait is over that others could read of: whoever asks later must not."""
@@ -188,11 +188,12 @@ class Communicator(abc.ABC):
         queue = self._operations.queue
         return (queue[0].site if queue else "") or call_site()
 
-    def _start(self, what: str, steps: Steps, async_op: bool) -> Any:
-        site = call_site() if async_op else ""
+    def _start(self, what: str, steps: Steps, async_op: bool, tensors: Sequence[torch.Tensor] = ()) -> Any:
+        site, early = call_site() if async_op else "", self.starts_early
         with turn:
             steps = self._renewed(what, steps)
-            return self._operations.start(what, steps, site=site, early=self.starts_early, async_op=async_op)
+            memory = spans(tensors) if early and (async_op or self._operations.queue) else ()
+            return self._operations.start(what, steps, site=site, early=early, async_op=async_op, memory=memory)
 
     def _start_message(self, what: str, steps: Steps, peers: Sequence[int]) -> Work:
         with turn:
@@ -219,7 +220,7 @@ class Communicator(abc.ABC):
 
     def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> Work:
         """Start receiving; `wait()` returns the source."""
-        check_message("irecv", "src", 0 if src is None else src, self.size, tensor, tag)
+        check_message("irecv", "src", 0 if src is None else src, self.size, tensor, tag, written=True)
         others = [rank for rank in range(self.size) if rank != self.rank]
         return self._start_message(
             f"recv from {'any rank' if src is None else src}",
@@ -236,16 +237,16 @@ class Communicator(abc.ABC):
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Any:
         """Overwrite `tensor` on all ranks with that of rank `src`."""
-        check_message("broadcast", "src", src, self.size, tensor)
+        check_message("broadcast", "src", src, self.size, tensor, written=self.rank != src)
         call = Call("broadcast", tensor.dtype, tuple(tensor.shape), f"src={src}")
-        return self._start(call.text, collectives.broadcast(self, call, tensor, src), async_op)
+        return self._start(call.text, collectives.broadcast(self, call, tensor, src), async_op, (tensor,))
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
         """Overwrite `tensor` with the reduction of all ranks' tensors, combined in rank order."""
-        check_tensor("all_reduce", "tensor", tensor)
+        check_tensor("all_reduce", "tensor", tensor, written=True)
         check_op(op, tensor.dtype)
         call = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op)
-        return self._start(call.text, collectives.all_reduce(self, call, tensor, op), async_op)
+        return self._start(call.text, collectives.all_reduce(self, call, tensor, op), async_op, (tensor,))
 
     def all_reduced(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
         """The reduction of all ranks' tensors as a new tensor; on shared memory all ranks read one copy of it.
@@ -255,14 +256,14 @@ class Communicator(abc.ABC):
         """
         check_op(op, tensor.dtype)
         call = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op)
-        return self._start(call.text, collectives.all_reduced(self, call, tensor, op), async_op)
+        return self._start(call.text, collectives.all_reduced(self, call, tensor, op), async_op, (tensor,))
 
     def reduce(self, tensor: torch.Tensor, dst: int = 0, op: Op = "sum", *, async_op: bool = False) -> Any:
         """Overwrite rank `dst`'s tensor with the reduction of all; the others' stay as they are."""
-        check_message("reduce", "dst", dst, self.size, tensor)
+        check_message("reduce", "dst", dst, self.size, tensor, written=self.rank == dst)
         check_op(op, tensor.dtype)
         call = Call("reduce", tensor.dtype, tuple(tensor.shape), f"{op}, dst={dst}")
-        return self._start(call.text, collectives.reduce(self, call, tensor, dst, op), async_op)
+        return self._start(call.text, collectives.reduce(self, call, tensor, dst, op), async_op, (tensor,))
 
     def gather(
         self,
@@ -274,9 +275,10 @@ class Communicator(abc.ABC):
     ) -> Any:
         """Fill rank `dst`'s `gather_list` with the tensors of all ranks (shapes may differ between ranks)."""
         check_message("gather", "dst", dst, self.size, tensor)
-        outs = check_list("gather", "gather_list", gather_list, self.size, dtype=tensor.dtype, wanted=self.rank == dst)
+        kind, here = tensor.dtype, self.rank == dst
+        outs = check_list("gather", "gather_list", gather_list, self.size, dtype=kind, wanted=here, written=True)
         call = Call("gather", tensor.dtype, None, f"dst={dst}", shown=tensor.shape)
-        return self._start(call.text, collectives.gather(self, call, tensor, outs, dst), async_op)
+        return self._start(call.text, collectives.gather(self, call, tensor, outs, dst), async_op, (tensor, *outs))
 
     def scatter(
         self,
@@ -287,29 +289,28 @@ class Communicator(abc.ABC):
         async_op: bool = False,
     ) -> Any:
         """Overwrite each rank's `tensor` with its entry of rank `src`'s `scatter_list` (shapes may differ)."""
-        check_message("scatter", "src", src, self.size, tensor)
-        ins = check_list(
-            "scatter", "scatter_list", scatter_list, self.size, dtype=tensor.dtype, wanted=self.rank == src
-        )
+        check_message("scatter", "src", src, self.size, tensor, written=True)
+        kind, here = tensor.dtype, self.rank == src
+        ins = check_list("scatter", "scatter_list", scatter_list, self.size, dtype=kind, wanted=here)
         call = Call("scatter", tensor.dtype, None, f"src={src}", shown=tensor.shape)
-        return self._start(call.text, collectives.scatter(self, call, tensor, ins, src), async_op)
+        return self._start(call.text, collectives.scatter(self, call, tensor, ins, src), async_op, (tensor, *ins))
 
     def all_gather(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, *, async_op: bool = False) -> Any:
         """Fill every rank's `tensor_list` with the tensors of all ranks (shapes may differ between ranks)."""
         check_tensor("all_gather", "tensor", tensor)
-        outs = check_list("all_gather", "tensor_list", tensor_list, self.size, dtype=tensor.dtype)
+        outs = check_list("all_gather", "tensor_list", tensor_list, self.size, dtype=tensor.dtype, written=True)
         call = Call("all_gather", tensor.dtype, None, "", shown=tensor.shape)
-        return self._start(call.text, collectives.all_gather(self, call, outs, tensor), async_op)
+        return self._start(call.text, collectives.all_gather(self, call, outs, tensor), async_op, (tensor, *outs))
 
     def reduce_scatter(
         self, output: torch.Tensor, input_list: list[torch.Tensor], op: Op = "sum", *, async_op: bool = False
     ) -> Any:
         """Overwrite rank i's `output` with the reduction of all ranks' `input_list[i]`."""
-        check_tensor("reduce_scatter", "output", output)
+        check_tensor("reduce_scatter", "output", output, written=True)
         check_op(op, output.dtype)
         ins = check_list("reduce_scatter", "input_list", input_list, self.size, dtype=output.dtype)
         call = Call("reduce_scatter", output.dtype, None, op, shown=output.shape)
-        return self._start(call.text, self._reduce_scatter(call, output, ins, op), async_op)
+        return self._start(call.text, self._reduce_scatter(call, output, ins, op), async_op, (output, *ins))
 
     def all_to_all(
         self, output_list: list[torch.Tensor], input_list: list[torch.Tensor], *, async_op: bool = False
@@ -317,10 +318,10 @@ class Communicator(abc.ABC):
         """Rank i's `output_list[j]` becomes rank j's `input_list[i]` (shapes may differ)."""
         ins = check_list("all_to_all", "input_list", input_list, self.size)
         ins = check_list("all_to_all", "input_list", input_list, self.size, dtype=ins[0].dtype)
-        outs = check_list("all_to_all", "output_list", output_list, self.size, dtype=ins[0].dtype)
+        outs = check_list("all_to_all", "output_list", output_list, self.size, dtype=ins[0].dtype, written=True)
         # Pieces may differ in shape: what is shown is the one that stays here.
         call = Call("all_to_all", ins[0].dtype, None, "", shown=ins[self.rank].shape)
-        return self._start(call.text, collectives.all_to_all(self, call, outs, ins), async_op)
+        return self._start(call.text, collectives.all_to_all(self, call, outs, ins), async_op, (*outs, *ins))
 
     def all_gathered(
         self, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None], into: torch.Tensor | None = None

@@ -39,6 +39,38 @@ def storages(tensor: torch.Tensor) -> set[int]:
     return {part.untyped_storage().data_ptr() for part in parts}
 
 
+def repeats(tensor: torch.Tensor) -> bool:
+    """Whether some of its elements are one in memory, as `expand` makes them."""
+    if tensor.is_contiguous():
+        return False
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+Span = tuple[int, int]  # of addresses
+
+
+def spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
+    """From where to where the memory of each goes."""
+    found = []
+    for tensor in tensors:
+        if tensor.numel():
+            start, length = tensor.data_ptr(), tensor.nbytes
+            if not tensor.is_contiguous():
+                steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+                length = (steps + 1) * tensor.itemsize
+            found.append((start, start + length))
+    return found
+
+
+def overlap(some: Sequence[Span], others: Sequence[Span]) -> bool:
+    """Whether any of some shares memory with any of the others.
+
+    >>> overlap([(0, 8), (16, 24)], [(20, 28)])
+    True
+    """
+    return any(start < end and first < last for first, end in some for start, last in others)
+
+
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its history, in C order and with its bytes as they read."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()

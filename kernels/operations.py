@@ -2,8 +2,9 @@
 
 A step is a condition to wait for; an operation goes on when that holds. So one piece of code serves the blocking call,
 the asynchronous one and the wait that must notice aborts. Invariants: collectives of one communicator end in the order
-in which they were started, messages in any; and whoever waits goes on with all that this process has started, since
-the rank waited for may wait for our part in something else.
+in which they were started, messages in any; of those that use the same memory a later one reads what an earlier one
+has written; and whoever waits goes on with all that this process has started, since the rank waited for may wait for
+our part in something else.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
-from .errors import PeerLost, message
+from .errors import CollectiveMismatch, PeerLost, message
+from .flat import Span, overlap
 from .processes import refuse_in_forks
 from .waiting import PEER_CHECK_SECONDS, Watch, turn, wait_until
 
@@ -51,10 +53,31 @@ class Transport(Protocol):
 class Work:
     """A started operation: `wait()` finishes it and gives its value, `is_completed()` asks without waiting."""
 
-    __slots__ = ("_error", "_operations", "_ready", "_steps", "_value", "done", "peers", "site", "what")
+    __slots__ = (
+        "_error",
+        "_operations",
+        "_ready",
+        "_steps",
+        "_value",
+        "begun",
+        "done",
+        "memory",
+        "peers",
+        "site",
+        "what",
+    )
 
-    def __init__(self, operations: Operations, what: str, steps: Steps, peers: Sequence[int], site: str = ""):
+    def __init__(
+        self,
+        operations: Operations,
+        what: str,
+        steps: Steps,
+        peers: Sequence[int],
+        site: str = "",
+        memory: Sequence[Span] = (),
+    ):
         self._operations, self.what, self._steps, self.peers, self.site = operations, what, steps, peers, site
+        self.memory, self.begun = memory, False
         self._ready: Ready | None = None
         self._value: Any = None
         self._error: BaseException | None = None
@@ -79,12 +102,22 @@ class Work:
         self._ready = None
         self._step()
 
+    def may_begin_before(self, later: Work) -> bool:
+        """Whether one that was started later may begin before this one is over."""
+        return self.begun and not overlap(self.memory, later.memory)
+
     def advance(self) -> bool:
         """Go on as far as no waiting is needed; whether the operation is over."""
         if self._steps.gi_running:  # type: ignore[attr-defined]
             return False  # it is further up the stack, waiting for a free slot
-        while not self.done and (self._ready is None or self._ready()):
-            self._step()
+        if self._error is not None and not self.done:
+            raise self._error
+        try:
+            while not self.done and (self._ready is None or self._ready()):
+                self._step()
+        except CollectiveMismatch as error:
+            self._error = error  # told whenever it is waited for; it takes a moment to find out
+            raise
         return self.done
 
     def fail(self, error: BaseException) -> None:
@@ -92,6 +125,7 @@ class Work:
         self._error, self.done = error, True
 
     def _step(self) -> None:
+        self.begun = True
         try:
             self._ready = next(self._steps)
         except StopIteration as end:
@@ -125,14 +159,18 @@ class Operations:
         """Whether the mesh has recovered from a failure since these were started."""
         return self.generation != self._watch.generation
 
-    def start(self, what: str, steps: Steps, *, site: str, early: bool, async_op: bool) -> Any:
+    def start(
+        self, what: str, steps: Steps, *, site: str, early: bool, async_op: bool, memory: Sequence[Span] = ()
+    ) -> Any:
         """Start a collective, and finish it unless it is asynchronous.
 
         Args:
             site: where an asynchronous call was made; where a blocking one stands is found on the stack.
-            early: take the first step at once, which tells the peers.
+            early: take the first step at once, which tells the peers, unless it must wait for those before.
+            memory: that it reads or writes, asked about only if it is to begin early.
         """
-        work = Work(self, what, steps, range(len(self._ranks)), site)
+        work = Work(self, what, steps, range(len(self._ranks)), site, memory)
+        early = early and all(before.may_begin_before(work) for before in self.queue)
         self.queue.append(work)
         if early:
             work.start()
@@ -158,6 +196,13 @@ class Operations:
         self.progress_collectives()
         self.progress_messages()
         if not self.queue and not self.messages:
+            _active.discard(self)
+
+    def progress_beside(self) -> None:
+        """The same for who waits for another communicator's: a disagreement here is told to who waits for these."""
+        try:
+            self.progress()
+        except CollectiveMismatch:
             _active.discard(self)
 
     def progress_collectives(self) -> None:
@@ -241,7 +286,7 @@ class Operations:
         self.progress_collectives()
         for other in tuple(_active):
             if other is not self:
-                other.progress()
+                other.progress_beside()
 
     def _finished(self) -> None:
         """Go on to the next operation in the queue."""

@@ -572,6 +572,19 @@ def coalesced(rank: int, size: int) -> None:
 
 
 @program
+def refused_before_it_begins(rank: int, size: int) -> None:
+    """On one rank alone: nobody else hears of it, and the group goes on."""
+    wrong = {"expanded": torch.zeros(1).expand(3), "meta": torch.zeros(3, device="meta")}
+    for word, x in wrong.items() if rank == 0 else ():
+        try:
+            dist.all_reduce(x)
+        except spmd.SpecError as error:
+            assert word in str(error)
+        else:
+            raise AssertionError(f"{word}: nothing was raised")
+
+
+@program
 def futures(rank: int, size: int) -> None:
     """Asking for a future finishes nothing, and its callbacks may communicate."""
     x = torch.full((1 << 17,), float(rank))
@@ -653,6 +666,26 @@ def disagreement(rank: int, size: int) -> None:
         assert "all_reduce float32[7]" in str(error) and f"rank {size - 1}: barrier" in str(error), error
     else:
         raise AssertionError("nothing was raised")
+
+
+@program
+def disagreement_that_nobody_has_waited_for(rank: int, size: int) -> None:
+    """Other groups go on, whether a thread sees to the operation or who waits for another group does."""
+    for by_a_thread in (False, True):
+        group = dist.new_group()
+        work = dist.all_reduce(torch.ones(2 + rank), group=group, async_op=True)
+        future = work.get_future() if by_a_thread else None
+        for _ in range(3):
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            assert x == size
+        for wait in (work.wait, work.wait if future is None else future.wait):
+            try:
+                wait()
+            except spmd.CollectiveMismatch as error:
+                assert f"rank {size - 1}: all_reduce float32[{size + 1}]" in str(error), error
+            else:
+                raise AssertionError("nothing was raised")
 
 
 @program

@@ -97,7 +97,7 @@ class NcclCommunicator(Communicator):
 
     # -- starting ------------------------------------------------------------------------------------------------------
 
-    def _start(self, what: str, steps: Steps, async_op: bool) -> Any:
+    def _start(self, what: str, steps: Steps, async_op: bool, tensors: Sequence[torch.Tensor] = ()) -> Any:
         self.check()
         self.renew()
         if self._debug:

@@ -101,8 +101,8 @@ class HierarchicalCommunicator(GlooCommunicator):
         assert self._host is not None
         return self._host.empty(shape, dtype=dtype)
 
-    def _start(self, what: str, steps: Steps, async_op: bool) -> Any:
-        started = super()._start(what, steps, async_op)
+    def _start(self, what: str, steps: Steps, async_op: bool, tensors: Sequence[torch.Tensor] = ()) -> Any:
+        started = super()._start(what, steps, async_op, tensors)
         if async_op:
             self._operations.progress_collectives()  # those started before may go on to the network
         return started

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..arguments import check_tensor
 from ..call import Call, disagreement, labels, wrong_piece, wrong_size
 from ..collectives import ONE_PHASE_BYTES
 from ..communicator import Communicator
@@ -89,7 +90,7 @@ class ShmCommunicator(Communicator):
 
         def on_stall() -> None:
             if self._has_left(0) and not opened():
-                raise self._absence(0, "a collective")
+                raise self._absence([0], "a collective")
 
         wait_until(
             opened,
@@ -161,7 +162,7 @@ class ShmCommunicator(Communicator):
             self._operations.progress_messages()  # what it sent before it left is here by now
             return work.done
         # The operation that is waited for is the first in the queue, or a blocking call that is in none.
-        first = self._slots.begun[0] - max(1, len(self._operations.queue)) + 1
+        first = self._slots.begun[0] - max(1, sum(each.begun for each in self._operations.queue)) + 1
         return self._slots.took_part(rank, first)
 
     def on_timeout(self, work: Work, seconds: float) -> BaseException:
@@ -263,8 +264,8 @@ class ShmCommunicator(Communicator):
             last = self._last
             if last is not None and (source := last.address(tensor, op, labels.current)):
                 return last.summed(tensor, source, in_place=True)
-            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-                return super().all_reduce(tensor, op)
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not tensor.is_contiguous():
+                check_tensor("all_reduce", "tensor", tensor, written=True)
             result = self._kind(tensor, op)(tensor, in_place=True)
             if result is not None:
                 tensor.detach().copy_(result)
@@ -322,9 +323,8 @@ class ShmCommunicator(Communicator):
         slots.post(sequence, call)
         yield slots.posted(sequence, call)  # and so all are done with the values that are overwritten
         if into is None:
-            made = slots.result(sequence)
-            block, numel = made.block, self.size * length
-            self._gathered.add(block)
+            made, numel = slots.result(sequence), self.size * length
+            self._gathered.add(block := made.block)
             result = arena.views.take(made, numel, dtype, user=self.rank, users=self.size)
         else:
             at = arena.views.offset_of(into)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..kernels.errors import SpecError, message
 from ..kernels.reduction import OPS
+from .registration import DEVICES
 
 _OPS = {getattr(dist.ReduceOp.RedOpType, name.upper()): name for name in OPS}
 
@@ -57,6 +58,12 @@ def reduction(opts: Any) -> str:
             )
         )
     return found
+
+
+def check_device(kind: str) -> None:
+    if kind not in DEVICES:
+        problem, remedy = "this backend has no collectives for such tensors", "move them to one of these"
+        raise SpecError(message(problem, got=f"a tensor on {kind}", expected=f"one on {DEVICES}", remedy=remedy))
 
 
 def check_same(what: str, tensor: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:

@@ -3,14 +3,17 @@
 Who asks for a future goes on computing, and may wait for it where nobody can advance the operation (DDP waits in C++).
 So a thread beside the program sees to futures: it sleeps until a peer has done its part, and works only while there
 are some.
-Invariant: a future is done once, and callbacks of it run while no thread is kept from communicating.
+Invariants: a future is done once, and callbacks of it run while no thread is kept from communicating; when the program
+ends, no such thread is left in torch's code, where the interpreter's end would be that of the process, by abort.
 """
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -114,7 +117,7 @@ class Work(dist.Work):
     def get_future(self) -> Any:
         if self._future is None:
             self._future = torch.futures.Future()
-            if self._error is None and self._started and _hosted(self._started[0]):
+            if self._error is None and self._started and _hosted(self._started[0]) and not _futures.over:
                 _futures.add(self)
             else:
                 self.wait()
@@ -145,6 +148,9 @@ def _plain(error: BaseException) -> Exception:
     return error if isinstance(error, Exception) else RuntimeError(str(error))
 
 
+_LEAVE_SECONDS = 2.0  # that the program's end waits at most, for a callback that does not end
+
+
 class _Futures:
     """The threads that see to works whose futures somebody may wait for: one waits, others run callbacks.
 
@@ -156,6 +162,8 @@ class _Futures:
         self._pending: list[Work] = []
         self._idle = 0
         self._leads = False  # whether one of them waits
+        self.over = False  # the program ends
+        self._threads: list[threading.Thread] = []
         self._wanted = threading.Condition()
 
     def add(self, work: Work) -> None:
@@ -170,13 +178,26 @@ class _Futures:
             self._wanted.notify()
         else:
             self._idle += 1
-            threading.Thread(target=self._run, name="spmd-futures", daemon=True).start()
+            thread = threading.Thread(target=self._run, name="spmd-futures", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def leave(self) -> None:
+        """Have the threads end, as the program does."""
+        with self._wanted:
+            self.over = True
+            self._wanted.notify_all()
+        end = time.monotonic() + _LEAVE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _run(self) -> None:
         while True:
             with self._wanted:
-                while self._leads or not self._pending:
+                while not self.over and (self._leads or not self._pending):
                     self._wanted.wait()
+                if self.over:
+                    return
                 self._leads, self._idle = True, self._idle - 1
             over = self._await_one()
             with self._wanted:
@@ -195,7 +216,7 @@ class _Futures:
 
         def ready() -> bool:
             over.extend(work for work in pending if work not in over and work.look())
-            return bool(over) or len(self._pending) > len(pending)
+            return bool(over) or self.over or len(self._pending) > len(pending)
 
         try:
             pending[0].comm.wait_for(ready, "an operation with a future")
@@ -213,5 +234,6 @@ def _in_child() -> None:
 
 
 _futures = _Futures()
+atexit.register(lambda: _futures.leave())
 os.register_at_fork(after_in_child=_in_child)
 run_as_written(each for cls in (Work, _Futures) for each in vars(cls).values() if hasattr(each, "__code__"))

@@ -29,6 +29,7 @@ from ..mesh.launch.roll_call import RollCall
 from ..mesh.launch.secret import secret_of_user
 from ..mesh.rank.memory import keep_freed_memory
 from ..mesh.rank.session import RankSession
+from .arguments import check_device
 
 _MEETING = ("gloo", "mpi")  # backends whose ranks wait for each other to open a group, on one host, too
 # How often each set of a mesh's ranks has made a group; a rank that replaces one that died begins anew, as all do.
@@ -117,6 +118,7 @@ class World:
 
     def communicator(self, ranks: tuple[int, ...], channel: str, timeout: float, device: str) -> Communicator:
         """The communicator of some of the ranks, this one with them."""
+        check_device(device)
         with turn:
             return make_communicator(
                 "nccl" if device == "cuda" else self.backend,

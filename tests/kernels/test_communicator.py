@@ -320,6 +320,34 @@ def test_mixed_outstanding(mesh: Mesh, size: int) -> None:
     assert mesh.run(mixed_outstanding, mesh) == [expected] * size
 
 
+def one_after_another(mesh: Mesh) -> dict[str, list[float]]:
+    """What operations on the same memory find, of which none is waited for before all are started."""
+    comm, found = mesh.comm(), {}
+    for name, numel in (("small", 6), ("large", 90_000)):
+        whole = torch.full((numel * comm.size,), -1.0)
+        parts = list(whole.split(numel))
+        part, everyone = parts[-1].fill_(comm.rank + 1), [torch.empty(numel) for _ in range(comm.size)]
+        apart = torch.full((2,), float(comm.rank))
+        works = [
+            comm.all_reduce(part, async_op=True),
+            comm.all_gather(everyone, part, async_op=True),
+            comm.all_reduce(part[::2], async_op=True),  # strided, and only some of it
+            comm.all_reduce(apart, async_op=True),
+            comm.broadcast(whole, 0, async_op=True),
+        ]
+        comm.all_reduce(part)  # a blocking one, too
+        for work in reversed(works):
+            work.wait()
+        found[name] = [float(x) for x in (everyone[0][0], everyone[-1][-1], part[0], part[1], apart[0], whole[-1])]
+    return found
+
+
+def test_operations_on_the_same_memory_take_place_in_order(mesh: Mesh, size: int) -> None:
+    once = size * (size + 1) / 2
+    expected = [once, once, once * size**2, once * size, sum(range(size)), once * size]
+    assert mesh.run(one_after_another, mesh) == [{"small": expected, "large": expected}] * size
+
+
 def test_is_completed_without_waiting(mesh: Mesh) -> None:
     def body() -> tuple[bool, float]:
         """The last rank does its part only when the first one has asked."""
@@ -519,6 +547,7 @@ def bad_arguments(mesh: Mesh) -> dict[str, Any]:
     comm = mesh.comm()
     one, many = torch.ones(2), [torch.ones(2) for _ in range(comm.size)]
     integers = [torch.ones(2, dtype=torch.int32) for _ in range(comm.size)]
+    wide = torch.ones(1).expand(2)
     cases: dict[str, Callable[[], Any]] = {
         "src": lambda: comm.broadcast(one, comm.size),
         "dst": lambda: comm.reduce(one, -1),
@@ -532,6 +561,11 @@ def bad_arguments(mesh: Mesh) -> dict[str, Any]:
         "scatter_list dtype": lambda: comm.scatter(one, integers, comm.rank),
         "input_list dtype": lambda: comm.reduce_scatter(one, integers),
         "output_list dtype": lambda: comm.all_to_all(integers, many),
+        "tensor expanded": lambda: comm.all_reduce(wide),
+        "tensor expanded, async": lambda: comm.all_reduce(wide, async_op=True),
+        "tensor received": lambda: comm.irecv(wide, comm.rank),
+        "tensor_list[0] expanded": lambda: comm.all_gather([wide, *many[1:]], one),
+        "output expanded": lambda: comm.reduce_scatter(wide, many),
     }
     return {name: attempt(case) for name, case in cases.items()}
 

@@ -88,12 +88,12 @@ def test_groups_that_are_gone_hold_nothing(tmp_path: Path) -> None:
 
 
 PEERS = """
-import os, sys, torch, torch.distributed as dist
+import os, sys, time, torch, torch.distributed as dist
 import spmd
 
 rank, size = int(os.environ["SPMD_RANK"]), int(os.environ["SPMD_SIZE"])
 dist.init_process_group("spmd", store=dist.FileStore(sys.argv[1] + "/store", size), rank=rank, world_size=size)
-pair = dist.new_group([0, 1])
+pair, everyone = dist.new_group([0, 1]), dist.new_group()
 if rank == 2:
     os._exit(0)  # its death is nothing to the other two
 for _ in range(300):
@@ -103,13 +103,50 @@ try:
     dist.barrier()
 except spmd.PeerLost as error:
     sys.stdout.write(f"lost {error.rank}\\n")
+if rank == 0:
+    dist.destroy_process_group()
+    while not os.path.exists(sys.argv[1] + "/told"):
+        time.sleep(0.01)
+else:
+    try:
+        dist.recv(torch.ones(1), group=everyone)  # from any, of whom the other one left because the third had died
+    except spmd.PeerLost as error:
+        sys.stdout.write(f"lost {error.rank}\\n")
+    open(sys.argv[1] + "/told", "w").close()
 """
 
 
 def test_a_death_is_told_to_those_who_wait(tmp_path: Path) -> None:
     code, out, err = launched(3, script(tmp_path, PEERS), str(tmp_path))
     assert code == 0, err
-    assert sorted(out.split("\n")) == ["", "lost 2", "lost 2", "the pair went on", "the pair went on"]
+    assert sorted(out.split("\n")) == ["", *3 * ["lost 2"], *2 * ["the pair went on"]]
+
+
+ENDING = """
+import os, sys, threading, time, torch, torch.distributed as dist
+import spmd
+
+rank, size = int(os.environ["SPMD_RANK"]), int(os.environ["SPMD_SIZE"])
+dist.init_process_group("spmd", store=dist.FileStore(sys.argv[1] + "/store", size), rank=rank, world_size=size)
+begun = threading.Event()
+
+def busy(done):
+    begun.set()
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        torch.ones(1000).sum()
+    sys.stdout.write("over\\n")
+
+dist.all_reduce(torch.ones(3), async_op=True).get_future().then(busy)
+dist.barrier(async_op=True).get_future()  # one that nobody waits for any more
+begun.wait()
+"""
+
+
+def test_a_program_that_ends_amid_a_callback_ends_well(tmp_path: Path) -> None:
+    """An interpreter that ends while a thread is in torch's code aborts the process."""
+    code, out, err = launched(RANKS, script(tmp_path, ENDING), str(tmp_path))
+    assert (code, out) == (0, RANKS * "over\n"), err
 
 
 def test_the_program_of_the_page_under_torchrun() -> None:
