@@ -103,9 +103,10 @@ class Auxiliary:
         Args:
             arguments: what is differentiated by, for a step that is not `data_parallel`.
         """
-        net, plan = active(), current_plan()
+        net = active()
         if net is None or region is None:
             return
+        plan = current_plan()
         with net.pause(), without_torch_function():  # which virtual shards follow the whole batch with
             trained = {item for argument in arguments for item in _origins(net, argument.leaf)}
             samples = {item for leaf in plan.batch for item in _origins(net, leaf)}
