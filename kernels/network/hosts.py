@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..call import other_calls
 from ..errors import Aborted, PeerLost, message
 from ..shm.arena import Arena
 from ..shm.standing import StandingArena
@@ -23,6 +24,7 @@ from .interface import is_loopback
 
 LEADER_SECONDS, OTHERS_SECONDS = 0.05, 0.5  # how often a waiting rank asks the store
 _DIGITS = 18  # of the number of a region
+_CALL_SECONDS = 1.0  # how often who waits says in which call, and asks the other
 _GRACE_SECONDS = 1.0  # a rank that keeps the store may end a moment before the others
 
 
@@ -36,12 +38,13 @@ class StoreWatch:
     def __init__(self, store: dist.Store, rank: int, *, address: str | None = None, seconds: float = LEADER_SECONDS):
         self._store, self._rank, self.address, self._seconds = store, rank, address, seconds
         self.generation = self.region = 0
+        self._call, self._waits_from = "", 0.0  # which call the region is, and when a wait in it said so
         self._next_look = self._lost_at = 0.0
         self.lost: str | None = None  # what is said of a store that did not answer; it is not asked again
         self._debugged = False  # some rank was at the prompt of a debugger at the last look
 
     def enter(self, region: int, call: str = "") -> None:
-        self.region = region
+        self.region, self._call, self._waits_from = region, call, 0.0
 
     def leave(self) -> None:
         """Ranks of other hosts don't see who is in a region."""
@@ -65,6 +68,7 @@ class StoreWatch:
         try:
             text = self._store.get(self._key()).decode(errors="replace") if self._store.check([self._key()]) else ""
             self._debugged = self._store.add(self._debuggers(), 0) > 0
+            other = self._other_call(now) if self._call else None
         except dist.DistError as error:
             self.lost, self._lost_at = out_of_reach(self._rank, error), now
             return
@@ -74,6 +78,26 @@ class StoreWatch:
             region, _, text = text.partition(" ")
             if region.isdecimal() and len(region) <= _DIGITS and int(region) <= self.region:  # see Arena.check
                 raise Aborted(text)
+        if other is not None:
+            raise other_calls({self._rank: f"{self._call}, waiting", self._met: other})
+
+    @property
+    def _met(self) -> int:
+        """The rank whose call is compared: what is done on one rank alone is mostly done on the first."""
+        return 0 if self._rank else 1
+
+    def _other_call(self, now: float) -> str | None:
+        """Which call another rank waits in instead of this rank's, if it says so."""
+        self._waits_from = self._waits_from or now
+        if now - self._waits_from < _CALL_SECONDS:
+            return None
+        self._waits_from = now
+        self._store.set(f"calls/{self.generation}/{self._rank}", f"{self.region} {self._call}")
+        key = f"calls/{self.generation}/{self._met}"
+        if not self._store.check([key]):
+            return None
+        region, _, call = self._store.get(key).decode(errors="replace").partition(" ")
+        return call if region == str(self.region) and call != self._call else None
 
     def enter_debugger(self) -> None:
         """Have the waits of other hosts' ranks, too, not time out meanwhile."""
