@@ -25,7 +25,7 @@ from .driver.snapshot import sending_result
 from .rank.lasting_values import KnownLayout
 from .rank.session import RankSession
 from .replication.net import Net, plain_number
-from .replication.values import Check, prints_of_all, prints_of_scalars, scalars_among
+from .replication.values import Check, prints_of_all, prints_of_scalars, scalars_among, tensor_print
 from .spec import REPLICATED, P, is_sharded, is_spec
 from .strides import is_frozen
 
@@ -211,7 +211,9 @@ class Results:
                 check_value(leaf, functools.partial(self._called, treedef, index), cut=bool(spec.entries))
                 if spec.entries:
                     self._check_result(treedef, index, leaf, spec)
-                about = OutputMeta(spec, tuple(leaf.shape), leaf.dtype, varying=varying)
+                other_spec = last is not None and last.spec is not None and last.spec != spec
+                value = tensor_print(leaf) if other_spec else None  # it is compared, whichever call this is
+                about = OutputMeta(spec, tuple(leaf.shape), leaf.dtype, value, varying=varying)
             unchanged = unchanged and about is last
             metas.append(about)
         return leaves, metas, unchanged
