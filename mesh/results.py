@@ -87,6 +87,7 @@ class _Kind:
     Attributes:
         layout: of the tensors.
         numbers: the places of the others among the leaves.
+        undeclared: the places of those tensors whose spec is not declared.
     """
 
     structure: trees.Structure
@@ -94,6 +95,11 @@ class _Kind:
     metas: list[OutputMeta]
     layout: KnownLayout
     numbers: tuple[int, ...]
+    undeclared: tuple[int, ...]
+
+    def passes_on(self, leaves: list[Any], cut: Sequence[Any]) -> bool:
+        """Whether one of the arguments that came with a spec of their own is among the leaves, and keeps it."""
+        return bool(cut) and not {*map(id, cut)}.isdisjoint([id(leaves[index]) for index in self.undeclared])
 
     def tensors(self, leaves: list[Any]) -> list[Any] | None:
         """Those among results of this structure, if they lie so and the numbers are the same."""
@@ -144,7 +150,7 @@ class Results:
         session, kind = self._session, self._kind
         if kind is not None and net is None:
             found = kind.structure.leaves(result)
-            tensors = None if found is None else kind.tensors(found)
+            tensors = None if found is None or kind.passes_on(found, cut) else kind.tensors(found)
             if tensors is not None:
                 tensors = [leaf.detach() for leaf in tensors]
                 session.lay_out(tensors, kind.layout)
@@ -177,8 +183,11 @@ class Results:
     def _kind_of(self, result: Any, treedef: Any, leaves: list[Any], metas: list[OutputMeta]) -> _Kind | None:
         structure = trees.Structure.of(result)
         layout = KnownLayout.of(agreement.tensors_among(leaves, metas), agreement.specs_of(metas))
+        if structure is None or layout is None:
+            return None
         numbers = tuple(index for index, about in enumerate(metas) if about.spec is None)
-        return None if structure is None or layout is None else _Kind(structure, treedef, metas, layout, numbers)
+        undeclared = tuple(index for index, spec in enumerate(self._outputs[1]) if spec is None)
+        return _Kind(structure, treedef, metas, layout, numbers, undeclared)
 
     def _prints(self, leaves: list[Any], metas: list[OutputMeta], check: Check) -> bytes:
         if check >= Check.VALUES:

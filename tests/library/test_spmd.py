@@ -516,6 +516,9 @@ def test_what_is_returned_as_it_came_keeps_its_own_spec(mesh):
             undeclared(x, torch.tensor(True))
     with pytest.raises(SpecError, match="should be the same on all ranks along data"):
         spmd(f, mesh=mesh, out_specs=P())(x, torch.tensor(False))
+    mean = spmd(lambda x, whole: {"x": pmean(x, "data") if bool(whole) else x}, mesh=mesh)
+    whole = [True] * 4 + [False]  # also if those before, of the same shape on each rank, had none
+    assert [mean(x, torch.tensor(each))["x"].spec for each in whole] == [*[P()] * 4, P("data")]
 
 
 def test_check(mesh):
