@@ -32,7 +32,7 @@ class OutputMeta:
     Attributes:
         spec: None for a value that is not a tensor.
         shape: of this rank's part.
-        value: of what is no tensor.
+        value: of what is no tensor; of a tensor that had another spec in the call before, its print.
         whole: the global shape, where the rank knows it.
         varying: axes along which replicas may differ, whatever their values, and why; None if there are none.
     """
@@ -237,7 +237,9 @@ def _differing(problem: str, axes: tuple[str, ...], got: str | None, where: str,
 
 def same(a: OutputMeta, b: OutputMeta) -> bool:
     """Whether two ranks, or calls, have the same result, but for the bytes of a tensor."""
-    return a.shape == b.shape if a.spec is not None else same_value(a.value, b.value)
+    if a.spec is None:
+        return same_value(a.value, b.value)
+    return a.shape == b.shape and values.same_bytes(a.value, b.value, a.shape)
 
 
 def same_value(a: Any, b: Any) -> bool:
@@ -255,7 +257,7 @@ def same_value(a: Any, b: Any) -> bool:
 def _show(leaf: OutputMeta, rank_prints: list[bytes | None], rank: int) -> str:
     if leaf.spec is None:
         return repr(leaf.value)[:60]
-    mine = rank_prints[rank] if rank_prints else None
+    mine = (rank_prints[rank] if rank_prints else None) or leaf.value
     if mine is None or leaf.dtype is None:
         return _dtype_and_shape(leaf)
     return values.shown(mine, leaf.shape, leaf.dtype)

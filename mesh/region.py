@@ -44,6 +44,7 @@ class Region:
         batch: how the batch that came in was split.
         plan: of the `data_parallel` step that is running, `transforms._plan.Plan`.
         random: what the generators were last seeded with.
+        keys: how many keys for others were made from that.
         alike: the axes along which all ranks were seeded the same.
         pure: what runs may change nothing: it is an @spmd function.
         looked_at: what was looked at in calls of this signature, and need not be again (`transforms.first_call`).
@@ -59,6 +60,7 @@ class Region:
     batch: BatchSplit = dataclasses.field(default_factory=BatchSplit)
     plan: object = None
     random: tuple = ()
+    keys: int = 0
     alike: frozenset[str] = frozenset()
     captured: frozenset[int] = frozenset()
     pure: bool = False

@@ -25,7 +25,7 @@ from .driver.snapshot import sending_result
 from .rank.lasting_values import KnownLayout
 from .rank.session import RankSession
 from .replication.net import Net, plain_number
-from .replication.values import Check, prints_of_all, prints_of_scalars, scalars_among
+from .replication.values import Check, prints_of_all, prints_of_scalars, scalars_among, tensor_print
 from .spec import REPLICATED, P, is_sharded, is_spec
 from .strides import is_frozen
 
@@ -87,6 +87,7 @@ class _Kind:
     Attributes:
         layout: of the tensors.
         numbers: the places of the others among the leaves.
+        undeclared: the places of those tensors whose spec is not declared.
     """
 
     structure: trees.Structure
@@ -94,6 +95,11 @@ class _Kind:
     metas: list[OutputMeta]
     layout: KnownLayout
     numbers: tuple[int, ...]
+    undeclared: tuple[int, ...]
+
+    def passes_on(self, leaves: list[Any], cut: Sequence[Any]) -> bool:
+        """Whether one of the arguments that came with a spec of their own is among the leaves, and keeps it."""
+        return bool(cut) and not {*map(id, cut)}.isdisjoint([id(leaves[index]) for index in self.undeclared])
 
     def tensors(self, leaves: list[Any]) -> list[Any] | None:
         """Those among results of this structure, if they lie so and the numbers are the same."""
@@ -144,7 +150,7 @@ class Results:
         session, kind = self._session, self._kind
         if kind is not None and net is None:
             found = kind.structure.leaves(result)
-            tensors = None if found is None else kind.tensors(found)
+            tensors = None if found is None or kind.passes_on(found, cut) else kind.tensors(found)
             if tensors is not None:
                 tensors = [leaf.detach() for leaf in tensors]
                 session.lay_out(tensors, kind.layout)
@@ -177,8 +183,11 @@ class Results:
     def _kind_of(self, result: Any, treedef: Any, leaves: list[Any], metas: list[OutputMeta]) -> _Kind | None:
         structure = trees.Structure.of(result)
         layout = KnownLayout.of(agreement.tensors_among(leaves, metas), agreement.specs_of(metas))
+        if structure is None or layout is None:
+            return None
         numbers = tuple(index for index, about in enumerate(metas) if about.spec is None)
-        return None if structure is None or layout is None else _Kind(structure, treedef, metas, layout, numbers)
+        undeclared = tuple(index for index, spec in enumerate(self._outputs[1]) if spec is None)
+        return _Kind(structure, treedef, metas, layout, numbers, undeclared)
 
     def _prints(self, leaves: list[Any], metas: list[OutputMeta], check: Check) -> bytes:
         if check >= Check.VALUES:
@@ -211,7 +220,9 @@ class Results:
                 check_value(leaf, functools.partial(self._called, treedef, index), cut=bool(spec.entries))
                 if spec.entries:
                     self._check_result(treedef, index, leaf, spec)
-                about = OutputMeta(spec, tuple(leaf.shape), leaf.dtype, varying=varying)
+                other_spec = last is not None and last.spec is not None and last.spec != spec
+                value = tensor_print(leaf) if other_spec else None  # it is compared, whichever call this is
+                about = OutputMeta(spec, tuple(leaf.shape), leaf.dtype, value, varying=varying)
             unchanged = unchanged and about is last
             metas.append(about)
         return leaves, metas, unchanged

@@ -28,4 +28,6 @@ def random_key(*data: Any) -> int:
 
     Source: `jax.random.key` and `fold_in`.
     """
-    return word_key("key", *require("random_key").random, *data)
+    region = require("random_key")
+    region.keys += 1
+    return word_key("key", *region.random, *data)

@@ -147,12 +147,14 @@ class Board:
 
     def check_calls(self, ranks: Sequence[int], waits_in: Callable[[], str]) -> None:
         """Raise if a rank of the mesh that this one waits for has begun another call in its place."""
-        region, active = self.region(self.rank)
+        region, active = here = self.region(self.rank)
         ours = bytes(self._call_at(self.rank, region))
-        for rank in ranks:
+        for rank in ranks if active else ():
             peer = self.participant(rank)
+            if self.region(peer) != here:
+                continue  # asked first: until it is in this region, its text is that of an earlier one
             theirs = bytes(self._call_at(peer, region))
-            if active and ours != theirs and self.region(peer) == (region, True):
+            if ours != theirs and self.region(peer) == here:
                 own, other = (name.rstrip(b"\0").decode(errors="replace") for name in (ours, theirs))
                 raise other_calls({self.mesh_rank: f"{own}, waiting in {waits_in()}", rank: other})
 

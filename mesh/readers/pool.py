@@ -139,7 +139,7 @@ class Pool(Owned):
         if found is None:
             self._zygote = spawn.zygote()
             if self._shipped is None:
-                self._shipped = wire.dumps(self._job, head=())
+                self._shipped = self._packed()
                 self._shipped.head = protocol.encode(protocol.Ship("job"))
             mine, theirs = socket.socketpair()
             note = Note(self._board, index)
@@ -149,6 +149,14 @@ class Pool(Owned):
             found = self._readers[index] = _Reader(pid, pidfd, mine, note)
             wire.send(mine, self._shipped)
         return found
+
+    def _packed(self) -> wire.Packet:
+        try:
+            return wire.dumps(self._job, head=())
+        except Exception as error:  # pickling calls what the dataset defines
+            problem = f"a dataset cannot be sent to a process that {self._what}"
+            remedy = "what is open is each process's own: have __getstate__ leave it out"
+            raise MeshError(message(problem, got=f"{type(error).__name__}: {error}", remedy=remedy)) from None
 
     def _receive(self) -> None:
         """Take in what the readers have sent, at least one thing."""

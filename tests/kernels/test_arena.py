@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import until
 
-from spmd import MeshError, PeerLost
+from spmd import CollectiveMismatch, MeshError, PeerLost
 from spmd.kernels.errors import Aborted
 from spmd.kernels.shm import arena as arena_module
 from spmd.kernels.shm import board, pages
@@ -338,6 +338,30 @@ def test_a_rank_that_enters_never_looks_as_if_it_had_left(participants: list[Are
             seen.clear()
     finally:
         mine.words = words
+
+
+def test_a_rank_that_enters_while_its_call_is_read_makes_no_other_one(
+    participants: list[Arena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read before it entered is the name of an earlier call."""
+    waiting, late, _ = participants
+    late.enter(1, "evaluate")
+    late.leave()
+    waiting.enter(3, "train")
+    read = waiting._call_at
+
+    def read_late(participant: int, region: int) -> bytes:
+        text = bytes(read(participant, region))
+        if participant == 1:
+            late.enter(3, "train")
+        return text
+
+    with monkeypatch.context() as patched:
+        patched.setattr(waiting, "_call_at", read_late)
+        waiting.check_calls([1], lambda: "psum")
+    late.enter(3, "evaluate")
+    with pytest.raises(CollectiveMismatch, match=r"rank 0: train, waiting in psum\n  rank 1: evaluate\n"):
+        waiting.check_calls([1], lambda: "psum")
 
 
 def test_quiet(participants: list[Arena]) -> None:

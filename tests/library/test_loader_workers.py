@@ -157,6 +157,39 @@ def test_workers_of_launched_ranks_see_what_has_changed_between_epochs(tmp_path)
     assert (code, out) == (0, 2 * seen), err
 
 
+OPENED = """
+import torch
+from spmd import Loader, Mesh, MeshError
+
+class Lines(torch.utils.data.Dataset):
+    def __init__(self):
+        self.file = None
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        self.file = self.file or open(__file__, "rb")
+        return index
+
+mesh, lines = Mesh({"data": 1}), Lines()
+loader = Loader(lines, 2, mesh=mesh, shuffle=False, workers=1)
+print(*[batch.full().tolist() for batch in loader])
+lines[0]
+try:
+    next(iter(loader))
+except MeshError as error:
+    print(error)
+"""
+
+
+def test_an_open_file_in_a_dataset_of_launched_ranks_is_told(tmp_path):
+    """As it is where a driver sends the dataset: read here between epochs, it would go to new workers."""
+    code, out, err = launched(1, script(tmp_path, OPENED))
+    assert code == 0, err
+    seen, text = out.splitlines()
+    assert seen == "[0, 1]" and text.startswith("a dataset cannot be sent to a process that reads for the Loader (got ")
+    assert text.endswith("have __getstate__ leave it out")
+
+
 def test_reading_ahead_is_bounded_in_bytes(shared_mesh, tmp_path):
     class Noted(Dataset):
         def __len__(self):

@@ -509,11 +509,16 @@ def test_what_is_returned_as_it_came_keeps_its_own_spec(mesh):
     for _ in range(5):
         same = either(x, torch.tensor(False))["x"]
         assert same.spec == P("data") and same.full().tolist() == [0, 1, 2, 3]
+    with pytest.raises(SpecError, match="should be the same on all ranks along data"):
+        either(x, torch.tensor(True))["x"].full()  # the sixth call, in which other tensors are not compared
     for undeclared in (spmd(f, mesh=mesh), spmd(lambda x, _: {"x": x}, mesh=mesh, in_specs=(P("data"), P()))):
         with pytest.raises(SpecError, match="should be the same on all ranks along data"):
             undeclared(x, torch.tensor(True))
     with pytest.raises(SpecError, match="should be the same on all ranks along data"):
         spmd(f, mesh=mesh, out_specs=P())(x, torch.tensor(False))
+    mean = spmd(lambda x, whole: {"x": pmean(x, "data") if bool(whole) else x}, mesh=mesh)
+    whole = [True] * 4 + [False]  # also if those before, of the same shape on each rank, had none
+    assert [mean(x, torch.tensor(each))["x"].spec for each in whole] == [*[P()] * 4, P("data")]
 
 
 def test_check(mesh):

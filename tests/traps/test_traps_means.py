@@ -29,6 +29,7 @@ from spmd import (
     mean_of,
     pmean,
     psum,
+    random_key,
     spmd,
     value_and_grad,
 )
@@ -216,6 +217,23 @@ def shuffled(p: Any, b: Any, permutation: Callable = torch.randperm) -> Tensor:
     return (net(p, b) * NET(p, b["x"][permutation(len(b["x"]))])).mean()
 
 
+def in_chunks(p: Any, b: Any) -> Tensor:
+    """Half of the samples make one chunk, so that those of the second half would get the dropout of others."""
+    chunks = zip(b["x"].split(5), b["label"].split(5), strict=True)
+    return sum(F.cross_entropy(DROPOUT(p, x), label, reduction="sum") for x, label in chunks) / len(b["x"])
+
+
+def sorted_first(p: Any, b: Any) -> Tensor:
+    """As sequences are by their lengths."""
+    order = b["x"].sum(1).argsort()
+    return F.cross_entropy(DROPOUT(p, b["x"][order]), b["label"][order])
+
+
+def noise_of_a_key(p: Any, b: Any) -> Tensor:
+    noise = np.random.default_rng(random_key("noise")).standard_normal(b["x"].shape, dtype=np.float32)
+    return F.cross_entropy(NET(p, b["x"] + torch.from_numpy(noise)), b["label"])
+
+
 def shuffled_by_noise(p: Any, b: Any) -> Tensor:
     return (net(p, b) * NET(p, b["x"][torch.rand(len(b["x"])).argsort()])).mean()
 
@@ -271,6 +289,9 @@ MEANS: dict[str, Callable] = {
     "sampled negatives": sampled_negatives,
     "shuffled": shuffled,
     "shuffled by noise": shuffled_by_noise,
+    "in chunks": in_chunks,
+    "sorted": sorted_first,
+    "noise of a key": noise_of_a_key,
     "shuffled by NumPy": lambda p, b: shuffled(p, b, np.random.permutation),
     "shuffled by Python": lambda p, b: shuffled(p, b, lambda count: random.sample(range(count), count)),
     "shuffled by a generator": lambda p, b: shuffled(p, b, np.random.default_rng().permutation),

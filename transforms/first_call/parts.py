@@ -60,12 +60,14 @@ def look_at_parts(
         return
     half = count // 2
     even = samples[: 2 * half]  # it may fail for an odd number, as where each sample is paired with the next
-    whole, same = judge.of(even), judge.of(even)
-    parts = judge.of(even[::2], even[1::2]) if judge.is_dealt else judge.of(even[:half], even[half:])
+    # All with one sample's random numbers: it may have put samples in another order before it drew any.
+    whole, same = judge.of(even, alike=True), judge.of(even, alike=True)
+    halves = (even[::2], even[1::2]) if judge.is_dealt else (even[:half], even[half:])
+    parts = judge.of(*halves, alike=True)
     if whole and same and parts and judge.compared(whole[0][1], same) is None:  # else it is random in ways of its own
         found = judge.compared(whole[0][1], parts)
         if found:
-            judge.warn(found, by_places=judge.goes_by_places(found))
+            judge.warn(found, by_places=judge.goes_by_places(found, alike=True))
 
 
 Parts = list[tuple[int, Output]]  # of how many samples, and what it returned for them
@@ -96,9 +98,9 @@ class _Judge:
         self._call, self._again, self._axis, self._aux, self._is_counted = call, again, axis, aux, is_counted
         self.is_dealt = call.region is not None and call.region.is_dealt
 
-    def of(self, *parts: Tensor) -> Parts | None:
+    def of(self, *parts: Tensor, alike: bool = False) -> Parts | None:
         """What it returns for parts of the samples; None if it fails for one."""
-        found = [(len(part), out) for part in parts if (out := self._again.of(part)) is not None]
+        found = [(len(part), out) for part in parts if (out := self._again.of(part, alike=alike)) is not None]
         return found if len(found) == len(parts) else None
 
     def compared(self, whole: Output, parts: Parts) -> _Found | None:
@@ -120,12 +122,12 @@ class _Judge:
                 return _Found(name, value, joined, away, sizes)
         return None
 
-    def goes_by_places(self, found: _Found) -> bool:
+    def goes_by_places(self, found: _Found, *, alike: bool = False) -> bool:
         """Whether it is another value for the same samples in another order."""
         generator = torch.Generator().manual_seed(0)
         allowed = found.away * (0.1 if self._again.seen.is_coarse else 0.01)
         for _ in range(_ORDERS):
-            mixed = self._again.of(torch.randperm(sum(found.sizes), generator=generator))
+            mixed = self._again.of(torch.randperm(sum(found.sizes), generator=generator), alike=alike)
             if mixed is None or not float((self._numbers(mixed)[found.name] - found.whole).abs().max()) <= allowed:
                 return True
         return False

@@ -62,11 +62,14 @@ class Repeated:
         """
         return self.of(torch.arange(self.count).repeat(count), more, record=count == 1)
 
-    def of(self, samples: Tensor, more: Sequence[Tensor] = (), *, record: bool = False) -> Output | None:
+    def of(
+        self, samples: Tensor, more: Sequence[Tensor] = (), *, record: bool = False, alike: bool = False
+    ) -> Output | None:
         """For these samples, by number; None if that can't be had.
 
         Args:
             record: they are all of them in their order, and later ones are to get the same random numbers.
+            alike: all of them get the random numbers of the first one, so that it doesn't matter which are whose.
         """
         rows = {id(leaf) for leaf in (*self._rows, *more)}
         rows |= {id(argument.primal) for argument in self._call.arguments if id(argument.leaf) in rows}
@@ -84,7 +87,8 @@ class Repeated:
 
         if record:
             self.seen = Seen()
-        mode: _Draws = _Records(self.seen) if record else _Replays(self.seen, samples, self.count)
+        drawn_for = torch.zeros_like(samples) if alike else samples
+        mode: _Draws = _Records(self.seen) if record else _Replays(self.seen, drawn_for, self.count)
         try:
             with self._unseen(), unfollowed():
                 args, kwargs = trees.map(replace, (self._args, self._kwargs))
@@ -94,6 +98,8 @@ class Repeated:
                 with eagerly(), mode:
                     call = dataclasses.replace(self._call, function=function)
                     out = call.evaluate(list(args), kwargs, grad=self._with_grad)
+                    if not mode.is_over:  # it goes through samples by turns, and those were for others
+                        return None
                     return dataclasses.replace(out, value=out.value.detach(), aux=trees.map(_detached, out.aux))
         except Exception as error:  # it may well want so many samples and no others
             if not record or self._with_grad or not isinstance(error, RuntimeError):
@@ -106,21 +112,22 @@ class Repeated:
     @contextlib.contextmanager
     def _unseen(self) -> Iterator[None]:
         """Keep what is done within from the user, from other ranks, and from the random numbers that come later."""
-        assert self._call.region is not None
-        ask, logged = sys.breakpointhook, logging.root.manager.disable
+        region = self._call.region
+        assert region is not None
+        keys, ask, logged = region.keys, sys.breakpointhook, logging.root.manager.disable
         sys.breakpointhook = lambda *_, **__: None
         logging.disable()
         try:
             with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                with self._call.region.session.mute():
+                with region.session.mute():
                     yield
         finally:
             sys.breakpointhook = ask
             logging.disable(logged)
             restore_generators(self._state[0])
             before, now = self._state[1], _numpy_state()
-            moved = now[2] != before[2] or not np.array_equal(now[1], before[1])
+            moved = now[2] != before[2] or not np.array_equal(now[1], before[1]) or region.keys != keys
             self.seen.draws_elsewhere = self.seen.draws_elsewhere or moved or random.getstate() != self._state[2]
             np.random.set_state(self._state[1])
             random.setstate(self._state[2])
@@ -142,7 +149,7 @@ class Seen:
         drawn: what random operations gave, in their order.
         by_sample: along which dimensions of these the samples lie, known once some samples were left out.
         normalises: whether a batch norm went by the batch.
-        draws_elsewhere: whether NumPy's generator or Python's own gave random numbers, too.
+        draws_elsewhere: whether NumPy's generator or Python's own gave random numbers, too, or it has a key for others.
         is_coarse: whether anything was computed in fewer than 32 bits, or on a GPU, which may multiply in fewer.
     """
 
@@ -160,6 +167,8 @@ class Seen:
 
 class _Draws(DispatchMode):
     """Notes where random operations found the generators that they were given, the user's own."""
+
+    is_over = True  # nothing is left to be drawn
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,6 +226,10 @@ class _Replays(_Draws):
     def __init__(self, seen: Seen, samples: Tensor, count: int):
         super().__init__()
         self._seen, self._samples, self._count, self._next = seen, samples, count, 0
+
+    @property
+    def is_over(self) -> bool:  # type: ignore[override]
+        return self._next == len(self._seen.drawn)
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = super().operation(func, args, kwargs)
