@@ -163,6 +163,10 @@ class DriverSession(Owned):
             layout: of the mesh that it is made for; that it has now by default.
             reported: whoever waits for the task hears of a failure, and no other thread that uses the mesh meanwhile.
         """
+        if self.lock._is_owned():  # type: ignore[attr-defined]
+            problem = "the handler of a signal, or a finalizer, made a call in the middle of another call"
+            remedy = "have it set a flag, and make the call after the step (docs/how_to.md)"
+            raise MeshError(message(problem, where=self.describe(), remedy=remedy))
         layout = layout or self.layout
         chosen = tuple(range(layout.size)) if ranks is None else tuple(ranks)
         others = () if ranks is None else tuple(sorted({*range(layout.size)}.difference(chosen)))

@@ -1,4 +1,4 @@
-"""Ctrl-C at the wrong moment: what must be done whole, such as telling every rank of a call, is shielded from it."""
+"""Signals at the wrong moment: what must be done whole, such as telling every rank of a call, is shielded from them."""
 
 from __future__ import annotations
 
@@ -8,35 +8,55 @@ import signal
 import threading
 from typing import Any
 
-_SIGINT = int(signal.SIGINT)
+# Ctrl-C, and those that schedulers, launchers and timers send, where the program handles them.
+_HANDLED = tuple(
+    map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGALRM))
+)
 _shielded = False  # the main thread is in such a block already
 
 
 class uninterrupted:
-    """Hold Ctrl-C back for the length of a `with` block, which must be short; it takes effect at the block's end.
+    """Hold handlers of signals back for the length of a `with` block, which must be short; they run at the block's end.
 
     Only the main thread is interrupted by signals; on others, and inside another such block, this does nothing.
     """
 
-    __slots__ = ("_handler", "_held")
+    __slots__ = ("_handlers", "_held")
 
     def __enter__(self) -> None:
         global _shielded
-        self._handler: Any = None
-        self._held: tuple[Any, ...] | None = None
+        self._handlers: dict[int, Any] = {}
+        self._held: list[tuple[int, Any]] = []
         if not _shielded and threading.current_thread() is threading.main_thread():
-            handler = _signal.getsignal(_SIGINT)
-            if callable(handler):  # not ignored, and not handled outside Python
-                _signal.signal(_SIGINT, self._hold)
-                self._handler, _shielded = handler, True
+            try:
+                for number in _HANDLED:
+                    handler = _signal.getsignal(number)
+                    if callable(handler):  # not ignored, and not handled outside Python
+                        self._handlers[number] = handler
+                        _signal.signal(number, self._hold)
+            except BaseException:  # of a handler that was not held yet
+                self._give_back()
+                raise
+            _shielded = bool(self._handlers)
 
-    def _hold(self, *arguments: Any) -> None:
-        self._held = arguments
+    def _hold(self, number: int, frame: Any) -> None:
+        self._held.append((number, frame))
 
     def __exit__(self, *_: object) -> None:
         global _shielded
-        if self._handler is not None:
+        if self._handlers:
             _shielded = False
-            _signal.signal(_SIGINT, self._handler)
-            if self._held is not None:
-                self._handler(*self._held)
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Put the handlers back, and run those that were held."""
+        try:
+            for number, handler in self._handlers.items():
+                _signal.signal(number, handler)
+        finally:
+            if self._held:
+                number, frame = self._held.pop(0)
+                try:
+                    self._handlers[number](number, frame)
+                finally:
+                    self._give_back()

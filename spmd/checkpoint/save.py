@@ -64,7 +64,8 @@ def save(
             Launched ranks all raise what one of them does.
     """
     if current() is not None:
-        raise MeshError(message("save was called inside a region", remedy="save what the step returns"))
+        remedy = "save what the step returns; the handler of a signal, also in a step, sets a flag (docs/how_to.md)"
+        raise MeshError(message("save was called inside a region", remedy=remedy))
     path = Path(path).absolute()
     leaves, _ = trees.flatten(tree, is_leaf=is_array)
     mesh = _mesh_of(leaves)

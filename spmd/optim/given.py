@@ -113,6 +113,7 @@ def settle(
     if known is not None:
         parts = kept(known.slices, state)
     else:
+        _refuse_arrays(leaves, treedef, found, state)
         numbers = grouping.numbers_of(groups, trees.unflatten(treedef, leaves))
         checked = [
             _checked(path, leaf, grad, group)
@@ -149,11 +150,27 @@ def _kind(leaves: list[Any], treedef: optree.PyTreeSpec, grads: list[Any], state
     return treedef, kinds, specs, axes, tuple(state), session.layout, session.rank, session.backend, virtual
 
 
+def _refuse_arrays(leaves: list[Any], treedef: optree.PyTreeSpec, grads: list[Any], state: Mapping[str, Any]) -> None:
+    """Refuse values that live on the ranks, whatever they are of."""
+    if not any(isinstance(value, Array) for value in (*leaves, *grads, *trees.leaves(state))):
+        return
+    named = [(f"params{path}", leaf) for path, leaf in zip(paths(treedef), leaves, strict=True)]
+    named += [(f"grads{path}", grad) for path, grad in zip(paths(treedef), grads, strict=True)]
+    named += zip((f"opt_state['state']{path}" for path in trees.paths(state)), trees.leaves(state), strict=True)
+    for name, value in named:
+        if isinstance(value, Array):
+            raise SpecError(
+                message(
+                    "opt.step works on a rank's tensors",
+                    got=f"an Array, {name}",
+                    remedy="step in an @spmd function, with params, grads and opt_state as its arguments; or fetch() "
+                    "all three, and step with plain tensors",
+                )
+            )
+
+
 def _checked(path: str, leaf: Any, grad: Any, group: int) -> Leaf | None:
     """A leaf to be stepped; None for one that is not trained."""
-    if isinstance(leaf, Array):
-        remedy = "pass it as an argument of an @spmd function, and step there"
-        raise SpecError(message("opt.step works on a rank's tensors", got=f"an Array, params{path}", remedy=remedy))
     if not is_trainable(leaf):
         return None
     _check_grad(path, leaf, grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,6 +12,11 @@ from ..mesh.region import current
 from ..mesh.spec import P, Sharded
 
 State = dict[str, Any]  # of one parameter: {"exp_avg": tensor, ...}
+
+FROM_TORCH = (  # of state that one of torch's optimizers has made
+    "state of torch's optimizers has the parameters' numbers, and here it has their paths: "
+    'opt_state["state"]["[\'0.weight\']"] = torchs["state"][0] (docs/how_to.md)'
+)
 
 # Optimizers whose step mixes the elements of a parameter.
 REFUSED = {
@@ -80,3 +85,14 @@ def refuse_cut(cls: type, reason: str, params: Iterable[tuple[str, Tensor]]) -> 
                     "element alike, such as AdamW",
                 )
             )
+
+
+def refuse_torchs(leaves: Sequence[Leaf], state: Mapping[Any, State]) -> None:
+    """Refuse state by numbers, as torch's `state_dict` has it, or by names of parameters instead of paths."""
+    paths = {leaf.path for leaf in leaves}
+    names = {path[2:-2] for path in paths} - paths
+    for key in state:
+        if not isinstance(key, str) or key in names:
+            problem = "opt_state has something else than paths of parameters"
+            got, expected = f"opt_state['state'][{key!r}]", f"some of {sorted(paths)[:5]}"
+            raise SpecError(message(problem, got=got, expected=expected, remedy=FROM_TORCH))

@@ -28,7 +28,7 @@ from . import groups as grouping
 from .engine import Engine
 from .given import Kinds, is_trainable, paths, settle
 from .groups import Groups
-from .leaves import Leaf, refuse_cut
+from .leaves import FROM_TORCH, Leaf, refuse_cut
 from .schedule import Schedule
 from .slices import Axis
 from .update import create, update
@@ -257,7 +257,8 @@ def _read(recipe: Recipe, opt_state: Mapping[str, Any]) -> tuple[Any, list[dict[
                 "opt_state has an unexpected form",
                 got=repr([*opt_state]) if isinstance(opt_state, Mapping) else type(opt_state).__name__,
                 expected=f"{{{form}}}",
-                remedy="pass what opt.init or opt.step returned",
+                remedy="pass what opt.init or opt.step returned"
+                + (f"; {FROM_TORCH}" if isinstance(opt_state, Mapping) and "param_groups" in opt_state else ""),
             )
         )
     return state, [hyper, *({**hyper, **one} for one in own)], count

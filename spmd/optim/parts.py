@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..kernels.word_key import word_key
 from ..mesh.region import current
 from ..mesh.spec import Sharded
 from .flat import divided, joined
-from .leaves import REFUSED, Leaf, State, layout_of, localized
+from .leaves import REFUSED, Leaf, State, layout_of, localized, refuse_torchs
 from .slices import ALONE, Axis, Ranks, Slice
 
 # Elements, all of one kind together: with "auto" no more than these are sliced. What an exchange costs does not shrink
@@ -116,6 +117,7 @@ class _Division:
 
     def __init__(self, shard: Axis | None, leaves: Sequence[Leaf], state: Mapping[str, State]):
         self._leaves, self._state = leaves, dict(state)
+        refuse_torchs(leaves, state)
         self._kinds: dict[str, list[int]] = {}
         if shard is not None or any(key and key[0] not in "[." for key in state):
             for index, leaf in enumerate(leaves):
@@ -223,15 +225,23 @@ class _Division:
         if unknown:
             key = min(unknown)
             whose = "something that is no trainable parameter here"
+            remedy = (
+                "pass what opt.init or opt.step returned for these parameters; what is frozen for a while "
+                "stays trainable, with gradients of None (docs/how_to.md); for others call opt.init(params)"
+            )
             if key[0] not in "[.":
                 whose = "other trainable parameters than these, or of these in another order"
+                dtypes = sorted({str(leaf.param.dtype).removeprefix("torch.") for leaf in self._leaves})
+                dtype = re.split(r"\W", key)[0]
+                if dtype not in dtypes:
+                    whose = f"parameters of {dtype}, and these are of {' and '.join(dtypes)}"
+                    remedy = f"keep them in {dtype}, and cast in the loss; or begin anew with opt.init(params)"
             raise SpecError(
                 message(
                     f"opt_state holds state of {whose}",
                     got=f"opt_state['state'][{key!r}]",
                     expected=f"some of {sorted(known)[:5]}",
-                    remedy="pass what opt.init or opt.step returned for these parameters; what is frozen for a while "
-                    "stays trainable, with gradients of None (docs/how_to.md); for others call opt.init(params)",
+                    remedy=remedy,
                 )
             )
 

@@ -380,8 +380,14 @@ def test_parameters_that_live_on_the_ranks_can_be_initialised_but_not_stepped(mo
     params = {"w": OnTheRanks()}
     opt_state = opt.init(params)
     assert opt_state["state"]["['w']"]["sum"].shape == (3,)
+    w, array = torch.ones(3), params["w"]
     with pytest.raises(SpecError, match=r"got an Array, params\['w'\]"):
-        opt.step(params, {"w": torch.ones(3)}, opt_state)
+        opt.step(params, {"w": w}, opt_state)
+    with pytest.raises(SpecError, match=r"got an Array, grads\['w'\]\): step in an @spmd function, .* fetch\(\)"):
+        opt.step({"w": w}, {"w": array}, opt_state)
+    own = {"['w']": {**opt_state["state"]["['w']"], "step": array}}
+    with pytest.raises(SpecError, match=r"got an Array, opt_state\['state'\]\[.*\]\['step'\]"):
+        opt.step({"w": w}, {"w": w}, {**opt_state, "state": own})
 
 
 def test_what_is_known_of_a_parameter_is_carried_over():
@@ -510,6 +516,12 @@ def test_state_that_does_not_fit_is_named():
         optimizer(optim.SGD).step(params, params, None)
     with pytest.raises(SpecError, match=r"\['b'\]"):
         step_with(params, params, state={"['b']": {"momentum_buffer": torch.ones(2)}})
+    theirs = optim.SGD(params.values(), momentum=0.9).state_dict()
+    with pytest.raises(SpecError, match=r"unexpected form .*torch's optimizers has the parameters' numbers.*how_to.md"):
+        optimizer(optim.SGD).step(params, params, theirs)
+    for key in (0, "a"):
+        with pytest.raises(SpecError, match=rf"got opt_state\['state'\]\[{key!r}\]\): state of torch's optimizers"):
+            step_with(params, params, state={key: {"momentum_buffer": torch.ones(2)}})
     hyper = optimizer(optim.SGD).init(params)["hyper"]
     with pytest.raises(SpecError, match="unknown 'rate'"):
         step_with(params, params, hyper={**hyper, "rate": 1.0})
@@ -820,7 +832,7 @@ def test_what_cannot_be_sharded_is_refused():
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        ({"float64": {}}, r"opt_state\['state'\]\['float64'\].*frozen for a while stays trainable"),
+        ({"float64": {}}, r"opt_state\['state'\]\['float64'\].*: keep them in float64, and cast in the loss"),
         ({"float32#1a2d7ba3": {}}, "other trainable parameters than these"),
         (
             {"float32#5515ff1d": {"momentum_buffer": torch.ones(128)}},

@@ -245,6 +245,28 @@ def test_interrupts_at_any_moment(make_mesh):
     assert x.full().tolist() == [1, 1]
 
 
+def test_handlers_that_make_calls_are_refused_in_the_middle_of_one(make_mesh, monkeypatch):
+    """What was being sent is sent to all ranks before the handler runs, and the ranks go on."""
+    mesh = make_mesh({"data": 2})
+    step = spmd(lambda x: psum(x, "data") / 2, mesh=mesh)
+    x = step(put(torch.ones(2), mesh=mesh))
+    tell = mesh.driver.tell
+
+    def signalled(*arguments):
+        signal.raise_signal(signal.SIGUSR1)
+        tell(*arguments)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: mesh.run(int))
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(mesh.driver, "tell", signalled)
+            with pytest.raises(MeshError, match=r"handler of a signal.*in the middle of another call.*set a flag"):
+                step(x)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert mesh.run(lambda: barrier()) == [None, None] and step(x).full().tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("what", ["an Array", "an Array of a rank", "the values of a call"])
 def test_ctrl_c_while_a_value_goes(make_mesh, what):
     """Python ignores what finalizers raise: none may run where a signal is handled."""

@@ -203,10 +203,11 @@ for backend in ("shm", "gloo"):
     tell(f"kind {backend}", [mesh.rank, mesh.size, mesh.is_driver, mesh.backend, mesh.coords()])
     tell(f"results {backend}", results(mesh))
     tell(f"failures {backend}", failures(mesh))
+    cut = put(torch.arange(4.0), P("data"), mesh=mesh)
     mesh.close()
     mesh.close()
     closed = []
-    for call in (lambda: mesh.run(len, "x"), mesh.comm):
+    for call in (lambda: mesh.run(len, "x"), mesh.comm, cut.full):
         try:
             call()
         except MeshError as error:
@@ -305,7 +306,7 @@ def test_a_mesh_that_does_not_fit_the_job(told):
 def test_the_end(told):
     for rank in (0, 1):
         assert told["default"][rank] == ["shm", 2.0]
-        assert told["closed shm"][rank] == told["closed gloo"][rank] == [True, True]
+        assert told["closed shm"][rank] == told["closed gloo"][rank] == [True, True, True]
 
 
 def test_a_rank_that_dies_is_noticed(told):
