@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..kernels.arguments import check_function, is_number, is_whole
-from ..kernels.callsite import hide_our_frames
+from ..kernels.callsite import hide_our_frames, warn
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
 from ..mesh.array import Array
@@ -109,6 +109,8 @@ class Loader:
         self._resume: tuple[int, Any] = (0, None)
         self._loops = 0  # iterators that have begun
         self._loads = 0  # how often a position was loaded, after which iterators under way go on from it
+        self._begun_at: tuple[int, int] | None = None  # loads and epoch, at the beginning of the last loop
+        self._left = 0  # how many loops in a row were left early, after more than one batch
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -148,6 +150,7 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         try:
             mesh = resolve(self._mesh)
+            self._note_left()
             self._loops += 1
             last = self._epoch
             while self._epoch <= last:
@@ -160,6 +163,23 @@ class Loader:
         except Exception as error:
             hide_our_frames(error)
             raise
+
+    def _note_left(self) -> None:
+        """Warn who leaves one loop after the other early: all begin with the same samples, and others never come."""
+        begins_at = self._loads, self._epoch
+        self._left = self._left + 1 if begins_at == self._begun_at and self._yielded > 1 else 0
+        self._begun_at = begins_at
+        if self._left == 3 and self.settings.get("shuffle", True):
+            warn(
+                message(
+                    f"a loop over a Loader begins epoch {self._epoch} again, after three that were left early: all "
+                    "begin with the same batches, and the samples of others never come",
+                    got=f"the last one left after {self._yielded} batches",
+                    remedy='begin another epoch, loader.load_state_dict({"epoch": epoch, "step": 0}); go on in this '
+                    "one by taking batches of one iterator, batches = iter(loader); or say shuffle=False if they are "
+                    "to be the same",
+                )
+            )
 
     def _of_epoch(self, mesh: Mesh, epoch: int) -> Iterator[Any]:
         """The batches of an epoch from a position on, until another position is loaded."""

@@ -172,6 +172,28 @@ def test_epochs_follow_the_sampler_whatever_is_read_ahead(shared_mesh, prefetch,
     assert "prefetch" not in repr(loader) and "length=10" in repr(loader)
 
 
+def test_loops_that_are_left_early_begin_with_the_same_samples(shared_mesh, recwarn):
+    mesh = shared_mesh({"data": 2})
+
+    def left_after(loader, *counts):
+        for count in counts:
+            for number, _ in enumerate(loader, 1):
+                if number == count:
+                    break
+
+    shuffled = Loader(torch.arange(40), 4, mesh=mesh)
+    left_after(shuffled, 1, 1, 1, 3, 3)  # next(iter(loader)) is asked for often
+    left_after(Loader(torch.arange(40), 4, mesh=mesh, shuffle=False), 3, 3, 3, 3)
+    assert [*shuffled] and not recwarn.list
+    for epoch in range(1, 5):
+        left_after(shuffled, 3)
+        shuffled.load_state_dict({"epoch": epoch + 1, "step": 0})
+    assert not recwarn.list
+    left_after(shuffled, 3, 3, 3)
+    with pytest.warns(UserWarning, match=r"begins epoch 5 again, after three.*left after 3 batches.*another epoch"):
+        left_after(shuffled, 3)
+
+
 def test_breaking_off_and_starting_again(shared_mesh):
     mesh = shared_mesh({"data": 2})
     loader = Loader(torch.arange(10), 4, mesh=mesh)
