@@ -70,13 +70,17 @@ class Call:
         self.signature, self.text = known
 
 
+def _by_rank(texts: dict[int, str]) -> str:
+    """A line for each rank."""
+    return "".join(f"\n  rank {rank}: {text}" for rank, text in sorted(texts.items()))
+
+
 def disagreement(ranks: Sequence[int], calls: dict[int, str]) -> CollectiveMismatch:
     """The error for ranks of a group that disagree; `calls` maps their places in it to what they called."""
     sides = {ranks[position]: text for position, text in calls.items()}
-    lines = "".join(f"\n  rank {rank}: {text}" for rank, text in sorted(sides.items()))
     return CollectiveMismatch(
         message(
-            f"ranks disagree on the next collective of group {tuple(ranks)}:{lines}\n"
+            f"ranks disagree on the next collective of group {tuple(ranks)}:{_by_rank(sides)}\n"
             "every rank of the group must make the same calls, in the same order, with the same shapes and dtypes, "
             "and dicts with the same keys in the same order"
             + (_EVEN if all(text.startswith("all_gather ") for text in sides.values()) else "")
@@ -86,10 +90,9 @@ def disagreement(ranks: Sequence[int], calls: dict[int, str]) -> CollectiveMisma
 
 def other_calls(calls: dict[int, str]) -> CollectiveMismatch:
     """The error for ranks that are at different calls of their program, and so wait for each other; by rank."""
-    lines = "".join(f"\n  rank {rank}: {text}" for rank, text in sorted(calls.items()))
     return CollectiveMismatch(
         message(
-            f"ranks make different calls, and wait for each other:{lines}\n"
+            f"ranks make different calls, and wait for each other:{_by_rank(calls)}\n"
             "make the same calls on all ranks, in the same order: what takes all of them (the value of an Array that "
             "is cut, put, save) on all, and what is done with it, such as print() or torch.save(), on one"
         )

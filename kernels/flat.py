@@ -46,20 +46,24 @@ def repeats(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def extent_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Bytes from a tensor's first element to behind its last.
+
+    >>> extent_bytes((2, 3), (1, 4), 8), extent_bytes((2, 0), (1, 1), 8)
+    (80, 0)
+    """
+    if 0 in shape:
+        return 0
+    return (sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1) * itemsize
+
+
 Span = tuple[int, int]  # of addresses
 
 
 def spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
     """From where to where the memory of each goes."""
-    found = []
-    for tensor in tensors:
-        if tensor.numel():
-            start, length = tensor.data_ptr(), tensor.nbytes
-            if not tensor.is_contiguous():
-                steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-                length = (steps + 1) * tensor.itemsize
-            found.append((start, start + length))
-    return found
+    filled = [(x.data_ptr(), extent_bytes(x.shape, x.stride(), x.itemsize)) for x in tensors if x.numel()]
+    return [(start, start + length) for start, length in filled]
 
 
 def overlap(some: Sequence[Span], others: Sequence[Span]) -> bool:

@@ -55,14 +55,13 @@ def refuse_differing(
             raise _differ(leaf(number), got, where, remedy)
 
 
-def refuse_other_batches(gathered: Sequence[bytes], name: str, where: str) -> None:
+def refuse_other_batches(deals: Sequence[Deal | None], name: str, where: str) -> None:
     """Refuse a batch of which the ranks have parts that do not belong together.
 
     Args:
-        gathered: how a `Loader` dealt each rank's part, a pickled `Deal`, or None.
+        deals: how a `Loader` dealt each rank's part.
         name: of what is called.
     """
-    deals: list[Deal | None] = [pickle.loads(data) for data in gathered]
     told = [None if deal is None else (deal.position, deal.source) for deal in deals]
     if len(set(told)) > 1:
         got = "; ".join(f"{ranks_text([rank])}: {_show_batch(one)}" for rank, one in enumerate(deals))

@@ -118,10 +118,10 @@ class LaunchedCall:
         # All must know whether any rank has news, or that rank would wait for the others to hear them.
         most_news, most, least = comm.all_reduced(torch.tensor([int(news), number, -number]), "max").tolist()
         if most_news or most != -least:
-            names = [data.decode() for data in comm.all_gather_bytes(self._name.encode())]
-            if len(set(names)) > 1:
-                raise other_calls(dict(enumerate(names)))
-            refuse_other_batches(comm.all_gather_bytes(pickle.dumps(deal)), self._name, where())
+            told = [pickle.loads(data) for data in comm.all_gather_bytes(pickle.dumps((self._name, deal)))]
+            if any(name != self._name for name, _ in told):
+                raise other_calls({rank: name for rank, (name, _) in enumerate(told)})
+            refuse_other_batches([its for _, its in told], self._name, where())
             self._inputs.compare(comm.all_gather_bytes(pickle.dumps(given)), where())
             mine = pickle.dumps((outcome.prints, outcome.encoded(self._session.where())))
             gathered = [pickle.loads(data) for data in comm.all_gather_bytes(mine)]

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ...kernels.flat import as_bytes
+from ...kernels.flat import as_bytes, extent_bytes
 from ...kernels.torch_private import arguments, is_fake, operation_name
 
 _SMALL = 1 << 16  # bytes of tensors that are compared
@@ -90,8 +90,7 @@ def _span_of(tensor: Tensor) -> tuple[int, int] | None:
         start = tensor.data_ptr()
     except RuntimeError:  # one without values
         return None
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (start, start + (last + 1) * tensor.element_size()) if start else None
+    return (start, start + extent_bytes(tensor.shape, tensor.stride(), tensor.itemsize)) if start else None
 
 
 def _content_of(tensor: Tensor) -> bytes | None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ...kernels.copying import copy
+from ...kernels.flat import extent_bytes
 from ...kernels.shm.arena import Arena
 from ...kernels.shm.blocks import Extent
 from ...kernels.shm.ledger import Record
@@ -71,7 +72,8 @@ class KnownLayout:
         self.specs = tuple(specs)
         self._shapes, self._strides, self._dtypes = _kinds(tensors)
         self._complex = tuple(index for index, tensor in enumerate(tensors) if tensor.is_complex())
-        self.large = tuple(index for index, tensor in enumerate(tensors) if _extent(tensor) > SMALL_BYTES)
+        extents = [extent_bytes(tensor.shape, tensor.stride(), tensor.itemsize) for tensor in tensors]
+        self.large = tuple(index for index, nbytes in enumerate(extents) if nbytes > SMALL_BYTES)
 
     @staticmethod
     def of(tensors: Sequence[Any], specs: Sequence[P]) -> KnownLayout | None:
@@ -132,7 +134,7 @@ class LastingValues:
     def _is_to_be_copied(self, leaf: torch.Tensor) -> bool:
         if not is_plain(leaf):
             return False
-        if (leaf.nbytes if leaf.is_contiguous() else _extent(leaf)) <= SMALL_BYTES:
+        if extent_bytes(leaf.shape, leaf.stride(), leaf.itemsize) <= SMALL_BYTES:
             return False
         return extent_of(self._arena, leaf.untyped_storage()) is None
 
@@ -294,17 +296,9 @@ def leaf_of(tensor: torch.Tensor | None) -> Leaf:
     if not is_plain(tensor):
         return Leaf(_PICKLED, (), (), tensor.dtype, is_frozen(tensor), 0)
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    nbytes = _extent(tensor)
+    nbytes = extent_bytes(shape, stride, tensor.itemsize)
     kind = _INLINE if nbytes <= SMALL_BYTES else _STORED
     return Leaf(kind, shape, stride, tensor.dtype, is_frozen(tensor), nbytes)
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to behind the last."""
-    if not tensor.numel():
-        return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (sum((size - 1) * step for size, step in steps) + 1) * tensor.itemsize
 
 
 def _tensors(record: Record, leaves: Sequence[Leaf], bases: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.flat import extent_bytes
 from ...kernels.shm.arena import bytes_of
 from .. import strides
 from ..spec import Layout, P
@@ -119,7 +120,6 @@ class Pieces:
     def _tensor(self, piece: Piece) -> torch.Tensor:
         if isinstance(piece.data, torch.Tensor):
             return piece.data
-        steps = zip(piece.shape, piece.stride, strict=True)
-        nbytes = (1 + sum((size - 1) * step for size, step in steps)) * self.like.itemsize
+        nbytes = extent_bytes(piece.shape, piece.stride, self.like.itemsize)
         found = self.source.bytes[piece.data : piece.data + nbytes]
         return found.view(self.like.dtype).as_strided(piece.shape, piece.stride)
