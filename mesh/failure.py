@@ -22,13 +22,18 @@ from .display.notebook import name_cells, shorten
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception as it travels: `kind` is "error", "aborted" (another rank's fault) or "interrupted"."""
+    """An exception as it travels: `kind` is "error", "aborted" (another rank's fault) or "interrupted".
+
+    Attributes:
+        ends: why the rank's process ends with it; "" if it goes on.
+    """
 
     kind: str
     type_name: str
     text: str
     traceback: str
     pickled: bytes | None
+    ends: str = ""
 
 
 class RemoteTraceback(Exception):
@@ -38,8 +43,14 @@ class RemoteTraceback(Exception):
         return str(self.args[0])
 
 
-def capture(error: BaseException) -> Failure:
-    """Describe an exception so that another process can raise it."""
+def capture(error: BaseException, *, ends: str = "") -> Failure:
+    """Describe an exception so that another process can raise it.
+
+    Args:
+        ends: why this process ends with it.
+    """
+    if ends and hasattr(error, "add_note"):
+        error.add_note(f"[the rank {ends}; it is replaced, and the values that it alone had are lost]")
     kind = "error"
     if isinstance(error, Aborted):
         kind = "aborted"
@@ -47,7 +58,7 @@ def capture(error: BaseException) -> Failure:
         kind = "interrupted"
     text = "".join(_formatted(error))
     pickled = _pickled(error.with_traceback(None)) or _pickled(_Parts.of(error))
-    return Failure(kind, type(error).__qualname__, text_of(error), text, pickled)
+    return Failure(kind, type(error).__qualname__, text_of(error), text, pickled, ends)
 
 
 def text_of(error: BaseException) -> str:
@@ -165,6 +176,7 @@ def combine(
         remedy: what to do about lost ranks, if there is more to say than that they were replaced.
     """
     causes = {rank: failure for rank, failure in sorted(failures.items()) if failure.kind == "error"}
+    lost = {rank: how for rank, how in lost.items() if rank not in causes or not causes[rank].ends}
     if lost:
         ranks = sorted(lost)
         ends = "; ".join(f"rank {rank} {lost[rank]}" for rank in ranks)

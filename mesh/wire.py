@@ -42,7 +42,6 @@ _WAITING, _AT_ONCE = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CMSG_CLOEXEC |
 _CUT_SHORT = int(socket.MSG_CTRUNC)
 _HEADER = struct.Struct("<QQQB")  # bytes of the head, of the pickle, of inline tensors; number of descriptors
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-_DEVICES = ("cpu", "cuda")  # those of GPUs arrive on the CPU, which the other side has for sure
 # What most pickles are made of; asked about often, and never named.
 _PLAIN = frozenset({str, int, float, bool, bytes, tuple, list, dict, set, type(None), type, types.FunctionType})
 
@@ -92,7 +91,7 @@ class _Pickler(cloudpickle.Pickler):
         kind = type(obj)
         if kind in _PLAIN:
             return None
-        if kind in _TENSORS and obj.layout is torch.strided and obj.device.type in _DEVICES and not obj.is_quantized:
+        if kind in _TENSORS and obj.is_cpu and obj.layout is torch.strided and not obj.is_quantized:
             index = self._known.get(id(obj))
             if index is None:
                 index = self._known[id(obj)] = len(self.kept)

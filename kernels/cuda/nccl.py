@@ -71,6 +71,7 @@ class NcclCommunicator(Communicator):
 
     def _open(self) -> None:
         self._close_messages()
+        self.host.renew()  # before NCCL's group: so does a rank that replaces one that died, and makes both anew
         self.channel.open()
 
     def close(self) -> None:

@@ -127,7 +127,9 @@ class Answers(Owned):
         elif isinstance(answer, protocol.Unchanged):
             found = {rank: task.last_results[rank] for rank in found}
         task.answers.update({rank: (kind, value) for rank, value in found.items()})
-        for value in found.values() if kind != "ok" else ():
+        for rank, value in found.items() if kind != "ok" else ():
+            if isinstance(value, Failure) and value.ends:
+                self._session.ranks.all[rank].ends = value.ends
             own_fault = not task.region and isinstance(value, Failure) and value.kind == "error"
             if not own_fault:
                 self._recovery.begin(first_failed=task.number)

@@ -46,6 +46,7 @@ class Rank(Owned):
         super().__init__()
         self.rank = rank
         self.alive, self.ready = True, False
+        self.ends = ""  # why it ends by itself, once it has said so
         self.connection, theirs = socket.socketpair()
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         out, err, listener = os.pipe(), os.pipe(), listen(request.key, rank)
@@ -127,6 +128,8 @@ class Rank(Owned):
 
     def end_text(self) -> str:
         """How the process ended."""
+        if self.ends:
+            return self.ends
         code = self._zygote.exit_code(self.pid)
         if code is None:
             return "died" if self._zygote.alive else "died with the process that forks ranks"
@@ -225,8 +228,8 @@ class Ranks:
 
     @property
     def dying(self) -> bool:
-        """Whether ranks were lost with their host of which nobody has heard yet that they died."""
-        return False
+        """Whether ranks end by themselves, or were lost with their host, and nobody has heard yet that they died."""
+        return any(rank.alive and rank.ends for rank in self.all)
 
     def has(self, rank: Rank) -> bool:
         """Whether a process is one of these, and not one whose place another has taken."""

@@ -33,6 +33,7 @@ from ..display.trace import LOGGER
 from ..hosts.copier import Copier
 from ..hosts.protocol import CALLS
 from ..mesh import Mesh
+from ..pickling.gpu_tensors import arrive_on
 from ..region import Region, inside, seed_others
 from ..remote.handle import plain_name_of
 from ..remote.node import Node
@@ -88,6 +89,7 @@ def main(request: RankRequest, fds: list[int]) -> None:
     )
     if session.leases is not None and session.device.type == "cpu":
         session.lasting = LastingValues(session.leases)
+    arrive_on(session.device)
     session.renew(request.generation)
     mesh = Mesh.on_rank(session, request.threads, request.pinned)
     own_path = request.path if request.hosts else ()

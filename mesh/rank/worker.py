@@ -29,7 +29,7 @@ from ..display.trace import Recorder
 from ..driver.snapshot import remember_sources, sending_result
 from ..failure import capture
 from ..mesh import Mesh
-from . import memory
+from . import devices, memory
 from .interrupts import uninterrupted
 from .state import RankState
 from .tasks import DO
@@ -47,7 +47,7 @@ class Worker(Owned):
         self._receiver = wire.Receiver(connection)
         self._unread: deque[wire.Packet] = deque()  # has come, and is yet to be handled
         self._questions = 0
-        self._failed = self._running = False
+        self._failed = self._running = self._ends = False
         self._interrupted_at = 0.0
         self._task = 0
         self._sent = 0  # messages
@@ -106,6 +106,8 @@ class Worker(Owned):
         if (arena := self._state.session.arena) is not None:
             arena.answers.note(task.number)
         self._send_packet(answer)
+        if self._ends:
+            os._exit(1)
 
     def _put(self, answer: protocol.Unchanged) -> bool:
         """Answer in shared memory; whether that can be."""
@@ -135,7 +137,9 @@ class Worker(Owned):
                 self._end_if_forked(1)
             state.forget_last_results()
             self._failed = bool(task.region) or isinstance(error, (Aborted, KeyboardInterrupt))
-            answer = self._packed(protocol.Failed(task.number), capture(error))
+            self._ends = devices.is_lost(state.session.device)
+            why = "ended, as CUDA refuses all that its process asks of the GPU after this error" if self._ends else ""
+            answer = self._packed(protocol.Failed(task.number), capture(error, ends=why))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()

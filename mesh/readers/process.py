@@ -5,6 +5,7 @@ It is forked from a zygote of the rank's own, in which torch has never run, and 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
@@ -57,17 +58,17 @@ def main(request: ReaderRequest, fds: list[int]) -> None:
     torch.set_num_threads(1)
     note = Note(mmap.mmap(board, 0), request.index)
     os.close(board)
-    connection = socket.socket(fileno=control)
-    incoming, job = wire.Receiver(connection), None
-    while (packets := incoming.receive(block=True)) is not None:
-        for packet in packets:
-            msg = protocol.decode(packet.head)
-            if isinstance(msg, protocol.Ship):
-                job = _Job(packet)
-            else:
-                assert job is not None
-                _answer(connection, msg.number, job, wire.loads(packet))
-            packet.close()
+    with socket.socket(fileno=control) as connection:
+        incoming, job = wire.Receiver(connection), None
+        while (packets := incoming.receive(block=True)) is not None:
+            for packet in packets:
+                msg = protocol.decode(packet.head)
+                if isinstance(msg, protocol.Ship):
+                    job = _Job(packet)
+                else:
+                    assert job is not None
+                    _answer(connection, msg.number, job, wire.loads(packet))
+                packet.close()
 
 
 class _Job:
@@ -95,6 +96,7 @@ def _answer(connection: socket.socket, number: int, job: _Job, arguments: tuple)
         packet = wire.dumps(capture(error))
         packet.head = protocol.encode(protocol.Failed(number))
     try:
-        wire.send(connection, packet)
+        with contextlib.suppress(ConnectionError):  # the rank ended meanwhile, as the next receive will find
+            wire.send(connection, packet)
     finally:
         packet.close()

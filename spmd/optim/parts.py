@@ -299,11 +299,17 @@ def _together(leaf: Leaf) -> Ranks | None:
 
 
 def _known_ranks(leaf: Leaf) -> Ranks | None:
-    """Those that have the same parameter, and the same gradient, for all that is known, and read the same memory."""
+    """Those that have the same parameter, and the same gradient, for all that is known, and read the same memory.
+
+    Over a network, and on GPUs, each steps all by itself: new parameters would have to be gathered, beside gradients
+    that every rank has whole by then.
+    """
     region, own = current(), _known_axes(leaf)
     if region is None or own is None:
         return None
     layout = region.session.layout
+    if region.session.backend != "shm":
+        return _together(leaf) if transforms.current_plan().virtual is None else None
     axes = tuple(name for name, size in layout.axes.items() if name not in own and size > 1)
     if axes:
         return Ranks(axes, layout.part(region.session.rank, axes), layout.parts(axes), True)
@@ -315,14 +321,9 @@ def _known_ranks(leaf: Leaf) -> Ranks | None:
 
 
 def _known_axes(leaf: Leaf) -> frozenset[str] | None:
-    """The axes over which a parameter differs, and no others its gradient; None if that isn't known.
-
-    Nor over a network: new parameters would have to be gathered, beside gradients that every rank has whole by then.
-    """
-    own, others, region = leaf.axes, leaf.grad_axes, current()
-    if region is None or own is None or others is None or not others <= own or region.session.backend != "shm":
-        return None
-    return own
+    """The axes over which a parameter differs, and no others its gradient; None if that isn't known."""
+    own, others = leaf.axes, leaf.grad_axes
+    return None if current() is None or own is None or others is None or not others <= own else own
 
 
 def _plain(value: Any) -> Any:

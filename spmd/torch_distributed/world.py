@@ -80,7 +80,10 @@ class World:
     @classmethod
     def of_mesh(cls, session: RankSession) -> World:
         """The ranks of a mesh."""
-        return cls(session.watch, session.rank, session.store, session.backend, session)
+        backend = session.backend
+        if backend == "nccl":  # that is for tensors of GPUs alone
+            backend = "shm" if isinstance(session.watch, Arena) else "gloo"
+        return cls(session.watch, session.rank, session.store, backend, session)
 
     @property
     def adopted(self) -> bool:
@@ -127,7 +130,7 @@ class World:
                 watch=self.watch,
                 store=self.store,
                 timeout=timeout,
-                channel=channel,
+                channel=f"{channel} cuda" if device == "cuda" else channel,
             )
 
     def raised(self, error: BaseException) -> BaseException:

@@ -161,7 +161,7 @@ def test_sharded_optimizer(mesh: Mesh) -> None:
 
     whole = 2 * sum(parameter.numel() for parameter in make_model().parameters())
     for count, devices in mesh.run(kept, state):
-        assert whole / mesh.size <= count <= whole / mesh.size + 4 * 64 and devices == {mesh.device}
+        assert whole / mesh.size <= count <= whole / mesh.size + 8 * 64 and devices == {mesh.device}
 
 
 @pytest.mark.parametrize("shard", [None, "data"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -388,6 +389,15 @@ def test_the_cause_is_told_where_it_ends_its_own_ranks_wait(mesh: Mesh) -> None:
     with pytest.raises(PeerLost, match=r"NCCL failed on rank 1 in broadcast.*a cable"):
         mesh.run(body)
     assert mesh.run(lambda: mesh.rank) == [0, 1, 2]
+
+
+def test_a_rank_that_died_is_replaced(mesh: Mesh) -> None:
+    """The others open their communicators afresh in the order in which the new one makes its own."""
+    total = on_mesh(lambda x: psum(x, "data"), mesh=mesh)
+    for _ in range(2):
+        assert total(torch.ones(2)).full().tolist() == [float(RANKS)] * 2
+        os.kill(mesh.run(os.getpid)[1], signal.SIGKILL)
+    assert total(torch.ones(2)).full().tolist() == [float(RANKS)] * 2
 
 
 # -- the calls, on one rank --------------------------------------------------------------------------------------------

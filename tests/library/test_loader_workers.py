@@ -1,8 +1,10 @@
 """`Loader(workers=n)`: processes beside each rank that read for it; the same batches, in the same order."""
 
+import functools
 import os
 import random
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -15,6 +17,9 @@ from scripts import launched, script
 from torch.utils.data import Dataset
 
 from spmd import Loader, MeshError, SpecError, Stream
+from spmd.mesh import protocol, wire
+from spmd.mesh.rank.descriptors import ReaderRequest
+from spmd.mesh.readers import process
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -216,3 +221,19 @@ def test_bad_numbers_are_refused(shared_mesh):
     for name in ("workers", "prefetch_mb"):
         with pytest.raises(SpecError, match=name):
             Loader(torch.ones(3), 2, mesh=shared_mesh({"data": 2}), **{name: -1})
+
+
+def test_a_reader_whose_rank_ends_meanwhile_says_nothing(monkeypatch):
+    """That of a mesh that is closed while it reads ahead, say."""
+    ours, theirs = socket.socketpair()
+    job = wire.dumps(functools.partial(os.close, ours.fileno()))
+    asked = wire.dumps(())
+    job.head = protocol.encode(protocol.Ship("job"))
+    asked.head = protocol.encode(protocol.CallFunction(1, 0, (), (), "job", ()))
+    for packet in (job, asked):
+        wire.send(ours, packet)
+    ours.detach()  # the job closes it
+    board = os.memfd_create("notes")
+    os.ftruncate(board, process.NOTE_BYTES)
+    monkeypatch.setattr(process, "note", process.note)
+    process.main(ReaderRequest(0), [theirs.detach(), board])

@@ -322,8 +322,8 @@ def test_parameters_cut_over_an_axis(shared_mesh, backend, shard, cls, hyper):
             torch.testing.assert_close(params[name].full(), value.detach(), rtol=1e-4, atol=1e-5)
         if shard in (None, "auto"):  # there is too little to be sliced by default
             for name, spec in SPECS.items():
-                # What is not cut is laid end to end, where ranks share memory.
-                key = "float32" if shard and backend == "shm" and not spec.entries else f"[{name!r}]"
+                # What is not cut is laid end to end.
+                key = "float32" if shard and not spec.entries else f"[{name!r}]"
                 (own,) = (own for its, own in opt_state["state"].items() if its.partition("#")[0] == key)
                 for what, value in own.items():
                     if value.shape:

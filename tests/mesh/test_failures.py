@@ -440,6 +440,31 @@ def test_all_ranks_are_killed(make_mesh, tmp_path):
     assert w.tolist() == [1.0, 1.0] and works(mesh)
 
 
+def test_a_rank_that_can_use_its_gpu_no_more_is_replaced(make_mesh, caplog):
+    """As after a failed assertion in a kernel, when CUDA refuses all else; the error is the one that was raised."""
+    mesh = make_mesh({"data": 2})
+    total = spmd(lambda x: psum(x, "data"), mesh=mesh)
+
+    def fail(who):
+        from spmd.mesh.rank import devices
+
+        if mesh.rank in who:
+            devices.is_lost = lambda device: True
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        mesh.comm().barrier()
+
+    for who in ((1,), (0, 1)):
+        before = mesh.run(os.getpid)
+        with raises(RuntimeError, "device-side assert") as caught:
+            mesh.run(fail, who)
+        if sys.version_info >= (3, 11):
+            assert "ended, as CUDA refuses all" in caught.value.__notes__[0]
+        assert total(torch.ones(2)).tolist() == [2.0, 2.0]
+        after = mesh.run(os.getpid)
+        assert [old != new for old, new in zip(before, after, strict=True)] == [rank in who for rank in range(2)]
+    assert "ranks 0-1 ended, as CUDA refuses all" in caplog.text
+
+
 def test_a_rank_leaves(make_mesh, tmp_path):
     mesh = make_mesh({"data": 2})
 
