@@ -18,6 +18,7 @@ from typing import Any
 
 from ..errors import MeshError, PeerLost, message
 from .nccl_library import Library
+from .placement import fault
 
 END_SECONDS = 5.0
 # A call that has peers connected already returns in microseconds. One that is still inside after so long waits for
@@ -26,6 +27,7 @@ JOIN_SECONDS = 30.0
 # What CuPy raises: a KeyError for results that it has no name for.
 ERRORS = (RuntimeError, KeyError)
 
+_FAULTY = "see what ran on it before; with CUDA_LAUNCH_BLOCKING=1 the operation itself raises"
 _endings: list[threading.Thread] = []
 _lock = threading.Lock()
 
@@ -119,6 +121,8 @@ def connected(library: Library, make: Callable[[], Any], enter: Callable[[], Non
     try:
         return Connection(make(), enter)
     except ERRORS as error:
+        if said := fault():
+            raise MeshError(message("NCCL found a GPU that can be used no more", got=said, remedy=_FAULTY)) from None
         raise MeshError(
             message(
                 "NCCL could not connect the GPUs",

@@ -28,6 +28,20 @@ def is_on(device: torch.device, what: str, *tensors: torch.Tensor) -> bool:
     return any(one.type == device.type for one in devices)
 
 
+def fault() -> str:
+    """What CUDA says of all that this process asks of its GPU, as after a failed assertion in a kernel; "" if nothing.
+
+    It says so from then on until the process ends.
+    """
+    if not torch.cuda.is_initialized():
+        return ""
+    try:
+        torch.cuda.current_stream().query()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
 def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The bytes of contiguous tensors that lie one after the other in one storage, as one tensor; None if not so."""
     first = tensors[0]

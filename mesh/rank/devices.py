@@ -111,17 +111,6 @@ def of_launched(device: str, backend: str, launch: Launch, store: Any, host: str
     return _taken(own)
 
 
-def is_lost(device: torch.device) -> bool:
-    """Whether CUDA refuses all that this process asks of the GPU, as after a failed assertion in a kernel."""
-    if device.type != "cuda":
-        return False
-    try:
-        torch.cuda.current_stream(device).query()
-    except RuntimeError:
-        return True
-    return False
-
-
 def index_of(local_rank: int, count: int) -> int:
     """The number of a launched rank's GPU among the `count` that its process sees.
 

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from ...kernels import debug
+from ...kernels.cuda import placement
 from ...kernels.errors import Aborted
 from ...kernels.processes import Owned
 from .. import protocol, wire
@@ -29,7 +30,7 @@ from ..display.trace import Recorder
 from ..driver.snapshot import remember_sources, sending_result
 from ..failure import capture
 from ..mesh import Mesh
-from . import devices, memory
+from . import memory
 from .interrupts import uninterrupted
 from .state import RankState
 from .tasks import DO
@@ -137,8 +138,8 @@ class Worker(Owned):
                 self._end_if_forked(1)
             state.forget_last_results()
             self._failed = bool(task.region) or isinstance(error, (Aborted, KeyboardInterrupt))
-            self._ends = devices.is_lost(state.session.device)
-            why = "ended, as CUDA refuses all that its process asks of the GPU after this error" if self._ends else ""
+            self._ends = bool(fault := placement.fault())
+            why = f"ended, as its process can use its GPU no more: {fault}" if fault else ""
             answer = self._packed(protocol.Failed(task.number), capture(error, ends=why))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):

@@ -446,23 +446,23 @@ def test_a_rank_that_can_use_its_gpu_no_more_is_replaced(make_mesh, caplog):
     total = spmd(lambda x: psum(x, "data"), mesh=mesh)
 
     def fail(who):
-        from spmd.mesh.rank import devices
+        from spmd.kernels.cuda import placement
 
         if mesh.rank in who:
-            devices.is_lost = lambda device: True
-            raise RuntimeError("CUDA error: device-side assert triggered")
+            placement.fault = lambda: "CUDA error: device-side assert triggered"
+            raise RuntimeError("of what came next")
         mesh.comm().barrier()
 
     for who in ((1,), (0, 1)):
         before = mesh.run(os.getpid)
-        with raises(RuntimeError, "device-side assert") as caught:
+        with raises(RuntimeError, "of what came next") as caught:
             mesh.run(fail, who)
         if sys.version_info >= (3, 11):
-            assert "ended, as CUDA refuses all" in caught.value.__notes__[0]
+            assert "ended, as its process can use its GPU no more: CUDA error: device" in caught.value.__notes__[0]
         assert total(torch.ones(2)).tolist() == [2.0, 2.0]
         after = mesh.run(os.getpid)
         assert [old != new for old, new in zip(before, after, strict=True)] == [rank in who for rank in range(2)]
-    assert "ranks 0-1 ended, as CUDA refuses all" in caplog.text
+    assert "ranks 0-1 ended, as its process can use its GPU no more: CUDA error: device-side" in caplog.text
 
 
 def test_a_rank_leaves(make_mesh, tmp_path):
