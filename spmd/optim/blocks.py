@@ -127,12 +127,10 @@ class FlatJob:
         for name, old in self._old.items():
             copy(self._new[name][start:end], old[start:end])
         spans = piece.within(part.start, part.stop)
-        columns = {name: parts(new[start:stop], spans) for name, new in self._new.items()}
+        columns: dict[str, Sequence[Any]] = {name: parts(new[start:stop], spans) for name, new in self._new.items()}
         # Every span has what isn't of the parameter's shape as it was before the step.
-        states = [
-            {name: columns[name][at] if name in columns else _cloned(value) for name, value in self._given.items()}
-            for at in range(len(spans))
-        ]
+        columns |= {name: _copies(value, len(spans)) for name, value in self._given.items() if name not in columns}
+        states = [{name: columns[name][at] for name in self._given} for at in range(len(spans))]
         return list(map(Lent, parts(self.out[start:stop], spans), parts(piece.grad[part], spans), states))
 
     def take_back(self, start: int, stop: int, lent: Sequence[Lent], after: Sequence[State]) -> None:
@@ -231,9 +229,11 @@ def _own(value: Any, shared: Arena | None) -> Any:
     return here if here.data_ptr() == value.data_ptr() else copy(here, value)
 
 
-def _cloned(value: Any) -> Any:
-    """A value with copies of its tensors."""
-    return value.clone() if isinstance(value, Tensor) else trees.map(_clone, value)
+def _copies(value: Any, count: int) -> Sequence[Any]:
+    """So many of a value, with tensors of their own."""
+    if isinstance(value, Tensor) and not value.ndim and count > 1:
+        return value.expand(count).clone().unbind()  # at once: a step may have hundreds, and a GPU a launch for each
+    return [value.clone() if isinstance(value, Tensor) else trees.map(_clone, value) for _ in range(count)]
 
 
 def _clone(leaf: Any) -> Any:
