@@ -36,7 +36,6 @@ class Messages:
 
     def __init__(self, channel: Channel, post: Communicator):
         self._channel, self._post = channel, post
-        post.set_timeout(channel.timeout)
         self._sends, self._receives = Lanes(channel.streams), Lanes(channel.streams)
         self._ids: dict[int, bytes] = {}  # destination -> the unique id that it was told
         self._own: dict[int, tuple[torch.Tensor, Any]] = {}  # messages of this rank to itself, and the event before
@@ -145,7 +144,6 @@ class Messages:
         return after
 
     def close(self) -> None:
-        """Give back what the operating system and the GPU hold for them."""
-        self._post.close()
+        """Give back what the GPU holds for them."""
         self._sends.close()
         self._receives.close()
