@@ -179,7 +179,7 @@ class Buckets:
         """Fill what is missing with zeros, wait, and return the sums, shaped as the leaves."""
         for index, ready in enumerate(self._ready):
             if not ready:
-                self.fill(index, torch.zeros((), dtype=self._leaves[index].dtype))
+                self.fill(index, torch.zeros((), dtype=self._leaves[index].dtype, device="cpu"))
         found: dict[int, torch.Tensor] = {}
         if self._buffers:  # filled by `fill_all`
             with labelled(self._label):

@@ -101,15 +101,15 @@ def written(
     comm: Transport, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None], into: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's slice, as `write` makes it (of that in `into`, if given), and where those of all ranks go."""
-    mine = torch.empty(length, dtype=dtype)
+    mine = torch.empty(length, dtype=dtype, device="cpu")
     if into is not None:
         mine.copy_(into[comm.rank * length : (comm.rank + 1) * length])
     write(mine)
-    return mine, torch.empty(comm.size * length, dtype=dtype) if into is None else into
+    return mine, torch.empty(comm.size * length, dtype=dtype, device="cpu") if into is None else into
 
 
 def reduce_scatter(comm: Transport, call: Call, output: torch.Tensor, ins: Sequence[torch.Tensor], op: Op) -> Steps:
-    parts = [torch.empty(output.numel(), dtype=output.dtype) for _ in range(comm.size)]
+    parts = [torch.empty(output.numel(), dtype=output.dtype, device="cpu") for _ in range(comm.size)]
     sends = [as_bytes(contiguous(piece)) for piece in ins]
     yield from comm._exchange(call, sends, [as_bytes(part) for part in parts])
     output.detach().copy_(reduce_in_order(parts, op, torch.empty_like(parts[0])).view(output.shape))
@@ -168,7 +168,7 @@ def bytes_of_all(all_gather: Callable[[list[torch.Tensor], torch.Tensor], Any], 
     """Every rank's bytes, of any length: one all-gather, and another where a rank's are many."""
 
     def gathered(mine: bytes, lengths: list[int]) -> list[bytes]:
-        pieces = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+        pieces = [torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths]
         all_gather(pieces, torch.frombuffer(bytearray(mine + b"\0"), dtype=torch.uint8)[:-1])
         return [piece.numpy().tobytes() for piece in pieces]
 

@@ -95,11 +95,11 @@ class Communicator(abc.ABC):
 
     def empty(self, shape: Sequence[int] | int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An uninitialised tensor where this transport reduces fastest (shared memory, if it has any)."""
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     def scratch(self, numel: int, *, dtype: torch.dtype) -> torch.Tensor:
         """A flat uninitialised tensor that one `all_reduced` consumes: its memory is gone after that."""
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     def poll_messages(self) -> None:  # noqa: B027
         """Look once for what has arrived; receives then match it in the order in which they were posted."""
@@ -338,7 +338,7 @@ class Communicator(abc.ABC):
     def can_rewrite(self, result: torch.Tensor | None) -> bool:
         """Whether all ranks have the same earlier result of `all_gathered` to overwrite; a collective call."""
         where = self._rewritable_at(result)
-        least, negated_most = self.all_reduced(torch.tensor([where, -where]), "min").tolist()
+        least, negated_most = self.all_reduced(torch.tensor([where, -where], device="cpu"), "min").tolist()
         return least == -negated_most != -1
 
     def _rewritable_at(self, result: torch.Tensor | None) -> int:

@@ -12,7 +12,7 @@ from . import torch_private
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor as a flat uint8 view of it (of a copy, if it is not contiguous)."""
     if not tensor.numel():
-        return torch.empty(0, dtype=torch.uint8)  # an empty tensor may have strides that view() refuses
+        return torch.empty(0, dtype=torch.uint8, device="cpu")  # an empty tensor may have strides that view() refuses
     flat = contiguous(tensor).detach().view(-1)
     # A single element may have any stride, and view() wants 1.
     return (flat if flat.numel() > 1 else flat.as_strided((1,), (1,))).view(torch.uint8)

@@ -85,7 +85,7 @@ def _has_meaning(op: Op, dtype: torch.dtype) -> bool:
     if _is_float8(dtype):  # of which torch multiplies some, on some devices
         return False
     try:
-        one = torch.ones(1, dtype=dtype)
+        one = torch.ones(1, dtype=dtype, device="cpu")
         _reduce([one, one], op, torch.empty_like(one))
     except RuntimeError:
         return False

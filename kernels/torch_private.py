@@ -155,11 +155,11 @@ class FakeTensors(FakeTensorMode):
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
         with self:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def like(self, tensor: Tensor) -> Tensor:
         with self:
-            fake = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype)
+            fake = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
             is_parameter = isinstance(tensor, nn.Parameter)
             return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
 

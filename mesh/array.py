@@ -215,7 +215,7 @@ class Array:
         return self.full().__dlpack__(**options)
 
     def __dlpack_device__(self) -> Any:
-        return torch.empty(0).__dlpack_device__()  # where `full()` is
+        return torch.empty(0, device="cpu").__dlpack_device__()  # where `full()` is
 
     def tolist(self) -> Any:
         """The values as numbers, in nested lists."""

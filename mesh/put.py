@@ -127,7 +127,7 @@ def put_on(mesh: Mesh, tree: Any, spec: Any, *, compared: bool = False) -> Any:
                 continue
             leaf = leaf.full()
         if isinstance(leaf, int | float | complex | np.generic):
-            leaf = torch.as_tensor(leaf)
+            leaf = torch.as_tensor(leaf, device="cpu")
         leaf = as_tensor(leaf)
         path = trees.paths(tree, is_leaf=is_array)[index]
         where = f"put, leaf {path}" if path else "put"

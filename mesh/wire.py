@@ -197,7 +197,7 @@ class _Unpickler(pickle.Unpickler):
                 tensor = self._base[self._at : self._at + numel * dtype.itemsize].view(dtype)
             tensor = tensor.view(shape) if layout is None else tensor.as_strided(shape, layout)
         else:
-            tensor = torch.empty_strided(shape, layout or strides.standard(shape), dtype=dtype)
+            tensor = torch.empty_strided(shape, layout or strides.standard(shape), dtype=dtype, device="cpu")
         self._at += -(-numel * dtype.itemsize // 64) * 64
         if parameter:
             tensor = torch.nn.Parameter(tensor, requires_grad=trainable)

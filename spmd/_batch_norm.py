@@ -44,7 +44,7 @@ class SyncedBatchNorm(nn.Module):
         dims = [dim for dim in range(x.dim()) if dim != 1]
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         axes = _axes()
-        count = torch.tensor(float(x.numel() // max(x.shape[1], 1)), dtype=wide.dtype)
+        count = torch.tensor(float(x.numel() // max(x.shape[1], 1)), dtype=wide.dtype, device="cpu")
         total, count = _summed(wide.sum(dims), axes), _summed(count, axes).detach()
         mean = total / count
         shape = [1, -1] + [1] * (x.dim() - 2)

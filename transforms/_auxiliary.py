@@ -47,7 +47,7 @@ class Auxiliary:
         given, treedef = trees.flatten(aux)
         numbers = [isinstance(leaf, float | np.floating) for leaf in given]
         leaves = [
-            torch.tensor(float(leaf), dtype=torch.float64) if number else as_tensor(leaf)
+            torch.tensor(float(leaf), dtype=torch.float64, device="cpu") if number else as_tensor(leaf)
             for leaf, number in zip(given, numbers, strict=True)
         ]
         axes: list[tuple[str, ...] | None] = []
@@ -84,7 +84,7 @@ class Auxiliary:
             self._note_agreement(over)
             return
         mine = hashlib.blake2b(repr((_text(self.treedef), tokens)).encode(), digest_size=16).digest()
-        gathered = [torch.empty(16, dtype=torch.uint8) for _ in range(comm.size)]
+        gathered = [torch.empty(16, dtype=torch.uint8, device="cpu") for _ in range(comm.size)]
         comm.all_gather(gathered, torch.frombuffer(bytearray(mine), dtype=torch.uint8))
         if all(bytes(other.numpy().tobytes()) == mine for other in gathered):
             self._note_agreement(over)

@@ -92,7 +92,7 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
     here, total = next(iter(cut.values()), None), next(iter(whole.values()), None)
     if here is not None:
         known = region.batch.total if region.batch.axis == axis else None
-        total = int(psum(torch.tensor(here), axis)) if known is None else known
+        total = int(psum(torch.tensor(here, device="cpu"), axis)) if known is None else known
     if len(cut) + len(whole) < len(leaves):
         refuse_lists(tree, total or 0, name)
     if here is not None and not whole and argument.shards is None:

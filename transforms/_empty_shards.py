@@ -57,8 +57,8 @@ def _stand_in(region: Region, over: tuple[str, ...], failed: Exception | None, o
     """
     comm = region.session.comm(over)
     try:
-        flags = [torch.empty(1, dtype=torch.bool) for _ in range(comm.size)]
-        comm.all_gather(flags, torch.tensor([failed is not None]))
+        flags = [torch.empty(1, dtype=torch.bool, device="cpu") for _ in range(comm.size)]
+        comm.all_gather(flags, torch.tensor([failed is not None], device="cpu"))
         if not any(flags):
             assert out is not None
             return out
@@ -85,7 +85,7 @@ def _parts(out: Output | None) -> tuple[Any, ...]:
 def blank(leaf: Any) -> Any:
     if isinstance(leaf, float):
         return 0.0
-    return torch.zeros(leaf.shape, dtype=leaf.dtype) if is_inexact(leaf) else _detached(leaf)
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu") if is_inexact(leaf) else _detached(leaf)
 
 
 def _detached(leaf: Any) -> Any:

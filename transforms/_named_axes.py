@@ -133,7 +133,7 @@ def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:
             )
         leaf = as_tensor(leaf)
         if isinstance(leaf, int | float | complex | np.number | np.bool_):
-            leaf = torch.tensor(leaf)
+            leaf = torch.tensor(leaf, device="cpu")
         if not isinstance(leaf, Tensor):
             raise SpecError(
                 message(

@@ -116,7 +116,7 @@ class tokens:
         here = self._state = state()
         self._is_outermost = here.token is None
         if here.token is None:
-            here.token = torch.zeros((), requires_grad=True)
+            here.token = torch.zeros((), requires_grad=True, device="cpu")
         return Tokens(here.token)
 
     def __exit__(self, *_: object) -> None:
@@ -202,7 +202,7 @@ def forget_undefined(gradient: Tensor, plan: Plan) -> Tensor:
 class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, token: Tensor | None, operation: Operation) -> tuple[Tensor, Tensor]:
-        return _forward(operation, x), torch.zeros(())
+        return _forward(operation, x), torch.zeros((), device="cpu")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -219,7 +219,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
-        return ctx.operation.jvp(tangent, *ctx.saved_tensors), torch.zeros(())
+        return ctx.operation.jvp(tangent, *ctx.saved_tensors), torch.zeros((), device="cpu")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, x: Tensor, token: None, operation: Operation) -> Any:

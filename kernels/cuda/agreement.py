@@ -31,8 +31,8 @@ def agree(
     host._start(call.text, host._exchange(call, nothing, nothing), False)
     if not sends:
         return
-    theirs = [torch.empty(1, dtype=torch.int64) for _ in range(host.size)]
-    host.all_to_all(theirs, [torch.tensor([_size(piece)]) for piece in sends])
+    theirs = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(host.size)]
+    host.all_to_all(theirs, [torch.tensor([_size(piece)], device="cpu") for piece in sends])
     for rank, (their, piece) in enumerate(zip(theirs, recvs, strict=True)):
         if int(their) != _size(piece):
             got, expected = int(their), _size(piece)

@@ -59,19 +59,19 @@ class NcclCommunicator(Communicator):
         super().__init__(host.ranks, host.rank, host._watch, timeout=host.timeout, oversubscribed=host.oversubscribed)
         self.device, self.library, self.streams = device, library, streams
         self.launch: Any = None  # how kernels are started; None is CuPy's way
-        self._checked = checked or debug.enabled()
-        self._make_post = lambda: make_host(f"{channel}/messages")
+        self._checked, self._closed = checked or debug.enabled(), False
+        self._post = make_host(f"{channel}/messages")  # by all ranks: the first of a group opens it for the others
         self.channel = Channel(host, make_host, library, streams, channel, self._operations.progress_messages)
         self._reductions, self._byte = Reductions(self.channel), nccl_type(library.nccl, torch.uint8)
         self._messages_between: Messages | None = None
-        self._closed = False
         self._open()
 
     # -- beginning and end ---------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         self._close_messages()
-        self.host.renew()  # before NCCL's group: so does a rank that replaces one that died, and makes both anew
+        self.host.renew()  # these before NCCL's group: a rank that replaces one that died makes them in this order
+        self._post.renew()
         self.channel.open()
 
     def close(self) -> None:
@@ -80,6 +80,7 @@ class NcclCommunicator(Communicator):
             self._closed = True
             self.channel.close()
             self._close_messages()
+            self._post.close()
             self.host.close()
 
     def _close_messages(self) -> None:
@@ -94,6 +95,7 @@ class NcclCommunicator(Communicator):
 
     def set_timeout(self, seconds: float) -> None:
         super().set_timeout(seconds)
+        self._post.set_timeout(seconds)
         self.channel.set_timeout(seconds)
 
     # -- starting ------------------------------------------------------------------------------------------------------
@@ -344,5 +346,5 @@ class NcclCommunicator(Communicator):
 
     def _messages_of(self) -> Messages:
         if self._messages_between is None:
-            self._messages_between = Messages(self.channel, self._make_post())
+            self._messages_between = Messages(self.channel, self._post)
         return self._messages_between

@@ -72,7 +72,7 @@ class Group:
 
     def _made(self, enter: Callable[[], None]) -> Connection:
         host, library = self.host, self.library
-        unique = torch.zeros(128, dtype=torch.uint8)
+        unique = torch.zeros(128, dtype=torch.uint8, device="cpu")
         if host.rank == 0:
             made = library.nccl.get_unique_id()
             unique[: len(made)] = torch.frombuffer(bytearray(made), dtype=torch.uint8)

@@ -36,7 +36,6 @@ class Messages:
 
     def __init__(self, channel: Channel, post: Communicator):
         self._channel, self._post = channel, post
-        post.set_timeout(channel.timeout)
         self._sends, self._receives = Lanes(channel.streams), Lanes(channel.streams)
         self._ids: dict[int, bytes] = {}  # destination -> the unique id that it was told
         self._own: dict[int, tuple[torch.Tensor, Any]] = {}  # messages of this rank to itself, and the event before
@@ -55,7 +54,7 @@ class Messages:
         if dst == rank:
             self._own[number] = tensor, before
         header = torch.frombuffer(bytearray(_HEAD.pack(tensor.numel(), number, self._ids[dst])), dtype=torch.uint8)
-        answer = torch.empty(1, dtype=torch.int64)
+        answer = torch.empty(1, dtype=torch.int64, device="cpu")
         answered = self._post.irecv(answer, dst, 2 * number + 1)
         announced = self._post.isend(header, dst, 2 * tag)
         yield lambda: announced.is_completed() and answered.is_completed()
@@ -76,7 +75,7 @@ class Messages:
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, before: Any) -> Steps:
         """Receive bytes into memory that is free after an event."""
         rank = self._channel.rank
-        header = torch.empty(_HEAD.size, dtype=torch.uint8)
+        header = torch.empty(_HEAD.size, dtype=torch.uint8, device="cpu")
         coming = self._post.irecv(header, src, 2 * tag)
         yield coming.is_completed
         source = coming.wait()
@@ -88,7 +87,7 @@ class Messages:
             yield lambda: self._receives.promise(direction)
         turn = self._answers.get(source, 0)
         self._answers[source] = turn + 1
-        answered = self._post.isend(torch.tensor([turn]), source, 2 * number + 1)
+        answered = self._post.isend(torch.tensor([turn], device="cpu"), source, 2 * number + 1)
         yield answered.is_completed
         answered.wait()
         after = None
@@ -145,7 +144,6 @@ class Messages:
         return after
 
     def close(self) -> None:
-        """Give back what the operating system and the GPU hold for them."""
-        self._post.close()
+        """Give back what the GPU holds for them."""
         self._sends.close()
         self._receives.close()

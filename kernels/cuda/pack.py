@@ -78,7 +78,7 @@ class Table:
             for chunk in range(math.ceil(length / self.chunk))
         ]
         self.blocks = len(blocks)
-        self._rest = torch.tensor([*starts, *lengths, *blocks], dtype=torch.int64)
+        self._rest = torch.tensor([*starts, *lengths, *blocks], dtype=torch.int64, device="cpu")
         self._launch = launch or _launch
         self._known: tuple[tuple[int, list[int]], Tensor] | None = None  # (stream, addresses), and the table there
         self._captured: list[Tensor] = []  # what a captured graph reads when it is replayed
@@ -104,7 +104,7 @@ class Table:
         capturing = bucket.is_cuda and torch.cuda.is_current_stream_capturing()
         if self._known is not None and self._known[0] == key and not capturing:
             return self._known[1]
-        whole = torch.cat([torch.tensor(addresses, dtype=torch.int64), self._rest])
+        whole = torch.cat([torch.tensor(addresses, dtype=torch.int64, device="cpu"), self._rest])
         # Pinned memory is not used again before the copy from it is over: torch sees to that.
         whole = whole.pin_memory() if bucket.is_cuda else whole
         table = whole.to(bucket.device, non_blocking=True, copy=True)

@@ -126,7 +126,7 @@ class _Long:
     def __init__(self, number: int, nbytes: int, of_body: BodyCode | None):
         self.number, self._nbytes, self._of_body, self._got = number, nbytes, of_body, 0
         whole = nbytes + (0 if of_body is None else CODE_BYTES)
-        self._whole = self.rest = torch.empty(whole, dtype=torch.uint8).numpy().data
+        self._whole = self.rest = torch.empty(whole, dtype=torch.uint8, device="cpu").numpy().data
 
     @property
     def body(self) -> memoryview:

@@ -167,9 +167,9 @@ class GlooCommunicator(NetworkedCommunicator):
         recv_sizes = [0 if piece is None else piece.numel() for piece in recvs]
         if call is not None and not (yield from self._agree(call, send_sizes, recv_sizes)):
             return
-        outgoing = torch.empty(sum(send_sizes), dtype=torch.uint8)
+        outgoing = torch.empty(sum(send_sizes), dtype=torch.uint8, device="cpu")
         torch.cat([piece for piece in sends if piece is not None and piece.numel()] or [_EMPTY], out=outgoing)
-        incoming = torch.empty(sum(recv_sizes), dtype=torch.uint8)
+        incoming = torch.empty(sum(recv_sizes), dtype=torch.uint8, device="cpu")
         options = dist.AllToAllOptions()
         yield from self._done(self._group.alltoall_base(incoming, outgoing, recv_sizes, send_sizes, options))
         for target, piece in zip(recvs, incoming.split(recv_sizes), strict=True):
@@ -250,4 +250,4 @@ def _reason(error: RuntimeError) -> str:
     return text.partition(". This is typically")[0]
 
 
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -115,10 +115,10 @@ def _own(group: Any, rank: int, size: int, opened: Sockets) -> Sockets:
     """
     ends = {one: found for one in opened for found in _ends(one[0])}
     mine = "\n".join(" ".join(pair) for pair in ends.values()).encode()
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    group.allgather([lengths], [torch.tensor([len(mine)])]).wait()
+    lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(size)]
+    group.allgather([lengths], [torch.tensor([len(mine)], device="cpu")]).wait()
     longest = max(int(length) for length in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
     padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else padded[:0]
     found = [torch.empty_like(padded) for _ in range(size)]
     if longest:

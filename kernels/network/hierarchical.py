@@ -159,15 +159,15 @@ class HierarchicalCommunicator(GlooCommunicator):
         assert self._host is not None
         members, size = self._host.size, self.size
         self._waits_for = "the ranks of its host"
-        mine, rows = torch.tensor(send_sizes), torch.empty(members, size, dtype=torch.int64)
+        mine, rows = torch.tensor(send_sizes, device="cpu"), torch.empty(members, size, dtype=torch.int64, device="cpu")
         yield from self._host._exchange(call, [as_bytes(mine)] * members, [as_bytes(row) for row in rows])
-        table = torch.empty(size, size, dtype=torch.int64)
+        table = torch.empty(size, size, dtype=torch.int64, device="cpu")
         if self._across is not None:
             self._waits_for = f"the other hosts, at their ranks {[host[0] for host in self._hosts]}"
             nothing = [0] * len(self._hosts)
             yield from self._across._agree(call, nothing, nothing)
             most = max(map(len, self._hosts))
-            padded = torch.zeros(most, size, dtype=torch.int64)
+            padded = torch.zeros(most, size, dtype=torch.int64, device="cpu")
             padded[:members] = rows
             theirs = [torch.empty_like(padded) for _ in self._hosts]
             yield from self._across._all_gather([as_bytes(part) for part in theirs], as_bytes(padded))

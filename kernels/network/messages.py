@@ -77,7 +77,9 @@ class Incoming:
 
     def _take(self, tag: int, body: memoryview) -> None:
         assert self.source is not None
-        data = torch.frombuffer(body, dtype=torch.uint8) if len(body) else torch.empty(0, dtype=torch.uint8)
+        data = (
+            torch.frombuffer(body, dtype=torch.uint8) if len(body) else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         self._inbox.append((self.source, tag, data))
 
     def _read_hello(self) -> bool:

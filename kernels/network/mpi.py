@@ -145,7 +145,7 @@ class MpiCommunicator(NetworkedCommunicator):
     # -- collectives ---------------------------------------------------------------------------------------------------
 
     def _all_gather(self, theirs: list[torch.Tensor], mine: torch.Tensor) -> Steps:
-        together = torch.empty(self.size * mine.numel(), dtype=torch.uint8)
+        together = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device="cpu")
         yield from self._done([self._comm.Iallgather(self._raw(mine), self._raw(together))], [])
         for target, piece in zip(theirs, together.split(mine.numel()), strict=True):
             target.copy_(piece)
@@ -211,7 +211,7 @@ class MpiCommunicator(NetworkedCommunicator):
             packet = self._comm.Improbe(self._mpi.ANY_SOURCE, _PACKETS, status)
             if packet is None:
                 return
-            data = torch.empty(status.Get_count(self._mpi.BYTE), dtype=torch.uint8)
+            data = torch.empty(status.Get_count(self._mpi.BYTE), dtype=torch.uint8, device="cpu")
             packet.Recv(self._raw(data))  # it is here, and short: this does not wait
             tag, nbytes, number = _PACKET.unpack_from(data.numpy().data)
             self._inbox.append((status.Get_source(), tag, nbytes, number, data[_PACKET.size :]))

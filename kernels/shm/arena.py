@@ -207,7 +207,7 @@ class Arena(Board):
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A view of the arena's own memory at `offset`; the caller sees to it that it stays allocated."""
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._bytes, dtype=dtype, count=numel, offset=offset)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -215,7 +215,7 @@ class Arena(Board):
         numel = int(np.prod(shape, dtype=np.int64))
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         offset = self.heap.allocate(nbytes)
         view = self._bytes[offset : offset + nbytes]
         weakref.finalize(view, self.heap.free, offset, nbytes).atexit = False

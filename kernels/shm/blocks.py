@@ -281,4 +281,6 @@ def copied_out(leaves: list[Any], leased: Sequence[int]) -> None:
         used = sum(leaves[index].numel() * leaves[index].element_size() for index in members)
         if 2 * used < leaves[members[0]].untyped_storage().nbytes():
             for index in members:
-                leaves[index] = leaves[index].clone()
+                leaf, copy = leaves[index], leaves[index].clone()
+                frozen = isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad
+                leaves[index] = torch.nn.Parameter(copy, requires_grad=False) if frozen else copy

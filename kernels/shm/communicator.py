@@ -111,7 +111,7 @@ class ShmCommunicator(Communicator):
     def scratch(self, numel: int, *, dtype: torch.dtype) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
         if nbytes <= self._slots.small_bytes:
-            return torch.empty(numel, dtype=dtype)
+            return torch.empty(numel, dtype=dtype, device="cpu")
         return self.arena.tensor(self._slots.staging.scratch(nbytes), numel, dtype)
 
     def reclaim(self) -> None:

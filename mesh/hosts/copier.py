@@ -243,7 +243,7 @@ def _packed(tensor: torch.Tensor, spec: P) -> list[Any]:
         return [head, wire.to_bytes(tensor)]
     if not leaf.nbytes:
         return [head]
-    flat = torch.empty(0, dtype=torch.uint8)
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu")
     flat.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.itemsize, (leaf.nbytes,), (1,))
     return [head, flat.numpy().data]
 
@@ -256,6 +256,6 @@ def _unpacked(data: memoryview) -> tuple[torch.Tensor, P]:
     if leaf.pickled:
         return wire.from_bytes(bytes(rest)), spec
     at -= at % leaf.dtype.itemsize
-    buffer = torch.empty(at + leaf.nbytes, dtype=torch.uint8)
+    buffer = torch.empty(at + leaf.nbytes, dtype=torch.uint8, device="cpu")
     buffer.numpy()[at:] = rest
     return leaf.made(buffer, at), spec

@@ -116,7 +116,9 @@ class LaunchedCall:
         news = self._found is None or not outcome.unchanged
         number = number_of(given, outcome.prints) ^ self._number ^ (0 if deal is None else number_of_batch(deal))
         # All must know whether any rank has news, or that rank would wait for the others to hear them.
-        most_news, most, least = comm.all_reduced(torch.tensor([int(news), number, -number]), "max").tolist()
+        most_news, most, least = comm.all_reduced(
+            torch.tensor([int(news), number, -number], device="cpu"), "max"
+        ).tolist()
         if most_news or most != -least:
             told = [pickle.loads(data) for data in comm.all_gather_bytes(pickle.dumps((self._name, deal)))]
             if any(name != self._name for name, _ in told):

@@ -140,12 +140,12 @@ class LastingValues:
 
     def _move(self, leaves: list[Any], address: int, storage: torch.UntypedStorage) -> None:
         """Have all results that show a storage show a copy of it."""
-        whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         block = copy(self._lasting.empty(storage.nbytes()), whole).untyped_storage()
         for index, leaf in enumerate(leaves):
             plain = isinstance(leaf, torch.Tensor) and is_plain(leaf)
             if plain and leaf.numel() and leaf.untyped_storage().data_ptr() == address:
-                moved = torch.empty(0, dtype=leaf.dtype)
+                moved = torch.empty(0, dtype=leaf.dtype, device="cpu")
                 moved.set_(block, leaf.storage_offset(), leaf.shape, leaf.stride())
                 leaves[index] = frozen_as(leaf, moved)
 
@@ -314,7 +314,7 @@ def _tensors(record: Record, leaves: Sequence[Leaf], bases: Sequence[torch.Tenso
             found.append(leaf.made(bases[word >> _AT], word & (1 << _AT) - 1))
         else:
             word -= word % leaf.dtype.itemsize
-            buffer = torch.empty(word + leaf.nbytes, dtype=torch.uint8)
+            buffer = torch.empty(word + leaf.nbytes, dtype=torch.uint8, device="cpu")
             if leaf.nbytes:
                 buffer[word:] = torch.frombuffer(bytearray(record.pieces[at : at + leaf.nbytes]), dtype=torch.uint8)
             at += leaf.nbytes

@@ -22,8 +22,8 @@ from ..strides import frozen_as
 
 def shapes_over(comm: Communicator, shard: torch.Tensor) -> list[tuple[int, ...]]:
     """The shapes of the shards that the ranks of a communicator have."""
-    sizes = [torch.empty(shard.dim(), dtype=torch.int64) for _ in range(comm.size)]
-    comm.all_gather(sizes, torch.tensor(shard.shape))
+    sizes = [torch.empty(shard.dim(), dtype=torch.int64, device="cpu") for _ in range(comm.size)]
+    comm.all_gather(sizes, torch.tensor(shard.shape, device="cpu"))
     return [tuple(size.tolist()) for size in sizes]
 
 
@@ -101,7 +101,7 @@ class LocalValues:
             else:
                 ranks = range(layout.size)
                 shapes = known or [layout.shard_shape(about.shape, about.spec, rank) for rank in ranks]
-            out = [torch.empty(shape, dtype=mine.dtype) for shape in shapes]
+            out = [torch.empty(shape, dtype=mine.dtype, device="cpu") for shape in shapes]
             with labelled(f"of value {index} of call {self.region}" if self.region else labels.current):
                 comm.all_gather(out, mine.detach().cpu())
             return out

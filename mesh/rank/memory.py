@@ -97,7 +97,7 @@ def _trim() -> None:
 def populate(nbytes: int) -> None:
     """Have so much at hand for a first region, which measures nothing at its end either."""
     _seconds_to_map()
-    torch.ones(nbytes, dtype=torch.uint8)
+    torch.ones(nbytes, dtype=torch.uint8, device="cpu")
 
 
 @functools.lru_cache(maxsize=1)
@@ -107,6 +107,6 @@ def _seconds_to_map() -> float:
     taken = []
     for _ in range(2):  # the second time it is there
         began = time.perf_counter()
-        torch.ones(_PROBE_BYTES, dtype=torch.uint8)
+        torch.ones(_PROBE_BYTES, dtype=torch.uint8, device="cpu")
         taken.append(time.perf_counter() - began)
     return max(0.0, taken[0] - taken[1]) / _PROBE_BYTES

@@ -59,11 +59,11 @@ class PlannedCommunicator:
         return Done(self.recv(tensor, src, tag))
 
     def empty(self, shape: Any, *, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     def all_gathered(self, length: int, dtype: torch.dtype, write: Callable, into: Tensor | None = None) -> Tensor:
-        write(torch.empty(length, dtype=dtype))
-        return torch.empty(self.size * length, dtype=dtype)
+        write(torch.empty(length, dtype=dtype, device="cpu"))
+        return torch.empty(self.size * length, dtype=dtype, device="cpu")
 
     def can_rewrite(self, result: Tensor | None) -> bool:
         return False
@@ -86,7 +86,7 @@ class PlannedBuckets:
     """Sums over ranks that there are not; see `kernels.bucket.Buckets`."""
 
     def __init__(self, comm: Any, leaves: Sequence[Any], **_: Any):
-        self._sums = [torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype) for leaf in leaves]
+        self._sums = [torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="cpu") for leaf in leaves]
 
     def fill(self, index: int, value: Tensor) -> None:
         self._sums[index].copy_(value)

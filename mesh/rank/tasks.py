@@ -113,12 +113,12 @@ def move_values(state: RankState, task: protocol.MoveValues, packet: wire.Packet
             tensors, specs = state.values.gather(spans)
             there = [tensor.cpu() for tensor in tensors]
             data = torch.frombuffer(bytearray(wire.to_bytes((there, specs))), dtype=torch.uint8)
-            comm.send(torch.tensor([data.numel()]), target)
+            comm.send(torch.tensor([data.numel()], device="cpu"), target)
             comm.send(data, target)
         elif rank == target:
-            size = torch.empty(1, dtype=torch.int64)
+            size = torch.empty(1, dtype=torch.int64, device="cpu")
             comm.recv(size, source)
-            data = torch.empty(int(size), dtype=torch.uint8)
+            data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
             comm.recv(data, source)
             tensors, specs = wire.from_bytes(data.numpy().tobytes())
             for (call, index), tensor, spec in zip(names, tensors, specs, strict=True):

@@ -77,12 +77,11 @@ def _is_scalar(leaf: Leaf) -> bool:
 
 
 def prints_of_scalars(tensors: Sequence[Any], scalars: Sequence[int]) -> bytes:
-    """The bytes of these tensors; nothing of those on a GPU, which would have to end all that it does first."""
-    return b"".join(
-        ctypes.string_at(tensors[index].data_ptr(), tensors[index].element_size())
-        for index in scalars
-        if not tensors[index].is_cuda
-    )
+    """The bytes of these tensors; nothing if one is on a GPU, which would have to end all that it does first."""
+    found = [tensors[index] for index in scalars]
+    if any(number.is_cuda for number in found):
+        return b""
+    return b"".join([ctypes.string_at(number.data_ptr(), number.element_size()) for number in found])
 
 
 def prints_of_all(tensors: Sequence[Any], leaves: Sequence[Leaf], axes: int) -> bytes:

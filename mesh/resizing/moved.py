@@ -51,7 +51,7 @@ class Moved:
             for index, about in enumerate(values.settle()):
                 shards = [shard for tensors, _ in found if (shard := tensors[index]) is not None]
                 if len(shards) < before.size:
-                    wholes.append(torch.empty(0))
+                    wholes.append(torch.empty(0, device="cpu"))
                     continue
                 specs[index] = spec = spec_on(before, layout, about, driver.describe())
                 if spec.entries and all(map(is_plain, shards)) and RAGGED not in about.shape:

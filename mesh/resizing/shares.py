@@ -103,7 +103,7 @@ class Shares:
                         shard = taken[index] = _allocated(leaf, self._shape(index), boxes[index], allocate)
                     if len(data):
                         shard.data[within(boxes[index], part.box)].copy_(_laid_out(data, leaf, sizes_of(part.box)))
-        return [torch.empty(0) if shard is None else shard for shard in taken]
+        return [torch.empty(0, device="cpu") if shard is None else shard for shard in taken]
 
     def _unpickled(self, index: int, data: memoryview) -> torch.Tensor:
         """A value that travels as a pickle: one that is sparse, or quantized."""
@@ -207,14 +207,14 @@ def _few(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
 
 def _allocated(leaf: Leaf, shape: tuple[int, ...], box: Box, allocate: Allocate) -> torch.Tensor:
     """Memory for a part of a value, a shard of which lies so."""
-    like = torch.empty(0, dtype=leaf.dtype)
+    like = torch.empty(0, dtype=leaf.dtype, device="cpu")
     found = room_for(like, shape, leaf.shape, leaf.stride, sizes_of(box), allocate)
     return torch.nn.Parameter(found, requires_grad=False) if leaf.frozen else found
 
 
 def _laid_out(data: memoryview, leaf: Leaf, sizes: tuple[int, ...]) -> torch.Tensor:
     """The bytes of a part of a shard that lies so, as a tensor."""
-    buffer = torch.empty(len(data), dtype=torch.uint8)
+    buffer = torch.empty(len(data), dtype=torch.uint8, device="cpu")
     buffer.numpy()[:] = data
     return buffer.view(leaf.dtype).as_strided(sizes, strides.dense(sizes, strides.dense(leaf.shape, leaf.stride)))
 

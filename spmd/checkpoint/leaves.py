@@ -71,7 +71,9 @@ def whole(entry: Entry, pieces: Sequence[tuple[int | list[int], Tensor]]) -> Ten
     for position, piece in pieces:
         for known, number, size in zip(extents, numbers_of(position), piece.shape, strict=False):
             known[number] = size
-    out = torch.empty_strided(shape, entry.get("strides") or strides.standard(shape), dtype=pieces[0][1].dtype)
+    out = torch.empty_strided(
+        shape, entry.get("strides") or strides.standard(shape), dtype=pieces[0][1].dtype, device="cpu"
+    )
     for position, piece in pieces:
         starts = [
             sum(map(known.__getitem__, range(n))) for known, n in zip(extents, numbers_of(position), strict=False)

@@ -94,7 +94,7 @@ class Opened:
     def tensor(self, file: str, name: str) -> Tensor:
         """A tensor of one of the files, in memory of its own."""
         about = self._tensors[file][name]
-        out = torch.empty(about.shape, dtype=about.dtype)
+        out = torch.empty(about.shape, dtype=about.dtype, device="cpu")
         if about.begin == about.end:
             return out
         raw: Any = out.reshape(-1).view(torch.uint8).numpy()

@@ -137,7 +137,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _read(file: Path, kept: Sequence[Any]) -> torch.Tensor:
     at, dtype, shape = kept
     count = math.prod(shape)
-    empty = torch.empty(shape, dtype=getattr(torch, dtype))
+    empty = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
     with open(f"{file}{VALUES}", "rb") as values:
         values.seek(at)
         data = bytearray(values.read(empty.nbytes))

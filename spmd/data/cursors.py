@@ -226,7 +226,7 @@ class Packed:
     def _take(self) -> None:
         while True:
             before = self._source.state()
-            piece = torch.as_tensor(next(self._source))
+            piece = torch.as_tensor(next(self._source), device="cpu")
             if piece.dim() != 1:
                 raise SpecError(
                     message(

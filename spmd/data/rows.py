@@ -105,7 +105,7 @@ def _collated(samples: list[Any]) -> Any:
     if kinds == {tuple} and len({*map(len, samples)}) == 1:
         return [_collated([*part]) for part in zip(*samples, strict=True)]
     if kinds == {np.ndarray} and first.dtype.kind in "biufc":
-        return _collated([torch.as_tensor(sample) for sample in samples])
+        return _collated([torch.as_tensor(sample, device="cpu") for sample in samples])
     found = Stacked.of(samples) if kinds == {torch.Tensor} else None
     return default_collate(samples) if found is None else found
 

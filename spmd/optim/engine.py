@@ -225,7 +225,7 @@ class Engine:
         try:
             return self._idle[is_fused].pop()
         except IndexError:
-            instance = self._construct([torch.zeros(1, 1)], **({"fused": True} if is_fused else {}))
+            instance = self._construct([torch.zeros(1, 1, device="cpu")], **({"fused": True} if is_fused else {}))
             instance.state.clear()
             return instance, {name: value for name, value in instance.param_groups[0].items() if name != "params"}
 

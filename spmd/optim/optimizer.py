@@ -185,7 +185,9 @@ def _init(recipe: Recipe, params: Any) -> dict[str, Any]:
         "state": created,
         **_written(recipe, [engine.hyper() for engine in recipe.engines]),
     }
-    return {**state, "count": torch.zeros((), dtype=torch.int64)} if recipe.schedule is not None else state
+    return (
+        {**state, "count": torch.zeros((), dtype=torch.int64, device="cpu")} if recipe.schedule is not None else state
+    )
 
 
 @shows_only_users
@@ -198,6 +200,8 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     grouping.refuse_module("opt.step", params)
     leaves, treedef = trees.flatten(params)
     state, hypers, count = _read(recipe, opt_state)
+    # Its new value stays on the host: to ask a GPU for it, at the next step, would wait for all that it does.
+    count = count.cpu() if isinstance(count, torch.Tensor) else count
     step = settle(recipe.kinds, recipe.shard, recipe.groups, (leaves, treedef), grads, state)
     if recipe.mixing is not None:
         named = paths(treedef)

@@ -129,7 +129,7 @@ class _Groups(torch.optim.Optimizer):
     """Parameter groups and nothing to step."""
 
     def __init__(self, starts: Sequence[Mapping[str, Any]]):
-        super().__init__([{"params": [torch.zeros(())], **start} for start in starts], dict(starts[0]))
+        super().__init__([{"params": [torch.zeros((), device="cpu")], **start} for start in starts], dict(starts[0]))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing: the schedulers count these calls."""

@@ -20,15 +20,15 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: str) -> list[object
         )
     mine = tensor.coalesce()
     indices, values = mine.indices(), mine.values()
-    counts = [torch.empty(1, dtype=torch.int64) for _ in range(comm.size)]
-    comm.all_gather(counts, torch.tensor([values.shape[0]]))
+    counts = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(comm.size)]
+    comm.all_gather(counts, torch.tensor([values.shape[0]], device="cpu"))
     numbers = [int(count) for count in counts]
     all_indices = [indices.new_empty((indices.shape[0], number)) for number in numbers]
     all_values = [values.new_empty((number, *values.shape[1:])) for number in numbers]
     comm.all_gather(all_indices, indices)
     comm.all_gather(all_values, values)
     joined = torch.cat(all_indices, dim=1), torch.cat(all_values)
-    whole = torch.sparse_coo_tensor(*joined, mine.shape, check_invariants=False)
+    whole = torch.sparse_coo_tensor(*joined, mine.shape, device=mine.device, check_invariants=False)
     with torch.no_grad():
         tensor.copy_(whole.coalesce())
     return []

@@ -64,7 +64,7 @@ def _is_vouched(comm: Communicator, tensor: torch.Tensor, later: bool) -> bool:
 
 
 def _no_code() -> torch.Tensor:
-    return torch.zeros(CODE_BYTES, dtype=torch.uint8)
+    return torch.zeros(CODE_BYTES, dtype=torch.uint8, device="cpu")
 
 
 def _code(comm: Any, source: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -326,6 +326,21 @@ def test_messages(mesh: Mesh) -> None:
         assert found == [float(100 * src + 10 * rank + tag) for src in range(RANKS) for tag in (1, 2, 3)]
 
 
+def test_messages_without_the_first_rank(mesh: Mesh) -> None:
+    """It sends nothing, waits for the others, or has left: they need nothing of it."""
+
+    def body(waits: bool) -> float:
+        comm, x = mesh.comm(), torch.tensor([float(mesh.rank)])
+        if comm.rank:
+            comm.send(x, 2) if comm.rank == 1 else comm.recv(x, 1)
+        if waits:
+            comm.barrier()
+        return x.item()
+
+    for waits in (True, False):
+        assert mesh.run(body, waits) == [0.0, 1.0, 1.0]
+
+
 def test_regions(mesh: Mesh) -> None:
     """The named-axis collectives go through it as well."""
 

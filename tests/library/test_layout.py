@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from patience import HANGS
+from torch.utils._device import _device_constructors
 
 import spmd
 
@@ -166,6 +167,21 @@ assert seen() == before, (before, seen())
 assert not torch.cuda.is_initialized()
 print(*(name for name in ("cupy", "mpi4py", "matplotlib", "sklearn", "torch.distributed.run") if name in sys.modules))
 """
+
+
+def test_tensors_are_made_on_a_device_that_is_named() -> None:
+    """Else on the program's `torch.set_default_device("cuda")`, and what ranks tell each other would lie on GPUs."""
+    makers = {maker.__name__ for maker in _device_constructors()}
+    unnamed = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in FILES
+        if "bench" not in path.parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in makers
+        if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        if not {"device", None}.intersection(keyword.arg for keyword in node.keywords)
+    ]
+    assert not unnamed
 
 
 def test_import_is_quiet(tmp_path: Path) -> None:

@@ -161,6 +161,24 @@ def test_schedulers_of_torch(shared_mesh, size, shard, make):
     assert int(opt_state["count"]) == STEPS and opt_state["hyper"]["lr"] == 0.05
 
 
+class OnGpu(torch.Tensor):
+    """Plays a tensor of a GPU: what is computed from it is one, too, until it is asked to come to the host."""
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+def test_steps_are_counted_on_the_host():
+    """A count that came back on a GPU would be waited for at every step, with all that the GPU does before."""
+    opt, params = optimizer(optim.SGD, schedule=lambda step: 0.5**step, lr=1.0), {"w": torch.ones(2)}
+    opt_state = opt.init(params)
+    opt_state["count"] = opt_state["count"].as_subclass(OnGpu)
+    assert type(opt_state["count"] + 1) is OnGpu
+    for expected in (0.0, -0.5):
+        params, opt_state = opt.step(params, {"w": torch.ones(2)}, opt_state)
+        assert params["w"].tolist() == [expected] * 2 and type(opt_state["count"]) is torch.Tensor
+
+
 @pytest.mark.parametrize("shard", ["auto", None])
 def test_functions_of_the_step_and_numbers(shared_mesh, shard):
     def rates(step):

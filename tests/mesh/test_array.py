@@ -108,6 +108,8 @@ def test_parameters_keep_what_they_are(mesh):
     kinds = spmd(lambda t: {k: type(v).__name__ + str(v.requires_grad) for k, v in t.items()}, mesh=mesh)
     assert kinds(arrays) == kinds({"frozen": frozen, "trainable": trainable})
     assert kinds(arrays) == {"frozen": "ParameterFalse", "trainable": "TensorFalse"}
+    large = put({"frozen": frozen, "rest": torch.ones(30000)}, mesh=mesh)  # in one block, which it alone does not hold
+    assert kinds(spmd(lambda x: {"frozen": x}, mesh=mesh)(large["frozen"])) == {"frozen": "ParameterFalse"}
 
 
 def test_the_driver_holds_no_shard(mesh):

@@ -21,6 +21,7 @@ from spmd.kernels.cuda.nccl_library import Library
 from spmd.mesh.launch.environments import Launch, detect
 from spmd.mesh.rank import devices
 from spmd.mesh.rank.session import RankSession
+from spmd.mesh.replication.values import prints_of_scalars
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -260,3 +261,10 @@ def test_what_is_large_goes_to_a_gpu_by_way_of_pinned_memory(monkeypatch: pytest
     assert moved == [(session.device, True)] * 3
     session.device = torch.device("cpu")
     assert session.on_device(large) is large and len(moved) == 3
+
+
+def test_numbers_beside_those_of_a_gpu_are_not_told() -> None:
+    """The bytes of one would be taken for another's."""
+    number, on_gpu = torch.tensor(2.0), SimpleNamespace(is_cuda=True)
+    assert prints_of_scalars([number, number], (0, 1)) == 2 * bytes(number.numpy())
+    assert prints_of_scalars([on_gpu, number], (0, 1)) == b""

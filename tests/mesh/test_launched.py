@@ -215,6 +215,14 @@ for backend in ("shm", "gloo"):
     tell(f"closed {backend}", closed)
 with Mesh() as mesh:
     tell("default", [mesh.backend, float(put(torch.tensor(2.0)))])
+torch.set_default_device("meta")
+for backend in ("shm", "gloo"):
+    with Mesh({"data": -1}, backend=backend, timeout=30) as mesh:
+        step = spmd(data_parallel(lambda w, batch: value_and_grad(lambda w, x: (x @ w).mean())(w, batch)))
+        value, gradient = step(torch.ones(2, device="cpu"), torch.ones(3, 2, device="cpu"))
+        cut = put(torch.ones(4, device="cpu"), P("data"))
+        tell(f"device {backend}", [float(value), gradient.tolist(), cut.tolist(), mesh.run(len, "x")])
+torch.set_default_device(None)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # that of the launcher, which notices the death, too
 mesh, made = Mesh({"data": 2}), f"{sys.argv[1]}/made"
 if mesh.rank == 1:
@@ -292,6 +300,12 @@ def test_failures_are_raised_on_all_ranks(told, backend):
             assert all(word in found[rank][name][1] for word in words), (name, found[rank][name])
             assert found[rank][f"{name} soon"], (name, rank)
             assert found[rank][f"{name} goes on"] == [2, 2], (name, rank)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_the_program_s_default_device_is_for_its_own_tensors(told, backend):
+    """What ranks tell each other stays on the host, with `torch.set_default_device("cuda")` as well."""
+    assert told[f"device {backend}"] == {rank: [2.0, [1.0, 1.0], [1.0] * 4, [1, 1]] for rank in (0, 1)}
 
 
 def test_a_mesh_that_does_not_fit_the_job(told):

@@ -61,10 +61,10 @@ def _register(name: str, more: str, forward: Callable[..., Tensor], shape: Shape
     def run(x: Tensor, token: Tensor, axes: Sequence[str], size: int, back: bool, keys: Any, *rest: Any) -> Pair:
         comm = _communicator(name, axes, size)
         with labelled(f"of {trees.joined_keys(keys)}" if keys else ""):
-            return forward(comm, x, back, tuple(axes), *rest), torch.zeros(())
+            return forward(comm, x, back, tuple(axes), *rest), torch.zeros((), device="cpu")
 
     def fake(x: Tensor, token: Tensor, axes: Sequence[str], size: int, back: bool, keys: Any, *rest: Any) -> Pair:
-        return x.new_empty(shape(x, size)), torch.zeros(())
+        return x.new_empty(shape(x, size)), torch.zeros((), device="cpu")
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
         x, _, *ctx.given = inputs

@@ -86,7 +86,7 @@ def _call(name: str, x: Tensor, names: list[str], keys: list[str], *rest: Any) -
     operator, here = getattr(operators, name), state()
     size = _size(names)
     if here.token is None:
-        before = torch.zeros(()) if here.order is None else here.order
+        before = torch.zeros((), device="cpu") if here.order is None else here.order
         result, token = operator(x, before, names, size, False, keys, *rest)
         here.order = token.detach()
     elif torch.is_grad_enabled():

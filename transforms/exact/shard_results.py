@@ -189,11 +189,11 @@ class Results:
         rows: dict[int, list[Tensor]] = {}
         for dtype, members in groups.items():
             sizes = [leaf.first.numel() for leaf in members]
-            mine = torch.empty(counts[self._virtual.position], sum(sizes), dtype=dtype)
+            mine = torch.empty(counts[self._virtual.position], sum(sizes), dtype=dtype, device="cpu")
             for leaf, part in zip(members, mine.split(sizes, 1), strict=True):
                 for row, piece in zip(part, leaf.pieces, strict=True):
                     row.copy_(piece.reshape(-1))
-            gathered = [torch.empty(count, sum(sizes), dtype=dtype) for count in counts]
+            gathered = [torch.empty(count, sum(sizes), dtype=dtype, device="cpu") for count in counts]
             comm.all_gather(gathered, mine)
             for leaf, part in zip(members, torch.cat(gathered).split(sizes, 1), strict=True):
                 rows[id(leaf)] = [row.view(leaf.first.shape) for row in part]

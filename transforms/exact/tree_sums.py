@@ -120,7 +120,7 @@ class TreeSums:
         """A leaf that the shard did not use gets zeros: 0 + -0 is 0, and -0 with nothing added stays -0."""
         for slot in set(range(len(self._sums))) - self.filled:
             leaf = self._sums[slot].like
-            self.fill(slot, torch.zeros((), dtype=leaf.dtype).expand(leaf.shape))
+            self.fill(slot, torch.zeros((), dtype=leaf.dtype, device="cpu").expand(leaf.shape))
         self.filled.clear()
 
     def finish(self) -> list[Tensor]:
@@ -136,7 +136,7 @@ class TreeSums:
     def _finish(self) -> list[Tensor]:
         found: list[Tensor]
         if not any(self._nodes):
-            found = [torch.zeros(one.like.shape, dtype=one.like.dtype) for one in self._sums]
+            found = [torch.zeros(one.like.shape, dtype=one.like.dtype, device="cpu") for one in self._sums]
         elif self._buckets:
             results = {scale: buckets.finish() for scale, buckets in self._buckets.items()}
             found = [results[one.scale][one.in_group] for one in self._sums]
@@ -166,13 +166,13 @@ class TreeSums:
             starts.append(numel)
             numel += -(-self._sums[slot].like.numel // 16) * 16
         length = -(-numel // (64 * comm.size)) * 64
-        mine = torch.zeros(len(nodes[comm.rank]), comm.size * length, dtype=dtype)
+        mine = torch.zeros(len(nodes[comm.rank]), comm.size * length, dtype=dtype, device="cpu")
         for slot, start in zip(indexes, starts, strict=True):
             leaf, partials = self._sums[slot].like, self._sums[slot].partials
             for row, (_, value) in zip(mine, partials.nodes, strict=True):
                 _view(row, start, leaf).copy_(value)
             partials.nodes.clear()
-        slices = [torch.empty(len(its), length, dtype=dtype) for its in nodes]
+        slices = [torch.empty(len(its), length, dtype=dtype, device="cpu") for its in nodes]
         with labelled(self._label):
             comm.all_to_all(slices, list(mine.split(length, 1)) if length else slices)
 

@@ -42,7 +42,7 @@ def look_at_parts(
         is_counted: whether the count of a mean_of comes of all samples, be it that the step has counted them before.
     """
     judge = _Judge(call, again, axis, aux, is_counted)
-    samples = torch.arange(count)
+    samples = torch.arange(count, device="cpu")
     here = max(2, 2 * count // 5)  # parts of unequal size have equal weights less often by chance
     for order in samples, torch.cat([samples[::2], samples[1::2]]):
         parts = judge.of(order[:here], order[here:])
@@ -127,7 +127,7 @@ class _Judge:
         generator = torch.Generator().manual_seed(0)
         allowed = found.away * (0.1 if self._again.seen.is_coarse else 0.01)
         for _ in range(_ORDERS):
-            mixed = self._again.of(torch.randperm(sum(found.sizes), generator=generator), alike=alike)
+            mixed = self._again.of(torch.randperm(sum(found.sizes), generator=generator, device="cpu"), alike=alike)
             if mixed is None or not float((self._numbers(mixed)[found.name] - found.whole).abs().max()) <= allowed:
                 return True
         return False
@@ -136,7 +136,11 @@ class _Judge:
         """What is averaged, or what is added up, by name."""
         found = {"value": out.value} if out.count is None else {"total": out.value, "count": out.count}
         leaves = trees.leaves(out.aux)
-        found |= {path: torch.as_tensor(leaves[index]) for index, path in self._aux.items()}
+        own = {path: leaves[index] for index, path in self._aux.items()}
+        found |= {
+            path: leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf, device="cpu")
+            for path, leaf in own.items()
+        }
         return {name: value.detach().double() for name, value in found.items()}
 
     def warn(self, found: _Found, *, by_places: bool = False) -> None:

@@ -60,7 +60,7 @@ class Repeated:
         Args:
             more: leaves to differentiate by that have a row for each, too.
         """
-        return self.of(torch.arange(self.count).repeat(count), more, record=count == 1)
+        return self.of(torch.arange(self.count, device="cpu").repeat(count), more, record=count == 1)
 
     def of(
         self, samples: Tensor, more: Sequence[Tensor] = (), *, record: bool = False, alike: bool = False

@@ -205,7 +205,8 @@ def _warn_of_counts(
     """Warn of a leaf of aux that is twice as many for every sample twice; whether it was."""
     again = trees.leaves(twice.aux)
     for index in counts:
-        leaf, more = aux.leaves[index], torch.as_tensor(again[index])
+        leaf, more = aux.leaves[index], again[index]
+        more = more if isinstance(more, Tensor) else torch.as_tensor(more, device="cpu")
         if more.shape == leaf.shape and torch.equal(more.to(leaf.dtype), 2 * leaf):
             path = trees.paths(out.aux)[index]
             warn(
