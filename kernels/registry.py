@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from .arguments import check_function
 from .communicator import Communicator
 from .errors import MeshError, SpecError, message
@@ -53,11 +51,12 @@ def _mpi(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: 
 def _nccl(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: float, channel: str) -> Communicator:
     from .cuda.nccl import NcclCommunicator
     from .cuda.nccl_library import check_driver, load
+    from .cuda.placement import own
     from .cuda.streams import Streams
 
     check_driver()
     on_host = _shm if isinstance(watch, Arena) else _gloo
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = own()
 
     def host(name: str) -> Communicator:
         return on_host(ranks=ranks, rank=rank, watch=watch, store=store, timeout=timeout, channel=name)

@@ -28,6 +28,22 @@ def is_on(device: torch.device, what: str, *tensors: torch.Tensor) -> bool:
     return any(one.type == device.type for one in devices)
 
 
+_own: torch.device | None = None
+
+
+def take(index: int) -> torch.device:
+    """Make a GPU this rank's: the current one here, and in threads, which begin with the first, what `own` tells."""
+    global _own
+    torch.cuda.set_device(index)
+    _own = torch.device("cuda", index)
+    return _own
+
+
+def own() -> torch.device:
+    """This rank's GPU; in a process that has taken none the current one."""
+    return torch.device("cuda", torch.cuda.current_device()) if _own is None else _own
+
+
 def fault() -> str:
     """What CUDA says of all that this process asks of its GPU, as after a failed assertion in a kernel; "" if nothing.
 
@@ -36,7 +52,8 @@ def fault() -> str:
     if not torch.cuda.is_initialized():
         return ""
     try:
-        torch.cuda.current_stream().query()
+        if not torch.cuda.is_current_stream_capturing():  # else it says no more than that
+            torch.cuda.current_stream().query()
     except RuntimeError as error:
         return str(error).partition("\n")[0]
     return ""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.cuda import nccl_library
+from ...kernels.cuda import nccl_library, placement
 from ...kernels.errors import MeshError, message
 from ...kernels.shm import arena
 from ..failure import ranks_text
@@ -73,7 +73,7 @@ def of_rank(device: str, rank: int) -> torch.device | None:
     if device != "cuda":
         return None
     nccl_library.check_driver()
-    return _taken(rank % torch.cuda.device_count())
+    return placement.take(rank % torch.cuda.device_count())
 
 
 def of_launched(device: str, backend: str, launch: Launch, store: Any, host: str, size: int) -> torch.device | None:
@@ -108,7 +108,7 @@ def of_launched(device: str, backend: str, launch: Launch, store: Any, host: str
     assert library is not None and own is not None
     if shared and not nccl_library.may_share_gpu(library):
         raise MeshError(_too_few(f"{ranks_text(shared)} share one", library))
-    return _taken(own)
+    return placement.take(own)
 
 
 def index_of(local_rank: int, count: int) -> int:
@@ -133,11 +133,6 @@ def _usable() -> bool:
     except MeshError:
         return False
     return True
-
-
-def _taken(index: int) -> torch.device:
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
 
 
 def _too_few(got: str, library: nccl_library.Library) -> str:
