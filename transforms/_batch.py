@@ -140,14 +140,21 @@ def _called(batch: Any, index: int) -> str:
     return f"batch{trees.paths(batch)[index]}"
 
 
-def note_whole(error: Exception, arguments: Any, part: Part) -> None:
-    """Add to an error about sizes, of this rank's samples and of all, which argument is as long as all are.
+def note_samples(error: Exception, arguments: Any, part: Part) -> None:
+    """Add to an error what the samples have to do with it, if they may: none here, or an argument as long as all are.
 
     Args:
         arguments: all those of the step, with this rank's part of the batch among them.
     """
-    sizes = set(re.findall(r"\d+", str(error)))
-    if not hasattr(error, "add_note") or part.here == part.total or not {str(part.here), str(part.total)} <= sizes:
+    if not hasattr(error, "add_note") or part.here == part.total:
+        return
+    if not part.here and isinstance(error, RuntimeError | ValueError | IndexError):
+        error.add_note(
+            f"[this rank has none of the {part.total} samples, and the step may be unable to run on none: have batches "
+            "of at least as many samples as ranks, or return an empty result of the same shape where len(batch) is 0]"
+        )
+        return
+    if not {str(part.here), str(part.total)} <= set(re.findall(r"\d+", str(error))):  # sizes that it tells of
         return
     split = {id(leaf) for leaf in part.leaves}
     for leaf in trees.leaves(arguments):

@@ -20,7 +20,7 @@ from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh.batch import BatchArgument
 from ..mesh.region import require
 from ..mesh.replication.net import active
-from ._batch import Part, note_whole, part_of
+from ._batch import Part, note_samples, part_of
 from ._grad import Transformable
 from ._plan import Plan, following, plan_of
 from ._tokens import in_gradient
@@ -159,7 +159,7 @@ class DataParallel(Transformable):
                     return without_batch(self._step(*args, **kwargs), self._name)
         except Exception as error:
             if not isinstance(error, SpmdError):
-                note_whole(error, (args, kwargs), part)
+                note_samples(error, (args, kwargs), part)
             raise
 
     def transformed(self, transform: Callable, argnums: Any, with_value: bool, has_aux: bool) -> DataParallel:

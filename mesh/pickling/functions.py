@@ -15,6 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
+from torch import nn
+from torch.nn.utils import parametrize
+
+from ...kernels import torch_private
 
 _Cached = type(functools.lru_cache(lambda: None))
 _KINDS = (
@@ -45,8 +49,12 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
     A `functools.cache` or `lru_cache` of a function that travels by value: with an empty cache; Python's own way is by
     name, which the receiver's `__main__` does not have. Code: with the name of its file, which errors and tracebacks of
     ranks tell, and cloudpickle leaves out since 3.1.3. A module of a class of its own, as `torch.backends.cudnn` is: by
-    name. A type of arrays of ctypes: by what it was made of; what cloudpickle makes of others can't be read.
+    name. A type of arrays of ctypes: by what it was made of; what cloudpickle makes of others can't be read. A
+    parametrized module: as one of its class from before, which is made its own again; torch refuses to pickle that.
     """
+    if isinstance(obj, nn.Module) and not vars(type(obj)).keys().isdisjoint(_parametrizations(obj)):
+        cls = parametrize.type_before_parametrizations(obj)
+        return cls.__new__, (cls,), vars(obj).copy(), None, None, _parametrized
     if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
         return _imported(obj)
     if type(obj) is _Cached and not travels_by_name(obj):
@@ -70,6 +78,17 @@ def _imported(module: types.ModuleType) -> tuple[Any, ...] | None:
     parent, _, last = name.rpartition(".")  # one that is made when it is asked for
     found = getattr(sys.modules.get(parent), last, None) if last else None
     return (getattr, (sys.modules[parent], last)) if found is module else None
+
+
+def _parametrizations(module: nn.Module) -> set[str]:
+    """Names of a module's parametrized tensors, for each of which its class, made up by torch, has a property."""
+    found = dict(module.named_children()).get("parametrizations")
+    return set(found) if isinstance(found, nn.ModuleDict) else set()
+
+
+def _parametrized(module: nn.Module, state: dict[str, Any]) -> None:
+    module.__setstate__(state)
+    torch_private.inject_parametrizations(module, _parametrizations(module))
 
 
 def _cached(function: Callable, parameters: dict[str, Any]) -> Any:

@@ -90,6 +90,8 @@ def _span_of(tensor: Tensor) -> tuple[int, int] | None:
         start = tensor.data_ptr()
     except RuntimeError:  # one without values
         return None
+    if tensor.is_nested:  # without a shape
+        return start, start + tensor.untyped_storage().nbytes()
     return (start, start + extent_bytes(tensor.shape, tensor.stride(), tensor.itemsize)) if start else None
 
 

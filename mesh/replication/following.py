@@ -9,12 +9,13 @@ What leaves torch, `.item()` for one, is lost; comparing values finds that.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ...kernels.torch_compiled import eagerly
 from ...kernels.torch_private import DispatchMode, arguments, operation_name, storage, without_torch_function
@@ -183,11 +184,30 @@ def _of_randomnumbers_in(net: Net) -> Varying:
 
 
 class _Numbers(TorchFunctionMode):
-    """Joins into what torch makes of a rank's number what that differs along."""
+    """Joins into what torch makes of a rank's number what that differs along.
+
+    Torch's layers that ask if a function is overridden compute in another way where one is, with zeros in other places
+    (`nn.TransformerEncoder` to evaluate, at padding). This mode lets every function be, so they are told what is so
+    without it.
+    """
 
     def __init__(self, net: Net):
         super().__init__()
         self._net = net
+
+    def __enter__(self) -> _Numbers:
+        self._asked, thread = torch.overrides.has_torch_function, threading.get_ident()
+
+        def asked(args: Iterable[Any], ask: Any = self._asked) -> bool:
+            here = threading.get_ident() == thread
+            return bool(ask(args) and (not here or handle_torch_function(ask, args, args)))
+
+        torch.overrides.has_torch_function = asked
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.overrides.has_torch_function = self._asked
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

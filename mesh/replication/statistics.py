@@ -24,14 +24,14 @@ def joins_samples(
     """Whether result `index` of an operation is computed of so many samples, the rows of its input, together.
 
     Sorted and summed up values are, so that quantiles and returns are; the order in which they come, and where samples
-    begin in a packed tensor, are none.
+    begin in a packed tensor, are none. Nested tensors, which have no shape, are not judged.
 
     Args:
         all_differ: whether all inputs do between ranks, so that none of them is a weight.
     """
     name, _ = operation_name(func)
     given = args[0] if args else None
-    if not isinstance(given, Tensor) or not given.dim():
+    if not isinstance(given, Tensor) or not given.dim() or given.is_nested:
         return False
     if name == "mm":
         return all_differ and given.shape[1] == samples and result.shape[0] != samples

@@ -54,9 +54,11 @@ class Loader:
             does not depend on the number of ranks. `collate_fn` is given one of them at a time.
 
     Iterating yields the batches of one epoch, sharded over the axis "data" (the first axis, if there is none of that
-    name), and moves on to the next epoch at its end; after a break it starts that epoch again. A loop goes on from a
-    position that is loaded meanwhile (by `restore`), until the end of the epoch that it was in. `len()` is steps per
-    epoch. Random numbers that a sample is made with depend on (seed, epoch, the sample's id), not on who reads it.
+    name), and moves on to the next epoch at its end; after a break it starts that epoch again. Samples are dealt to
+    ranks one by one: `full()` of a batch has those of the first rank first (docs/data.md has predictions in the order
+    of the dataset). A loop goes on from a position that is loaded meanwhile (by `restore`), until the end of the epoch
+    that it was in. `len()` is steps per epoch. Random numbers that a sample is made with depend on (seed, epoch, the
+    sample's id), not on who reads it.
 
     Raises:
         SpecError: the dataset's leaves differ in length, or a bad number; when iterating, strings for samples. Whatever

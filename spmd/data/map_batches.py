@@ -134,6 +134,8 @@ def _tensors(dataset: Any) -> Any:
                 "Loader can't shuffle and deal an IterableDataset",
                 got=type(dataset).__name__,
                 expected="a map-style dataset, with len(d) and d[i]",
+                remedy="Loader(Stream([dataset], iter), batch_size) reads it forwards, on every rank; let files be the "
+                "shards of a Stream for each to read its own (docs/data.md)",
             )
         )
     if isinstance(dataset, list | torch.utils.data.Dataset):
@@ -142,11 +144,13 @@ def _tensors(dataset: Any) -> Any:
     if not leaves or not all(isinstance(leaf, torch.Tensor | np.memmap) for leaf in leaves):
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, dict | tuple):
             return None
+        batched = isinstance(dataset, torch.utils.data.DataLoader)
         raise SpecError(
             message(
                 "Loader got a dataset that it can't read",
                 got=type(dataset).__name__,
                 expected="a dict, tuple or single one of tensors or arrays, or a map-style dataset",
+                remedy="give it loader.dataset, or the step the batches of the DataLoader" if batched else "",
             )
         )
     for leaf in leaves:

@@ -7,9 +7,9 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from spmd import Array, Loader, P, Sampler, SpecError, data_parallel, psum, spmd
+from spmd import Array, Loader, P, Sampler, SpecError, Stream, data_parallel, psum, spmd
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -127,7 +127,7 @@ def test_strings_are_refused_with_a_way_out(shared_mesh):
 
 
 def test_what_it_cannot_read_is_refused(shared_mesh):
-    class Stream(IterableDataset):
+    class Forwards(IterableDataset):
         def __iter__(self):
             return iter([1, 2])
 
@@ -136,8 +136,11 @@ def test_what_it_cannot_read_is_refused(shared_mesh):
         Loader({"x": torch.ones(3), "y": torch.ones(4)}, 2, mesh=mesh)
     with pytest.raises(SpecError, match="differ in length"):
         Loader((torch.ones(3), torch.tensor(1.0)), 2, mesh=mesh)
-    with pytest.raises(SpecError, match="IterableDataset"):
-        Loader(Stream(), 2, mesh=mesh)
+    with pytest.raises(SpecError, match=r"IterableDataset.*Stream\(\[dataset\], iter\)"):
+        Loader(Forwards(), 2, mesh=mesh)
+    assert [batch.full().tolist() for batch in Loader(Stream([Forwards()], iter), 2, mesh=mesh)] == [[1, 2]]
+    with pytest.raises(SpecError, match=r"got DataLoader.*loader\.dataset"):
+        Loader(DataLoader(torch.ones(3)), 2, mesh=mesh)
     for nothing in ({"x": [1, 2]}, 3, None, {"x": "text"}, {}):
         with pytest.raises(SpecError, match="can't read"):
             Loader(nothing, 2, mesh=mesh)

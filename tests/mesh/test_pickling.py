@@ -1,4 +1,4 @@
-"""Operators of torch, and those that a program makes, in steps that travel to the ranks."""
+"""Operators of torch, those that a program makes, and parametrized modules, in steps that travel to the ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from spmd import P, SpecError, data_parallel, put, spmd, value_and_grad
 
@@ -97,3 +99,21 @@ def test_operators_are_given_arrays_and_may_not_change_them(shared_mesh: Any) ->
     plain = torch.zeros(4)
     increase(plain, x)
     assert plain.tolist() == x.full().tolist() == [0, 1, 2, 3]
+
+
+def test_a_parametrized_module_that_a_step_captures(shared_mesh: Any) -> None:
+    """torch refuses to pickle one. A frozen teacher may well have weight norm."""
+    teacher = nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(3, 4)), parametrizations.spectral_norm(nn.Linear(4, 2))
+    )
+    teacher.eval().requires_grad_(False)
+
+    @spmd(mesh=shared_mesh({"data": 2}), in_specs=P("data"), out_specs=P("data"))
+    def taught(x: Tensor) -> Tensor:
+        return teacher(x)
+
+    x = torch.randn(4, 3)
+    assert torch.allclose(taught(x).full(), teacher(x))
+    with torch.no_grad():
+        teacher[0].parametrizations.weight.original1.add_(1.0)
+    assert torch.allclose(taught(x).full(), teacher(x))

@@ -269,3 +269,15 @@ def test_an_argument_besides_the_batch_with_something_for_each_sample(mesh: Mesh
     with pytest.raises(RuntimeError) as found:
         step(params, torch.zeros(1, 2, 4), torch.ones(6, 2, 3))
     assert not [text for text in found.value.__notes__ if "samples" in text]
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="notes came with Python 3.11")
+def test_a_rank_without_samples_on_which_the_step_cannot_run(mesh: Mesh) -> None:
+    @spmd(mesh=mesh, out_specs=P("data"))
+    @data_parallel
+    def step(batch: Tensor) -> Tensor:
+        return batch - batch.max()
+
+    with pytest.raises(RuntimeError, match="numel") as found:
+        step(torch.ones(1))
+    assert [text for text in found.value.__notes__ if "none of the 1 samples" in text and "len(batch) is 0" in text]

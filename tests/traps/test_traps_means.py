@@ -430,6 +430,19 @@ def test_virtual_shards(mesh: Mesh) -> None:
     assert warned(mesh, lambda p, b: net(p, b).square().mean() + 1, shards=4) == []
 
 
+def test_what_few_samples_do_by_chance(mesh: Mesh) -> None:
+    """The hardest half of rank 0's samples, one of which is in the first third of them, as they are and as dealt."""
+    hardest = torch.tensor([5.0, 1.0, 1.0, 1.0, 6.0, 7.0])
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(w: Tensor, batch: Tensor) -> Any:
+        return value_and_grad(lambda w, x: (w * x).topk(len(x) // 2).values.mean())(w, batch)
+
+    with pytest.warns(UserWarning, match="is not a mean over samples"):
+        step(torch.tensor(1.0), torch.cat([hardest, hardest]))
+
+
 def test_one_rank_and_few_samples(shared_mesh: Callable[..., Mesh]) -> None:
     assert warned(shared_mesh({"data": 1}), lambda p, b: net(p, b).logsumexp((0, 1)) + 2) == []
     assert warned(shared_mesh({"data": 2}), lambda p, b: net(p, b).logsumexp((0, 1)) + 3, shards=10) == []

@@ -26,6 +26,7 @@ FEWEST = 4  # samples that make two parts of which neither is a single one
 _TOLERANCE = 1e-4
 _COARSE_TOLERANCE = 5e-3
 _SMALLEST = 1e-6  # what is smaller is zero but for rounding
+_FEW = 32
 _ORDERS = 3  # of few samples, one may do what another does by chance
 _SUMS = ("total", "count")  # of a mean_of
 
@@ -44,8 +45,9 @@ def look_at_parts(
     judge = _Judge(call, again, axis, aux, is_counted)
     samples = torch.arange(count, device="cpu")
     here = max(2, 2 * count // 5)  # parts of unequal size have equal weights less often by chance
-    for order in samples, torch.cat([samples[::2], samples[1::2]]):
-        parts = judge.of(order[:here], order[here:])
+    for first in _first_parts(count, here):
+        others = torch.ones(count, dtype=torch.bool).index_fill(0, first, False)
+        parts = judge.of(first, samples[others])
         if again.seen.normalises or again.knows_count:
             return
         found = judge.compared(once, parts) if parts else None
@@ -68,6 +70,15 @@ def look_at_parts(
         found = judge.compared(whole[0][1], parts)
         if found:
             judge.warn(found, by_places=judge.goes_by_places(found, alike=True))
+
+
+def _first_parts(count: int, size: int) -> list[Tensor]:
+    """So many of the samples, chosen in several ways: more of few, of which ranks do by chance what all do."""
+    samples = torch.arange(count)
+    found = [samples[:size], samples[::2][:size]]
+    if count <= _FEW:
+        found += [torch.cat([samples[::3], samples[1::3]])[:size].sort().values, samples[-size:]]
+    return found
 
 
 Parts = list[tuple[int, Output]]  # of how many samples, and what it returned for them
