@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -183,6 +184,36 @@ def _of_randomnumbers_in(net: Net) -> Varying:
     return Varying(dict.fromkeys(axes, "random numbers, which each rank draws for itself"))
 
 
+class _Layers:
+    """What torch's layers ask, answered on threads that are within; invariant: torch's own while no thread is."""
+
+    def __init__(self) -> None:
+        self._lock, self._within = threading.Lock(), Counter[int]()
+        self._asks: Any = None
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._within:
+                self._asks, torch.overrides.has_torch_function = torch.overrides.has_torch_function, self._answer
+            self._within[threading.get_ident()] += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            thread = threading.get_ident()
+            self._within[thread] -= 1
+            if not self._within[thread]:
+                del self._within[thread]
+            if not self._within:
+                torch.overrides.has_torch_function = self._asks
+
+    def _answer(self, args: Iterable[Any]) -> bool:
+        asks, within = self._asks, threading.get_ident() in self._within
+        return bool(asks(args) and (not within or handle_torch_function(asks, args, args)))
+
+
+_layers = _Layers()
+
+
 class _Numbers(TorchFunctionMode):
     """Joins into what torch makes of a rank's number what that differs along.
 
@@ -196,18 +227,12 @@ class _Numbers(TorchFunctionMode):
         self._net = net
 
     def __enter__(self) -> _Numbers:
-        self._asked, thread = torch.overrides.has_torch_function, threading.get_ident()
-
-        def asked(args: Iterable[Any], ask: Any = self._asked) -> bool:
-            here = threading.get_ident() == thread
-            return bool(ask(args) and (not here or handle_torch_function(ask, args, args)))
-
-        torch.overrides.has_torch_function = asked
+        _layers.enter()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        torch.overrides.has_torch_function = self._asked
         super().__exit__(*error)
+        _layers.leave()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -46,7 +46,7 @@ def look_at_parts(
     samples = torch.arange(count, device="cpu")
     here = max(2, 2 * count // 5)  # parts of unequal size have equal weights less often by chance
     for first in _first_parts(count, here):
-        others = torch.ones(count, dtype=torch.bool).index_fill(0, first, False)
+        others = torch.ones(count, dtype=torch.bool, device="cpu").index_fill(0, first, False)
         parts = judge.of(first, samples[others])
         if again.seen.normalises or again.knows_count:
             return
@@ -74,7 +74,7 @@ def look_at_parts(
 
 def _first_parts(count: int, size: int) -> list[Tensor]:
     """So many of the samples, chosen in several ways: more of few, of which ranks do by chance what all do."""
-    samples = torch.arange(count)
+    samples = torch.arange(count, device="cpu")
     found = [samples[:size], samples[::2][:size]]
     if count <= _FEW:
         found += [torch.cat([samples[::3], samples[1::3]])[:size].sort().values, samples[-size:]]
