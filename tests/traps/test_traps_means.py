@@ -29,6 +29,7 @@ from spmd import (
     mean_of,
     pmean,
     psum,
+    put,
     random_key,
     spmd,
     value_and_grad,
@@ -459,6 +460,21 @@ def test_it_is_silenced_as_any_warning(mesh: Mesh) -> None:
         warnings.filterwarnings("ignore", ".*is not a mean over samples")
         step(PARAMS, BATCH)
     assert not found
+
+
+def test_it_is_told_once(mesh: Mesh) -> None:
+    """Not again for parameters that are on the mesh by then, or for batches of another size."""
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, batch):
+        return value_and_grad(lambda p, b: net(p, b).logsumexp((0, 1)) + 5)(params, batch)
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for params, count in ((PARAMS, len(BATCH["x"])), (put(PARAMS, mesh=mesh), len(BATCH["x"])), (PARAMS, 10)):
+            step(params, {name: rows[:count] for name, rows in BATCH.items()})
+    assert len(found) == 1
 
 
 def test_that_a_loss_is_evaluated_again_is_not_seen(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:

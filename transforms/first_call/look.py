@@ -74,7 +74,8 @@ def look(
         warn_of_single_samples(call, args, kwargs)
     if split and batch and batch[0].shape[0] and not communicates:
         is_judged = not was_warned and _is_judged(call, out)
-        look_at_samples(call, args, kwargs, out, aux, batch, split, is_judged=is_judged)
+        if look_at_samples(call, args, kwargs, out, aux, batch, split, is_judged=is_judged):
+            _judged[_code(call.function)] = _SIGNATURES  # it is not told again for the next signature
     if len(looked_at) >= _MOST:
         looked_at.clear()
     looked_at.add(key)

@@ -33,8 +33,8 @@ _SUMS = ("total", "count")  # of a mean_of
 
 def look_at_parts(
     call: Call, again: Repeated, once: Output, count: int, axis: str, aux: Mapping[int, str], *, is_counted: bool
-) -> None:
-    """Warn of a function that is no mean over its samples, or has such aux.
+) -> bool:
+    """Warn of a function that is no mean over its samples, or has such aux; whether it is such a one.
 
     Args:
         once: what it returned for all of them, of which there are so many.
@@ -49,17 +49,17 @@ def look_at_parts(
         others = torch.ones(count, dtype=torch.bool, device="cpu").index_fill(0, first, False)
         parts = judge.of(first, samples[others])
         if again.seen.normalises or again.knows_count:
-            return
+            return False
         found = judge.compared(once, parts) if parts else None
         if found and not judge.goes_by_places(found):
             judge.warn(found)
-            return
+            return True
         if found or not parts:
             break
     else:
-        return
+        return False
     if again.seen.may_order(count):
-        return
+        return False
     half = count // 2
     even = samples[: 2 * half]  # it may fail for an odd number, as where each sample is paired with the next
     # All with one sample's random numbers: it may have put samples in another order before it drew any.
@@ -70,6 +70,8 @@ def look_at_parts(
         found = judge.compared(whole[0][1], parts)
         if found:
             judge.warn(found, by_places=judge.goes_by_places(found, alike=True))
+            return True
+    return False
 
 
 def _first_parts(count: int, size: int) -> list[Tensor]:

@@ -36,11 +36,11 @@ def look_at_samples(
     split: set[str],
     *,
     is_judged: bool,
-) -> None:
-    """`look` at what depends on the samples, of which this rank has some.
+) -> bool:
+    """`look` at what depends on the samples, of which this rank has some; whether it is known to be no mean over them.
 
     Args:
-        is_judged: whether to warn of it if it is no mean over samples.
+        is_judged: whether to warn of it if so.
     """
     rows = batch[0].shape[0]
     with_rows = [] if call.plan.virtual is not None else [a for a in call.arguments if _has_rows(a, rows)]
@@ -65,7 +65,8 @@ def look_at_samples(
         net = active()
         is_counted = net is not None and out.count is not None and bool(net.of(out.count).statistic)
         averaged = {} if are_counts else _averaged(out, aux, split)
-        look_at_parts(call, again, once, rows, min(split), averaged, is_counted=is_counted)
+        return look_at_parts(call, again, once, rows, min(split), averaged, is_counted=is_counted)
+    return False
 
 
 def _has_rows(argument: Argument, rows: int) -> bool:
