@@ -197,6 +197,7 @@ class DriverSession(Owned):
                         self.tell(make(number, at, freed, forgotten), packet, chosen if others else None)
                         if others and region:
                             rest = Task(next(self.numbers), others, at)
+                            rest.reported = reported
                             self.pending.tasks[rest.number] = rest
                             self.tell(protocol.PassThrough(rest.number, at, freed, forgotten), ranks=others)
                         elif others and (freed or forgotten):

@@ -381,11 +381,15 @@ def test_what_may_have_effects_is_not_run_again(make_mesh):
 
 
 def test_a_failure_is_for_the_thread_that_waits(make_mesh, monkeypatch):
-    """Another one, whose call runs again, hears nothing of it, however late the first comes to look."""
+    """Another one, whose call runs again, hears nothing of it, however late the first comes to look.
+
+    Nor where another rank has not come to pass through the failing call by then.
+    """
     mesh = make_mesh({"data": 2})
     w = put(torch.ones(2), mesh=mesh)
     total = spmd(lambda w: psum(w, "data"), mesh=mesh)
-    total(w)
+    slow = spmd(lambda w: time.sleep(0.0 if axis_index("data") else 0.5) or w, mesh=mesh)
+    total(w), slow(w)
     failures, wait, may_look = [], mesh.driver.wait, threading.Event()
 
     def wait_late(task):
@@ -401,8 +405,10 @@ def test_a_failure_is_for_the_thread_that_waits(make_mesh, monkeypatch):
     thread = threading.Thread(target=lose, daemon=True)
     monkeypatch.setattr(mesh.driver, "wait", wait_late)
     before = mesh.driver.pids
+    under_way = slow(w)
     thread.start()
     assert until(lambda: total(w).tolist() == [2, 2] and mesh.driver.pids != before)
+    assert under_way.tolist() == [1, 1]
     may_look.set()
     thread.join(HANGS)
     assert len(failures) == 1
