@@ -48,6 +48,11 @@ def _mpi(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: 
     return MpiCommunicator(store(), watch, ranks, rank, timeout=timeout, channel=channel)
 
 
+def beside_nccl(watch: Any) -> str:
+    """The backend of tensors of the host, where those of GPUs go through NCCL."""
+    return "shm" if isinstance(watch, Arena) else "gloo"
+
+
 def _nccl(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: float, channel: str) -> Communicator:
     from .cuda.nccl import NcclCommunicator
     from .cuda.nccl_library import check_driver, load
@@ -55,7 +60,7 @@ def _nccl(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout:
     from .cuda.streams import Streams
 
     check_driver()
-    on_host = _shm if isinstance(watch, Arena) else _gloo
+    on_host = _BUILT_IN[beside_nccl(watch)]
     device = own()
 
     def host(name: str) -> Communicator:

@@ -48,6 +48,11 @@ def as_tensor(leaf: Any) -> Any:
     return torch.from_numpy(leaf)
 
 
+def number_or_tensor(leaf: Any) -> torch.Tensor:
+    """A tensor as it is; a number, or an array, as one on the host, whatever torch's default device."""
+    return leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf, device="cpu")
+
+
 def specs_for(specs: Any, tree: Any, what: str) -> list[Any]:
     """One spec (or None) for every leaf of a tree, from a prefix tree of specs."""
     try:
@@ -127,7 +132,7 @@ def put_on(mesh: Mesh, tree: Any, spec: Any, *, compared: bool = False) -> Any:
                 continue
             leaf = leaf.full()
         if isinstance(leaf, int | float | complex | np.generic):
-            leaf = torch.as_tensor(leaf, device="cpu")
+            leaf = number_or_tensor(leaf)
         leaf = as_tensor(leaf)
         path = trees.paths(tree, is_leaf=is_array)[index]
         where = f"put, leaf {path}" if path else "put"

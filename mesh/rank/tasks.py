@@ -111,8 +111,7 @@ def move_values(state: RankState, task: protocol.MoveValues, packet: wire.Packet
         if rank == source:
             spans = tuple(word for call, index in names for word in (call, index, index + 1))
             tensors, specs = state.values.gather(spans)
-            there = [tensor.cpu() for tensor in tensors]
-            data = torch.frombuffer(bytearray(wire.to_bytes((there, specs))), dtype=torch.uint8)
+            data = torch.frombuffer(bytearray(wire.to_bytes((tensors, specs))), dtype=torch.uint8)
             comm.send(torch.tensor([data.numel()], device="cpu"), target)
             comm.send(data, target)
         elif rank == target:
@@ -122,7 +121,7 @@ def move_values(state: RankState, task: protocol.MoveValues, packet: wire.Packet
             comm.recv(data, source)
             tensors, specs = wire.from_bytes(data.numpy().tobytes())
             for (call, index), tensor, spec in zip(names, tensors, specs, strict=True):
-                state.values.store(call, index, state.session.on_device(tensor), spec)
+                state.values.store(call, index, tensor, spec)
     return protocol.Answer(task.number), None
 
 

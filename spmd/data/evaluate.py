@@ -11,7 +11,7 @@ import torch
 from ..kernels.arguments import check_function
 from ..kernels.errors import SpecError, message
 from ..mesh import trees
-from ..mesh.put import fetch
+from ..mesh.put import fetch, number_or_tensor
 from .loader import Loader
 
 
@@ -83,7 +83,7 @@ def _wide(leaf: Any) -> torch.Tensor:
     if not isinstance(leaf, torch.Tensor | np.ndarray | np.generic | int | float | complex):
         remedy = "return sums and counts, tensors or numbers"
         raise SpecError(message("evaluate can't add up what is no number", got=type(leaf).__name__, remedy=remedy))
-    tensor = leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf, device="cpu")
+    tensor = number_or_tensor(leaf)
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.to(torch.float64 if tensor.is_floating_point() else torch.int64)

@@ -19,7 +19,7 @@ from ..kernels.communicator import Communicator
 from ..kernels.errors import Aborted, PeerLost
 from ..kernels.network.authentication import AuthenticatedStore, code
 from ..kernels.network.hosts import HostWatch, StandingHostArena, leads_nowhere_else, limit_silence
-from ..kernels.registry import make_communicator
+from ..kernels.registry import beside_nccl, make_communicator
 from ..kernels.shm.arena import Arena
 from ..kernels.shm.standing import StandingArena
 from ..kernels.waiting import turn
@@ -80,9 +80,7 @@ class World:
     @classmethod
     def of_mesh(cls, session: RankSession) -> World:
         """The ranks of a mesh."""
-        backend = session.backend
-        if backend == "nccl":  # that is for tensors of GPUs alone
-            backend = "shm" if isinstance(session.watch, Arena) else "gloo"
+        backend = beside_nccl(session.watch) if session.backend == "nccl" else session.backend
         return cls(session.watch, session.rank, session.store, backend, session)
 
     @property

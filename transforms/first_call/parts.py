@@ -19,6 +19,7 @@ from torch import Tensor
 from ...kernels.callsite import warn
 from ...kernels.errors import message
 from ...mesh import trees
+from ...mesh.put import number_or_tensor
 from .._call import Call, Output
 from .repeated import Repeated
 
@@ -149,11 +150,7 @@ class _Judge:
         """What is averaged, or what is added up, by name."""
         found = {"value": out.value} if out.count is None else {"total": out.value, "count": out.count}
         leaves = trees.leaves(out.aux)
-        own = {path: leaves[index] for index, path in self._aux.items()}
-        found |= {
-            path: leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf, device="cpu")
-            for path, leaf in own.items()
-        }
+        found |= {path: number_or_tensor(leaves[index]) for index, path in self._aux.items()}
         return {name: value.detach().double() for name, value in found.items()}
 
     def warn(self, found: _Found, *, by_places: bool = False) -> None:

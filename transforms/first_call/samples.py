@@ -17,7 +17,7 @@ from ...kernels.callsite import warn
 from ...kernels.errors import SpecError, message
 from ...kernels.torch_private import Node
 from ...mesh import trees
-from ...mesh.put import as_tensor
+from ...mesh.put import as_tensor, number_or_tensor
 from ...mesh.replication.net import active, differs_over
 from .._arguments import Argument
 from .._auxiliary import Auxiliary
@@ -206,8 +206,7 @@ def _warn_of_counts(
     """Warn of a leaf of aux that is twice as many for every sample twice; whether it was."""
     again = trees.leaves(twice.aux)
     for index in counts:
-        leaf, more = aux.leaves[index], again[index]
-        more = more if isinstance(more, Tensor) else torch.as_tensor(more, device="cpu")
+        leaf, more = aux.leaves[index], number_or_tensor(again[index])
         if more.shape == leaf.shape and torch.equal(more.to(leaf.dtype), 2 * leaf):
             path = trees.paths(out.aux)[index]
             warn(
