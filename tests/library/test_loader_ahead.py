@@ -1,5 +1,6 @@
 """Several batches in one message of the driver's: each is as if it had been asked for alone."""
 
+import gc
 import itertools
 import os
 import signal
@@ -321,6 +322,7 @@ def test_a_position_that_is_loaded_in_the_loop_is_the_next(shared_mesh):
 def test_breaking_off_and_starting_again(shared_mesh):
     mesh = shared_mesh({"data": 2})
     loader = Loader(torch.arange(40), 4, mesh=mesh, prefetch=8)
+    gc.collect()  # what other tests left on the mesh goes before it is counted
     before = len(mesh.driver.values)
     for leave in (1, 2, 9):
         for step, batch in enumerate(loader, 1):
@@ -330,7 +332,7 @@ def test_breaking_off_and_starting_again(shared_mesh):
         assert loader.state_dict() == {"epoch": 0, "step": leave}
     del batch
     assert [of(batch) for batch in loader] == truth(loader)
-    assert len(mesh.driver.values) == before
+    assert len(mesh.driver.values) <= before
 
 
 def test_two_loaders_and_steps_between_them_stay_in_order(shared_mesh):
