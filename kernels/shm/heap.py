@@ -1,6 +1,8 @@
 """Blocks of one rank's part of the arena: size classes with free lists above a rising top.
 
-Free blocks keep their memory up to a limit; past it they give it back and keep only their address.
+Free blocks keep their memory, since a step that writes new values wants as much again as the next one frees, and a page
+costs more to map than to write. It is given back if nobody has taken it for a while, if there is more of it than has
+been in use at once, or if the host runs short of memory; then a block keeps only its address.
 """
 
 from __future__ import annotations
@@ -9,10 +11,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 from ..errors import MeshError, message
-from ..processes import Owned
+from ..processes import Owned, available_bytes
 from .pages import PAGE
 
-_KEPT_FREE_BYTES = 256 << 20
+_KEPT_FREE_BYTES = 256 << 20  # kept in any case
 
 
 class Heap(Owned):
@@ -39,7 +41,10 @@ class Heap(Owned):
         self._rising, self._holes, self._least = rising, list(holes), least
         self._kept: dict[int, list[int]] = {}
         self._emptied: dict[int, list[int]] = {}
-        self._kept_bytes = 0
+        self._kept_bytes = self._used_bytes = 0
+        # Before `trim` was last called, and since: the most bytes in use at once.
+        self._peaks = 0, 0
+        self._untaken: dict[int, int] = {}  # of each size, the fewest blocks kept at once since then
         self._discard = discard
         self._lock = threading.Lock()
 
@@ -59,13 +64,23 @@ class Heap(Owned):
             )
         size = self.rounded(nbytes, self._least)
         with self._lock:
-            return self._taken(size, nbytes)
+            offset = self._taken(size, nbytes)
+            self._used_bytes += size
+            if self._used_bytes > self._peaks[1]:
+                self._peaks = self._peaks[0], self._used_bytes
+        return offset
 
     def _taken(self, size: int, nbytes: int) -> int:
-        kept, emptied = self._kept.get(size), self._emptied.get(size)
+        kept = self._kept.get(size)
         if kept:
             self._kept_bytes -= size
+            if len(kept) <= self._untaken.get(size, 0):
+                self._untaken[size] = len(kept) - 1
             return kept.pop()
+        if self._kept_bytes > _KEPT_FREE_BYTES and available_bytes() < self._kept_bytes:
+            for other, blocks in list(self._kept.items()):
+                self._discard_first(len(blocks), other)
+        emptied = self._emptied.get(size)
         if emptied:
             return emptied.pop()
         if self._top + size > self._end:
@@ -93,9 +108,27 @@ class Heap(Owned):
         if self.foreign:  # a child drops its copy of a tensor; the parent's is in use
             return
         size = self.rounded(nbytes, self._least)
-        if self._kept_bytes + size > _KEPT_FREE_BYTES:
+        self._used_bytes -= size
+        if self._kept_bytes + size > max(_KEPT_FREE_BYTES, *self._peaks):
             self._discard(offset, size)
             self._emptied.setdefault(size, []).append(offset)
         else:
             self._kept_bytes += size
             self._kept.setdefault(size, []).append(offset)
+
+    def trim(self) -> None:
+        """Give back what nobody has taken since the last call; to be called now and then."""
+        with self._lock:
+            for size, blocks in list(self._kept.items()):  # finalizers may free some meanwhile
+                surplus = max(0, self._kept_bytes - _KEPT_FREE_BYTES)
+                self._discard_first(min(self._untaken.get(size, 0), -(-surplus // size)), size)
+                self._untaken[size] = len(blocks)
+            self._peaks = self._peaks[1], self._used_bytes
+
+    def _discard_first(self, count: int, size: int) -> None:
+        """Give back the memory of the kept blocks of a size that have been free for longest."""
+        for _ in range(count):
+            offset = self._kept[size].pop(0)
+            self._kept_bytes -= size
+            self._discard(offset, size)
+            self._emptied.setdefault(size, []).append(offset)

@@ -37,6 +37,7 @@ _PAGEABLE_BYTES = 1 << 16  # which CUDA copies to a GPU without waiting, whereve
 # -1 from a C library that doesn't tell.
 _current_core: Callable[[], int] = getattr(ctypes.CDLL(None), "sched_getcpu", lambda: -1)
 _CORES = os.cpu_count() or 1
+_TRIM_REGIONS = 16  # after so many the memory that they have not wanted is given back
 
 
 class RankSession(Owned):
@@ -272,6 +273,8 @@ class RankSession(Owned):
         for comm in self._comms.values():
             comm.reclaim()
         release_freed_memory(number, time.monotonic() - began)
+        if self.leases is not None and number % _TRIM_REGIONS == 0:
+            self.leases.heap.trim()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

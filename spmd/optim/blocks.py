@@ -1,9 +1,10 @@
-"""New parameters and state, written once: a block is copied to where the new values go, and stepped there in place.
+"""New parameters and state: the old values are copied to where the new ones go, and stepped there in place.
 
-While a block is in the cache, an optimizer may go over it as often as it likes; the traffic to memory is that of one
-that reads the old values and writes the new ones. Memory that may be overwritten (`mesh.donation`) is stepped where it
-is. Invariants: the old values stay whole, unless they were donated; blocks are cut at multiples of 64 elements, so that
-the tails of vectors, which torch may round otherwise, fall where they do in a step on the whole.
+A fused kernel, which goes over everything once, steps a whole copy. Other optimizers go over it several times, and make
+tensors as large on the way, so they copy and step it block by block: what they make stays small and in the cache.
+Memory that may be overwritten (`mesh.donation`) is stepped where it is. Invariants: the old values stay whole, unless
+they were donated; blocks are cut at multiples of 64 elements, so that the tails of vectors, which torch may round
+otherwise, fall where they do in a step on the whole.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class WholeJob:
 
     def __init__(self, param: Tensor, grad: Tensor, state: State, *, fused: bool):
         self.param, self._grad, self.state, self._fused = param, grad, state, fused
-        self.copies, self.is_cpu = not donation.may_take(param), param.is_cpu
+        self.is_cpu = param.is_cpu
 
     def blocks(self, length: int | None) -> Iterator[tuple[int, int]]:
         yield 0, self.param.numel()
@@ -106,7 +107,6 @@ class FlatJob:
                 self._new[name] = new.view(-1)
         self._after: State = {}
         self.is_cpu = out.is_cpu
-        self.copies = bool(self._old) or any(piece.source is not None for piece in pieces)
         ends = [*(piece.start for piece in pieces[1:]), out.numel()]
         self._ends = {piece.start + piece.grad.numel(): end for piece, end in zip(pieces, ends, strict=True)}
         self._at: dict[int, tuple[Piece, int]] = {}

@@ -127,10 +127,9 @@ class Engine:
         group = instance.param_groups[0]
         group.clear()
         group.update(options, params=[], **lent)
-        # A GPU has no cache to keep a block in, and a launch for each; a kernel that goes over everything once needs
-        # blocks only where something is copied first.
-        once = bool(options.get("fused")) and not any(job.copies for job in jobs)
-        length = None if once or not all(job.is_cpu for job in jobs) else BLOCK
+        # A fused kernel goes over everything once. A GPU has no cache to keep a block in, and a launch for each.
+        whole = bool(options.get("fused")) or not all(job.is_cpu for job in jobs)
+        length = None if whole else BLOCK
         for batch in batches(jobs, length):
             self._step(instance, batch, scale)
         return self._give_back(fused, instance, options, lent, hyper)

@@ -103,8 +103,54 @@ def test_free_memory_is_given_back_past_a_limit(monkeypatch: pytest.MonkeyPatch)
         given_back.clear()
         for block in blocks:
             heap.free(block, PAGE)
+        assert not given_back, "seven were in use at once"
+        heap.trim()
+        assert not given_back, "and may soon be wanted again"
+        heap.trim()
         assert len(given_back) == 3
         assert sorted(heap.allocate(PAGE) for _ in range(7)) == sorted(blocks)
+
+
+def test_what_a_step_frees_stays_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap_module, "_KEPT_FREE_BYTES", 0)
+    given_back: list[int] = []
+    heap = Heap(0, 1 << 30, lambda offset, nbytes: given_back.append(nbytes))
+    sizes = [48 * PAGE, 20 * PAGE, 20 * PAGE]
+
+    def step(old: list[int]) -> list[int]:
+        gradient = heap.allocate(60 * PAGE)
+        heap.free(gradient, 60 * PAGE)
+        new = [heap.allocate(size) for size in sizes]
+        for offset, size in zip(old, sizes, strict=True):
+            heap.free(offset, size)
+        return new
+
+    values, tops = [heap.allocate(size) for size in sizes], set()
+    for number in range(40):
+        values = step(values)
+        tops.add(heap.untouched[0])
+        if number % 4 == 0:
+            heap.trim()
+    assert len(tops) == 1 and not given_back
+    # Nothing but the values lasts through steps of another kind, and the other kind's memory is kept as well.
+    for number in range(40):
+        heap.free(heap.allocate(8 * PAGE), 8 * PAGE)
+        if number % 4 == 0:
+            heap.trim()
+    assert sum(given_back) == heap.untouched[0] - sum(sizes) - 8 * PAGE
+
+
+def test_free_memory_is_given_back_where_the_host_runs_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap_module, "_KEPT_FREE_BYTES", 0)
+    monkeypatch.setattr(heap_module, "available_bytes", lambda: 10 * PAGE)
+    given_back: list[int] = []
+    heap = Heap(0, 1 << 30, lambda offset, nbytes: given_back.append(nbytes))
+    heap.allocate(20 * PAGE)  # so much may be kept
+    for nbytes in (4 * PAGE, 6 * PAGE, 8 * PAGE):
+        heap.free(heap.allocate(nbytes), nbytes)
+    assert not given_back
+    heap.allocate(9 * PAGE)
+    assert given_back == [4 * PAGE, 6 * PAGE, 8 * PAGE]
 
 
 def resident_pages(fd: int) -> int:
@@ -119,6 +165,8 @@ def test_given_back_memory_is_free(participants: list[Arena], monkeypatch: pytes
     assert resident_pages(participants[0].fd) >= before + 100
     del tensor
     gc.collect()
+    participants[0].heap.trim()
+    participants[0].heap.trim()
     assert resident_pages(participants[0].fd) <= before + 1
 
 
