@@ -10,7 +10,6 @@ import ctypes
 import functools
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -249,7 +248,6 @@ class RankSession(Owned):
             spread(self.rank, self.layout.size)
         self.watch.enter(number, call)
         self._begin_task()
-        began = time.monotonic()
         try:
             self._check_driver()
             yield
@@ -272,7 +270,7 @@ class RankSession(Owned):
             return
         for comm in self._comms.values():
             comm.reclaim()
-        release_freed_memory(number, time.monotonic() - began)
+        release_freed_memory(number)
         if self.leases is not None and number % _TRIM_REGIONS == 0:
             self.leases.heap.trim()
 

@@ -29,13 +29,10 @@ def faults():
 keep_freed_memory()
 # Something small may come to lie where the large block was, and the heap has to rise again, perhaps more than once.
 first, again = faults(), [faults() for _ in range(8)]
-release_freed_memory(3, 0.3)  # mapping it anew would cost too much of that
+release_freed_memory(3)
 later = [faults() for _ in range(8)]
-release_freed_memory(4, 0.001)
-rarely = faults()
-faults()
-release_freed_memory(5, 1e6)  # so long that mapping it anew is nothing beside it, however slow
-print(first > 10_000, min(again) < 1000, min(later) < 1000, rarely > 10_000, faults() > 10_000)
+release_freed_memory(4)
+print(first > 10_000, min(again) < 1000, min(later) < 1000, faults() > 10_000)
 """
 
 
@@ -52,4 +49,4 @@ def test_freed_memory_is_kept_and_now_and_then_given_back(tmp_path: Path) -> Non
     # As if nothing before had set malloc's own pages, which are larger and fewer.
     status, out, err = run(script(tmp_path, KEPT), env={"GLIBC_TUNABLES": ""}, fresh=True)
     assert status == 0, err
-    assert out.split() == ["True"] * 5
+    assert out.split() == ["True"] * 4
