@@ -30,9 +30,9 @@ from ._arguments import Argument, declared_in, prepare
 from ._backward import Plain
 from ._call import Call, Strategy
 from ._empty_shards import EmptyShards
-from ._named_axes import check_axis, refuse_recording
+from ._named_axes import check_axis
 from ._plan import Plan, plan_of
-from ._tokens import in_gradient
+from ._tokens import in_gradient, refuse_recording
 from .exact.gradient import Exact, applies
 from .first_call import left_out
 
