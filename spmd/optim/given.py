@@ -25,7 +25,7 @@ from ..mesh.spec import P
 from ..mesh.strides import is_frozen
 from . import groups as grouping
 from .leaves import Leaf, State
-from .parts import Parts, divide, kept
+from .parts import Parts, divide
 from .slices import Axis, Slice
 
 KINDS = 16  # of steps of one optimizer that are remembered
@@ -111,7 +111,7 @@ def settle(
     kind = None if groups else _kind(leaves, treedef, found, state)
     known = None if kind is None else kinds.get(kind)
     if known is not None:
-        parts = kept(known.slices, state)
+        parts = Parts(known.slices, (), {part.key: part.localize(state[part.key]) for part in known.slices}, True)
     else:
         _refuse_arrays(leaves, treedef, found, state)
         numbers = grouping.numbers_of(groups, trees.unflatten(treedef, leaves))

@@ -197,7 +197,8 @@ def _step(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, Any])
 
 
 def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    grouping.refuse_module("opt.step", params)
+    if type(params) is not dict or "hyper" in params:
+        grouping.refuse_module("opt.step", params)
     leaves, treedef = trees.flatten(params)
     state, hypers, count = _read(recipe, opt_state)
     # Its new value stays on the host: to ask a GPU for it, at the next step, would wait for all that it does.
