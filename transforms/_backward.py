@@ -19,7 +19,7 @@ from ..kernels import torch_compiled
 from ..kernels.call import labelled
 from ..kernels.torch_private import hooks_made
 from ..mesh.replication.net import differ_over, mark_all
-from ._auxiliary import Auxiliary
+from ._auxiliary import NO_AUX, Auxiliary
 from ._call import Call, Output, Solution
 from ._linear_weights import linear_weights
 from ._reductions import psum
@@ -115,7 +115,7 @@ class Plain:
             out = self.evaluate(call)
             collectives.stop()
             hooked = hooks_made() > hooks
-            aux = Auxiliary.of(out.aux, call.over)
+            aux = Auxiliary.of(out.aux, call.over) if call.has_aux else NO_AUX
             look(call, call.args, call.kwargs, out, aux, call.plan.batch, bool(collectives.end))
             evaluated = Evaluated(call, out.value, call.share(out.count), aux, collectives, hooked)
             return within_a_graph(evaluated) if self._nested else outermost(evaluated)
@@ -132,8 +132,9 @@ def outermost(f: Evaluated) -> Solution:
         for leaf, axes in zip(f.aux.leaves, f.aux.over, strict=True)
     ]
     sums.open(alone=not f.collectives.end)
-    f.aux.check_parts(call.region, call.arguments)
-    f.aux.check(call.region, call.over)
+    if call.has_aux:
+        f.aux.check_parts(call.region, call.arguments)
+        f.aux.check(call.region, call.over)
     # On a rank without samples too: reductions begin as leaves are filled in, and so in the same order on all ranks.
     sums.fill(value_slot, f.contribution(f.value.detach(), call.over, f.share))
     for leaf, axes, slot in zip(f.aux.leaves, f.aux.over, aux_slots, strict=True):
@@ -179,7 +180,7 @@ def outermost(f: Evaluated) -> Solution:
         found[slot] if slot is not None else leaf.detach() if isinstance(leaf, Tensor) else leaf
         for leaf, slot in zip(f.aux.leaves, aux_slots, strict=True)
     ]
-    return noted(call, found[value_slot], call.over), gradients, f.aux.tree(leaves)
+    return noted(call, found[value_slot], call.over), gradients, f.aux.tree(leaves) if call.has_aux else ()
 
 
 Primals = list[tuple[Tensor, Slot]]

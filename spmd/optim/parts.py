@@ -23,8 +23,9 @@ from ..kernels.errors import MeshError, SpecError, message
 from ..kernels.word_key import word_key
 from ..mesh.region import current
 from ..mesh.spec import Sharded
+from .engine import Engine
 from .flat import divided, joined
-from .leaves import REFUSED, Leaf, State, layout_of, localized, refuse_torchs
+from .leaves import REFUSED, Leaf, State, declared_as, layout_of, localized, refuse_torchs
 from .slices import ALONE, Axis, Ranks, Slice, fetched
 
 # Elements, all of one kind together: with "auto" no more than these are sliced. What an exchange costs does not shrink
@@ -100,6 +101,22 @@ def divide(shard: Axis | None, leaves: Sequence[Leaf], state: Mapping[str, State
     states = {part.key: found.state_of(part) for part in found.slices}
     states.update({leaf.path: found.state_of_leaf(leaf) for _, leaf in found.whole})
     return Parts(found.slices, found.whole, states, not found.whole and states.keys() == state.keys())
+
+
+def create(shard: Axis | None, engines: Sequence[Engine], leaves: Sequence[Leaf]) -> dict[str, State]:
+    """The state that the torch class makes in its constructor, without gradients; sliced where it is known now how."""
+    found: dict[str, State] = {}
+    for group, engine in enumerate(engines):
+        members = [leaf for leaf in leaves if leaf.group == group]
+        for leaf, own in zip(members, engine.create(members), strict=True):
+            if own:
+                found[leaf.path] = own
+    if shard in (None, "auto"):
+        return {leaf.path: declared_as(leaf, found[leaf.path]) for leaf in leaves if leaf.path in found}
+    parts = divide(shard, [leaf._replace(grad=leaf.param) for leaf in leaves], found)
+    state = {part.key: part.declare(parts.states[part.key]) for part in parts.slices}
+    state.update({leaf.path: declared_as(leaf, parts.states[leaf.path]) for _, leaf in parts.whole})
+    return {key: own for key, own in state.items() if own}
 
 
 class _Division:
