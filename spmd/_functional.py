@@ -235,9 +235,9 @@ class _Runner:
 
     def run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None, args: tuple, kwargs: dict):
         lent = self.constants if buffers is None else buffers
-        for argument, given, slots in (("params", params, self.params), ("buffers", lent, self.buffers)):
-            if type(given) is not dict or given.keys() != slots.keys():
-                check_names(argument, given, slots)
+        for argument, given, expected in (("params", params, self.params), ("buffers", lent, self.buffers)):
+            if type(given) is not dict or given.keys() != expected.keys():
+                check_names(argument, given, expected)
         for name, slots in self.params.items():
             for table, key in slots:
                 table[key] = params[name]
