@@ -23,7 +23,7 @@ from spmd import Mesh
 from spmd.cli.bench.contenders import ours_step
 from spmd.mesh import donation
 from spmd.optim import blocks, slices
-from spmd.transforms import _backward, _linear_weights
+from spmd.transforms import _backward, _sums
 
 ROUNDS, SECONDS = 11, 0.15
 DONATED = {"shard": "data", "fused": True, "donate": True}
@@ -34,11 +34,11 @@ def without_gradients_in_place() -> Any:
 
 
 def without_factors() -> Any:
-    return mock.patch.object(_linear_weights, "_LEAST", 1 << 62)
+    return mock.patch.object(_sums, "_LEAST", 1 << 62)
 
 
 def without_parameters_rewritten() -> Any:
-    return mock.patch.object(slices.Slice, "_given_up", lambda *_: None)
+    return mock.patch.object(slices.Slice, "_donated_flat", lambda *_: None)
 
 
 @contextlib.contextmanager

@@ -151,19 +151,24 @@ def eagerly() -> Iterator[None]:
             torch.compiler.reset()
 
 
-def rewrite_graphs(rewrite: Callable[[fx.Graph], None], source: Path) -> bool:
+def has_inductor() -> bool:
+    """Whether this program has imported the backend that most graphs are compiled by."""
+    return "torch._inductor.config" in sys.modules
+
+
+def rewrite_graphs(rewrite: Callable[[fx.Graph], None], source: Path) -> None:
     """Have Inductor hand each graph of forward and backward to `rewrite`, after what the program has it do with them.
 
-    Returns whether it is so from now on: if the program has imported Inductor. Public way: a backend of one's own that
-    calls Inductor, which the program would have to name.
+    For a program that `has_inductor`. Public way: a backend of one's own that calls Inductor, which the program would
+    have to name.
 
     Args:
         source: the file that `rewrite` is written in, by which Inductor knows what it has compiled with another one.
     """
-    config: Any = sys.modules.get("torch._inductor.config")
-    before = getattr(config, "joint_custom_post_pass", None)
-    if config is None or getattr(before, "rewrite", None) is rewrite:
-        return config is not None
+    config: Any = sys.modules["torch._inductor.config"]
+    before = config.joint_custom_post_pass
+    if getattr(before, "rewrite", None) is rewrite:
+        return
     passes: Any = sys.modules["torch._inductor.custom_graph_pass"]
     others: list[Any] = [*before] if isinstance(before, list | tuple) else [] if before is None else [before]
 
@@ -181,4 +186,3 @@ def rewrite_graphs(rewrite: Callable[[fx.Graph], None], source: Path) -> bool:
             return None if None in found else (passes.get_hash_for_files((str(source),)), *found)
 
     config.joint_custom_post_pass = Pass()
-    return True

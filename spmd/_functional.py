@@ -234,10 +234,10 @@ class _Runner:
         self.saved = [(table, table.copy()) for table in (*tables, *(vars(m) for m in submodules))]
 
     def run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None, args: tuple, kwargs: dict):
-        check_names("params", params, self.params)
-        if buffers is not None:
-            check_names("buffers", buffers, self.buffers)
         lent = self.constants if buffers is None else buffers
+        for argument, given, expected in (("params", params, self.params), ("buffers", lent, self.buffers)):
+            if type(given) is not dict or given.keys() != expected.keys():
+                check_names(argument, given, expected)
         for name, slots in self.params.items():
             for table, key in slots:
                 table[key] = params[name]

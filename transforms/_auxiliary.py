@@ -42,8 +42,6 @@ class Auxiliary:
 
     @staticmethod
     def of(aux: Any, over: tuple[str, ...]) -> Auxiliary:
-        if type(aux) is tuple and not aux:
-            return NO_AUX
         given, treedef = trees.flatten(aux)
         numbers = [isinstance(leaf, float | np.floating) for leaf in given]
         leaves = [

@@ -15,16 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import torch_compiled
 from ..kernels.call import labelled
 from ..kernels.torch_private import hooks_made
 from ..mesh.replication.net import differ_over, mark_all
-from ._auxiliary import Auxiliary
+from ._auxiliary import NO_AUX, Auxiliary
 from ._call import Call, Output, Solution
-from ._linear_weights import is_large, linear_weights
+from ._linear_weights import linear_weights
 from ._reductions import psum
 from ._sums import Hook, Slot, Sums, home_of
 from ._tokens import Tokens, forget_undefined, tokens
-from .compiled import weight_gradients
+from .compiled.weight_gradients import LARGE, prepare
 from .first_call.look import check_trains, look
 
 
@@ -107,14 +108,14 @@ class Plain:
         return call.evaluate(call.args, call.kwargs)
 
     def solve(self, call: Call) -> Solution:
-        if call.region is not None and call.region.session.layout.size > 1:
-            weight_gradients.prepare()
+        if torch_compiled.has_inductor() and call.region is not None and call.region.session.layout.size > 1:
+            prepare()
         hooks = hooks_made()
         with tokens() as collectives:
             out = self.evaluate(call)
             collectives.stop()
             hooked = hooks_made() > hooks
-            aux = Auxiliary.of(out.aux, call.over)
+            aux = Auxiliary.of(out.aux, call.over) if call.has_aux else NO_AUX
             look(call, call.args, call.kwargs, out, aux, call.plan.batch, bool(collectives.end))
             evaluated = Evaluated(call, out.value, call.share(out.count), aux, collectives, hooked)
             return within_a_graph(evaluated) if self._nested else outermost(evaluated)
@@ -131,8 +132,9 @@ def outermost(f: Evaluated) -> Solution:
         for leaf, axes in zip(f.aux.leaves, f.aux.over, strict=True)
     ]
     sums.open(alone=not f.collectives.end)
-    f.aux.check_parts(call.region, call.arguments)
-    f.aux.check(call.region, call.over)
+    if call.has_aux:
+        f.aux.check_parts(call.region, call.arguments)
+        f.aux.check(call.region, call.over)
     # On a rank without samples too: reductions begin as leaves are filled in, and so in the same order on all ranks.
     sums.fill(value_slot, f.contribution(f.value.detach(), call.over, f.share))
     for leaf, axes, slot in zip(f.aux.leaves, f.aux.over, aux_slots, strict=True):
@@ -178,7 +180,7 @@ def outermost(f: Evaluated) -> Solution:
         found[slot] if slot is not None else leaf.detach() if isinstance(leaf, Tensor) else leaf
         for leaf, slot in zip(f.aux.leaves, aux_slots, strict=True)
     ]
-    return noted(call, found[value_slot], call.over), gradients, f.aux.tree(leaves)
+    return noted(call, found[value_slot], call.over), gradients, f.aux.tree(leaves) if call.has_aux else ()
 
 
 Primals = list[tuple[Tensor, Slot]]
@@ -186,13 +188,17 @@ Primals = list[tuple[Tensor, Slot]]
 
 def _in_place(f: Evaluated, sums: Sums, ends: list[Tensor], primals: Primals, handles: list[Any]) -> Primals:
     """Add hooks that write gradients of weights where they are summed; the leaves that are left for torch."""
-    if f.hooked or f.call.plan.without_samples or not any(is_large(primal) for primal, _ in primals):
+    if f.hooked or f.call.plan.without_samples:
+        return primals
+    large = [
+        primal
+        for primal, slot in primals
+        if primal.numel() * primal.element_size() >= LARGE and sums.takes_products(slot)  # a sparse one has no `nbytes`
+    ]
+    if not large:  # as mostly
         return primals
     argument_slots = {id(primal): slot for primal, slot in primals}
-    weights = linear_weights(
-        ends, [primal for primal, _ in primals], lambda leaf: sums.takes_products(argument_slots[id(leaf)]), handles
-    )
-    for weight in weights:
+    for weight in linear_weights(ends, [primal for primal, _ in primals], large, handles):
         slot = argument_slots.pop(id(weight.leaf))
         handles.append(weight.hook(functools.partial(sums.fill_product, slot)))
     return [(primal, slot) for primal, slot in primals if id(primal) in argument_slots]

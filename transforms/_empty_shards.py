@@ -20,7 +20,6 @@ from ..mesh.region import Region
 from ._arguments import is_inexact
 from ._backward import Plain
 from ._call import Call, Output
-from ._plan import Plan
 from ._tokens import started
 
 
@@ -37,16 +36,6 @@ class EmptyShards(Plain):
                 raise
             failed = error
         return _stand_in(call.region, call.over, failed, out)
-
-
-def possible(region: Region | None, plan: Plan, over: tuple[str, ...]) -> bool:
-    """Whether some rank has no samples; the same answer on all ranks."""
-    if region is None:
-        return False
-    sizes = region.session.layout.axes
-    if region.batch.axis in over and region.batch.sizes is not None:
-        return True  # a stream's batch, of which a rank has none though there are as many samples as ranks
-    return any(total < sizes[name] for name, (_, total) in plan.samples.items() if name in over)
 
 
 def _stand_in(region: Region, over: tuple[str, ...], failed: Exception | None, out: Output | None) -> Output:

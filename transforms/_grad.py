@@ -22,18 +22,18 @@ from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, message
 from ..kernels.torch_private import in_torch_func
 from ..mesh import trees
-from ..mesh.region import Region, current, note_differentiated
+from ..mesh.region import current, note_differentiated
 from ..mesh.replication.net import active
 from ..mesh.spec import is_sharded
 from ..mesh.strides import is_frozen
-from . import _empty_shards
 from ._arguments import Argument, declared_in, prepare
 from ._backward import Plain
 from ._call import Call, Strategy
-from ._named_axes import check_axis, refuse_recording
+from ._empty_shards import EmptyShards
+from ._named_axes import check_axis
 from ._plan import Plan, plan_of
-from ._tokens import in_gradient
-from .exact import gradient as _exact
+from ._tokens import in_gradient, refuse_recording
+from .exact.gradient import Exact, applies
 from .first_call import left_out
 
 
@@ -153,7 +153,11 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     note_differentiated(region, leaves)
     # A part of an outer gradient's graph, ours or torch's own, has to become one in turn.
     nested = in_gradient() or any(leaf.grad_fn is not None for leaf in leaves)
-    strategy = _strategy(region, plan, over, nested, (args, kwargs), name)
+    strategy: Strategy = Plain(nested)  # how this gradient is taken: asked here, and nowhere below
+    if region is not None and plan.virtual is not None and applies(region, plan, over, nested, (args, kwargs), name):
+        strategy = Exact()
+    elif not nested and plan.leaves_ranks_out(region, over):
+        strategy = EmptyShards(nested)
     made = strategy.primals(leaves)
     for argument, primal in zip(differentiated, made, strict=True):
         argument.primal = primal
@@ -168,17 +172,6 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     value, gradients, aux = strategy.solve(call) if active() is None else left_out.solve(strategy, call)
     found = trees.unflatten(treedef, gradients)
     return value, found[0] if isinstance(argnums, int) else found, aux
-
-
-def _strategy(
-    region: Region | None, plan: Plan, over: tuple[str, ...], nested: bool, arguments: Any, name: str
-) -> Strategy:
-    """How this gradient is taken: asked here, and nowhere below."""
-    if _exact.applies(region, plan, over, nested, arguments, name):
-        return _exact.Exact()
-    if not nested and _empty_shards.possible(region, plan, over):
-        return _empty_shards.EmptyShards(nested)
-    return Plain(nested)
 
 
 def _check_trainable(name: str, arguments: list[Argument], plan: Plan) -> None:

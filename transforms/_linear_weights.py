@@ -5,17 +5,12 @@ traffic as reducing it. Where the tape shows that a leaf is the weight of one li
 not asked for it: a hook on the layer's node computes the same product with `out=` the leaf's place. Invariants: the
 same bits as torch's own gradient; only nodes that run for another leaf's sake are taken, since no other hook is called;
 none where the function made hooks (see `hooks_made`), which may look at what torch would have computed or change it.
-
-Where both factors have few rows, ranks of one host that exchange them, and each compute a part of the sum over all,
-write less memory than ranks that compute all of it for their own samples and add (sufficient factors: Xie et al.,
-"Distributed Machine Learning via Sufficient Factor Broadcasting", 2015). What all ranks must decide alike about that
-depends on shapes and the whole batch only. Bits are then those of one product over all samples.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,14 +18,10 @@ from torch import Tensor
 
 from ..kernels import torch_private
 from ..kernels.torch_private import Node
-from ._plan import Plan
 from .compiled import weight_gradients
 from .compiled.weight_gradients import GraphWeight
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_LEAST = 1 << 21  # elements; a smaller gradient stays in the cache from the product to the sum
-_FEW = 4  # times the elements of the factors must go into those of the weight
-_ROWS = 64  # of the weight, for each rank
 # The nodes of `x @ weight.t()`, with and without a bias; the weight is what their last edge leads to.
 _INPUTS = {"AddmmBackward0": "mat1", "MmBackward0": "self"}
 
@@ -59,18 +50,18 @@ class LinearWeight:
 
 
 def linear_weights(
-    ends: Iterable[Tensor], leaves: Sequence[Tensor], wanted: Callable[[Tensor], bool], handles: list[Any]
+    ends: Iterable[Tensor], leaves: Iterable[Tensor], wanted: Iterable[Tensor], handles: list[Any]
 ) -> list[LinearWeight | GraphWeight]:
-    """Those of the leaves `leaves` that are `wanted`, and nothing but the weight of one linear layer each.
+    """Those of the leaves `wanted` that are nothing but the weight of one linear layer each.
 
     Args:
-        ends: where the backward pass begins, whose `inputs` the other leaves will be.
+        ends: where the backward pass begins, whose `inputs` the others of `leaves` will be.
         handles: takes those of hooks that note what compiled graphs do.
     """
     if torch.is_anomaly_enabled():  # which looks at what nodes return
         return []
-    large = {id(leaf): leaf for leaf in leaves if _eligible(leaf) and wanted(leaf)}
-    if not large:
+    weights = {id(leaf): leaf for leaf in wanted if _is_writable(leaf)}
+    if not weights:
         return []
     uses = _uses(end.grad_fn for end in ends)
     found: list[LinearWeight | GraphWeight] = []
@@ -78,9 +69,9 @@ def linear_weights(
         kind = type(node).__name__
         if kind == weight_gradients.NODE:
             edges = {
-                edge: large[_leaf_of(below)]
+                edge: weights[_leaf_of(below)]
                 for edge, (below, _) in enumerate(node.next_functions)
-                if below is not None and uses[below] == 1 and _leaf_of(below) in large
+                if below is not None and uses[below] == 1 and _leaf_of(below) in weights
             }
             found += weight_gradients.graph_weights(node, edges)
             handles += weight_gradients.learn(node, edges)
@@ -92,7 +83,7 @@ def linear_weights(
         if type(transposed).__name__ != "TBackward0" or uses[transposed] > 1:
             continue
         below = transposed.next_functions[0][0]
-        leaf = large.get(_leaf_of(below))
+        leaf = weights.get(_leaf_of(below))
         if leaf is not None and uses[below] == 1 and _as_it_was(node, saved):
             found.append(LinearWeight(leaf, node, saved))
     taken = {id(weight.leaf) for weight in found}
@@ -104,16 +95,10 @@ def linear_weights(
     return [weight for weight in found if _leads_to(weight.node, others, alive, dead)]
 
 
-def is_large(leaf: Tensor) -> bool:
-    """Whether it is worth it; few are."""
-    return leaf.numel() * leaf.element_size() >= weight_gradients.LARGE  # a sparse one has no `nbytes`
-
-
-def _eligible(leaf: Tensor) -> bool:
-    """Whether it is worth it, and can be written as it is."""
+def _is_writable(leaf: Tensor) -> bool:
+    """Whether a product can be written as this leaf is."""
     return (
-        is_large(leaf)
-        and type(leaf) in _PLAIN
+        type(leaf) in _PLAIN
         and leaf.is_cpu
         and leaf.dim() == 2
         and min(leaf.shape) > 1
@@ -166,45 +151,3 @@ def _leads_to(node: Node, leaves: set[int], alive: set[Node], dead: set[Node]) -
             left.append(below)
     dead |= seen
     return False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Factors:
-    """The leaves of a group that may come as factors.
-
-    Attributes:
-        leaves: their indexes.
-        here, total: samples on this rank, and on all that the leaves are summed over.
-    """
-
-    leaves: frozenset[int]
-    here: int
-    total: int
-
-    @staticmethod
-    def of(members: Sequence[Tensor], plan: Plan, sizes: Mapping[str, int]) -> Factors:
-        """Those among `members`, which are summed over axes of these `sizes`."""
-        here, total, ranks = 1, 1, 1
-        for name, size in sizes.items():
-            some, all_of_them = plan.samples.get(name, (1, size))
-            here, total, ranks = here * some, total * all_of_them, ranks * size
-        leaves = frozenset(
-            index
-            for index, leaf in enumerate(members)
-            if leaf.numel() >= _LEAST  # few are
-            and leaf.dim() == 2
-            and leaf.dtype in (torch.float32, torch.float64)
-            and leaf.is_contiguous()
-            and len(leaf) >= ranks * _ROWS
-            and _are_few(total, *leaf.shape)
-        )
-        return Factors(leaves, here, total)
-
-    def pay(self, index: int, left: Tensor, right: Tensor) -> bool:
-        """Whether to give these, where other ranks have as many rows for each of their samples."""
-        length = len(left) * self.total // max(1, self.here)
-        return index in self.leaves and _are_few(length, left.shape[1], right.shape[1])
-
-
-def _are_few(length: int, rows: int, columns: int) -> bool:
-    return _FEW * length * (rows + columns) <= rows * columns

@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.compiler import is_exporting
 
 from ..kernels.arguments import check_tensor
 from ..kernels.call import labelled
 from ..kernels.communicator import Communicator
 from ..kernels.errors import SpecError, message
-from ..kernels.torch_private import being_recorded, outside_torch_func
+from ..kernels.torch_private import outside_torch_func
 from ..mesh import trees
 from ..mesh.put import as_tensor
 from ..mesh.rank.session import RankSession
 from ..mesh.region import require
 from ..mesh.replication.net import differs_over, mark, varying_number
 from ._plan import plan_of
+from ._tokens import refuse_recording
 from .exact.tracked import Tracked
 
 Axis = str | tuple[str, ...]
@@ -101,19 +101,6 @@ def group(what: str, axis: Axis) -> tuple[tuple[str, ...], Communicator]:
     refuse_recording(what)
     session, axes = check_axis(what, axis)
     return axes, session.comm(axes)
-
-
-def refuse_recording(what: str) -> None:
-    """Refuse to communicate while torch records operations: it would keep what comes as a constant."""
-    if is_exporting() or being_recorded():
-        raise SpecError(
-            message(
-                f"{what} was called while torch records operations (make_fx, torch.func.linearize, torch.jit.trace, "
-                "torch.export), which would keep its result as a constant",
-                remedy="record what lies between the collectives; torch.func.jvp and vjp go through them, and "
-                "so does torch.compile",
-            )
-        )
 
 
 def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:

@@ -50,6 +50,15 @@ class Plan:
             any_samples = any_samples and here > 0
         return weight, any_samples
 
+    def leaves_ranks_out(self, region: Region | None, over: tuple[str, ...]) -> bool:
+        """Whether some rank along `over` may have no samples; the same answer on all ranks."""
+        if region is None:
+            return False
+        sizes = region.session.layout.axes
+        if region.batch.axis in over and region.batch.sizes is not None:
+            return True  # a stream's batch, of which a rank has none though there are as many samples as ranks
+        return any(total < sizes[name] for name, (_, total) in self.samples.items() if name in over)
+
     def of_batch(
         self, samples: Mapping[str, tuple[int, int]], virtual: VirtualShards | None, batch: tuple[Tensor, ...]
     ) -> Plan:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,13 +14,15 @@ from ..kernels.errors import SpecError, message
 from ..mesh.rank.planned import PlannedBuckets, PlannedCommunicator
 from ..mesh.region import Region
 from ..mesh.replication.net import Varying, active, joined, unfollowed
-from ._linear_weights import Factors
 from ._plan import Plan
 from ._tokens import forget_undefined
 
 # (axes, dtype on the wire, kind of device): leaves of one group share buckets. Not those of size one: nothing to sum.
 Group = tuple[tuple[str, ...], torch.dtype | None, str]
 Slot = tuple[Group, int]
+_LEAST = 1 << 21  # elements of a weight; a smaller gradient stays in the cache from the product to the sum
+_FEW = 4  # times the elements of the factors must go into those of the weight
+_ROWS = 64  # of the weight, for each rank
 
 
 class Sums:
@@ -172,6 +175,53 @@ def summed(region: Region | None, plan: Plan, values: Sequence[tuple[Tensor, tup
         sums.fill(slot, value)
     found = sums.finish()
     return [found[slot] for slot in slots]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Factors:
+    """The leaves of a group that may come as factors: weights of linear layers, for few samples.
+
+    Ranks of one host that exchange these, and each compute a part of the sum over all, write less memory than ranks
+    that compute all of it for their own samples and add (sufficient factors: Xie et al., "Distributed Machine Learning
+    via Sufficient Factor Broadcasting", 2015). What all ranks must decide alike about that depends on shapes and the
+    whole batch only. Bits are then those of one product over all samples.
+
+    Attributes:
+        leaves: their indexes.
+        here, total: samples on this rank, and on all that the leaves are summed over.
+    """
+
+    leaves: frozenset[int]
+    here: int
+    total: int
+
+    @staticmethod
+    def of(members: Sequence[Tensor], plan: Plan, sizes: Mapping[str, int]) -> Factors:
+        """Those among `members`, which are summed over axes of these `sizes`."""
+        here, total, ranks = 1, 1, 1
+        for name, size in sizes.items():
+            some, all_of_them = plan.samples.get(name, (1, size))
+            here, total, ranks = here * some, total * all_of_them, ranks * size
+        leaves = frozenset(
+            index
+            for index, leaf in enumerate(members)
+            if leaf.numel() >= _LEAST  # few are
+            and leaf.dim() == 2
+            and leaf.dtype in (torch.float32, torch.float64)
+            and leaf.is_contiguous()
+            and len(leaf) >= ranks * _ROWS
+            and _are_few(total, *leaf.shape)
+        )
+        return Factors(leaves, here, total)
+
+    def pay(self, index: int, left: Tensor, right: Tensor) -> bool:
+        """Whether to give these, where other ranks have as many rows for each of their samples."""
+        length = len(left) * self.total // max(1, self.here)
+        return index in self.leaves and _are_few(length, left.shape[1], right.shape[1])
+
+
+def _are_few(length: int, rows: int, columns: int) -> bool:
+    return _FEW * length * (rows + columns) <= rows * columns
 
 
 def _check_device(device: str, region: Region) -> None:

@@ -19,9 +19,11 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
+from torch.compiler import is_exporting
 
 from ..kernels.communicator import Communicator
-from ..kernels.torch_private import in_torch_func, run_as_written
+from ..kernels.errors import SpecError, message
+from ..kernels.torch_private import being_recorded, in_torch_func, run_as_written
 from ..mesh.region import Region, current, inside
 from ..mesh.replication.net import Varying, active, joined
 from ._plan import Plan, current_plan
@@ -143,6 +145,19 @@ def in_gradient() -> bool:
 def started() -> int:
     """How many collectives this thread has started."""
     return state().count
+
+
+def refuse_recording(what: str) -> None:
+    """Refuse to communicate while torch records operations: it would keep what comes as a constant."""
+    if is_exporting() or being_recorded():
+        raise SpecError(
+            message(
+                f"{what} was called while torch records operations (make_fx, torch.func.linearize, torch.jit.trace, "
+                "torch.export), which would keep its result as a constant",
+                remedy="record what lies between the collectives; torch.func.jvp and vjp go through them, and "
+                "so does torch.compile",
+            )
+        )
 
 
 def run(operation: Operation, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""What a step was given: every parameter with its gradient, checked, and how they are divided.
+"""A step: every parameter with its gradient, checked; how they are divided; and the engines' work on each part.
 
-Both depend on what the leaves are like, and not on what is in them, so that it is found out once for each kind of
-step. Invariant: steps of one kind are checked alike and divided alike.
+Checks and division depend on what the leaves are like, and not on what is in them, so that they are found out once for
+each kind of step. Invariant: steps of one kind are checked alike and divided alike.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from ..mesh.replication.net import all_differ_over, differs_over, mark_all
 from ..mesh.spec import P
 from ..mesh.strides import is_frozen
 from . import groups as grouping
-from .leaves import Leaf, State
-from .parts import Parts, divide, kept
+from .engine import Engine
+from .leaves import Leaf, State, declared_as
+from .parts import Parts, divide
 from .slices import Axis, Slice
 
 KINDS = 16  # of steps of one optimizer that are remembered
@@ -89,6 +90,43 @@ class Given:
                 new._spmd_spec = spec  # type: ignore[attr-defined]
         mark_all(new_params, known.axes)
 
+    def update(
+        self, engines: Sequence[Engine], hypers: Sequence[Mapping[str, Any]], scale: Tensor | None
+    ) -> tuple[list[Tensor], dict[str, State], list[dict[str, Any]]]:
+        """The new parameters, state, and hyper-parameters of each group; to be called without gradients.
+
+        A leaf without gradient is stepped whole, and stays.
+
+        Args:
+            engines, hypers: of each group.
+            scale: what gradients are multiplied by, if anything.
+        """
+        new_params = list(self.params)
+        new_state: dict[str, State] = {}
+        new_hypers = [dict(hyper) for hyper in hypers]
+        states = self.parts.states
+        for group, (engine, hyper) in enumerate(zip(engines, hypers, strict=True)):
+            members = [(index, leaf) for index, leaf in self.parts.whole if leaf.group == group]
+            if members or not self.params:
+                leaves = [leaf for _, leaf in members]
+                given = [states[leaf.path] for leaf in leaves]
+                stepped, after, new_hypers[group] = engine.update(leaves, given, hyper, scale)
+                for (index, leaf), param, own in zip(members, stepped, after, strict=True):
+                    new_params[index] = param
+                    if own:
+                        new_state[leaf.path] = declared_as(leaf, own)
+        for part in self.parts.slices:
+            params = [self.params[i] for i in part.members]
+            grads: list[Any] = [self.grads[i] for i in part.members]
+            stepped, own, new_hypers[part.group] = part.step(
+                engines[part.group], params, grads, states[part.key], hypers[part.group], scale
+            )
+            for index, param in zip(part.members, stepped, strict=True):
+                new_params[index] = param
+            if own:
+                new_state[part.key] = part.declare(own)
+        return new_params, new_state, new_hypers
+
 
 def settle(
     kinds: Kinds,
@@ -111,7 +149,7 @@ def settle(
     kind = None if groups else _kind(leaves, treedef, found, state)
     known = None if kind is None else kinds.get(kind)
     if known is not None:
-        parts = kept(known.slices, state)
+        parts = Parts(known.slices, (), {part.key: part.localize(state[part.key]) for part in known.slices}, True)
     else:
         _refuse_arrays(leaves, treedef, found, state)
         numbers = grouping.numbers_of(groups, trees.unflatten(treedef, leaves))

@@ -71,8 +71,6 @@ def _members(which: Any, names: list[str], leaves: list[Any], treedef: optree.Py
 
 def refuse_module(what: str, params: Any) -> None:
     """Refuse a module, and what `module.parameters()` gives, whose parameters no step could return; and a state."""
-    if type(params) is dict and "hyper" not in params:
-        return
     is_state = isinstance(params, Mapping) and {"state", "hyper"} <= params.keys()
     if isinstance(params, nn.Module | Iterator) or is_state:
         raise SpecError(

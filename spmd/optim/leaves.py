@@ -55,6 +55,12 @@ def declared(own: State, shape: Sequence[int], spec: P) -> State:
     }
 
 
+def declared_as(leaf: Leaf, own: State) -> State:
+    """State of a parameter that is cut says so, since a step's results are otherwise taken for replicated."""
+    spec = layout_of(leaf.param)
+    return declared(own, leaf.param.shape, spec) if spec.entries else own
+
+
 def localized(own: State, param: Tensor, spec: P) -> State:
     """State of a cut parameter as this rank has it, be it given so or (made in the driver, say) whole."""
     local: State = {}

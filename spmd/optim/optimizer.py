@@ -31,7 +31,6 @@ from .groups import Groups
 from .leaves import FROM_TORCH, Leaf, refuse_cut
 from .schedule import Schedule
 from .slices import Axis
-from .update import create, update
 
 
 class Optimizer(NamedTuple):
@@ -180,7 +179,7 @@ def _init(recipe: Recipe, params: Any) -> dict[str, Any]:
         if is_trainable(leaf)
     ]
     with torch.set_grad_enabled(False):
-        created = create(recipe.shard, recipe.engines, given)
+        created = parts.create(recipe.shard, recipe.engines, given)
     state = {
         "state": created,
         **_written(recipe, [engine.hyper() for engine in recipe.engines]),
@@ -197,7 +196,8 @@ def _step(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, Any])
 
 
 def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    grouping.refuse_module("opt.step", params)
+    if type(params) is not dict or "hyper" in params:
+        grouping.refuse_module("opt.step", params)
     leaves, treedef = trees.flatten(params)
     state, hypers, count = _read(recipe, opt_state)
     # Its new value stays on the host: to ask a GPU for it, at the next step, would wait for all that it does.
@@ -212,7 +212,7 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     keys = trees.keys_text(treedef)  # which ranks compare that update a slice each
     try:
         with torch.set_grad_enabled(False), labelled(f"of {keys}"):
-            new_params, new_state, new_hypers = update(step.parts, recipe.engines, step.params, step.grads, now, scale)
+            new_params, new_state, new_hypers = step.update(recipe.engines, now, scale)
     finally:
         donation.close()
     step.mark(new_params)

@@ -23,9 +23,10 @@ from ..kernels.errors import MeshError, SpecError, message
 from ..kernels.word_key import word_key
 from ..mesh.region import current
 from ..mesh.spec import Sharded
+from .engine import Engine
 from .flat import divided, joined
-from .leaves import REFUSED, Leaf, State, layout_of, localized, refuse_torchs
-from .slices import ALONE, Axis, Ranks, Slice
+from .leaves import REFUSED, Leaf, State, declared_as, layout_of, localized, refuse_torchs
+from .slices import ALONE, Axis, Ranks, Slice, fetched
 
 # Elements, all of one kind together: with "auto" no more than these are sliced. What an exchange costs does not shrink
 # with them: all ranks wait for each other once more, on busy cores for as long as a turn of another process takes.
@@ -102,9 +103,20 @@ def divide(shard: Axis | None, leaves: Sequence[Leaf], state: Mapping[str, State
     return Parts(found.slices, found.whole, states, not found.whole and states.keys() == state.keys())
 
 
-def kept(slices: tuple[Slice, ...], state: Mapping[str, State]) -> Parts:
-    """The parts of a step that are those of one before it, but for their state."""
-    return Parts(slices, (), {part.key: _kept_state(part, state[part.key]) for part in slices}, True)
+def create(shard: Axis | None, engines: Sequence[Engine], leaves: Sequence[Leaf]) -> dict[str, State]:
+    """The state that the torch class makes in its constructor, without gradients; sliced where it is known now how."""
+    found: dict[str, State] = {}
+    for group, engine in enumerate(engines):
+        members = [leaf for leaf in leaves if leaf.group == group]
+        for leaf, own in zip(members, engine.create(members), strict=True):
+            if own:
+                found[leaf.path] = own
+    if shard in (None, "auto"):
+        return {leaf.path: declared_as(leaf, found[leaf.path]) for leaf in leaves if leaf.path in found}
+    parts = divide(shard, [leaf._replace(grad=leaf.param) for leaf in leaves], found)
+    state = {part.key: part.declare(parts.states[part.key]) for part in parts.slices}
+    state.update({leaf.path: declared_as(leaf, parts.states[leaf.path]) for _, leaf in parts.whole})
+    return {key: own for key, own in state.items() if own}
 
 
 class _Division:
@@ -149,7 +161,7 @@ class _Division:
         """The state of a slice, as this rank keeps it."""
         own = self._state.get(part.key)
         if own is not None:
-            return _kept_state(part, own)
+            return part.localize(own)
         leaves = [self._leaves[index] for index in part.members]
         states = [self.state_of_leaf(leaf) for leaf in leaves]
         own = dict(states[0])
@@ -213,8 +225,9 @@ class _Division:
         for name, value in own.items():
             # Each its own: a donated one would be stepped in place once for every leaf.
             parts: Iterable[Any] = [value.clone() if isinstance(value, Tensor) else value for _ in leaves]
-            if isinstance(_plain(value), Tensor) and _plain(value).ndim:
-                flat = _fetched(layout_of(leaves[0].param).axes, value)
+            local = value.local if isinstance(value, Sharded) else value
+            if isinstance(local, Tensor) and local.ndim:
+                flat = fetched(layout_of(leaves[0].param).axes, value)
                 parts = divided(tuple(leaf.param.shape for leaf in leaves), flat)
             for leaf, part in zip(leaves, parts, strict=True):
                 self._state.setdefault(leaf.path, {})[name] = part
@@ -244,38 +257,6 @@ class _Division:
                     remedy=remedy,
                 )
             )
-
-
-def _kept_state(part: Slice, own: State) -> State:
-    """State that is kept under a slice's key, as this rank's slice."""
-    is_kept = not part.cut and all(
-        type(value) is Tensor and (not value.ndim or _is_slice(part, value)) for value in own.values()
-    )
-    if is_kept:  # as from one step to the next
-        return own
-    return part.localize({name: _refetched(part, value) for name, value in own.items()})
-
-
-def _refetched(part: Slice, value: Any) -> Any:
-    """A value as it is, unless it was cut for another number of ranks."""
-    local = _plain(value)
-    if not isinstance(local, Tensor) or not local.ndim or part.cut:
-        return value
-    return value if _is_slice(part, value) else _fetched(frozenset(part.cut), value)
-
-
-def _is_slice(part: Slice, value: Any) -> bool:
-    """Whether a tensor is this rank's slice, and not one that was cut for another number of ranks."""
-    return _plain(value).shape == (part.length,) and (bool(part.ranks.axis) or not _axes_of(value))
-
-
-def _fetched(cut: frozenset[str], value: Any) -> Tensor:
-    """All slices, end to end, of a value of leaves that are cut over these axes."""
-    names = tuple(name for name in _axes_of(value) if name not in cut)
-    value = _plain(value)
-    if current() is not None and names:
-        value = transforms.all_gather(value, names, tiled=True)
-    return value
 
 
 def _ranks(shard: Axis | None, leaf: Leaf) -> Ranks | None:
@@ -324,16 +305,6 @@ def _known_axes(leaf: Leaf) -> frozenset[str] | None:
     """The axes over which a parameter differs, and no others its gradient; None if that isn't known."""
     own, others = leaf.axes, leaf.grad_axes
     return None if current() is None or own is None or others is None or not others <= own else own
-
-
-def _plain(value: Any) -> Any:
-    return value.local if isinstance(value, Sharded) else value
-
-
-def _axes_of(value: Any) -> frozenset[str]:
-    """The axes over which a value is cut."""
-    spec = value.spec if isinstance(value, Sharded) else getattr(value, "_spmd_spec", None)
-    return frozenset() if spec is None else spec.axes
 
 
 def _is_like(name: str, value: Any, leaf: Leaf) -> bool:

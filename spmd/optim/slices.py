@@ -166,9 +166,13 @@ class Slice:
         return whole if self.ranks.size == 1 or transforms.can_rewrite(whole, self.ranks.axis) else None
 
     def localize(self, own: State) -> State:
-        """State values as this rank's slice, be they given as that or (from elsewhere) as the whole."""
+        """State values as this rank's slice, be they given as that or as the whole, or cut for other ranks."""
+        if not self.cut and all(type(value) is Tensor and self._is_own(value) for value in own.values()):
+            return own  # as from one step to the next
         local = {}
         for name, value in own.items():
+            if not self.cut and not self._is_own(value):
+                value = fetched(frozenset(), value)
             value = value.local if isinstance(value, Sharded) else value
             if isinstance(value, Tensor) and value.ndim:
                 self._check_cut(name, value)
@@ -186,6 +190,13 @@ class Slice:
                 value = self.cut_out(value)
             local[name] = value
         return local
+
+    def _is_own(self, value: Any) -> bool:
+        """Whether a value is one for all elements, or this rank's slice, and not one for another number of ranks."""
+        local = value.local if isinstance(value, Sharded) else value
+        if not isinstance(local, Tensor) or not local.ndim:
+            return True
+        return local.shape == (self.length,) and (bool(self.ranks.axis) or not _axes_of(value))
 
     def cut_out(self, whole: Tensor) -> Tensor:
         """This rank's slice of a flat tensor."""
@@ -208,6 +219,19 @@ class Slice:
 
     def declare(self, own: State) -> State:
         return own if self.spec is None else declared(own, (self.length,), self.spec)
+
+
+def fetched(cut: frozenset[str], value: Any) -> Tensor:
+    """All slices, end to end, of a value of leaves that are cut over these axes."""
+    names = tuple(name for name in _axes_of(value) if name not in cut)
+    local: Tensor = value.local if isinstance(value, Sharded) else value
+    return transforms.all_gather(local, names, tiled=True) if current() is not None and names else local
+
+
+def _axes_of(value: Any) -> frozenset[str]:
+    """The axes over which a value is cut."""
+    spec = value.spec if isinstance(value, Sharded) else getattr(value, "_spmd_spec", None)
+    return frozenset() if spec is None else spec.axes
 
 
 def _like(piece: Tensor, param: Tensor) -> Tensor:

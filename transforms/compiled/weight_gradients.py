@@ -11,6 +11,7 @@ stands for.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -49,22 +50,18 @@ _running = _Running()
 
 
 def prepare() -> None:
-    """Have graphs rewritten from now on, if this program has imported Inductor."""
-    if torch_compiled.rewrite_graphs(_rewrite, _SOURCE):
-        _operator()
+    """Have graphs rewritten from now on, in a program that has imported Inductor."""
+    torch_compiled.rewrite_graphs(_rewrite, _SOURCE)
+    _operator()
 
 
+@functools.cache
 def _operator() -> Any:
     """The operator, registered when it is first wanted, which takes milliseconds on every rank."""
-    global _registered
-    if _registered is None:
-        name, schema = "spmd::weight_gradient", "(Tensor left, Tensor right, Tensor weight) -> Tensor"
-        _registered = torch.library.custom_op(name, _weight_gradient, mutates_args=(), schema=schema)
-        _registered.register_fake(lambda left, right, weight: torch.empty_like(weight))
-    return _registered
-
-
-_registered: Any = None
+    name, schema = "spmd::weight_gradient", "(Tensor left, Tensor right, Tensor weight) -> Tensor"
+    registered = torch.library.custom_op(name, _weight_gradient, mutates_args=(), schema=schema)
+    registered.register_fake(lambda left, right, weight: torch.empty_like(weight))
+    return registered
 
 
 def _weight_gradient(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:

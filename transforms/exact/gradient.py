@@ -35,11 +35,10 @@ from .tree_sums import TreeSums
 from .virtual_shards import after_shards, cut, running
 
 
-def applies(region: Region | None, plan: Plan, over: tuple[str, ...], nested: bool, args: Any, name: str) -> bool:
-    """Whether a gradient is one over virtual shards; refuses one that would differ by the number of ranks."""
+def applies(region: Region, plan: Plan, over: tuple[str, ...], nested: bool, args: Any, name: str) -> bool:
+    """Whether a gradient in a step over virtual shards is one; refuses what would differ by the number of ranks."""
     virtual = plan.virtual
-    if region is None or virtual is None:
-        return False
+    assert virtual is not None
     problem = remedy = ""
     if plan.shard is not None:
         if virtual.axis not in over:

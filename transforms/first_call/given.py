@@ -16,10 +16,9 @@ from torch import Tensor
 from ...kernels import torch_private
 from ...kernels.callsite import warn
 from ...kernels.errors import message
-from ...mesh import trees
 from ...mesh.replication.net import active
 from .._call import Call, Output
-from .repeated import holding
+from .repeated import given_to
 
 
 def warn_of_statistics(call: Call, args: Any, kwargs: Any, out: Output, axis: str) -> bool:
@@ -31,20 +30,12 @@ def warn_of_statistics(call: Call, args: Any, kwargs: Any, out: Output, axis: st
     net = active()
     if net is None or call.region is None or call.region.session.rank != 0:
         return False
-    found: list[tuple[Tensor, str]] = []
-
-    def look_at(leaf: Any) -> Any:
-        # The count of a mean_of is each rank's own.
-        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.dtype is torch.bool):
-            statistic = net.of(leaf).statistic
-            if statistic and (leaf.dim() or out.count is None):
-                found.append((leaf, statistic))
-        return leaf
-
-    trees.map(look_at, (tuple(args), kwargs))
-    holding(call.function, look_at)
-    if found:
-        leaf, statistic = found[0]
+    for leaf in given_to(call.function, args, kwargs):
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.dtype is torch.bool):
+            continue
+        statistic = net.of(leaf).statistic
+        if not statistic or not (leaf.dim() or out.count is None):  # the count of a mean_of is each rank's own
+            continue
         warn(
             message(
                 f"{call.name} is not a mean over samples of the whole batch: it is given what the step computed of "
@@ -55,7 +46,8 @@ def warn_of_statistics(call: Call, args: Any, kwargs: Any, out: Output, axis: st
                 'warnings.filterwarnings("ignore", ".*is not a mean over samples")',
             )
         )
-    return bool(found)
+        return True
+    return False
 
 
 def warn_of_single_samples(call: Call, args: Any, kwargs: Any) -> None:
@@ -63,25 +55,16 @@ def warn_of_single_samples(call: Call, args: Any, kwargs: Any) -> None:
     if call.region is None or call.region.session.rank != 0:
         return
     rows = {(torch_private.storage(leaf), leaf.shape[1:]) for leaf in call.plan.batch if leaf.shape[0] > 1}
-    found: list[Tensor] = []
-
-    def look_at(leaf: Any) -> Any:
-        if (
-            isinstance(leaf, Tensor)
-            and torch_private.storage(leaf)
-            and (torch_private.storage(leaf), leaf.shape) in rows
-        ):
-            found.append(leaf)
-        return leaf
-
-    trees.map(look_at, (tuple(args), kwargs))
-    holding(call.function, look_at)
-    if found:
+    for leaf in given_to(call.function, args, kwargs):
+        storage = torch_private.storage(leaf) if isinstance(leaf, Tensor) else None
+        if not storage or (storage, leaf.shape) not in rows:
+            continue
         warn(
             message(
                 f"{call.name} is differentiated within another gradient for a single sample, and the mean is taken "
                 "over the ranks, which have different ones",
-                got=f"a row of the batch, of shape {list(found[0].shape)}",
+                got=f"a row of the batch, of shape {list(leaf.shape)}",
                 remedy="torch.func.grad(f), or grad(f, axes=()), is the gradient for this rank's sample alone",
             )
         )
+        return

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from ...kernels import torch_private
 from ...kernels.errors import SpecError, message
-from ...mesh import trees
 from ...mesh.purity.captured import NOT_REENTRANT
 from ...mesh.rank.references import content_of
+from ...mesh.spec import REPLICATED
 from .._auxiliary import Auxiliary
 from .._call import Call, Output
 from .._mean_of import warn_of_weights
 from .given import warn_of_single_samples, warn_of_statistics
-from .repeated import holding
+from .repeated import given_to
 from .samples import look_at_samples, nodes
 
 _EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
@@ -176,16 +176,13 @@ def check_trains(call: Call, differentiable: bool, gradients: Sequence[Tensor]) 
 def _check_parts(call: Call, args: Any, kwargs: Any, split: set[str]) -> None:
     """Refuse a chunk of the batch, for accumulation, where ranks or chunks differ in their number of samples."""
     assert call.region is not None
-    sizes, parts = call.region.session.layout.axes, list[Tensor]()
+    sizes = call.region.session.layout.axes
     rows = {(torch_private.storage(leaf), leaf.shape[1:]) for leaf in call.plan.batch}
-
-    def look_at(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.dim() and (torch_private.storage(leaf), leaf.shape[1:]) in rows:
-            parts.append(leaf)
-        return leaf
-
-    trees.map(look_at, (tuple(args), kwargs))
-    holding(call.function, look_at)
+    parts = [
+        leaf
+        for leaf in given_to(call.function, args, kwargs)
+        if isinstance(leaf, Tensor) and leaf.dim() and (torch_private.storage(leaf), leaf.shape[1:]) in rows
+    ]
     for name in split:
         here, total = call.plan.samples[name]
         for leaf in parts:
@@ -209,17 +206,10 @@ def _cut_by_specs(call: Call, args: Any, kwargs: Any, sizes: Mapping[str, int]) 
     """
     found: list[Tensor] = []
     axes: set[str] = set()
-
-    def look_at(leaf: Any) -> Any:
-        spec = getattr(leaf, "_spmd_spec", None)
-        over = (
-            {name for name in spec.dim_axes(0) if name in call.over and sizes[name] > 1} if spec is not None else set()
-        )
+    for leaf in given_to(call.function, args, kwargs):
+        names = getattr(leaf, "_spmd_spec", REPLICATED).dim_axes(0)
+        over = {name for name in names if name in call.over and sizes[name] > 1}
         if over and isinstance(leaf, Tensor) and (not found or leaf.shape[0] == found[0].shape[0]):
             found.append(leaf)
-            axes.update(over)
-        return leaf
-
-    trees.map(look_at, (tuple(args), kwargs))
-    holding(call.function, look_at)
+            axes |= over
     return found, axes

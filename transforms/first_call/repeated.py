@@ -258,6 +258,19 @@ class _Replays(_Draws):
         return drawn
 
 
+def given_to(function: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The leaves of all that a function is given and that it holds."""
+    found: list[Any] = []
+
+    def note(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    trees.map(note, (tuple(args), kwargs))
+    holding(function, note)
+    return found
+
+
 def holding(function: Any, replace: Callable[[Any], Any], depth: int = 4) -> Any:
     """A function that holds other tensors: of functools.partial, those that it captures, and its defaults.
 
