@@ -8,6 +8,7 @@ passed, which may not be written to, but are objects of their own: nothing set o
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -109,6 +110,7 @@ class PlannedCall:
 
 
 _MOST_CHOICES = 16
+_NOTHING = contextlib.nullcontext()
 _Input = tuple[P, frozenset[str], bool, bool]  # of a tensor: its spec, that one's axes, is it to be cut, is it donated
 
 
@@ -177,7 +179,8 @@ class CompiledCall:
         state = generators() if session.launched else None
         reseed(region, session.rank)
         try:
-            with inside(region), under(self._plan.ambient), follow(net, watched):
+            looks = _NOTHING if net is None and watched is None else follow(net, watched)
+            with inside(region), under(self._plan.ambient), looks:
                 result = self._program.body(*args, **kwargs)
         finally:
             if state is not None:
