@@ -238,20 +238,8 @@ def _differing(problem: str, axes: tuple[str, ...], got: str | None, where: str,
 def same(a: OutputMeta, b: OutputMeta) -> bool:
     """Whether two ranks, or calls, have the same result, but for the bytes of a tensor."""
     if a.spec is None:
-        return same_value(a.value, b.value)
+        return values.same_value(a.value, b.value)
     return a.shape == b.shape and values.same_bytes(a.value, b.value, a.shape)
-
-
-def same_value(a: Any, b: Any) -> bool:
-    """Whether two values that are no tensors are the same."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, float | complex):
-        return a is b or repr(a) == repr(b)  # 0.0 and -0.0 are two numbers
-    try:
-        return bool(a == b or (a != a and b != b))
-    except Exception:  # no truth value, or no comparison at all
-        return pickle.dumps(a) == pickle.dumps(b)
 
 
 def _show(leaf: OutputMeta, rank_prints: list[bytes | None], rank: int) -> str:
