@@ -28,7 +28,7 @@ from ..remote.node import driver_node
 from ..run_state import RunState
 from ..spec import Layout
 from . import open_sessions, sending
-from .debugging import Debugging
+from .debugging import LOOK_SECONDS, Debugging
 from .functions import ShippedObjects
 from .pending import Again, Flight, Make, Outcome, Pending, Task
 from .ranks import Ranks
@@ -260,7 +260,7 @@ class DriverSession(Owned):
     def wait(self, task: Task) -> Task:
         """Wait until a task is settled; raises its failure. Ctrl-C interrupts the ranks."""
         self.check_owner()
-        self._interruptibly(lambda: self.debugging.wait(task))
+        self._interruptibly(lambda: self._recovery.answers.wait(task, LOOK_SECONDS) or self.debugging.wait(task))
         if task.failure is not None:
             with self.lock:
                 self.pending.report(task)
