@@ -125,9 +125,10 @@ class Receiving(threading.Thread):
     def end_of_task(self, task: Task) -> None:
         """Show what a task has shown to the end; lines of the next region are matched with each other only."""
         with self._showing:
-            with contextlib.suppress(Exception):  # of a front end that draws bars: no reason to stop listening
-                self._bars.end(task)
-            if task.region:
+            if self._bars.latest:
+                with contextlib.suppress(Exception):  # of a front end that draws bars: no reason to stop listening
+                    self._bars.end(task)
+            if task.region and self._collator.streams:
                 self._collator.begin()
 
     # -- the end -------------------------------------------------------------------------------------------------------
