@@ -188,16 +188,15 @@ class DriverSession(Owned):
                         continue
                     self.regions += region
                     number, at = next(self.numbers), self.regions if region else 0
-                    task = Task(number, chosen, at, future, last_results, compare)
-                    task.again, task.reported = again, reported
+                    known = {} if last_results is None else last_results
+                    task = Task(number, chosen, at, future, known, compare, again, reported)
                     with uninterrupted():
                         # What nothing here refers to any more goes with the task.
                         freed, forgotten = self.values.freed(), self.shipped.unused()
                         self.pending.tasks[number] = task
                         self.tell(make(number, at, freed, forgotten), packet, chosen if others else None)
                         if others and region:
-                            rest = Task(next(self.numbers), others, at)
-                            rest.reported = reported
+                            rest = Task(next(self.numbers), others, at, reported=reported)
                             self.pending.tasks[rest.number] = rest
                             self.tell(protocol.PassThrough(rest.number, at, freed, forgotten), ranks=others)
                         elif others and (freed or forgotten):
