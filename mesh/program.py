@@ -24,9 +24,8 @@ from .agreement import path_in
 from .ambient import Ambient, under
 from .array import Array
 from .batch import BatchSplit
-from .purity.assigned import warn_of_assigned
 from .purity.captured import Captured
-from .purity.captured_state import CapturedState
+from .purity.captured_state import CapturedState, warn_of_assigned
 from .purity.writes import Watched
 from .rank.session import RankSession
 from .region import (
