@@ -103,7 +103,7 @@ class Worker(Owned):
         if isinstance(answer, protocol.Unchanged):
             if self._put(answer):
                 return
-            answer = self._packed(answer, None)
+            answer = self._packed(answer)
         if (arena := self._state.session.arena) is not None:
             arena.answers.note(task.number)
         self._send_packet(answer)
@@ -120,17 +120,22 @@ class Worker(Owned):
     def _answer(self, task: protocol.Task, packet: wire.Packet) -> wire.Packet | protocol.Unchanged:
         """Do a task; what is to be sent of how it went."""
         if self._failed:
-            return self._packed(protocol.Skipped(task.number), None)
+            return self._packed(protocol.Skipped(task.number))
         state, self._task = self._state, task.number
         try:
             with state.session.region(task.region) if task.region else state.session.alone():
                 try:
                     self._running = True
-                    message, content = DO[type(task)](state, task, packet)
+                    found = DO[type(task)](state, task, packet)
                 finally:
                     self._running = False
             self._end_if_forked(0)
-            answer = message if isinstance(message, protocol.Unchanged) else self._packed(message, content)
+            if isinstance(found, protocol.Unchanged):
+                answer = found
+            elif isinstance(found, protocol.Metadata):
+                answer = self._packed(found)
+            else:
+                answer = self._packed(protocol.Answer(task.number), found)
         except BaseException as error:
             self._running = False
             if self.foreign:
@@ -154,7 +159,7 @@ class Worker(Owned):
                     stream.flush()
             os._exit(status)
 
-    def _packed(self, message: protocol.Message, content: Any) -> wire.Packet:
+    def _packed(self, message: protocol.Message, content: Any = None) -> wire.Packet:
         state = self._state
         with sending_result(lambda: [("what the function returned", content)], state.session.where, (Array, Mesh)):
             packet = wire.Packet(b"") if content is None else wire.dumps(content, state.name_of)
@@ -162,7 +167,7 @@ class Worker(Owned):
         return packet
 
     def _send(self, message: protocol.Message) -> None:
-        self._send_packet(self._packed(message, None))
+        self._send_packet(self._packed(message))
 
     def _send_packet(self, packet: wire.Packet) -> None:
         if self.foreign:
