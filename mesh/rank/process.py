@@ -33,7 +33,7 @@ from ..display.trace import LOGGER
 from ..hosts.copier import Copier
 from ..hosts.protocol import CALLS
 from ..mesh import Mesh
-from ..pickling.gpu_tensors import arrive_on
+from ..pickling.objects import arrive_on
 from ..region import Region, inside, seed_others
 from ..remote.handle import plain_name_of
 from ..remote.node import Node
