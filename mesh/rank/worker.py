@@ -122,6 +122,7 @@ class Worker(Owned):
         if self._failed:
             return self._packed(protocol.Skipped(task.number))
         state, self._task = self._state, task.number
+        answer: wire.Packet | protocol.Unchanged
         try:
             with state.session.region(task.region) if task.region else state.session.alone():
                 try:
