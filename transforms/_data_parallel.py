@@ -130,7 +130,7 @@ class DataParallel(Transformable):
                 )
             )
         around = plan_of(region)
-        if agreed(around, argument.axis, argument.shards):
+        if around.virtual is not None and agreed(around.virtual, argument.axis, argument.shards):
             return self._step(*args, **kwargs)
         if argument.shards is not None and region.session.device.type != "cpu":
             raise SpecError(

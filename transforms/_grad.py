@@ -174,7 +174,8 @@ def _strategy(
     region: Region | None, plan: Plan, over: tuple[str, ...], nested: bool, arguments: Any, name: str
 ) -> Strategy:
     """How this gradient is taken: asked here, and nowhere below."""
-    if _exact.applies(region, plan, over, nested, arguments, name):
+    virtual, shard = plan.virtual, plan.shard
+    if virtual is not None and region and _exact.applies(region, virtual, shard, over, nested, arguments, name):
         return _exact.Exact()
     if not nested and _empty_shards.possible(region, plan, over):
         return _empty_shards.EmptyShards(nested)

@@ -24,7 +24,6 @@ from .._auxiliary import NO_AUX, Auxiliary
 from .._backward import Evaluated, Plain, noted
 from .._call import Call, Output, Solution
 from .._empty_shards import blank
-from .._plan import Plan
 from .._sums import Hook, summed
 from .._tokens import tokens
 from ..first_call.look import check_trains, look
@@ -35,13 +34,12 @@ from .tree_sums import TreeSums
 from .virtual_shards import after_shards, cut, running
 
 
-def applies(region: Region | None, plan: Plan, over: tuple[str, ...], nested: bool, args: Any, name: str) -> bool:
+def applies(
+    region: Region, virtual: VirtualShards, shard: int | None, over: tuple[str, ...], nested: bool, args: Any, name: str
+) -> bool:
     """Whether a gradient is one over virtual shards; refuses one that would differ by the number of ranks."""
-    virtual = plan.virtual
-    if region is None or virtual is None:
-        return False
     problem = remedy = ""
-    if plan.shard is not None:
+    if shard is not None:
         if virtual.axis not in over:
             return False
         problem = f"grad of {name} within a virtual shard asks for the mean over {virtual.axis!r}, that of all shards"

@@ -24,7 +24,7 @@ from ...mesh import trees
 from ...mesh.region import Region, generators, reseed, restore_generators, seed_others
 from ...mesh.replication.net import mark
 from ...mesh.spec import Sharded, is_sharded
-from .._plan import Plan, following, plan_of
+from .._plan import following, plan_of
 from .shards import VirtualShards
 from .tracked import Tracked, plain
 
@@ -45,15 +45,12 @@ def cut(virtual: VirtualShards, leaf: Tracked, name: str, path: str) -> list[Ten
     return [mark(part.clone(), frozenset({virtual.axis}), "the batch") for part in parts]
 
 
-def agreed(plan: Plan, axis: str, count: Any) -> bool:
+def agreed(outer: VirtualShards, axis: str, count: Any) -> bool:
     """Whether a step runs in the virtual shards of the step around it; refuses one that can't.
 
     Raises:
         SpecError: the two disagree.
     """
-    outer = plan.virtual
-    if outer is None:
-        return False
     if outer.axis == axis and count in (None, len(outer.sizes)):
         return True
     if count is None:
