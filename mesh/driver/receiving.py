@@ -112,6 +112,14 @@ class Receiving(threading.Thread):
                 if rank.has_printed():
                     self.read_output(rank)
 
+    def show(self, printed: Iterable[tuple[Rank, str, bytes]], layout: Layout) -> None:
+        """Show what ranks of some layout have printed that are not listened to."""
+        with self._showing:
+            collator = Collator(self._print, layout.size, label=coordinates_label(layout))
+            for rank, stream, data in printed:
+                collator.feed(rank.rank, stream, data)
+            collator.flush()
+
     def show_output(self) -> None:
         """Show all that ranks have printed, and was held to see who else prints it."""
         with self._showing:
