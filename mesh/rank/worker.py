@@ -25,7 +25,6 @@ from ...kernels.errors import Aborted
 from ...kernels.processes import Owned
 from .. import protocol, wire
 from ..array import Array
-from ..display.bars import BarState
 from ..display.trace import Recorder
 from ..driver.snapshot import remember_sources, sending_result
 from ..failure import capture
@@ -40,7 +39,11 @@ INTERRUPT_SECONDS = 0.3  # between two interrupts of one task: the first one's c
 
 
 class Worker(Owned):
-    """Serves the driver at the other end of a socket."""
+    """Serves the driver at the other end of a socket.
+
+    Attributes:
+        task: the number of the one that it is at, or was last.
+    """
 
     def __init__(self, state: RankState, connection: socket.socket):
         super().__init__()
@@ -50,7 +53,7 @@ class Worker(Owned):
         self._questions = 0
         self._failed = self._running = self._ends = False
         self._interrupted_at = 0.0
-        self._task = 0
+        self.task = 0
         self._sent = 0  # messages
         self._sending = threading.Lock()
 
@@ -121,7 +124,7 @@ class Worker(Owned):
         """Do a task; what is to be sent of how it went."""
         if self._failed:
             return self._packed(protocol.Skipped(task.number))
-        state, self._task = self._state, task.number
+        state, self.task = self._state, task.number
         answer: wire.Packet | protocol.Unchanged
         try:
             with state.session.region(task.region) if task.region else state.session.alone():
@@ -178,13 +181,6 @@ class Worker(Owned):
             wire.send(self._connection, packet)
         packet.close()
 
-    def current_task(self) -> int:
-        return self._task
-
-    def report_bar(self, task: int, state: BarState) -> None:
-        """Tell the driver of a progress bar."""
-        self.report(protocol.Progress(task, state))
-
     def report(self, message: protocol.Message) -> None:
         """Tell the driver something on the way; half a message would be the end of the connection."""
         with uninterrupted():
@@ -224,7 +220,7 @@ class Worker(Owned):
         if not self._running or now - self._interrupted_at <= INTERRUPT_SECONDS:
             return
         if _is_importing(frame):
-            later = threading.Timer(IMPORT_SECONDS, self._interrupt_again, (self._task,))
+            later = threading.Timer(IMPORT_SECONDS, self._interrupt_again, (self.task,))
             later.daemon = True
             later.start()
             return
@@ -232,7 +228,7 @@ class Worker(Owned):
         raise KeyboardInterrupt
 
     def _interrupt_again(self, task: int) -> None:
-        if self._running and self._task == task:
+        if self._running and self.task == task:
             os.kill(os.getpid(), signal.SIGINT)
 
 
