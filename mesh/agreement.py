@@ -125,7 +125,7 @@ def assemble(
     results = []
     for index, leaf in enumerate(first):
         leaves = {rank: its[index] for rank, (_, its) in outputs.items()}
-        what = functools.partial(_what, treedef, index, name)  # finding paths takes longer than all of this
+        what = functools.partial(called, treedef, index, name)  # finding paths takes longer than all of this
         if any(one.spec != leaf.spec or one.dtype != leaf.dtype for one in leaves.values()):
             kinds = "; ".join(f"{ranks_text([rank])}: {_kind(one)}" for rank, one in leaves.items())
             raise SpecError(
@@ -167,7 +167,8 @@ def of_batch(
     return treedef, own
 
 
-def _what(treedef: Any, index: int, name: str) -> str:
+def called(treedef: Any, index: int, name: str) -> str:
+    """What a leaf of the results is called, for messages."""
     return f"result {path_in(treedef, index)} of {name}"
 
 

@@ -19,7 +19,7 @@ import torch
 from ..kernels.arguments import check_value
 from ..kernels.errors import SpecError, message
 from . import agreement, trees
-from .agreement import OutputMeta, path_in
+from .agreement import OutputMeta, called, path_in
 from .array import Array
 from .driver.snapshot import sending_result
 from .rank.lasting_values import KnownLayout
@@ -209,7 +209,7 @@ class Results:
                 if last is not None and last.dtype is leaf.dtype and last.shape == leaf.shape and last.spec == spec:
                     metas.append(last)
                     continue
-                check_value(leaf, functools.partial(self._called, treedef, index), cut=bool(spec.entries))
+                check_value(leaf, functools.partial(called, treedef, index, self._name), cut=bool(spec.entries))
                 if spec.entries:
                     self._check_result(treedef, index, leaf, spec)
                 other_spec = last is not None and last.spec is not None and last.spec != spec
@@ -241,16 +241,12 @@ class Results:
             ) from None
         return treedef, [spec if own is None else own for own, spec in zip(declared, specs, strict=True)]
 
-    def _called(self, treedef: Any, index: int) -> str:
-        """What a leaf is called, for messages."""
-        return f"result {path_in(treedef, index)} of {self._name}"
-
     def _refuse_unfit(self, treedef: Any, index: int, leaf: Any) -> None:
         """Refuse what is no value: code, what has yet to run, and modules, which would come as other objects."""
         if isinstance(leaf, types.FunctionType | types.MethodType | Iterator | types.CoroutineType | torch.nn.Module):
             raise SpecError(
                 message(
-                    f"{self._called(treedef, index)} is no value",
+                    f"{called(treedef, index, self._name)} is no value",
                     got=type(leaf).__name__,
                     expected="tensors, numbers, strings or None, in dicts, lists, tuples or dataclasses",
                     where=self._session.where(),
@@ -263,7 +259,7 @@ class Results:
         if len(spec.entries) > leaf.dim():
             raise SpecError(
                 message(
-                    f"{self._called(treedef, index)} has fewer dimensions than its spec",
+                    f"{called(treedef, index, self._name)} has fewer dimensions than its spec",
                     got=f"shape {tuple(leaf.shape)} with {spec}",
                     where=self._session.where(),
                     remedy="reshape it, or give it a shorter spec",

@@ -230,15 +230,12 @@ def shown(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> str:
     >>> shown({"w": (1, [2])})
     "{'w': (*, [*])}"
     """
-    return repr(map(lambda _: _STAR, tree, is_leaf=is_leaf))
+    return repr(map(lambda _: _Star(), tree, is_leaf=is_leaf))
 
 
 class _Star:
     def __repr__(self) -> str:
         return "*"
-
-
-_STAR = _Star()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
