@@ -87,7 +87,7 @@ def _comes_back(obj: Any, flatten: Callable, unflatten: Callable) -> bool:
         again = unflatten(data, parts)
         if type(again) is not type(obj) or hash(data) != hash(flatten(again)[1]) or _has_more(obj, again):
             return False
-        return any(map(_is_data, optree.tree_leaves(list(parts), none_is_leaf=True))) or any(map(_way, parts))
+        return any(map(_is_data, optree.tree_leaves(parts, none_is_leaf=True))) or any(map(_way, parts))
     except Exception:
         return False
 
