@@ -8,7 +8,6 @@ passed, which may not be written to, but are objects of their own: nothing set o
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import enum
 import functools
@@ -39,7 +38,7 @@ from .region import (
     state_is_dropped,
 )
 from .replication.following import follow
-from .replication.net import Net, Varying, marked
+from .replication.net import NOTHING, Net, Varying, marked
 from .replication.values import Check
 from .results import Outcome, Results
 from .spec import REPLICATED, P
@@ -109,7 +108,6 @@ class PlannedCall:
 
 
 _MOST_CHOICES = 16
-_NOTHING = contextlib.nullcontext()
 _Input = tuple[P, frozenset[str], bool, bool]  # of a tensor: its spec, that one's axes, is it to be cut, is it donated
 
 
@@ -178,7 +176,7 @@ class CompiledCall:
         state = generators() if session.launched else None
         reseed(region, session.rank)
         try:
-            looks = _NOTHING if net is None and watched is None else follow(net, watched)
+            looks = NOTHING if net is None and watched is None else follow(net, watched)
             with inside(region), under(self._plan.ambient), looks:
                 result = self._program.body(*args, **kwargs)
         finally:
