@@ -125,7 +125,7 @@ def assemble(
     results = []
     for index, leaf in enumerate(first):
         leaves = {rank: its[index] for rank, (_, its) in outputs.items()}
-        what = functools.partial(_what, treedef, index, name)  # finding paths takes longer than all of this
+        what = functools.partial(called, treedef, index, name)  # finding paths takes longer than all of this
         if any(one.spec != leaf.spec or one.dtype != leaf.dtype for one in leaves.values()):
             kinds = "; ".join(f"{ranks_text([rank])}: {_kind(one)}" for rank, one in leaves.items())
             raise SpecError(
@@ -167,7 +167,8 @@ def of_batch(
     return treedef, own
 
 
-def _what(treedef: Any, index: int, name: str) -> str:
+def called(treedef: Any, index: int, name: str) -> str:
+    """What a leaf of the results is called, for messages."""
     return f"result {path_in(treedef, index)} of {name}"
 
 
@@ -238,20 +239,8 @@ def _differing(problem: str, axes: tuple[str, ...], got: str | None, where: str,
 def same(a: OutputMeta, b: OutputMeta) -> bool:
     """Whether two ranks, or calls, have the same result, but for the bytes of a tensor."""
     if a.spec is None:
-        return same_value(a.value, b.value)
+        return values.same_value(a.value, b.value)
     return a.shape == b.shape and values.same_bytes(a.value, b.value, a.shape)
-
-
-def same_value(a: Any, b: Any) -> bool:
-    """Whether two values that are no tensors are the same."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, float | complex):
-        return a is b or repr(a) == repr(b)  # 0.0 and -0.0 are two numbers
-    try:
-        return bool(a == b or (a != a and b != b))
-    except Exception:  # no truth value, or no comparison at all
-        return pickle.dumps(a) == pickle.dumps(b)
 
 
 def _show(leaf: OutputMeta, rank_prints: list[bytes | None], rank: int) -> str:

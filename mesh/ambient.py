@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .rank.counted import asked, body_counted
+from .rank import counted
 
 _DEVICES = ("cpu", "cuda")
 
@@ -56,7 +56,7 @@ _USUAL = Ambient(grad=True, autocast=(), anomaly=None, dtype=torch.float32)
 def ambient() -> Ambient | None:
     """The settings here and now; None for the usual ones."""
     autocast = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
-    grad, dtype, counting = torch.is_grad_enabled(), torch.get_default_dtype(), bool(asked())
+    grad, dtype, counting = torch.is_grad_enabled(), torch.get_default_dtype(), bool(counted.thread.asked)
     anomaly = torch.is_anomaly_check_nan_enabled() if torch.is_anomaly_enabled() else None
     deterministic = None
     if torch.are_deterministic_algorithms_enabled():
@@ -86,7 +86,7 @@ def _under(settings: Ambient) -> Iterator[None]:
         if settings.anomaly is not None:
             stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=settings.anomaly))
         if settings.counting:
-            stack.enter_context(body_counted())
+            stack.enter_context(counted.body_counted())
         if settings.deterministic is not None:
             was, warned = (
                 torch.are_deterministic_algorithms_enabled(),

@@ -22,7 +22,7 @@ from .launch.calls import LaunchedCall
 from .mesh import Mesh
 from .program import InputPlan, Program
 from .put import as_tensor, put_on
-from .rank.counted import note_mesh
+from .rank import counted
 from .remote.reference import Ref
 from .request import Request, Span, donate, spans_of
 
@@ -58,7 +58,8 @@ def call(
         flat: the leaves and the structure of `tree`, from who has them.
     """
     settings = ambient()
-    note_mesh(mesh)
+    if counted.thread.asked:
+        counted.note_mesh(mesh)
     session: Any = mesh.driver if mesh.is_driver else mesh.session
     if mesh.is_driver and (resizing := session.resizing) is not None:
         resizing.switch_if_ready()

@@ -19,51 +19,42 @@ import torch
 from ..kernels.torch_private import tree_node_of
 
 # Types that are looked at once: what is no container, and what optree knows by itself.
-_leaf_types: set[type] = {torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes, type(None), object}
-_adopted: dict[type, tuple[Callable, Callable]] = {}
+leaf_types: set[type] = {torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes, type(None), object}
+adopted: set[type] = set()  # since
 
 
 def adopt(found: Iterable[Any], namespace: str, is_leaf: Callable[[Any], bool] | None = None) -> bool:
     """Register the classes among these leaves that are containers; whether there were any.
+
+    All whose types are `leaf_types` need no such look.
 
     Args:
         found: leaves of a tree.
         namespace: optree's, where they become nodes.
         is_leaf: what is a leaf all the same.
     """
-    new = set(map(type, found)) - _leaf_types
-    if not new:
-        return False
-    adopted = False
+    new = set(map(type, found)) - leaf_types
+    any_adopted = False
     for leaf in found:
         cls = type(leaf)
         if cls not in new or (is_leaf is not None and is_leaf(leaf)):
             continue
         new.discard(cls)
-        way = None if cls in _adopted else _way(leaf)
+        way = None if cls in adopted else _way(leaf)
         if way is None:
-            if cls not in _adopted and not _may_be_container(cls):
-                _leaf_types.add(cls)
+            if cls not in adopted and not _may_be_container(cls):
+                leaf_types.add(cls)
             continue
         register(cls, *way, namespace=namespace)
-        adopted = True
-    return adopted
+        any_adopted = True
+    return any_adopted
 
 
 def register(cls: type, flatten: Callable, unflatten: Callable, *, namespace: str) -> None:
     """Make a class a node, here or in a process that a structure with it has come to."""
     if optree.register_pytree_node.get(cls, namespace=namespace) is None:
         optree.register_pytree_node(cls, flatten, unflatten, namespace=namespace)
-    _adopted[cls] = flatten, unflatten
-
-
-def is_leaf_type(cls: type) -> bool:
-    """Whether objects of a class are known to be leaves, all of them."""
-    return cls in _leaf_types
-
-
-def is_adopted(cls: type) -> bool:
-    return cls in _adopted
+    adopted.add(cls)
 
 
 def _may_be_container(cls: type) -> bool:
@@ -76,19 +67,18 @@ def _way(obj: Any) -> tuple[Callable, Callable] | None:
     cls = type(obj)
     if cls.__module__.partition(".")[0] == "spmd" or isinstance(obj, torch.Tensor | torch.nn.Module):
         return None
-    ways: list[tuple[Callable, Callable]] = []
+    way: tuple[Callable, Callable]
     by_torch = tree_node_of(cls)
     if by_torch is not None:  # its functions go along: torch may know none of the class in another process
-        ways.append((functools.partial(_by_torch, by_torch[0]), functools.partial(_made_by_torch, by_torch[1])))
+        way = functools.partial(_by_torch, by_torch[0]), functools.partial(_made_by_torch, by_torch[1])
     elif issubclass(cls, collections.abc.Mapping):
-        ways.append((_items, functools.partial(_mapping, cls)))
+        way = _items, functools.partial(_mapping, cls)
     elif dataclasses.is_dataclass(cls):
         names = tuple(field.name for field in dataclasses.fields(cls))
-        ways.append((functools.partial(_fields, names), functools.partial(_dataclass, cls)))
-    for flatten, unflatten in ways:
-        if _comes_back(obj, flatten, unflatten):
-            return flatten, unflatten
-    return None
+        way = functools.partial(_fields, names), functools.partial(_dataclass, cls)
+    else:
+        return None
+    return way if _comes_back(obj, *way) else None
 
 
 def _comes_back(obj: Any, flatten: Callable, unflatten: Callable) -> bool:
@@ -97,13 +87,9 @@ def _comes_back(obj: Any, flatten: Callable, unflatten: Callable) -> bool:
         again = unflatten(data, parts)
         if type(again) is not type(obj) or hash(data) != hash(flatten(again)[1]) or _has_more(obj, again):
             return False
-        return any(map(_is_data, _leaves(list(parts)))) or any(map(_way, parts))
+        return any(map(_is_data, optree.tree_leaves(parts, none_is_leaf=True))) or any(map(_way, parts))
     except Exception:
         return False
-
-
-def _leaves(parts: Any) -> list[Any]:
-    return optree.tree_leaves(parts, none_is_leaf=True)
 
 
 def _is_data(leaf: Any) -> bool:

@@ -23,9 +23,8 @@ from .agreement import path_in
 from .ambient import Ambient, under
 from .array import Array
 from .batch import BatchSplit
-from .purity.assigned import warn_of_assigned
 from .purity.captured import Captured
-from .purity.captured_state import CapturedState
+from .purity.captured_state import CapturedState, warn_of_assigned
 from .purity.writes import Watched
 from .rank.session import RankSession
 from .region import (
@@ -39,7 +38,7 @@ from .region import (
     state_is_dropped,
 )
 from .replication.following import follow
-from .replication.net import Net, Varying, marked
+from .replication.net import NOTHING, Net, Varying, marked
 from .replication.values import Check
 from .results import Outcome, Results
 from .spec import REPLICATED, P
@@ -177,7 +176,8 @@ class CompiledCall:
         state = generators() if session.launched else None
         reseed(region, session.rank)
         try:
-            with inside(region), under(self._plan.ambient), follow(net, watched):
+            looks = NOTHING if net is None and watched is None else follow(net, watched)
+            with inside(region), under(self._plan.ambient), looks:
                 result = self._program.body(*args, **kwargs)
         finally:
             if state is not None:

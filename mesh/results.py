@@ -19,13 +19,13 @@ import torch
 from ..kernels.arguments import check_value
 from ..kernels.errors import SpecError, message
 from . import agreement, trees
-from .agreement import OutputMeta, path_in, same_value
+from .agreement import OutputMeta, called, path_in
 from .array import Array
 from .driver.snapshot import sending_result
 from .rank.lasting_values import KnownLayout
 from .rank.session import RankSession
 from .replication.net import Net, plain_number
-from .replication.values import Check, prints_of_all, prints_of_scalars, scalars_among, tensor_print
+from .replication.values import Check, prints_of_all, prints_of_scalars, same_value, scalars_among, tensor_print
 from .spec import REPLICATED, P, is_sharded, is_spec
 from .strides import is_frozen
 
@@ -37,6 +37,7 @@ class Outcome:
     Attributes:
         treedef, leaves: the results, as they are kept.
         metas: of each leaf.
+        tensors, specs: those of the leaves that are tensors, and theirs.
         unchanged: structure, kinds and values that are no tensors are those of the call before.
         prints: what is to be compared of the tensors (see `replication.values`).
         known: how the tensors among them lie, if they lie as those of another call did.
@@ -45,23 +46,11 @@ class Outcome:
     treedef: Any
     leaves: list[Any]
     metas: list[OutputMeta]
+    tensors: list[Any]
+    specs: list[P]
     unchanged: bool
     prints: bytes
     known: KnownLayout | None = None
-
-    @property
-    def tensors(self) -> list[Any]:
-        """Those of the results that are tensors."""
-        if self.known is not None and len(self.known.specs) == len(self.leaves):
-            return self.leaves
-        return agreement.tensors_among(self.leaves, self.metas)
-
-    @property
-    def specs(self) -> list[P]:
-        """Of the tensors."""
-        if self.known is not None:
-            return list(self.known.specs)
-        return agreement.specs_of(self.metas)
 
     def encoded(self, where: str) -> bytes:
         """What other processes must know of the results.
@@ -86,7 +75,7 @@ class _Kind:
 
     Attributes:
         layout: of the tensors.
-        numbers: the places of the others among the leaves.
+        places, numbers: of the tensors among the leaves, and of the others.
         undeclared: the places of those tensors whose spec is not declared.
     """
 
@@ -94,6 +83,7 @@ class _Kind:
     treedef: Any
     metas: list[OutputMeta]
     layout: KnownLayout
+    places: tuple[int, ...]
     numbers: tuple[int, ...]
     undeclared: tuple[int, ...]
 
@@ -106,7 +96,7 @@ class _Kind:
         if not self.numbers:
             found = leaves
         elif all(same_value(leaves[index], self.metas[index].value) for index in self.numbers):
-            found = agreement.tensors_among(leaves, self.metas)
+            found = [leaves[index] for index in self.places]
         else:
             return None
         return found if self.layout.fits(found) else None
@@ -156,7 +146,8 @@ class Results:
                 session.lay_out(tensors, kind.layout)
                 leaves = kind.joined(tensors)
                 prints = self._prints(leaves, kind.metas, check)
-                return Outcome(kind.treedef, leaves, kind.metas, True, prints, kind.layout)
+                specs = list(kind.layout.specs)
+                return Outcome(kind.treedef, leaves, kind.metas, tensors, specs, True, prints, kind.layout)
         leaves, raw = trees.flatten(result)
         types = set(map(type, leaves))
         if self._raw is None or raw != self._raw:
@@ -171,23 +162,24 @@ class Results:
             leaves = [leaf.local if type(leaf) is Array else leaf for leaf in leaves]
         leaves, metas, unchanged = self._described(treedef, leaves, specs, net)
         session.lay_out(leaves)
+        tensors, specs = agreement.tensors_among(leaves, metas), agreement.specs_of(metas)
         if not unchanged:
             self._before, self._kind = (treedef, metas), None
             self._scalars, self._may_repeat = scalars_among(metas), True
         elif self._may_repeat:
             self._may_repeat = False
             plain = torch.Tensor in types and types <= {torch.Tensor, *_NUMBERS} and not is_own
-            self._kind = self._kind_of(result, treedef, leaves, metas) if plain else None
-        return Outcome(treedef, leaves, metas, unchanged, self._prints(leaves, metas, check))
+            self._kind = self._kind_of(result, treedef, metas, KnownLayout.of(tensors, specs)) if plain else None
+        return Outcome(treedef, leaves, metas, tensors, specs, unchanged, self._prints(leaves, metas, check))
 
-    def _kind_of(self, result: Any, treedef: Any, leaves: list[Any], metas: list[OutputMeta]) -> _Kind | None:
+    def _kind_of(self, result: Any, treedef: Any, metas: list[OutputMeta], layout: KnownLayout | None) -> _Kind | None:
         structure = trees.Structure.of(result)
-        layout = KnownLayout.of(agreement.tensors_among(leaves, metas), agreement.specs_of(metas))
         if structure is None or layout is None:
             return None
+        places = tuple(index for index, about in enumerate(metas) if about.spec is not None)
         numbers = tuple(index for index, about in enumerate(metas) if about.spec is None)
         undeclared = tuple(index for index, spec in enumerate(self._outputs[1]) if spec is None)
-        return _Kind(structure, treedef, metas, layout, numbers, undeclared)
+        return _Kind(structure, treedef, metas, layout, places, numbers, undeclared)
 
     def _prints(self, leaves: list[Any], metas: list[OutputMeta], check: Check) -> bytes:
         if check >= Check.VALUES:
@@ -217,7 +209,7 @@ class Results:
                 if last is not None and last.dtype is leaf.dtype and last.shape == leaf.shape and last.spec == spec:
                     metas.append(last)
                     continue
-                check_value(leaf, functools.partial(self._called, treedef, index), cut=bool(spec.entries))
+                check_value(leaf, functools.partial(called, treedef, index, self._name), cut=bool(spec.entries))
                 if spec.entries:
                     self._check_result(treedef, index, leaf, spec)
                 other_spec = last is not None and last.spec is not None and last.spec != spec
@@ -249,16 +241,12 @@ class Results:
             ) from None
         return treedef, [spec if own is None else own for own, spec in zip(declared, specs, strict=True)]
 
-    def _called(self, treedef: Any, index: int) -> str:
-        """What a leaf is called, for messages."""
-        return f"result {path_in(treedef, index)} of {self._name}"
-
     def _refuse_unfit(self, treedef: Any, index: int, leaf: Any) -> None:
         """Refuse what is no value: code, what has yet to run, and modules, which would come as other objects."""
         if isinstance(leaf, types.FunctionType | types.MethodType | Iterator | types.CoroutineType | torch.nn.Module):
             raise SpecError(
                 message(
-                    f"{self._called(treedef, index)} is no value",
+                    f"{called(treedef, index, self._name)} is no value",
                     got=type(leaf).__name__,
                     expected="tensors, numbers, strings or None, in dicts, lists, tuples or dataclasses",
                     where=self._session.where(),
@@ -271,7 +259,7 @@ class Results:
         if len(spec.entries) > leaf.dim():
             raise SpecError(
                 message(
-                    f"{self._called(treedef, index)} has fewer dimensions than its spec",
+                    f"{called(treedef, index, self._name)} has fewer dimensions than its spec",
                     got=f"shape {tuple(leaf.shape)} with {spec}",
                     where=self._session.where(),
                     remedy="reshape it, or give it a shorter spec",

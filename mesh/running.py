@@ -22,7 +22,7 @@ from .driver.sending import content as content_of
 from .driver.session import DriverSession
 from .driver.snapshot import sending_result, typed_sources
 from .launch import launched
-from .rank.counted import note_mesh
+from .rank import counted
 from .region import Region, current, generators, inside, reseed, restore_generators
 from .remote import answers
 from .remote.handle import Remote
@@ -81,7 +81,8 @@ def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]
     layout = self.layout
     chosen = _checked(self, ranks)
     key = (self.seed, "run", self.run_state.next_run())
-    note_mesh(self)
+    if counted.thread.asked:
+        counted.note_mesh(self)
     if self.is_driver:
         if not chosen:
             return []

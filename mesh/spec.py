@@ -124,18 +124,14 @@ def is_sharded(x: Any) -> bool:
     return isinstance(x, Sharded)
 
 
-def _register() -> None:
-    register: Any = optree.register_pytree_node  # whose types know of collections only
-    register(
-        Sharded,
-        lambda node: ((node.local,), node.spec, ("local",)),
-        lambda spec, children: Sharded(next(iter(children)), spec),
-        path_entry_type=optree.GetAttrEntry,
-        namespace=NAMESPACE,
-    )
-
-
-_register()
+_register: Any = optree.register_pytree_node  # whose types know of collections only
+_register(
+    Sharded,
+    lambda node: ((node.local,), node.spec, ("local",)),
+    lambda spec, children: Sharded(next(iter(children)), spec),
+    path_entry_type=optree.GetAttrEntry,
+    namespace=NAMESPACE,
+)
 
 
 def split_sizes(length: int, parts: int) -> list[int]:

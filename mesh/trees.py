@@ -29,7 +29,10 @@ _insertion_order.__enter__()
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], optree.PyTreeSpec]:
     leaves, treedef = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
-    while containers.adopt(leaves, NAMESPACE, is_leaf):
+    # Most are of types that are known to be leaves, which is seen here: trees are flattened many times a step.
+    while not containers.leaf_types.issuperset(builtins.map(type, leaves)) and containers.adopt(
+        leaves, NAMESPACE, is_leaf
+    ):
         leaves, treedef = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
     return leaves, treedef
 
@@ -52,7 +55,7 @@ class Structure:
         """That of a tree; None if it has nodes of kinds that are rare."""
         found, treedef = flatten(tree)
         leaf_types = frozenset(map(type, found))
-        if not all(builtins.map(containers.is_leaf_type, leaf_types)):
+        if not leaf_types <= containers.leaf_types:
             return None
         try:
             return Structure(treedef, _node_of(tree, leaf_types), leaf_types)
@@ -227,15 +230,12 @@ def shown(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> str:
     >>> shown({"w": (1, [2])})
     "{'w': (*, [*])}"
     """
-    return repr(map(lambda _: _STAR, tree, is_leaf=is_leaf))
+    return repr(map(lambda _: _Star(), tree, is_leaf=is_leaf))
 
 
 class _Star:
     def __repr__(self) -> str:
         return "*"
-
-
-_STAR = _Star()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ def pack(treedef: optree.PyTreeSpec) -> Packed:
     todo = [treedef]
     while todo:
         node = todo.pop()
-        if isinstance(node.type, type) and (containers.is_adopted(node.type) or not travels_by_name(node.type)):
+        if isinstance(node.type, type) and (node.type in containers.adopted or not travels_by_name(node.type)):
             entry = optree.register_pytree_node.get(node.type, namespace=NAMESPACE)
             if entry is not None and entry.kind == optree.PyTreeKind.CUSTOM:
                 classes[node.type] = (node.type, entry.flatten_func, entry.unflatten_func, entry.namespace)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from .mesh.rank.counted import Counts, asked, asked_in, counted_in, take, taken_meshes
+from .mesh.rank.counted import Counts, asked_in, counted_in, take, taken_meshes, thread
 from .mesh.region import current
 
 
@@ -35,7 +35,7 @@ def count_collectives() -> Iterator[Counts]:
         with counted_in(counts):
             yield counts
         return
-    outer = asked()
+    outer = thread.asked
     _collect(outer)
     try:
         with asked_in(*outer, counts):
@@ -47,7 +47,7 @@ def count_collectives() -> Iterator[Counts]:
     _collect([*outer, counts])
 
 
-def _collect(into: list[Counts]) -> None:
+def _collect(into: Sequence[Counts]) -> None:
     """Ask the ranks of a driver what they have counted, rank 0 for all; a launched rank has counted here."""
     with asked_in():
         for mesh in taken_meshes():

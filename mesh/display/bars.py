@@ -85,6 +85,9 @@ class Bars:
         make: makes a bar, as `tqdm` does; None is `tqdm.auto.tqdm`.
         clock: the time in seconds.
         label: from ranks in ascending order to what is put before a bar that rank 0 has no part in.
+
+    Attributes:
+        latest: (task, rank) -> the number of its newest bar, of tasks that are not over; empty if there is no bar.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Bars:
     ):
         self._make, self._clock, self._label = make, clock, label
         self._shown: dict[tuple[Any, ...], _Shown] = {}
-        self._latest: dict[tuple[Any, int], int] = {}  # (task, rank) -> the number of its newest bar
+        self.latest: dict[tuple[Any, int], int] = {}
 
     def report(self, rank: int, task: Any, state: BarState) -> None:
         """Take what a rank says of a bar that it made in a task."""
@@ -104,7 +107,7 @@ class Bars:
         if shown is None:
             shown = self._shown[key] = _Shown(task, self._clock() + WINDOW)
         shown.states[rank] = state
-        self._latest[task, rank] = max(state.number, self._latest.get((task, rank), 0))
+        self.latest[task, rank] = max(state.number, self.latest.get((task, rank), 0))
         if 0 in shown.states or shown.bar is not None:
             self._draw(shown)
         if shown.closed:
@@ -117,7 +120,7 @@ class Bars:
         for key, shown in list(self._shown.items()):
             if shown.closed:
                 others = (rank for rank in shown.task.ranks if rank not in shown.states)
-                if shown.due <= now or all(self._latest.get((shown.task, rank), 0) >= key[1] for rank in others):
+                if shown.due <= now or all(self.latest.get((shown.task, rank), 0) >= key[1] for rank in others):
                     self._close(key)
                     continue
             elif shown.bar is not None:
@@ -132,8 +135,8 @@ class Bars:
         """A task is over: its bars stay as they are."""
         for key in [key for key, shown in self._shown.items() if shown.task is task]:
             self._close(key)
-        for rank in task.ranks if self._latest else ():
-            self._latest.pop((task, rank), None)
+        for rank in task.ranks:
+            self.latest.pop((task, rank), None)
 
     @contextlib.contextmanager
     def aside(self, file: Any) -> Iterator[None]:

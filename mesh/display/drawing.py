@@ -8,6 +8,7 @@ from __future__ import annotations
 import colorsys
 import dataclasses
 import html as escape
+import itertools
 from collections.abc import Callable, Sequence
 
 from ..failure import ranks_text
@@ -40,8 +41,7 @@ def mesh_grids(layout: Layout, title: str, hosts: Sequence[str] = ()) -> list[Gr
     down = names[-2] if len(names) > 1 else None
     rest = names[:-2]
     grids = []
-    for number in range(layout.parts(rest)):
-        fixed = _unravel(number, [axes[name] for name in rest])
+    for fixed in itertools.product(*(range(axes[name]) for name in rest)):
         at = dict(zip(rest, fixed, strict=True))
         where = ", ".join(f"{name}={index}" for name, index in at.items())
         rows = []
@@ -108,14 +108,6 @@ def _spans(layout: Layout, spec: P, shape: tuple[int, ...], dim: int) -> list[st
         cut = cuts[dim] if dim < len(cuts) else slice(0, shape[dim])
         found[layout.part(rank, spec.dim_axes(dim))] = f"{cut.start}:{'?' if cut.stop == RAGGED else cut.stop}"
     return [found[part] for part in sorted(found)]
-
-
-def _unravel(number: int, sizes: list[int]) -> list[int]:
-    found = []
-    for size in reversed(sizes):
-        number, index = divmod(number, size)
-        found.append(index)
-    return found[::-1]
 
 
 def text(grid: Grid) -> str:

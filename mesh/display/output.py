@@ -237,6 +237,9 @@ class Collator:
         clock: the time in seconds.
         window: for how many seconds a line is held to see who else prints it.
         label: from ranks in ascending order to what is put before their line; `rank_label` if None.
+
+    Attributes:
+        streams: those on which anything was printed.
     """
 
     def __init__(
@@ -249,33 +252,33 @@ class Collator:
     ):
         self._write, self._size, self._clock, self._window = write, size, clock, window
         self._label = label or rank_label
-        self._streams: dict[str, _Stream] = {}
+        self.streams: dict[str, _Stream] = {}
 
     def feed(self, rank: int, stream: str, data: bytes) -> None:
         """Take bytes as they came from `rank`'s end of `stream` ("stdout" or "stderr")."""
         if not data:
             return
-        if stream not in self._streams:
-            self._streams[stream] = _Stream(
+        if stream not in self.streams:
+            self.streams[stream] = _Stream(
                 lambda text: self._write(stream, text), self._size, self._window, self._label
             )
-        self._streams[stream].feed(rank, data, self._clock())
+        self.streams[stream].feed(rank, data, self._clock())
 
     def tick(self) -> float | None:
         """Show what is due; return the seconds until more is, or None if nothing is held."""
         now = self._clock()
-        for merged in self._streams.values():
+        for merged in self.streams.values():
             merged.release(now)
-        return min((wait for merged in self._streams.values() if (wait := merged.wait(now)) is not None), default=None)
+        return min((wait for merged in self.streams.values() if (wait := merged.wait(now)) is not None), default=None)
 
     def begin(self) -> None:
         """Start a region: lines printed from now on are matched with each other only."""
         self.flush()
-        for merged in self._streams.values():
+        for merged in self.streams.values():
             merged.begin()
 
     def flush(self) -> None:
         """Show all that is held, unfinished lines too."""
         now = self._clock()
-        for merged in self._streams.values():
+        for merged in self.streams.values():
             merged.flush(now)

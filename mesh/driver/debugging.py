@@ -51,10 +51,8 @@ class Debugging:
             self._asked.clear()
             self._talking = None
 
-    def wait(self, task: Task, timeout: float | None = None) -> None:
-        """Wait until a task is settled, and read lines for ranks that ask meanwhile."""
-        if self._settled(task, LOOK_SECONDS):
-            return
+    def wait(self, task: Task, timeout: float | None = None) -> bool:
+        """Wait until a task is settled, and read lines for ranks that ask meanwhile; whether it is."""
         end = None if timeout is None else time.monotonic() + timeout
         self._waiting += 1
         try:
@@ -66,7 +64,8 @@ class Debugging:
                         self._reading.release()
                     end = None if timeout is None else time.monotonic() + timeout
                 elif end is not None and time.monotonic() > end:
-                    return
+                    return False
+            return True
         finally:
             self._waiting -= 1
 

@@ -35,20 +35,6 @@ class Shipped:
         self.key, self.last_results = key, last_results
 
 
-class ShippedOnce:
-    """An object that is looked at for changes when it is first shipped, and not again while the ranks have it."""
-
-    def __init__(self, obj: Any):
-        self.obj = obj
-        self._known: tuple[ShippedObjects, Shipped] | None = None
-
-    def to(self, objects: ShippedObjects) -> Shipped:
-        """What it is known by on the ranks of a mesh."""
-        if self._known is None or self._known[0] is not objects or not objects.has(self._known[1]):
-            self._known = objects, objects.ship_function(self.obj)
-        return self._known[1]
-
-
 class ShippedObjects:
     """What was sent to the ranks of one mesh.
 
@@ -87,7 +73,7 @@ class ShippedObjects:
             )
         key = wire.content_hash(packet)
         with self._session.lock:
-            if self._is_read(key):
+            if self.has(key):
                 packet.close()
             else:
                 self._drop(key)
@@ -103,16 +89,13 @@ class ShippedObjects:
             weakref.finalize(shipped, self._unused.append, key).atexit = False
         return shipped
 
-    def has(self, shipped: Shipped) -> bool:
-        """Whether the ranks still have it."""
-        return self._is_read(shipped.key)
+    def has(self, key: str) -> bool:
+        """Whether all ranks have an object, and could read it."""
+        return key in self._packets and key not in self._unread
 
     def note_unread(self, key: str) -> None:
         """Have an object sent anew when it is needed next: a rank could not read it."""
         self._unread.add(key)
-
-    def _is_read(self, key: str) -> bool:
-        return key in self._packets and key not in self._unread
 
     def ship_function(self, function: Any) -> Shipped:
         """Ship a function, pickling it again only if what it refers to has changed."""
@@ -128,7 +111,7 @@ class ShippedObjects:
             known = self._functions.get(holder)
         except TypeError:  # it can't be hashed, or not referred to weakly
             known, holder = None, None
-        if known is not None and self.has(known[1]) and known[0].unchanged(function):
+        if known is not None and self.has(known[1].key) and known[0].unchanged(function):
             return known[1]
         found = snapshot.Snapshot(function, self._whole)
         self._prepare(function)
@@ -151,7 +134,7 @@ class ShippedObjects:
 
     def ship_treedef(self, treedef: Any) -> Shipped:
         shipped = self._treedefs.get(treedef)
-        if shipped is None or not self.has(shipped):
+        if shipped is None or not self.has(shipped.key):
             shipped = self._treedefs[treedef] = self.ship(trees.pack(treedef))
         return shipped
 

@@ -59,65 +59,42 @@ class Again:
     losses: int = 0
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Task:
     """Something sent to ranks.
 
     Attributes:
         region: the number of the region that it is, 0 for none.
+        last_results: rank -> what "unchanged" stands for: the last metadata of the results of such calls.
+        compare: asked what has failed where prints differ.
+        again: what it takes to send it again, if that may be done when a rank dies.
+        reported: somebody has been told of the failure.
         answers: rank -> (kind, value); kind is "ok", "failed", "skipped" (it came after a failure) or "lost".
+        prints: rank -> what is to be compared of its results.
         settled: set as soon as its outcome is known, which for a failure may be before all ranks have answered.
         failure: makes the exception of a failed task.
         generation: in which the mesh failed with it; None if the task failed for itself.
-        reported: somebody has been told of the failure.
-        began: when it was made, by the clock on the wall.
-        seconds: from then until its outcome was known.
-        last_results: rank -> what "unchanged" stands for: the last metadata of the results of such calls.
-        prints: rank -> what is to be compared of its results.
-        compare: asked what has failed where prints differ.
         context: of the caller; a notebook keeps in it which cell that is.
-        again: what it takes to send it again, if that may be done when a rank dies.
+        began, seconds: when it was made, by the clock on the wall, and the time from then until its outcome was known.
     """
 
-    __slots__ = (
-        "again",
-        "answers",
-        "began",
-        "compare",
-        "context",
-        "failure",
-        "future",
-        "generation",
-        "last_results",
-        "number",
-        "prints",
-        "ranks",
-        "region",
-        "reported",
-        "seconds",
-        "settled",
-    )
-
-    def __init__(
-        self,
-        number: int,
-        ranks: tuple[int, ...],
-        region: int = 0,
-        future: Future | None = None,
-        last_results: dict[int, Any] | None = None,
-        compare: Callable[[Task], Outcome] | None = None,
-    ):
-        self.number, self.ranks, self.region, self.future = number, ranks, region, future
-        self.answers: dict[int, tuple[str, Any]] = {}
-        self.settled = threading.Event()
-        self.failure: Outcome = None
-        self.generation: int | None = None
-        self.reported = False
-        self.last_results: dict[int, Any] = {} if last_results is None else last_results
-        self.prints: dict[int, bytes] = {}
-        self.compare = compare
-        self.began, self.seconds = time.time(), -time.monotonic()
-        self.context = contextvars.copy_context()
-        self.again: Any = None
+    number: int
+    ranks: tuple[int, ...]
+    region: int = 0
+    future: Future | None = None
+    last_results: dict[int, Any] = dataclasses.field(default_factory=dict)
+    compare: Callable[[Task], Outcome] | None = None
+    again: Any = None
+    reported: bool = False
+    answers: dict[int, tuple[str, Any]] = dataclasses.field(default_factory=dict)
+    prints: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    settled: threading.Event = dataclasses.field(default_factory=threading.Event)
+    failure: Outcome = None
+    generation: int | None = None
+    context: contextvars.Context = dataclasses.field(default_factory=contextvars.copy_context)
+    began: float = dataclasses.field(default_factory=time.time)
+    seconds: float = 0.0
+    _since: float = dataclasses.field(default_factory=time.monotonic)
 
     @property
     def complete(self) -> bool:
@@ -144,7 +121,7 @@ class Task:
         if self.again is not None:
             self.again.packet.close()
             self.again = None
-        self.seconds += time.monotonic()
+        self.seconds = time.monotonic() - self._since
         if self.future is not None:
             self.reported = True
             if failure is not None:

@@ -58,9 +58,7 @@ class Receiving(threading.Thread):
         super().__init__(name="spmd-receiver", daemon=True)
         self._listener = listener
         self._showing = threading.RLock()  # who settles a task shows what is printed, whichever thread that is
-        label = coordinates_label(layout)
-        self._collator = Collator(self._print, layout.size, label=label)
-        self._bars = Bars(label=label)
+        self._show_for(layout)
         self._sockets = RankSockets(self._take, lambda rank: self.show_printed([rank]), self._bury, listener.flush)
         self.add, self.wake, self.when_writable = self._sockets.add, self._sockets.wake, self._sockets.when_writable
         self._soon: deque[Callable[[], None]] = deque()
@@ -91,14 +89,16 @@ class Receiving(threading.Thread):
             self.remove(rank)
         if self._inbox is not None:
             self._take_from(self._inbox)
-        label = coordinates_label(layout)
         with self._showing:
             self._collator.flush()
-            self._collator = Collator(self._print, layout.size, label=label)
-            self._bars = Bars(label=label)
+            self._show_for(layout)
         ranks.listened_to(self.add, self.hear)
 
     # -- what ranks show: for any thread -----------------------------------------------------------------------------
+
+    def _show_for(self, layout: Layout) -> None:
+        label = coordinates_label(layout)
+        self._collator, self._bars = Collator(self._print, layout.size, label=label), Bars(label=label)
 
     def read_output(self, rank: Rank) -> None:
         with self._showing:
@@ -111,6 +111,14 @@ class Receiving(threading.Thread):
             for rank in ranks:
                 if rank.has_printed():
                     self.read_output(rank)
+
+    def show(self, printed: Iterable[tuple[Rank, str, bytes]], layout: Layout) -> None:
+        """Show what ranks of some layout have printed that are not listened to."""
+        with self._showing:
+            collator = Collator(self._print, layout.size, label=coordinates_label(layout))
+            for rank, stream, data in printed:
+                collator.feed(rank.rank, stream, data)
+            collator.flush()
 
     def show_output(self) -> None:
         """Show all that ranks have printed, and was held to see who else prints it."""
@@ -125,9 +133,10 @@ class Receiving(threading.Thread):
     def end_of_task(self, task: Task) -> None:
         """Show what a task has shown to the end; lines of the next region are matched with each other only."""
         with self._showing:
-            with contextlib.suppress(Exception):  # of a front end that draws bars: no reason to stop listening
-                self._bars.end(task)
-            if task.region:
+            if self._bars.latest:
+                with contextlib.suppress(Exception):  # of a front end that draws bars: no reason to stop listening
+                    self._bars.end(task)
+            if task.region and self._collator.streams:
                 self._collator.begin()
 
     # -- the end -------------------------------------------------------------------------------------------------------

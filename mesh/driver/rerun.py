@@ -88,9 +88,8 @@ def send_read(session: Session, values: CallValues) -> None:
     assert values.read is not None
     ranks = sorted(values.unread_on)
     values.was_read(ranks)
-    task = Task(next(session.numbers), tuple(ranks))
-    task.reported = True
-    task.again = Again("a batch", values.read, wire.Packet(b""), None, (), (values,))
+    again = Again("a batch", values.read, wire.Packet(b""), None, (), (values,))
+    task = Task(next(session.numbers), tuple(ranks), again=again, reported=True)
     session.pending.tasks[task.number] = task
     session.tell(values.read(task.number, 0, (), ()), ranks=ranks)
 

@@ -28,7 +28,7 @@ from ..remote.node import driver_node
 from ..run_state import RunState
 from ..spec import Layout
 from . import open_sessions, sending
-from .debugging import Debugging
+from .debugging import LOOK_SECONDS, Debugging
 from .functions import ShippedObjects
 from .pending import Again, Flight, Make, Outcome, Pending, Task
 from .ranks import Ranks
@@ -188,16 +188,15 @@ class DriverSession(Owned):
                         continue
                     self.regions += region
                     number, at = next(self.numbers), self.regions if region else 0
-                    task = Task(number, chosen, at, future, last_results, compare)
-                    task.again, task.reported = again, reported
+                    known = {} if last_results is None else last_results
+                    task = Task(number, chosen, at, future, known, compare, again, reported)
                     with uninterrupted():
                         # What nothing here refers to any more goes with the task.
                         freed, forgotten = self.values.freed(), self.shipped.unused()
                         self.pending.tasks[number] = task
                         self.tell(make(number, at, freed, forgotten), packet, chosen if others else None)
                         if others and region:
-                            rest = Task(next(self.numbers), others, at)
-                            rest.reported = reported
+                            rest = Task(next(self.numbers), others, at, reported=reported)
                             self.pending.tasks[rest.number] = rest
                             self.tell(protocol.PassThrough(rest.number, at, freed, forgotten), ranks=others)
                         elif others and (freed or forgotten):
@@ -260,7 +259,7 @@ class DriverSession(Owned):
     def wait(self, task: Task) -> Task:
         """Wait until a task is settled; raises its failure. Ctrl-C interrupts the ranks."""
         self.check_owner()
-        self._interruptibly(lambda: self.debugging.wait(task))
+        self._interruptibly(lambda: self._recovery.answers.wait(task, LOOK_SECONDS) or self.debugging.wait(task))
         if task.failure is not None:
             with self.lock:
                 self.pending.report(task)

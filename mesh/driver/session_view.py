@@ -6,7 +6,7 @@ What a file needs besides, which may need this one in turn, it adds to `Session`
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from .. import protocol, wire
@@ -45,24 +45,10 @@ class Session(Protocol):
     def whole(self) -> tuple[type, ...]: ...
     def close(self, why: str) -> None: ...
     def describe(self) -> str: ...
-    def dumps(
-        self, obj: Any, names: list[Any] | None = None, *, allocate: Callable[[int], memoryview] | None = None
-    ) -> wire.Packet: ...
+    def dumps(self, obj: Any, *args: Any, **kwargs: Any) -> wire.Packet: ...
     def ready(self) -> None: ...
     def shut(self, why: str) -> None: ...
-    def submit(
-        self,
-        make: Make,
-        content: Callable[[], wire.Packet] | None = None,
-        *,
-        ranks: Sequence[int] | None = None,
-        needs: Callable[[], Iterable[Sequence[Any]]] = tuple,
-        name: str | None = None,
-        holds: Any = None,
-        values: Any = (),
-        layout: Layout | None = None,
-        reported: bool = False,
-    ) -> Task: ...
+    def submit(self, make: Make, *args: Any, **kwargs: Any) -> Task: ...
     def tell(
         self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None
     ) -> None: ...

@@ -11,13 +11,14 @@ Invariant: a snapshot keeps nothing alive, but for small built-in values and con
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import functools
 import linecache
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -251,7 +252,10 @@ def unpicklable_among(parts: Iterable[tuple[str, Any]], whole: tuple[type, ...] 
     return _unpicklable(((what, value, "its ") for what, value in parts), whole)
 
 
-class sending_result:
+@contextlib.contextmanager
+def sending_result(
+    parts: Callable[[], Iterable[tuple[str, Any]]], where: Callable[[], str], whole: tuple[type, ...] = ()
+) -> Iterator[None]:
     """Pickle what a function returned in a `with` block, or say what of it can't be sent from its rank.
 
     Args:
@@ -259,25 +263,14 @@ class sending_result:
         where: on which rank, for the message.
         whole: types that travel as names.
     """
-
-    def __init__(
-        self, parts: Callable[[], Iterable[tuple[str, Any]]], where: Callable[[], str], whole: tuple[type, ...] = ()
-    ):
-        self._parts, self._where, self._whole = parts, where, whole
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, SpmdError):
-            found = unpicklable_among(self._parts(), self._whole) or error
-            raise MeshError(
-                message(
-                    f"a result cannot be sent from its rank, because of {found}",
-                    where=self._where(),
-                    remedy="return what it is made of, as tensors, numbers and strings",
-                )
-            ) from None
+    try:
+        yield
+    except SpmdError:
+        raise
+    except Exception as error:
+        problem = f"a result cannot be sent from its rank, because of {unpicklable_among(parts(), whole) or error}"
+        remedy = "return what it is made of, as tensors, numbers and strings"
+        raise MeshError(message(problem, where=where(), remedy=remedy)) from None
 
 
 def _unpicklable(parts: Iterable[tuple[str, Any, str]], whole: tuple[type, ...]) -> str:

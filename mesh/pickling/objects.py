@@ -1,17 +1,37 @@
-"""How objects of all kinds travel to another process, where cloudpickle alone would not do."""
+"""How objects of all kinds travel to another process, where cloudpickle alone would not do.
+
+Tensors of GPUs arrive on a rank that has a GPU there, on all others on the CPU.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ...kernels import torch_compiled
 from ...kernels.mapped_files import opened_elsewhere
-from . import functions, gpu_tensors, operators
+from . import functions, operators
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_home = torch.device("cpu")
+
+
+def arrive_on(device: torch.device) -> None:
+    """Where tensors of GPUs that are sent to this process are to lie."""
+    global _home
+    _home = device
 
 
 def reduced(obj: Any) -> Any:
     """What pickle's `__reduce__` is to return of an object; None for most, which cloudpickle pickles well."""
-    for module in (operators, functions, gpu_tensors):
-        if (found := module.reduced(obj)) is not None:
-            return found
-    return torch_compiled.taken_apart(obj) or opened_elsewhere(obj)
+    if type(obj) in _TENSORS and obj.is_cuda and obj.layout is torch.strided:
+        trainable = obj.requires_grad and obj.is_leaf
+        return _placed, (obj.detach().cpu(), trainable, type(obj) is torch.nn.Parameter)
+    found = operators.reduced(obj) or functions.reduced(obj)
+    return found or torch_compiled.taken_apart(obj) or opened_elsewhere(obj)
+
+
+def _placed(tensor: torch.Tensor, trainable: bool, is_parameter: bool) -> torch.Tensor:
+    tensor = tensor.to(_home)
+    return torch.nn.Parameter(tensor, trainable) if is_parameter else tensor.requires_grad_(trainable)

@@ -7,9 +7,7 @@ that names `torch.ops` finds all operators there that its program has made so.
 
 from __future__ import annotations
 
-import functools
 import importlib
-import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,11 +37,8 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def named_in(code: types.CodeType) -> list[Any]:
-    """A program's own operators that code names as in `torch.ops.mylib.op`: by value, those of modules aside."""
-    names = _names(code)
-    if "ops" not in names:
-        return []
+def named_among(names: frozenset[str]) -> list[Any]:
+    """A program's own operators that code of these names means, as in `torch.ops.mylib.op`; those of modules aside."""
     return [
         made
         for made in _of_program()
@@ -58,12 +53,6 @@ def _of_program() -> list[Any]:
         for made in torch_private.custom_operators().values()
         if torch_private.function_of(made).__module__.partition(".")[0] not in _NOT_THE_PROGRAMS
     ]
-
-
-@functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> frozenset[str]:
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(code.co_names).union(*map(_names, inner))
 
 
 # -- where it arrives --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What of Python's own a function refers to, and a warning of bodies that change it.
+"""What of Python's own a function refers to, and warnings of bodies that change it, or entries of their arguments.
 
 A driver's rank has a copy of it all: `losses.append(loss)`, `count += 1` or a draw from a captured generator would be
 lost without a word, and come out otherwise when a call is run again. (A launched rank runs the script itself, and shows
@@ -23,9 +23,11 @@ from torch import Tensor, nn
 
 from ...kernels import torch_compiled
 from ...kernels.errors import message
+from .. import trees
 from ..pickling.functions import travels_by_name
 from ..rank.references import DEPTH, LOOKED_INTO, SCALARS, used_by
 from ..rank.reloading import own_file
+from ..replication.net import marked
 
 _LOOKED_AT = 4096  # objects in all
 _ARRAY_BYTES = 1 << 16
@@ -70,9 +72,36 @@ class CapturedState:
         change = next((change for look in self._looks if (change := look()) is not None), None)
         if change is not None:
             problem = f"{name} changes what it captures: the change stays on its rank, and the caller never sees it"
-            code = getattr(inspect.unwrap(function), "__code__", None)
-            file, line = ("spmd", 1) if code is None else (code.co_filename, code.co_firstlineno)
-            warnings.warn_explicit(message(problem, got=change[0], remedy=change[1]), UserWarning, file, line)
+            _warn(function, message(problem, got=change[0], remedy=change[1]))
+
+
+def warn_of_assigned(
+    name: str, function: Callable, before: Sequence[Any], now: Sequence[Any], result: Any, called: Callable[[int], str]
+) -> None:
+    """Warn, at a function's first line, of the first entry of its arguments that it gave another tensor and drops.
+
+    What may be a step on the way to a result, going by its shape, passes.
+
+    Args:
+        name, function: what was called.
+        before, now: the leaves of its arguments.
+        result: what it returned.
+        called: what a leaf is called.
+    """
+    kinds = {(leaf.shape, leaf.dtype) for leaf in trees.leaves(result) if isinstance(leaf, Tensor)}
+    for index, (old, new) in enumerate(zip(before, now, strict=True)):
+        both = new is not old and isinstance(old, Tensor) and isinstance(new, Tensor)
+        if not both or marked(old) or (new.shape, new.dtype) in kinds:  # what is marked is cut, and a batch most often
+            continue
+        problem = f"{name} gives its {called(index)} another value, and does not return it: the caller never sees it"
+        _warn(function, message(problem, remedy="return the new value, as in return {**params, name: value}"))
+        return
+
+
+def _warn(function: Any, text: str) -> None:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    file, line = ("spmd", 1) if code is None else (code.co_filename, code.co_firstlineno)
+    warnings.warn_explicit(text, UserWarning, file, line)
 
 
 def _inside(obj: Any, name: str) -> Iterator[tuple[Any, str]]:

@@ -88,47 +88,49 @@ class Counts:
 
 # -- who counts --------------------------------------------------------------------------------------------------------
 
-_threads = threading.local()
+
+class _Thread(threading.local):
+    """What a thread counts.
+
+    Attributes:
+        counting: what it notes collectives in.
+        asked: what those of its calls are to be noted in; not what the library does around their bodies.
+        meshes: to whose ranks such calls have gone.
+    """
+
+    counting: tuple[Counts, ...] = ()
+    asked: tuple[Counts, ...] = ()
+    meshes: tuple[Any, ...] = ()
+
+
+thread = _Thread()
 _kept = Counts()  # on a driver's rank: of the calls that were to be counted
-
-
-def counting() -> list[Counts]:
-    """What this thread notes collectives in."""
-    found: list[Counts] | None = getattr(_threads, "counting", None)
-    return found or []
-
-
-def asked() -> list[Counts]:
-    """What those of this thread's calls are to be noted in; not what the library does around their bodies."""
-    found: list[Counts] | None = getattr(_threads, "asked", None)
-    return found or []
 
 
 @contextlib.contextmanager
 def counted_in(*counts: Counts) -> Iterator[None]:
     """Note this thread's collectives."""
-    before = counting()
-    _threads.counting = [*before, *counts]
+    before = thread.counting
+    thread.counting = (*before, *counts)
     try:
         yield
     finally:
-        _threads.counting = before
+        thread.counting = before
 
 
 @contextlib.contextmanager
 def asked_in(*counts: Counts) -> Iterator[None]:
     """Note those of calls in these, and in no others."""
-    before = asked()
-    _threads.asked = list(counts)
+    before, thread.asked = thread.asked, counts
     try:
         yield
     finally:
-        _threads.asked = before
+        thread.asked = before
 
 
 def body_counted() -> contextlib.AbstractContextManager[None]:
     """Around a body that is to be counted: for who has asked, on a launched rank, or for the driver, which will ask."""
-    return counted_in(*(asked() or [_kept]))
+    return counted_in(*(thread.asked or [_kept]))
 
 
 def take() -> tuple[Collective, ...]:
@@ -138,23 +140,14 @@ def take() -> tuple[Collective, ...]:
     return taken.collectives
 
 
-# -- the driver's meshes -----------------------------------------------------------------------------------------------
-
-
 def note_mesh(mesh: Any) -> None:
-    """Note that a call goes to the ranks of a mesh, which count it."""
-    if asked():
-        _threads.meshes = [*(one for one in _meshes() if one is not mesh), mesh]
+    """Note that a call goes to the ranks of a driver's mesh, which count it."""
+    thread.meshes = (*(one for one in thread.meshes if one is not mesh), mesh)
 
 
-def taken_meshes() -> list[Any]:
+def taken_meshes() -> tuple[Any, ...]:
     """Those noted since this was last asked."""
-    found, _threads.meshes = _meshes(), []
-    return found
-
-
-def _meshes() -> list[Any]:
-    found: list[Any] = getattr(_threads, "meshes", [])
+    found, thread.meshes = thread.meshes, ()
     return found
 
 
@@ -200,7 +193,7 @@ class CountedCommunicator:
     """
 
     def __init__(self, comm: Any, axes: tuple[str, ...], of_gradients: bool):
-        self._counted, self._axes, self._of_gradients, self._in = comm, axes, of_gradients, counting()
+        self._counted, self._axes, self._of_gradients, self._in = comm, axes, of_gradients, thread.counting
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._counted, name)

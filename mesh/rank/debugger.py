@@ -6,11 +6,10 @@ that SPMD_DEBUG_RANK names stop, and while one of them is at its prompt, no wait
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pdb
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -56,8 +55,7 @@ class Dialogue:
         """What was written goes with the next question."""
 
     def readline(self) -> str:
-        text, self._written = self._written, ""
-        return self._ask(text)
+        return self._ask(self.rest())
 
     def rest(self) -> str:
         """What was written since the last question."""
@@ -90,8 +88,11 @@ def debug_through(session: RankSession, ask: Callable[[str], str] | None = None)
                 print("passed a breakpoint by: SPMD_DEBUG_RANK names the ranks that stop (0 if unset)", file=sys.stderr)
 
         def interaction(self, *args: Any, **options: Any) -> None:
-            with _at_prompt(session):
+            session.watch.enter_debugger()
+            try:
                 super().interaction(*args, **options)
+            finally:
+                session.watch.leave_debugger()
             if self._dialogue is not None:
                 print(self._dialogue.rest(), end="")
 
@@ -116,15 +117,6 @@ def debug_through(session: RankSession, ask: Callable[[str], str] | None = None)
             )
 
     pdb.Pdb = RankPdb  # type: ignore[misc]  # what breakpoint(), set_trace() and post_mortem() make
-
-
-@contextlib.contextmanager
-def _at_prompt(session: RankSession) -> Iterator[None]:
-    session.watch.enter_debugger()
-    try:
-        yield
-    finally:
-        session.watch.leave_debugger()
 
 
 def _is_outermost(frame: FrameType) -> bool:

@@ -24,7 +24,7 @@ from ...kernels.network.hosts import LEADER_SECONDS, OTHERS_SECONDS, HostArena, 
 from ...kernels.processes import open_more_files
 from ...kernels.registry import register_backend
 from ...kernels.shm.arena import Arena
-from .. import wire
+from .. import protocol, wire
 from ..ambient import Ambient, under
 from ..display.bars import report_bars
 from ..display.records import relay
@@ -33,7 +33,7 @@ from ..display.trace import LOGGER
 from ..hosts.copier import Copier
 from ..hosts.protocol import CALLS
 from ..mesh import Mesh
-from ..pickling.gpu_tensors import arrive_on
+from ..pickling.objects import arrive_on
 from ..region import Region, inside, seed_others
 from ..remote.handle import plain_name_of
 from ..remote.node import Node
@@ -103,7 +103,7 @@ def main(request: RankRequest, fds: list[int]) -> None:
     if request.copies:
         session.copied = True
         state.values.copier = Copier(layout, request, worker.report, watch)
-    report_bars(worker.current_task, worker.report_bar)
+    report_bars(lambda: worker.task, lambda task, bar: worker.report(protocol.Progress(task, bar)))
     debug_through(session, worker.ask)
     relay(request.levels, worker.report)
     signal.signal(signal.SIGINT, worker.interrupt)

@@ -16,7 +16,7 @@ import torch
 
 from ...kernels import torch_compiled
 from ..pickling.functions import travels_by_name
-from ..pickling.operators import named_in
+from ..pickling.operators import named_among
 
 SCALARS = (int, float, complex, str, bytes, bool, type(None))
 # Tuples, made once: every step is looked at so, and unions would be made each time.
@@ -75,7 +75,8 @@ def inside_of(obj: Any, depth: int) -> list[tuple[Any, int]] | None:
 
 def _function_parts(function: Any) -> list[Any]:
     code = function.__code__
-    return [code, function.__defaults__, function.__kwdefaults__, *used_by(function).values(), *named_in(code)]
+    operators = named_among(names) if "ops" in (names := _names(code)) else ()
+    return [code, function.__defaults__, function.__kwdefaults__, *used_by(function).values(), *operators]
 
 
 def _compiled_parts(function: Any) -> list[Any]:
@@ -104,6 +105,13 @@ def _attributes(obj: Any) -> list[Any]:
 
 def _entries(entries: Any) -> list[Any]:
     return [*entries, *entries.values()]
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> frozenset[str]:
+    """Of globals and attributes, in functions within, too."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(code.co_names).union(*map(_names, inner))
 
 
 def content_of(cell: Any) -> Any:

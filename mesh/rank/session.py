@@ -28,7 +28,7 @@ from ...kernels.torch_private import outside_torch_func
 from ..failure import text_of
 from ..run_state import RunState
 from ..spec import Layout
-from .counted import CountedCommunicator, counting
+from .counted import CountedCommunicator, thread
 from .lasting_values import KnownLayout, LastingValues
 from .memory import keep_freed_memory, release_freed_memory
 
@@ -167,7 +167,7 @@ class RankSession(Owned):
             # A transform of torch.func would take a communicator's memory for what is transformed.
             with outside_torch_func():
                 comm = self._opened(ranks, channel)
-        return self._counted(comm, channel) if comm.size > 1 and counting() else comm
+        return self._counted(comm, channel) if comm.size > 1 and thread.counting else comm
 
     def _counted(self, comm: Communicator, channel: str) -> Communicator:
         axes = self.layout.axes_of(comm.ranks)

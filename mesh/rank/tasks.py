@@ -1,6 +1,6 @@
-"""What a driver's rank does for each kind of task: a function of its state and the message, giving the answer.
+"""What a driver's rank does for each kind of task: a function of its state and the message.
 
-A function returns the message that answers, and its content if it has one.
+What it returns is the content of the `Answer`; or it is another message, which answers in its place.
 """
 
 from __future__ import annotations
@@ -22,34 +22,32 @@ from ..resizing.pieces import Pieces
 from ..resizing.shares import Shares
 from .state import RankState
 
-Answer = tuple[protocol.Message, Any]
 
-
-def call_program(state: RankState, task: protocol.CallProgram, packet: wire.Packet) -> Answer:
+def call_program(state: RankState, task: protocol.CallProgram, packet: wire.Packet) -> Any:
     call = state.compiled(task.call)
     tensors, specs = state.values.gather(task.arrays)
     others = state.read(packet) if task.values is None else task.values
     outcome = call(call.together(tensors, others), specs, task.key, check=Check(task.check))
     state.values.keep(task.out, outcome.tensors, outcome.specs, known=outcome.known)
     if outcome.unchanged:
-        return protocol.Unchanged(task.number, outcome.prints), None
+        return protocol.Unchanged(task.number, outcome.prints)
     data = outcome.encoded(state.session.where())
-    return protocol.Metadata(task.number, data, lasting=True, prints=outcome.prints), None
+    return protocol.Metadata(task.number, data, lasting=True, prints=outcome.prints)
 
 
-def call_function(state: RankState, task: protocol.CallFunction, packet: wire.Packet) -> Answer:
+def call_function(state: RankState, task: protocol.CallFunction, packet: wire.Packet) -> Any:
     settings, arguments = state.read(packet)
     region = Region(state.session, task.key, state.mesh)
     reseed(region, state.session.rank)
     with inside(region), under(settings):
-        return protocol.Answer(task.number), state.shipped(task.function)(*arguments)
+        return state.shipped(task.function)(*arguments)
 
 
-def pass_through(state: RankState, task: protocol.PassThrough, packet: wire.Packet) -> Answer:
-    return protocol.Answer(task.number), None
+def pass_through(state: RankState, task: protocol.PassThrough, packet: wire.Packet) -> None:
+    pass
 
 
-def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) -> Answer:
+def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) -> None:
     layout, rank = state.session.layout, state.session.rank
     kept, arena = [], state.session.leases
     given = None
@@ -68,10 +66,9 @@ def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) 
         kept.append(state.session.on_device(local))
     state.session.lay_out(kept)
     state.values.keep(task.out, kept, list(task.specs))
-    return protocol.Answer(task.number), None
 
 
-def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet) -> Answer:
+def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet) -> Any:
     read, failure, began = state.shipped(task.reader), None, time.monotonic()
     described: list[tuple] = []  # each batch, and more of it that is always new
     for arguments, out in task.batches:
@@ -87,23 +84,22 @@ def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet
     brief, last = time.monotonic() - began < task.brief * len(described), described[-1][0]
     known = state.described_since(task.reader, last, task.number) <= task.known
     if known and brief and failure is None and all(len(one) == 1 and one[0] is last for one in described):
-        return protocol.Unchanged(task.number, b""), None
-    return protocol.Metadata(task.number, pickle.dumps((described, failure, brief)), lasting=False), None
+        return protocol.Unchanged(task.number, b"")
+    return protocol.Metadata(task.number, pickle.dumps((described, failure, brief)), lasting=False)
 
 
-def fetch_value(state: RankState, task: protocol.FetchValue, packet: wire.Packet) -> Answer:
+def fetch_value(state: RankState, task: protocol.FetchValue, packet: wire.Packet) -> Any:
     (tensor,), _ = state.values.gather((task.call, task.index, task.index + 1))
     found = tensor.cpu()
     state.session.check()  # a GPU that was stopped has left anything in it
-    return protocol.Answer(task.number), found
+    return found
 
 
-def store_value(state: RankState, task: protocol.StoreValue, packet: wire.Packet) -> Answer:
+def store_value(state: RankState, task: protocol.StoreValue, packet: wire.Packet) -> None:
     state.values.store(task.call, task.index, state.session.on_device(state.read(packet)), task.spec)
-    return protocol.Answer(task.number), None
 
 
-def move_values(state: RankState, task: protocol.MoveValues, packet: wire.Packet) -> Answer:
+def move_values(state: RankState, task: protocol.MoveValues, packet: wire.Packet) -> None:
     comm, rank, copier = state.session.comm(), state.session.rank, state.values.copier
     for (call, index), tensor, spec in () if copier is None else copier.fetch(task.copies):
         state.values.store(call, index, tensor, spec)
@@ -122,14 +118,13 @@ def move_values(state: RankState, task: protocol.MoveValues, packet: wire.Packet
             tensors, specs = wire.from_bytes(data.numpy().tobytes())
             for (call, index), tensor, spec in zip(names, tensors, specs, strict=True):
                 state.values.store(call, index, tensor, spec)
-    return protocol.Answer(task.number), None
 
 
-def reload_modules(state: RankState, task: protocol.ReloadModules, packet: wire.Packet) -> Answer:
-    return protocol.Answer(task.number), state.modules.reload(task.names)
+def reload_modules(state: RankState, task: protocol.ReloadModules, packet: wire.Packet) -> Any:
+    return state.modules.reload(task.names)
 
 
-DO: dict[type, Callable[[RankState, Any, wire.Packet], Answer]] = {
+DO: dict[type, Callable[[RankState, Any, wire.Packet], Any]] = {
     protocol.CallProgram: call_program,
     protocol.CallFunction: call_function,
     protocol.PassThrough: pass_through,

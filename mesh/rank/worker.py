@@ -25,7 +25,6 @@ from ...kernels.errors import Aborted
 from ...kernels.processes import Owned
 from .. import protocol, wire
 from ..array import Array
-from ..display.bars import BarState
 from ..display.trace import Recorder
 from ..driver.snapshot import remember_sources, sending_result
 from ..failure import capture
@@ -40,7 +39,11 @@ INTERRUPT_SECONDS = 0.3  # between two interrupts of one task: the first one's c
 
 
 class Worker(Owned):
-    """Serves the driver at the other end of a socket."""
+    """Serves the driver at the other end of a socket.
+
+    Attributes:
+        task: the number of the one that it is at, or was last.
+    """
 
     def __init__(self, state: RankState, connection: socket.socket):
         super().__init__()
@@ -50,7 +53,7 @@ class Worker(Owned):
         self._questions = 0
         self._failed = self._running = self._ends = False
         self._interrupted_at = 0.0
-        self._task = 0
+        self.task = 0
         self._sent = 0  # messages
         self._sending = threading.Lock()
 
@@ -103,7 +106,7 @@ class Worker(Owned):
         if isinstance(answer, protocol.Unchanged):
             if self._put(answer):
                 return
-            answer = self._packed(answer, None)
+            answer = self._packed(answer)
         if (arena := self._state.session.arena) is not None:
             arena.answers.note(task.number)
         self._send_packet(answer)
@@ -120,17 +123,23 @@ class Worker(Owned):
     def _answer(self, task: protocol.Task, packet: wire.Packet) -> wire.Packet | protocol.Unchanged:
         """Do a task; what is to be sent of how it went."""
         if self._failed:
-            return self._packed(protocol.Skipped(task.number), None)
-        state, self._task = self._state, task.number
+            return self._packed(protocol.Skipped(task.number))
+        state, self.task = self._state, task.number
+        answer: wire.Packet | protocol.Unchanged
         try:
             with state.session.region(task.region) if task.region else state.session.alone():
                 try:
                     self._running = True
-                    message, content = DO[type(task)](state, task, packet)
+                    found = DO[type(task)](state, task, packet)
                 finally:
                     self._running = False
             self._end_if_forked(0)
-            answer = message if isinstance(message, protocol.Unchanged) else self._packed(message, content)
+            if isinstance(found, protocol.Unchanged):
+                answer = found
+            elif isinstance(found, protocol.Metadata):
+                answer = self._packed(found)
+            else:
+                answer = self._packed(protocol.Answer(task.number), found)
         except BaseException as error:
             self._running = False
             if self.foreign:
@@ -154,7 +163,7 @@ class Worker(Owned):
                     stream.flush()
             os._exit(status)
 
-    def _packed(self, message: protocol.Message, content: Any) -> wire.Packet:
+    def _packed(self, message: protocol.Message, content: Any = None) -> wire.Packet:
         state = self._state
         with sending_result(lambda: [("what the function returned", content)], state.session.where, (Array, Mesh)):
             packet = wire.Packet(b"") if content is None else wire.dumps(content, state.name_of)
@@ -162,7 +171,7 @@ class Worker(Owned):
         return packet
 
     def _send(self, message: protocol.Message) -> None:
-        self._send_packet(self._packed(message, None))
+        self._send_packet(self._packed(message))
 
     def _send_packet(self, packet: wire.Packet) -> None:
         if self.foreign:
@@ -171,13 +180,6 @@ class Worker(Owned):
             self._sent += 1
             wire.send(self._connection, packet)
         packet.close()
-
-    def current_task(self) -> int:
-        return self._task
-
-    def report_bar(self, task: int, state: BarState) -> None:
-        """Tell the driver of a progress bar."""
-        self.report(protocol.Progress(task, state))
 
     def report(self, message: protocol.Message) -> None:
         """Tell the driver something on the way; half a message would be the end of the connection."""
@@ -218,7 +220,7 @@ class Worker(Owned):
         if not self._running or now - self._interrupted_at <= INTERRUPT_SECONDS:
             return
         if _is_importing(frame):
-            later = threading.Timer(IMPORT_SECONDS, self._interrupt_again, (self._task,))
+            later = threading.Timer(IMPORT_SECONDS, self._interrupt_again, (self.task,))
             later.daemon = True
             later.start()
             return
@@ -226,7 +228,7 @@ class Worker(Owned):
         raise KeyboardInterrupt
 
     def _interrupt_again(self, task: int) -> None:
-        if self._running and self._task == task:
+        if self._running and self.task == task:
             os.kill(os.getpid(), signal.SIGINT)
 
 

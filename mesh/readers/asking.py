@@ -18,7 +18,7 @@ from typing import Any
 
 from .. import agreement, protocol, trees
 from ..batch import Deal
-from ..driver.functions import Shipped, ShippedObjects, ShippedOnce
+from ..driver.functions import Shipped, ShippedObjects
 from ..driver.pending import Task
 from ..driver.session import DriverSession
 from ..driver.values import CallValues
@@ -33,8 +33,10 @@ Descriptions = tuple[tuple[bytes, ...], list[list[Any]]]
 """Of a batch: how each rank describes its part, and of each what more there is."""
 
 
-class Reader(ShippedOnce):
+class Reader:
     """What reads batches on the ranks, and what these have last said of it.
+
+    It is looked at for changes when it is first shipped, and not again while the ranks have it.
 
     Attributes:
         described: the last task that all ranks have answered, and how each described the last batch of it.
@@ -42,16 +44,16 @@ class Reader(ShippedOnce):
     """
 
     def __init__(self, obj: Any):
-        super().__init__(obj)
+        self.obj = obj
+        self._known: tuple[ShippedObjects, Shipped] | None = None
         self.described: tuple[int, dict[int, tuple]] = (0, {})
         self.is_brief = False
 
     def to(self, objects: ShippedObjects) -> Shipped:
-        before = self._known
-        shipped = super().to(objects)
-        if self._known is not before:
-            self.described = (0, {})
-        return shipped
+        """What it is known by on the ranks of a mesh."""
+        if self._known is None or self._known[0] is not objects or not objects.has(self._known[1].key):
+            self._known, self.described = (objects, objects.ship_function(self.obj)), (0, {})
+        return self._known[1]
 
     def note(self, objects: ShippedObjects, task: int, described: dict[int, tuple]) -> None:
         """Keep how the ranks of a mesh have described a batch, unless others have taken their place since."""

@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Protocol
+from typing import Any
 
-from ...kernels.errors import MeshError, PeerLost, SpmdError, message
+from ...kernels.errors import MeshError, PeerLost, message
 from .. import wire
 from ..rank.interrupts import uninterrupted
 from . import answers
@@ -28,28 +28,12 @@ from .handle import Remote, handle_of
 from .pending import Waiting, duplicate, new_future, result_of, settles
 from .protocol import RESTORABLE, Cancel, Fetch, Invoke, Name, NodeId, Probe, Release
 from .reference import Ref
-from .residents import Residents
 from .restoring import Restorable, Restoring, Sent
 
 CALLS, BYTES = 1024, 1 << 30
 RELEASES = 64  # results that are needed no more, before they are released without a call
 REPLACED_SECONDS = 60.0  # in which a rank that has died is to be replaced
 PROBE_SECONDS = 0.1  # that a method waits for a call before it is looked whether it waits for itself
-
-
-class CallersPost(Post, Protocol):
-    """What carries messages, as a caller needs it."""
-
-    residents: Residents
-
-    @property
-    def foreign(self) -> bool: ...
-    def check_own(self) -> None: ...
-    def check_open(self) -> None: ...
-    def alive(self, owner: NodeId) -> Connection | None: ...
-    def lost_error(self, rank: int, what: str) -> SpmdError: ...
-    def is_serving_thread(self) -> bool: ...
-    def wake(self) -> None: ...
 
 
 class Caller:
@@ -60,7 +44,7 @@ class Caller:
         name_of, object_of: see `Contents`.
     """
 
-    def __init__(self, post: CallersPost, name_of: Callable[[Any], Any], object_of: Callable[[Any], Any]):
+    def __init__(self, post: Post, name_of: Callable[[Any], Any], object_of: Callable[[Any], Any]):
         self._post = post
         self.contents = Contents(self, post.describe, name_of, object_of)
         self._numbers = itertools.count(1)

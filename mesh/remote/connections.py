@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from ...kernels.errors import SpmdError
 from ...kernels.limits import named_limits
 from ...kernels.network.codec import Message
 from .. import wire
@@ -145,22 +146,26 @@ class Connection:
 
 
 class Post(Protocol):
-    """What carries messages: this process's node."""
+    """What carries messages, and is told of them by the thread of the connections: this process's node."""
 
     id: NodeId
     lock: threading.RLock
     closed: str | None
+    residents: Any
 
+    @property
+    def foreign(self) -> bool: ...
+    def check_own(self) -> None: ...
+    def check_open(self) -> None: ...
     def describe(self) -> str: ...
     def connection(self, rank: int) -> Connection: ...
-
-
-class Listener(Protocol):
-    """What is told of connections, by their thread."""
-
+    def alive(self, owner: NodeId) -> Connection | None: ...
     def received(self, connection: Connection, packet: wire.Packet) -> None: ...
     def lost(self, connection: Connection) -> None: ...
+    def lost_error(self, rank: int, what: str) -> SpmdError: ...
     def tidy(self) -> None: ...
+    def is_serving_thread(self) -> bool: ...
+    def wake(self) -> None: ...
 
 
 class Exchange:
@@ -178,7 +183,7 @@ class Exchange:
         self,
         key: bytes,
         id: NodeId,
-        listener: Listener,
+        listener: Post,
         listening: Sequence[socket.socket],
         connect: Callable[[int], socket.socket],
     ):

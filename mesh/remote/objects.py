@@ -133,9 +133,6 @@ class LiveObject:
             earlier.append(one)
         return earlier if self.running is None or self.running in earlier else [self.running, *earlier]
 
-    def queued(self) -> list[Call]:
-        return [call for waiting in self._callers.values() for call in waiting if call.state == "queued"]
-
     @property
     def idle(self) -> bool:
         return not self._callers

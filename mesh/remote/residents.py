@@ -12,13 +12,13 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 from ...kernels.errors import MeshError, PeerLost, message
 from .. import wire
 from . import answers
+from .caller import Caller
 from .connections import Connection, Post
-from .contents import Contents
 from .objects import Call, LiveObject
 from .pending import duplicate
 from .probes import Probes
@@ -45,25 +45,17 @@ PUSHED = 1 << 16  # bytes of a result that is sent with the answer; larger ones 
 Waiter = Callable[[type, wire.Packet], None]  # takes the kind of the answer (`Result` or what it failed with), and it
 
 
-class Reader(Protocol):
-    """What gets results of other processes, and reads and writes contents: this process's `Caller`."""
-
-    contents: Contents
-
-    def fetch(self, owner: NodeId, name: Name, what: str) -> Future: ...
-
-
 class Residents:
     """All objects of this process.
 
     Args:
         post: carries what is sent.
-        reader: what this process is as a caller.
+        caller: what this process is as one.
         around: a context for a method, by the settings of its caller.
     """
 
-    def __init__(self, post: Post, reader: Reader, around: Callable[[Any], contextlib.AbstractContextManager]):
-        self._post, self._reader, self._around, self._lock = post, reader, around, post.lock
+    def __init__(self, post: Post, caller: Caller, around: Callable[[Any], contextlib.AbstractContextManager]):
+        self._post, self._caller, self._around, self._lock = post, caller, around, post.lock
         self.objects: dict[Name, LiveObject] = {}
         self._calls: dict[Name, Call] = {}  # those that came, until their callers need the results no more
         self._expected: dict[Name, list[Waiter]] = {}  # who asks for the results of calls that are yet to come
@@ -71,7 +63,7 @@ class Residents:
         self._gone: set[NodeId] = set()
         self._serials = itertools.count(1)
         self._here = threading.local()
-        self._saving = Saving(post, reader.contents)
+        self._saving = Saving(post, caller.contents)
         self.probes = Probes(post.id, self._calls, self.objects, post.connection)
 
     # -- on an object's own thread -------------------------------------------------------------------------------------
@@ -95,7 +87,7 @@ class Residents:
             settings, args, kwargs = self._read(call)
             with self._around(settings):
                 result = live.do(call.invoke.method, args, kwargs)
-            packet, refs = self._reader.contents.of_result(result, f"{type(live.value).__name__}.{call.invoke.method}")
+            packet, refs = self._caller.contents.of_result(result, f"{type(live.value).__name__}.{call.invoke.method}")
             if refs and live.maker is not None:
                 raise MeshError(message("an object that is restored returned a Ref", remedy="return its result"))
         except BaseException as error:
@@ -116,13 +108,13 @@ class Residents:
 
     def _read(self, call: Call) -> tuple[Any, tuple, dict[str, Any]]:
         if call.invoke.method == LOAD:  # what `save` gave, as it came
-            return None, (self._reader.contents.loads(call.packet),), {}
+            return None, (self._caller.contents.loads(call.packet),), {}
 
         def argument(index: int) -> Any:
-            return self._reader.contents.loads(call.arguments[index])
+            return self._caller.contents.loads(call.arguments[index])
 
         try:
-            return self._reader.contents.loads(call.packet, argument)
+            return self._caller.contents.loads(call.packet, argument)
         finally:
             call.packet.close()
             for packet in call.arguments.values():
@@ -133,7 +125,7 @@ class Residents:
         """The result has Refs in it: it is there when theirs are."""
         kind: type = Result
         try:
-            contents = self._reader.contents
+            contents = self._caller.contents
             first, refs = contents.dumps(result, "a result")
             values = [ref.get() for ref in refs]
             packet = contents.dumps(contents.loads(first, values.__getitem__), "a result")[0]
@@ -227,7 +219,7 @@ class Residents:
             else:
                 came(answers.packed(error, owner[0]), True)
 
-        self._reader.fetch(owner, wanted, "an argument").add_done_callback(fetched)
+        self._caller.fetch(owner, wanted, "an argument").add_done_callback(fetched)
 
     def _ask(self, name: Name, waiter: Waiter) -> None:
         """Give the result of a call to a waiter, now or when it is there."""

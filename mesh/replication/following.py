@@ -36,17 +36,14 @@ _PROBABILITIES = ("dropout_p", "dropout", "p")
 
 
 @contextlib.contextmanager
-def follow(net: Net | None, watched: Watched | None = None) -> Iterator[None]:
-    """Follow what a `with` block computes, and refuse what would write to what is watched."""
-    if net is None:
-        if watched is None:
+def follow(net: Net | None, watched: Watched | None) -> Iterator[None]:
+    """Follow what a `with` block computes, or only refuse what would write to what is watched; one of them is given."""
+    if net is not None:
+        with activate(net), eagerly(), _Operations(net, watched), _Numbers(net):
             yield
-            return
+    elif watched is not None:
         with eagerly(), _Writes(watched):
             yield
-        return
-    with activate(net), eagerly(), _Operations(net, watched), _Numbers(net):
-        yield
 
 
 class _Writes(DispatchMode):

@@ -249,10 +249,10 @@ def activate(net: Net | None) -> Iterator[None]:
 def unfollowed() -> contextlib.AbstractContextManager[None]:
     """Pause the active net, if there is one, for the length of a `with` block."""
     net = active()
-    return _NOTHING if net is None else net.pause()
+    return NOTHING if net is None else net.pause()
 
 
-_NOTHING = contextlib.nullcontext()
+NOTHING = contextlib.nullcontext()
 
 
 # -- numbers that tell a rank's place ----------------------------------------------------------------------------------

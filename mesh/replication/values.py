@@ -11,6 +11,7 @@ import ctypes
 import enum
 import functools
 import hashlib
+import pickle
 import struct
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -149,6 +150,18 @@ def same_bytes(a: bytes | None, b: bytes | None, shape: Sequence[int]) -> bool:
     if a is None or b is None or a == b:
         return True
     return not all(size == 1 for size in shape) and a[:HASH_BYTES] == b[:HASH_BYTES]
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values that are no tensors are the same."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float | complex):
+        return a is b or repr(a) == repr(b)  # 0.0 and -0.0 are two numbers
+    try:
+        return bool(a == b or (a != a and b != b))
+    except Exception:  # no truth value, or no comparison at all
+        return pickle.dumps(a) == pickle.dumps(b)
 
 
 def shown(content: bytes, shape: Sequence[int], dtype: torch.dtype) -> str:

@@ -72,9 +72,10 @@ class Moved:
 
 def _put(driver: DriverSession, values: CallValues, wholes: list[Any], specs: tuple[P, ...]) -> Task:
     make, content = put_message(driver, values, wholes, specs)
-    task, packet = Task(next(driver.numbers), tuple(range(driver.layout.size))), content()
-    task.reported = True  # who waits for it is told
-    task.again = Again("put", make, packet, None, (), ())
+    packet = content()
+    again = Again("put", make, packet, None, (), ())
+    # Who waits for it is told what fails.
+    task = Task(next(driver.numbers), tuple(range(driver.layout.size)), again=again, reported=True)
     driver.pending.tasks[task.number] = task
     driver.tell(make(task.number, 0, (), ()), packet)
     return task

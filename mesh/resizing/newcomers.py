@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ...kernels.errors import MeshError, PeerLost, message
@@ -98,6 +98,7 @@ class Newcomers:
         """End them."""
         self.ranks.kill()
         self.ranks.close()
+        self.show_printed()
 
     def _populate(self) -> None:
         """Have memory at hand for what all of them will show."""
@@ -161,13 +162,18 @@ class Newcomers:
     def _heard_here(self) -> Iterator[list[tuple[str, Rank, Any]]]:
         """What ranks of this host say, each time after a moment at most."""
         found: list[tuple[str, Rank, Any]] = []
-        with contextlib.closing(
-            RankSockets(
-                lambda rank, packets: found.extend(("answer", rank, packet) for packet in packets),
-                lambda rank: found.extend((stream, rank, data) for stream, data in sockets.output_of(rank)),
-                lambda rank: found.append(("death", rank, None)),
-            )
-        ) as sockets:
+
+        def said(rank: Rank, packets: Iterable[wire.Packet]) -> None:
+            found.extend(("answer", rank, packet) for packet in packets)
+
+        def printed(rank: Rank) -> None:
+            found.extend((stream, rank, data) for stream, data in sockets.output_of(rank))
+
+        def ended(rank: Rank) -> None:
+            printed(rank)
+            found.append(("death", rank, None))
+
+        with contextlib.closing(RankSockets(said, printed, ended)) as sockets:
             for rank in self.ranks.all:
                 sockets.add(rank)
             while True:
@@ -205,9 +211,10 @@ class Newcomers:
             self.ranks.arena.answers.received[rank.rank] += 1
         return msg
 
-    def printed(self) -> list[tuple[Rank, str, bytes]]:
-        """What they have printed so far, to be shown when they are taken."""
-        return self._printed
+    def show_printed(self) -> None:
+        """Show what they have printed so far: they are taken, or given up."""
+        self._session.receiving.show(self._printed, self.layout)
+        self._printed.clear()
 
 
 def _ends_a_task(msg: protocol.Message) -> bool:

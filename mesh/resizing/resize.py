@@ -274,6 +274,7 @@ class Resizing:
                 for msg, packet in driver.shipped.naming_values():
                     driver.tell(msg, packet)
         listening.wait()
+        self._newcomers.show_printed()
         del moved
         if driver.leaving is not None:
             driver.leaving.join()

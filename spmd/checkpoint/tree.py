@@ -77,7 +77,7 @@ def structure_of(node: Any) -> Any:
         return found if type(node) is dict else {**found, "class": type(node).__name__}
     if type(node) in (list, tuple):
         return {type(node).__name__: [structure_of(value) for value in node]}
-    if type(node) is Array or containers.is_leaf_type(type(node)):
+    if type(node) is Array or type(node) in containers.leaf_types:
         return "leaf"
     pieces, children, _ = _one_level(node)
     if len(children) == 1 and children[0] is node:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib
 import os
 import signal
 import threading
@@ -570,6 +571,25 @@ def test_the_output_of_new_ranks_has_their_labels(mesh: Mesh, capfd: pytest.Capt
     mesh.resize({"data": 3})
     mesh.run(lambda: print(f"here is {mesh.rank}"))
     assert until(lambda: "[rank 2] here is 2" in capfd.readouterr().out)
+
+
+def test_what_new_ranks_print_while_they_get_ready(
+    mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is shown once they are taken, or have died."""
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "print('was imported', flush=True)\nONE = 1\n"
+    (tmp_path / "told_of_ranks.py").write_text(text)
+    module = importlib.import_module("told_of_ranks")
+    step = spmd(lambda x: x + module.ONE, mesh=mesh)
+    assert int(step(torch.tensor(1))) == 2
+    capfd.readouterr()
+    mesh.resize({"data": 3})
+    assert capfd.readouterr().out == "was imported\n"
+    (tmp_path / "told_of_ranks.py").write_text(f"{text}import os\nprint('and ends')\nos._exit(3)\n")
+    with pytest.raises(MeshError, match="new ranks die before they are ready"):
+        mesh.resize({"data": 2})
+    assert "was imported" in capfd.readouterr().out and int(step(torch.tensor(1))) == 2
 
 
 def test_calls_repeat_after_a_resize(mesh: Mesh) -> None:
