@@ -213,6 +213,8 @@ class Results:
                     about = last
             else:
                 varying = None if net is None else net.uncovered(leaf, spec.axes)
+                if net is not None and net.averaged(leaf) & spec.axes:
+                    self._refuse_averaged(treedef, index, spec)
                 leaves[index] = leaf = leaf if is_frozen(leaf) else leaf.detach()
                 if last is not None and last.dtype is leaf.dtype and last.shape == leaf.shape and last.spec == spec:
                     metas.append(last)
@@ -252,6 +254,18 @@ class Results:
     def _called(self, treedef: Any, index: int) -> str:
         """What a leaf is called, for messages."""
         return f"result {path_in(treedef, index)} of {self._name}"
+
+    def _refuse_averaged(self, treedef: Any, index: int, spec: P) -> None:
+        axes = ", ".join(map(repr, sorted(spec.axes)))
+        raise SpecError(
+            message(
+                f"{self._called(treedef, index)} is aux of a gradient, which is averaged over the ranks, and cannot be "
+                f"cut over {axes}",
+                got=str(spec),
+                where=self._session.where(),
+                remedy=f"return Sharded(value, {spec}) as aux for what each rank has of its own",
+            )
+        )
 
     def _refuse_unfit(self, treedef: Any, index: int, leaf: Any) -> None:
         """Refuse what is no value: code, what has yet to run, and modules, which would come as other objects."""
