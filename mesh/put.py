@@ -23,6 +23,7 @@ from .launch.alike import WHOLE, Given, given_tensor, refuse_differing
 from .mesh import Mesh, resolve
 from .rank.local_values import LocalValues
 from .region import current
+from .replication.net import active
 from .spec import REPLICATED, P, is_spec
 
 
@@ -146,6 +147,8 @@ def put_on(mesh: Mesh, tree: Any, spec: Any, *, compared: bool = False) -> Any:
                 )
             )
         check_value(leaf, functools.partial(str, where), cut=bool(its_spec.entries))
+        if compared:
+            _refuse_parts(leaf, where)
         mesh.layout.check_shape(tuple(leaf.shape), its_spec, where=where)
         todo.append((index, leaf, its_spec))
     metas = [meta(tuple(leaf.shape), leaf.dtype, its_spec) for _, leaf, its_spec in todo]
@@ -169,6 +172,23 @@ def put_on(mesh: Mesh, tree: Any, spec: Any, *, compared: bool = False) -> Any:
     for (index, _, _), array in zip(todo, arrays, strict=True):
         found[index] = array
     return trees.unflatten(treedef, found)
+
+
+def _refuse_parts(leaf: torch.Tensor, where: str) -> None:
+    """Refuse in a region, where that is followed, what may be each rank's own: of a whole value each keeps its part."""
+    net = active()
+    differs = None if net is None else net.uncovered(leaf, frozenset())
+    if differs is not None:
+        axes, why = differs
+        raise SpecError(
+            message(
+                f"put takes a whole value, the same on all ranks, and what it got in a region may differ along "
+                f"{', '.join(axes)}: it {why}",
+                got=list(leaf.shape),
+                where=where,
+                remedy=f'return Sharded(x, P("{axes[0]}")) for what each rank has of its own',
+            )
+        )
 
 
 def _refuse_differing(mesh: Mesh, given: Given, places: list[str]) -> None:

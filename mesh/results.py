@@ -205,6 +205,8 @@ class Results:
                     about = last
             else:
                 varying = None if net is None else net.uncovered(leaf, spec.axes)
+                if net is not None and net.averaged(leaf) & spec.axes:
+                    self._refuse_averaged(treedef, index, spec)
                 leaves[index] = leaf = leaf if is_frozen(leaf) else leaf.detach()
                 if last is not None and last.dtype is leaf.dtype and last.shape == leaf.shape and last.spec == spec:
                     metas.append(last)
@@ -240,6 +242,18 @@ class Results:
                 )
             ) from None
         return treedef, [spec if own is None else own for own, spec in zip(declared, specs, strict=True)]
+
+    def _refuse_averaged(self, treedef: Any, index: int, spec: P) -> None:
+        axes = ", ".join(map(repr, sorted(spec.axes)))
+        raise SpecError(
+            message(
+                f"{called(treedef, index, self._name)} is aux of a gradient, which is averaged over the ranks, and "
+                f"cannot be cut over {axes}",
+                got=str(spec),
+                where=self._session.where(),
+                remedy=f"return Sharded(value, {spec}) as aux for what each rank has of its own",
+            )
+        )
 
     def _refuse_unfit(self, treedef: Any, index: int, leaf: Any) -> None:
         """Refuse what is no value: code, what has yet to run, and modules, which would come as other objects."""

@@ -7,9 +7,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from . import _trace
+from ._nested import cut_here, declared_aux, declared_like, join_here
 from .checkpoint.fingerprint import begin_step
 from .kernels import torch_compiled
 from .kernels.arguments import check_function
@@ -20,12 +19,11 @@ from .mesh.display.notebook import shorten
 from .mesh.mesh import Mesh, resolve
 from .mesh.program import Program
 from .mesh.put import specs_for
-from .mesh.region import Region, current
+from .mesh.region import current
 from .mesh.remote.regions import on_ranks
-from .mesh.replication.net import mark, marked
 from .mesh.request import Request
-from .mesh.spec import REPLICATED, P, Sharded, is_sharded, is_spec
-from .transforms import Transformable, all_gather, parallel_step
+from .mesh.spec import REPLICATED, P, is_sharded, is_spec
+from .transforms import Transformable, parallel_step
 
 CHECKS = ("first", "always", "never")
 
@@ -244,7 +242,7 @@ class Spmd(Transformable):
                 zip(leaves, specs_for(specs, tree, f"in_specs of {self._name}"), strict=True)
             ):
                 if spec is not None and spec.entries:
-                    part = _cut_here(leaf, spec, region, f"a call of {self._name} within a region")
+                    part = cut_here(leaf, spec, region, f"a call of {self._name} within a region")
                     shared |= spec.axes if part is leaf else set()
                     leaves[index] = part
             tree = trees.unflatten(treedef, leaves)
@@ -258,7 +256,7 @@ class Spmd(Transformable):
         def strip(node: Any) -> Any:
             local = node.local if is_sharded(node) else node
             declared.extend([is_sharded(node)] * len(trees.leaves(local)))
-            return trees.map(lambda leaf: _join_here(leaf, node.spec, shared), local) if is_sharded(node) else node
+            return trees.map(lambda leaf: join_here(leaf, node.spec, shared), local) if is_sharded(node) else node
 
         result = trees.map(strip, result, is_leaf=is_sharded)
         if self._out_specs is None:
@@ -267,12 +265,12 @@ class Spmd(Transformable):
         specs = specs_for(self._out_specs, result, f"out_specs of {self._name}")
         for index, (leaf, spec, known) in enumerate(zip(leaves, specs, declared, strict=True)):
             if spec is not None and not known:
-                leaves[index] = _join_here(leaf, spec, shared)
+                leaves[index] = join_here(leaf, spec, shared)
         return trees.unflatten(treedef, leaves)
 
     def transformed(self, transform: Callable, argnums: Any, with_value: bool, has_aux: bool) -> Spmd:
         """`grad` of this is the spmd function of the grad; gradients have their arguments' specs."""
-        inner = transform(self._f)
+        inner = transform(self._f if isinstance(self._f, Transformable) or not has_aux else self._with_aux_declared())
         chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
         @functools.wraps(self._f)
@@ -280,11 +278,20 @@ class Spmd(Transformable):
             out = inner(*args, **kwargs)
             gradients = out[1] if with_value else out[0] if has_aux else out
             several = (gradients,) if isinstance(argnums, int) else gradients
-            several = tuple(_declare(gradient, args[number]) for number, gradient in zip(chosen, several, strict=True))
+            several = tuple(
+                declared_like(gradient, args[number]) for number, gradient in zip(chosen, several, strict=True)
+            )
             gradients = several[0] if isinstance(argnums, int) else several
             return (out[0], gradients) if with_value else (gradients, out[1]) if has_aux else gradients
 
         return Spmd(body, self._mesh, self._in_specs, REPLICATED, (), self._check)
+
+    def _with_aux_declared(self) -> Callable:
+        @functools.wraps(self._f)
+        def body(*args: Any, **kwargs: Any) -> Any:
+            return declared_aux(self._f(*args, **kwargs), self._out_specs, f"out_specs of {self._name}")
+
+        return body
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method: bound to its object, like any function."""
@@ -292,43 +299,6 @@ class Spmd(Transformable):
 
     def __repr__(self) -> str:
         return f"spmd({self._name})"
-
-
-def _declare(gradient: Any, argument: Any) -> Any:
-    """A gradient's tree with the specs of its argument's leaves declared."""
-
-    def one(leaf: Any, like: Any) -> Any:
-        spec = getattr(like, "_spmd_spec", None)
-        return Sharded(leaf, spec) if spec is not None and spec.entries else leaf
-
-    return trees.map(one, gradient, argument)
-
-
-def _cut_here(leaf: Any, spec: P, region: Region, where: str) -> Any:
-    """This rank's part of a tensor that is the same on all ranks; a tensor that is cut so already stays as it is."""
-    layout, axes = region.session.layout, marked(leaf) if isinstance(leaf, torch.Tensor) else None
-    if not isinstance(leaf, torch.Tensor) or (axes and spec.axes & axes and not spec.axes <= axes):
-        raise SpecError(
-            message(
-                f"an argument cannot be cut by {spec}",
-                got=type(leaf).__name__ if axes is None else f"a tensor that differs over {sorted(axes)} already",
-                where=where,
-                remedy="pass a tensor that is the same on all ranks of the axes it is cut over",
-            )
-        )
-    if axes and spec.axes <= axes:
-        return leaf
-    layout.check_shape(tuple(leaf.shape), spec, where=where)
-    return mark(layout.cut(leaf, spec, region.session.rank), (axes or frozenset()) | spec.axes)
-
-
-def _join_here(leaf: Any, spec: P, shared: set[str]) -> Any:
-    """A result's parts of all ranks along the axes of its spec, but for those shared with the caller."""
-    for dim in range(len(spec.entries)):
-        axes = tuple(name for name in spec.dim_axes(dim) if name not in shared)
-        if axes:
-            leaf = all_gather(leaf, axes, dim=dim, tiled=True)
-    return leaf
 
 
 def _name_of(f: Any) -> str:

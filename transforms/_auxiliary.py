@@ -58,6 +58,12 @@ class Auxiliary:
         return Auxiliary(leaves, treedef, axes, numbers)
 
     def tree(self, leaves: list[Any]) -> Any:
+        """Aux of leaves that are averaged; on a call that is followed, such as differed before say over which axes."""
+        net = active()
+        if net is not None:
+            for leaf, mean, axes in zip(self.leaves, leaves, self.over, strict=True):
+                if axes and isinstance(mean, Tensor):
+                    net.note_averaged(mean, net.of(leaf).axes & set(axes))
         back = [leaf.item() if number else leaf for leaf, number in zip(leaves, self.numbers, strict=True)]
         return trees.unflatten(self.treedef, back)
 

@@ -212,7 +212,12 @@ def _positions(argnums: Any, count: int, name: str) -> tuple[int, ...]:
                     remedy="pass what is to be differentiated by position",
                 )
             )
-    return tuple(number % count for number in chosen)
+    positions = tuple(number % count for number in chosen)
+    if len(set(positions)) < len(positions):
+        raise SpecError(
+            message(f"grad got a bad argnums for {name}", got=repr(argnums), expected="each argument at most once")
+        )
+    return positions
 
 
 def _axes(axes: Any) -> tuple[str, ...]:

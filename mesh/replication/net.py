@@ -168,6 +168,13 @@ class Net:
                 if len(kinds[storage(tensor)]) == 1:
                     self.made(tensor, varying)
 
+    def note_averaged(self, tensor: Any, axes: frozenset[str]) -> None:
+        """Note that a tensor is aux, the mean over `axes` of what differed along them."""
+        tensor._spmd_averaged = axes
+
+    def averaged(self, tensor: Any) -> frozenset[str]:
+        return getattr(tensor, "_spmd_averaged", frozenset())
+
     def view(self, tensor: Tensor, varying: Varying) -> None:
         """Note how a tensor in the memory of another differs."""
         before = self.of(tensor)

@@ -229,6 +229,17 @@ def test_put(shared_mesh, mesh):
     assert put(image, mesh=mesh).full().is_contiguous(memory_format=torch.channels_last)
 
 
+def test_put_within_a_region_takes_whole_values(mesh):
+    x = torch.arange(4.0)
+    for spec in (P("data"), P()):
+        with pytest.raises(SpecError, match=r"put takes a whole value.*differ along data: .*comes of.*Sharded\(x, P"):
+            spmd(lambda x, spec=spec: put(x * 2, spec), mesh=mesh, in_specs=P("data"))(x)
+    whole = spmd(
+        lambda x: put({"sum": psum(x, "data"), "new": torch.ones(2)}, P("data")), mesh=mesh, in_specs=P("data")
+    )
+    assert [whole(x)[name].full().tolist() for name in ("sum", "new")] == [[2.0, 4.0], [1.0, 1.0]]
+
+
 @pytest.mark.parametrize(
     ("tree", "spec", "words"),
     [

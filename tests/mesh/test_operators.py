@@ -287,6 +287,14 @@ def test_gradients_are_refused_with_the_way_to_take_them(shared_mesh: Any, ask: 
     assert not x.requires_grad and x.sum().item() == 4
 
 
+def test_a_call_of_an_spmd_function_within_a_transform_of_torch(shared_mesh: Any) -> None:
+    total = spmd(lambda x: x.sum(), mesh=shared_mesh({"data": 2}))
+    for ask in (torch.func.grad(total), torch.func.vmap(total)):
+        with pytest.raises(SpecError, match=rf"within a transform of torch.func .*vmap within .*{_THE_WAY}"):
+            ask(torch.ones(4))
+    assert total(torch.ones(4)).item() == 4
+
+
 def test_what_torch_itself_says_of_gradients_of_arrays(shared_mesh: Any) -> None:
     """Before it calls anything of an Array's."""
     x = put(torch.ones(4), P("data"), mesh=shared_mesh({"data": 2}))

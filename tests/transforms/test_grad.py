@@ -467,7 +467,7 @@ def test_several_arguments_and_negative_numbers(shared_mesh):
         assert both[0]["x"].tolist() == [1.0, 2.0] and both[1].tolist() == [3.0, 4.0]
         assert isinstance(single, tuple) and single[0].tolist() == [3.0, 4.0]
         assert listed[0].tolist() == [3.0, 4.0] and listed[1]["x"].tolist() == [1.0, 2.0]
-    for bad in (2, -3, (0, 2), "a", 1.0):
+    for bad in (2, -3, (0, 2), (0, 0), [1, -1], "a", 1.0):
         with pytest.raises(SpecError, match="bad argnums for f"):
             grad(f, bad)(torch.ones(2), {"x": torch.ones(2)})
     with pytest.raises(SpecError, match="by position"):
@@ -807,6 +807,11 @@ def test_the_gradient_of_an_spmd_function_is_the_spmd_function_of_the_gradient(s
     torch.testing.assert_close(aux["mean"].full(), x.mean())
     (value, aux), gradient = value_and_grad(spmd(with_aux, **specs), has_aux=True)(w, x)
     assert torch.equal(value.full(), outer[0].full()) and torch.equal(gradient["b"].full(), single["b"].full())
+    specs_of_aux = (P(), {"rows": P("data"), "mean": P()})
+    with_rows = spmd(lambda w, x: (f(w, x), {"rows": x * 2, "mean": x.mean()}), **specs, out_specs=specs_of_aux)
+    for _, aux in (grad(with_rows, has_aux=True)(w, x), value_and_grad(with_rows, has_aux=True)(w, x)[0]):
+        assert aux["rows"].spec == P("data") and torch.equal(aux["rows"].full(), x * 2)
+        torch.testing.assert_close(aux["mean"].full(), x.mean())
     # With the batch of data_parallel, and to second order.
     parallel = spmd(data_parallel(lambda w, batch: f(w, batch)), mesh=mesh)
     swapped = spmd(data_parallel(grad(lambda w, batch: f(w, batch))), mesh=mesh)

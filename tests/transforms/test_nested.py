@@ -58,6 +58,22 @@ def test_an_axis_of_another_cut_is_refused(mesh: Mesh) -> None:
         spmd(lambda x: both(x), mesh=mesh, in_specs=P("data"), out_specs=P("data"))(torch.arange(8.0))
 
 
+def test_what_was_computed_of_parts_is_not_cut_again(mesh: Mesh) -> None:
+    total = spmd(lambda x: psum((x * x).sum(), "data"), in_specs=P("data"))
+    parts = {"mesh": mesh, "in_specs": P("data")}
+    for body in (lambda x: total(x * 2), lambda x: grad(lambda x: total(x.sin()))(x)):
+        with pytest.raises(SpecError, match=r"a tensor that differs over \['data'\] already.*leave @spmd off"):
+            spmd(body, **parts, out_specs=P("data"))(torch.arange(8.0))
+    whole = spmd(lambda x: total(x * 2), mesh=mesh)
+    assert [whole(torch.arange(8.0)).item() for _ in range(2)] == [560.0, 560.0]
+
+
+def test_a_part_of_what_differs_over_another_axis_still_does(mesh: Mesh) -> None:
+    half = spmd(lambda x: x * 1, in_specs=P("model"))
+    with pytest.raises(SpecError, match="may differ between ranks along data, though it does not this time"):
+        spmd(lambda x: psum(half(x * 2), "model"), mesh=mesh, in_specs=P("data"))(torch.ones(4))
+
+
 def test_values_move_from_one_spec_to_another(mesh: Mesh) -> None:
     x = torch.arange(48.0).reshape(4, 12)
     specs = [P(), P("data"), P("model", "data"), P(("data", "model")), P(None, ("model", "data"))]

@@ -118,6 +118,27 @@ def test_aux_in_a_step_with_in_specs_that_means_what_it_says(mesh: Mesh) -> None
     torch.testing.assert_close(total.full(), features.sum(1))
 
 
+def test_aux_that_is_averaged_though_its_spec_cuts_it(mesh: Mesh) -> None:
+    """As `shard_map(value_and_grad(f, has_aux=True))` would return it in JAX; the loss communicates."""
+
+    def step(make_aux: Callable) -> Any:
+        def loss_fn(w, x):
+            out = x @ w
+            return psum(out.sum(), "data"), make_aux(out)
+
+        wrapped = value_and_grad(loss_fn, has_aux=True)
+        specs = {"in_specs": (P(), P("data")), "out_specs": ((P(), P("data")), P())}
+        return spmd(wrapped, mesh=mesh, **specs)(torch.ones(X.shape[1]), X)[0][1]
+
+    for aux in (lambda out: out, lambda out: out.sum()[None]):
+        with pytest.raises(
+            SpecError, match=r"result \[0\]\[1\] of loss_fn is aux .* averaged .*Sharded\(value, P\('data'\)\)"
+        ):
+            step(aux)
+    torch.testing.assert_close(step(lambda out: Sharded(out, P("data"))).full(), X.sum(1))
+    assert step(lambda out: torch.ones(1)).full().tolist() == [1.0, 1.0]
+
+
 def test_aux_that_says_what_it_is(mesh: Mesh) -> None:
     """Rows that stay those of the samples, means of them, and statistics that happen to be as long as the batch."""
     apply, params = functional(model())
