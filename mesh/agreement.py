@@ -118,7 +118,7 @@ def assemble(
                     f"{name} returned different trees on rank 0 and rank {rank}",
                     got=f"{treedef} and {other}",
                     where=where,
-                    remedy="return the same structure on every rank",
+                    remedy="return the same structure on every rank" if remedy is SHARDS_OF_ONE else remedy,
                 )
             )
     rank_prints = [values.split(mine, outputs[rank][1], check, len(layout.names)) for rank, mine in enumerate(prints)]

@@ -40,11 +40,12 @@ def refuse_ragged(shape: Sequence[int]) -> None:
 
 
 WAY = "differentiate in an @spmd function: value_and_grad(loss_fn)(params, batch)"
+FREEZE = "model.requires_grad_(False) before functional(model); for a while, None in its place among grads"
 
 
-def refuse_gradients(problem: str) -> NoReturn:
+def refuse_gradients(problem: str, remedy: str = WAY) -> NoReturn:
     """Refuse what would need the history of a value, which no Array has."""
-    raise SpecError(message(f"{problem}, whose gradients are not recorded", remedy=WAY))
+    raise SpecError(message(f"{problem}, whose gradients are not recorded", remedy=remedy))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -226,7 +227,7 @@ class Array:
         return np.asarray(self)
 
     def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if spec and self.numel() == 1 else str(self)
+        return format(self.item(), spec) if not self.shape or (spec and self.numel() == 1) else str(self)
 
     # -- torch's functions, which run on the ranks ---------------------------------------------------------------------
 
@@ -245,8 +246,7 @@ class Array:
 
     @requires_grad.setter
     def requires_grad(self, wanted: bool) -> None:
-        if wanted:
-            refuse_gradients("requires_grad was asked of an Array")
+        _operated(torch.Tensor.requires_grad_, self, wanted)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and name in (attributes := _operators().ATTRIBUTES):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -88,6 +88,16 @@ class Request:
 
     def _split_batch(self, argument: BatchArgument) -> None:
         """Give the leaves of the batch the spec of its axis, and find the size of the whole batch."""
+        axes = self.mesh.layout.names
+        if argument.axis not in axes:
+            raise SpecError(
+                message(
+                    f"data_parallel splits the batch of {self.name} over an axis that the mesh does not have",
+                    got=repr(argument.axis),
+                    expected=f"one of {axes}",
+                    remedy=f"write @data_parallel(axis={axes[0]!r}), or name an axis of the mesh {argument.axis!r}",
+                )
+            )
         lengths: dict[int, int] = {}
         key = argument.key(len(self._tree[0]))
         for index, (leaf, is_batch) in enumerate(zip(self.leaves, self._belonging_to([key]), strict=True)):
@@ -172,15 +182,7 @@ class Request:
         if isinstance(leaf, Array):
             leaf.check_readable()
             if leaf.mesh is not self.mesh:
-                raise SpecError(
-                    message(
-                        f"{self.where(index)} is on another mesh{', which is closed' if leaf.mesh.closed else ''}",
-                        got=leaf.mesh.describe(),
-                        expected=self.mesh.describe(),
-                        remedy="give mesh= where it is left out (there it means the enclosing `with mesh:`, else the "
-                        "process's default mesh), or move the value with put(array.full(), mesh=...)",
-                    )
-                )
+                self._refuse_mesh(index, leaf.mesh)
             if spec is None:
                 return
             shape, its_spec = leaf.hint().shape, leaf.hint().spec
@@ -191,6 +193,17 @@ class Request:
                     self.leaves[index] = put_on(self.mesh, leaf, spec)
         elif isinstance(leaf, torch.Tensor) and spec is not None:
             self._check_shape(index, tuple(leaf.shape), spec)
+
+    def _refuse_mesh(self, index: int, its: Any) -> NoReturn:
+        remedy = (
+            "fetch values with .full() before their mesh is closed, as by the end of a `with mesh:` block"
+            if its.closed
+            else "if the mesh was made again, define the step and make the Loader again, with the new one; give mesh= "
+            "where it is left out (there it means the enclosing `with mesh:`, else the process's default mesh); a "
+            "value moves with put(array.full(), mesh=...)"
+        )
+        problem = f"{self.where(index)} is on another mesh{', which is closed' if its.closed else ''}"
+        raise SpecError(message(problem, got=its.describe(), expected=self.mesh.describe(), remedy=remedy))
 
     def _check_shape(self, index: int, shape: tuple[int, ...], spec: P) -> None:
         self.mesh.layout.check_shape(shape, spec, uneven=index in self._uneven, where=self.where(index))

@@ -21,7 +21,7 @@ import torch
 from ...kernels.errors import MeshError, SpecError, message
 from ...kernels.torch_private import in_torch_func, run_as_written
 from .. import trees
-from ..array import WAY, Array, Meta, refuse_gradients, refuse_ragged
+from ..array import FREEZE, WAY, Array, Meta, refuse_gradients, refuse_ragged
 from ..calling import call
 from ..program import Program
 from ..purity.writes import written_by
@@ -92,7 +92,8 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """
     name = _name_of(func)
     if name in _OF_GRADIENTS:
-        refuse_gradients(f"{name} was asked of an Array")
+        freezes = name == "requires_grad_" and False in (*args[1:], *kwargs.values())
+        refuse_gradients(f"{name} was asked of an Array", FREEZE if freezes else WAY)
     if in_torch_func():
         raise SpecError(
             message(

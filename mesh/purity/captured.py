@@ -73,10 +73,10 @@ class Captured:
     def __init__(self, functions: Sequence[Any], whole: tuple[type, ...]):
         _watch_clipping()
         _watch_checkpointing()
-        tensors, self._entries = _tensors(functions, whole)
+        tensors, self._entries, optimizes = _tensors(functions, whole)
         self._known = [_Known.of(*found) for found in tensors]
         self.trainable = frozenset(id(known.tensor) for known in self._known if known.tensor.requires_grad)
-        if self.trainable:
+        if self.trainable or optimizes:
             _watch_optimizers()
 
     def check(self, name: str, where: str) -> None:
@@ -123,10 +123,12 @@ _RETURN = "pass it as an argument, and return its new value"
 _Entry = tuple[dict[Any, Any], Any, Any]  # of a dictionary, or of an object's attributes: where, under which key, what
 
 
-def _tensors(functions: Sequence[Any], whole: tuple[type, ...]) -> tuple[list[tuple[Tensor, str, str]], list[_Entry]]:
-    """The tensors that functions refer to, each once, and the entries that have them.
+def _tensors(
+    functions: Sequence[Any], whole: tuple[type, ...]
+) -> tuple[list[tuple[Tensor, str, str]], list[_Entry], bool]:
+    """The tensors that functions refer to, each once, the entries that have them, and whether there is an optimizer.
 
-    Those without memory are nobody's value.
+    Tensors without memory are nobody's value.
     """
     depths: dict[int, int] = {}
     held: list[Any] = []  # ids stay unique only while the objects live
@@ -153,7 +155,8 @@ def _tensors(functions: Sequence[Any], whole: tuple[type, ...]) -> tuple[list[tu
         if inside is not None and not isinstance(obj, (nn.Module, Tensor, type, types.FunctionType)):
             named = obj if isinstance(obj, dict) else getattr(obj, "__dict__", {})
             entries += [(named, key, value) for key, value in named.items() if _has_tensors(value)]
-    return [entry for entry in found.values() if not entry[0].is_meta], entries
+    optimizes = any(isinstance(obj, torch.optim.Optimizer) for obj in held)
+    return [entry for entry in found.values() if not entry[0].is_meta], entries, optimizes
 
 
 def _has_tensors(value: Any) -> bool:
@@ -162,23 +165,26 @@ def _has_tensors(value: Any) -> bool:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """From now on, refuse steps of torch's optimizers over what the running function captures."""
+    """From now on, refuse steps of torch's optimizers over what a running function captures, or without gradients."""
     register_optimizer_step_pre_hook(_refuse_captured)
 
 
 def _refuse_captured(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     region = current()
-    if region is None or not region.captured:
+    if region is None or not region.pure:
         return
-    if any(id(param) in region.captured for group in optimizer.param_groups for param in group["params"]):
-        raise SpecError(
-            message(
-                f"{type(optimizer).__name__}.step() was called in a step on parameters that the step captures: each "
-                "rank would train a copy of its own, and the caller's module would stay as it is",
-                where=region.session.where(),
-                remedy=_TRAIN,
-            )
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(id(param) in region.captured for param in params):
+        what = (
+            "on parameters that the step captures: each rank would train a copy of its own, and the caller's module "
+            "would stay as it is"
         )
+    elif params and all(param.grad is None for param in params):
+        what = "on parameters that have no gradients in them, and would change nothing"
+    else:
+        return
+    problem = f"{type(optimizer).__name__}.step() was called in a step {what}"
+    raise SpecError(message(problem, where=region.session.where(), remedy=_TRAIN))
 
 
 @functools.cache

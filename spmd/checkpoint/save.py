@@ -66,6 +66,9 @@ def save(
     if current() is not None:
         remedy = "save what the step returns; the handler of a signal, also in a step, sets a flag (docs/how_to.md)"
         raise MeshError(message("save was called inside a region", remedy=remedy))
+    if not isinstance(path, str | os.PathLike):
+        remedy = "the path comes first: save(path, tree)"
+        raise SpecError(message("save got a bad path", got=f"a {type(path).__name__}", remedy=remedy))
     path = Path(path).absolute()
     leaves, _ = trees.flatten(tree, is_leaf=is_array)
     mesh = _mesh_of(leaves)

@@ -250,6 +250,8 @@ def _read(recipe: Recipe, opt_state: Mapping[str, Any]) -> tuple[Any, list[dict[
         own = opt_state["groups"] if recipe.groups else []
         count = None if recipe.schedule is None else opt_state["count"]
         fits = len(own) == len(recipe.groups)
+        if len(opt_state) > 2:  # more than what every state has
+            _refuse_unread(opt_state, hyper)
     except (TypeError, KeyError, IndexError):
         fits = False
     if not fits:
@@ -266,6 +268,19 @@ def _read(recipe: Recipe, opt_state: Mapping[str, Any]) -> tuple[Any, list[dict[
             )
         )
     return state, [hyper, *({**hyper, **one} for one in own)], count
+
+
+def _refuse_unread(opt_state: Mapping[str, Any], hyper: Any) -> None:
+    """Refuse what the user has put beside what a state consists of: no step would read it."""
+    name = next((name for name in opt_state if name not in _READ), None)
+    if name is not None:
+        known = isinstance(hyper, Mapping) and name in hyper
+        remedy = f'write opt_state["hyper"][{name!r}] = ...' if known else "pass what opt.init or opt.step returned"
+        problem = f"opt_state has an entry {name!r}, which no step reads"
+        raise SpecError(message(problem, expected=f"some of {[*_READ]}", remedy=remedy))
+
+
+_READ = ("state", "hyper", "groups", "count", "ema")
 
 
 def _check_class(cls: Any) -> None:

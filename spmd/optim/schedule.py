@@ -129,10 +129,17 @@ class _Groups(torch.optim.Optimizer):
     """Parameter groups and nothing to step."""
 
     def __init__(self, starts: Sequence[Mapping[str, Any]]):
-        super().__init__([{"params": [torch.zeros((), device="cpu")], **start} for start in starts], dict(starts[0]))
+        super().__init__([{"params": [_parameter()], **start} for start in starts], dict(starts[0]))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing: the schedulers count these calls."""
+
+
+def _parameter() -> Tensor:
+    """With a gradient: in a step, torch's optimizers are refused on parameters that have none."""
+    parameter = torch.zeros((), device="cpu")
+    parameter.grad = parameter.clone()
+    return parameter
 
 
 def _plain(value: Any) -> Any:

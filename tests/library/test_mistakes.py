@@ -120,6 +120,15 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "no paths": (lambda m: Stream.jsonl(None), "a Stream got no list of paths .*None"),
     "no shards": (lambda m: Stream(4, iter), "Stream got nothing to read .*4 for shards"),
     "keep": (lambda m: save("nowhere", {}, keep="1"), "save got a bad keep .*'1'"),
+    "save as torch.save": (lambda m: save({"w": X}, "nowhere"), r"save got a bad path .*a dict.*save\(path, tree\)"),
+    "the mesh's axis": (
+        lambda m: spmd.spmd(data_parallel(lambda batch: 0, axis="rows"), mesh=m)(X),
+        r"over an axis that the mesh does not have .*'data'.*got 'rows'.*@data_parallel\(axis='data'\)",
+    ),
+    "lists of other lengths": (
+        lambda m: [*Loader([{"ids": [1] * n} for n in (1, 2)], 2, mesh=m)],
+        "dataset returned different trees .*have collate_fn pad",
+    ),
     "mesh of restore": (lambda m: restore("nowhere", mesh=2), "this is no mesh .*mesh=2"),
     "check nothing": (lambda m: spmd.check(None, {"data": 2}), "check takes a function .*NoneType"),
     "state_dict": (lambda m: functional(nn.Linear(1, 1))[0].params(None), "apply.params got no state_dict .*NoneType"),
@@ -207,7 +216,7 @@ def test_a_mistake_is_refused_in_words(mesh: Mesh, name: str) -> None:
 def test_a_value_of_a_mesh_that_is_closed(mesh: Mesh) -> None:
     with Mesh({"data": 2}) as other:
         value = put(X, mesh=other)
-    with pytest.raises(SpmdError, match="argument 0 of sum is on another mesh, which is closed"):
+    with pytest.raises(SpmdError, match=r"sum is on another mesh, which is closed.*: fetch .*\.full\(\) before"):
         spmd.spmd(torch.sum, mesh=mesh)(value)
     for look in (other.status, other.stacks):
         with pytest.raises(SpmdError, match="this mesh is closed"):

@@ -519,6 +519,11 @@ def test_state_that_does_not_fit_is_named():
     theirs = optim.SGD(params.values(), momentum=0.9).state_dict()
     with pytest.raises(SpecError, match=r"unexpected form .*torch's optimizers has the parameters' numbers.*how_to.md"):
         optimizer(optim.SGD).step(params, params, theirs)
+    state = optimizer(optim.SGD, lr=0.1).init(params)
+    with pytest.raises(SpecError, match=r"entry 'lr', which no step reads .*: write opt_state\[.hyper.\]\['lr'\] ="):
+        optimizer(optim.SGD, lr=0.1).step(params, params, {**state, "lr": 0.01})
+    with pytest.raises(SpecError, match=r"an entry 'rate', which no step reads .*: pass what opt.init"):
+        optimizer(optim.SGD, lr=0.1).step(params, params, {**state, "rate": 0.01})
     for key in (0, "a"):
         with pytest.raises(SpecError, match=rf"got opt_state\['state'\]\[{key!r}\]\): state of torch's optimizers"):
             step_with(params, params, state={key: {"momentum_buffer": torch.ones(2)}})

@@ -295,6 +295,14 @@ def test_a_call_of_an_spmd_function_within_a_transform_of_torch(shared_mesh: Any
     assert total(torch.ones(4)).item() == 4
 
 
+def test_a_value_of_the_ranks_is_not_frozen(shared_mesh: Any) -> None:
+    """As parameters between steps: it would be trained on."""
+    x = put(torch.ones(4), mesh=shared_mesh({"data": 2}))
+    for freeze in (lambda: x.requires_grad_(False), lambda: setattr(x, "requires_grad", False)):
+        with pytest.raises(SpecError, match=r"model.requires_grad_\(False\) before functional\(model\).*among grads"):
+            freeze()
+
+
 def test_what_torch_itself_says_of_gradients_of_arrays(shared_mesh: Any) -> None:
     """Before it calls anything of an Array's."""
     x = put(torch.ones(4), P("data"), mesh=shared_mesh({"data": 2}))
@@ -313,7 +321,8 @@ def test_what_torch_itself_says_of_gradients_of_arrays(shared_mesh: Any) -> None
 def test_values_are_shown_and_fetched(shared_mesh: Any) -> None:
     mesh = shared_mesh({"data": 2})
     loss = put(torch.tensor(0.25), mesh=mesh)
-    assert str(loss) == f"{loss}" == "Array(0.25, float32[], P())"
+    assert str(loss) == "Array(0.25, float32[], P())"
+    assert f"loss {loss}" == "loss 0.25"  # as a tensor
     assert f"{loss:.3f}" == "0.250"
     small = put(torch.arange(4), P("data"), mesh=mesh)
     assert str(small).startswith("Array([0, 1, 2, 3], int64[4], P('data'))")

@@ -78,6 +78,39 @@ def test_an_optimizer_that_steps_at_a_later_call(mesh: Mesh) -> None:
         step(X, torch.tensor(3)).full()
 
 
+@pytest.mark.parametrize("captured", [True, False])
+def test_an_optimizer_whose_parameters_have_no_gradients(mesh: Mesh, captured: bool) -> None:
+    """`optimizer.step()` beside gradients that are values: it would return, and have changed nothing."""
+    apply, params = functional(linear())
+    theirs = torch.optim.Adam(params.values())
+    ours = optimizer(torch.optim.SGD, lr=0.1, schedule=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1))
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, opt_state, batch):
+        loss, grads = value_and_grad(lambda p: apply(p, batch).square().mean())(params)
+        if captured:
+            theirs.step()
+        else:
+            type(theirs)(params.values()).step()
+        return *ours.step(params, grads, opt_state), loss
+
+    with pytest.raises(SpecError, match=r"Adam.step\(\) was called in a step on parameters that have no gradients"):
+        step(params, ours.init(params), X)
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def right(params, opt_state, batch):
+        assert theirs.param_groups
+        grads = value_and_grad(lambda p: apply(p, batch).square().mean())(params)[1]
+        return ours.step(params, grads, opt_state)
+
+    state = ours.init(params)
+    for _ in range(3):
+        params, state = right(params, state, X)
+    assert state["count"].item() == 3
+
+
 def test_backward_alone(mesh: Mesh) -> None:
     module = linear()
 
