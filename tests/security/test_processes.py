@@ -90,6 +90,20 @@ def test_programs_that_are_no_python(name: str, value: object, told: str, monkey
         Mesh({"data": 1})
 
 
+def test_signals_that_the_driver_blocks_reach_its_ranks(tmp_path: Path) -> None:
+    code = """
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGINT})  # to take them with sigwait
+from spmd import Mesh
+with Mesh({"data": 1}, on_loss="raise") as mesh:
+    print(mesh.run(signal.pthread_sigmask, signal.SIG_BLOCK, ()))
+    mesh.run(os.kill, mesh.run(os.getpid)[0], signal.SIGKILL)
+"""
+    done = told(code, tmp_path)
+    assert done.stdout == "[set()]\n"
+    assert "rank 0 was killed by SIGKILL" in done.stderr  # as the process that it is forked from heard by SIGCHLD
+
+
 def test_what_ranks_start_ends_with_a_killed_driver(tmp_path: Path) -> None:
     code = """
 import subprocess, time
