@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 import types
@@ -168,6 +169,21 @@ def check_not_imported_by_worker() -> None:
                 "a worker process of multiprocessing imports this program's main script, which makes a Mesh",
                 got="a second set of ranks, which nobody wants",
                 remedy="make the Mesh under `if __name__ == '__main__':`, or use the start method 'fork'",
+            )
+        )
+
+
+def check_can_start_python() -> None:
+    """Refuse ranks of a program that would itself run again, or nothing would, where Python is to be started."""
+    frozen = getattr(sys, "frozen", False)  # as PyInstaller and cx_Freeze have it
+    if frozen or not sys.executable:
+        raise MeshError(
+            message(
+                "the ranks of this program cannot be started, since it is no program that Python runs",
+                got="a frozen program" if frozen else "an empty sys.executable",
+                expected="sys.executable to be a Python that can import spmd",
+                remedy="run it with python, or have a launcher start its ranks (docs/launching.md)"
+                + ("" if frozen else ", or set sys.executable"),
             )
         )
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...kernels.errors import MeshError, message
 from ...kernels.network.codec import Message
-from ...kernels.processes import check_not_imported_by_worker
+from ...kernels.processes import check_can_start_python, check_not_imported_by_worker
 from ...kernels.shm.board import ended
 from ..rank import memory
 from ..rank.descriptors import Forked, RankRequest, StandBy, receive, send
@@ -253,6 +253,7 @@ def zygote() -> Zygote:
     """This process's zygote, made on first use (a forked child of a driver makes its own)."""
     global _zygote
     check_not_imported_by_worker()
+    check_can_start_python()
     with _lock:
         if _zygote is None or not _zygote.alive:
             following = None

@@ -57,7 +57,7 @@ def main(request: RankRequest, fds: list[int]) -> None:
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     open_more_files()
-    os.chdir(request.cwd)
+    _enter(request.cwd)
     os.environ.clear()
     os.environ.update(request.environ)
     sys.path[:] = request.path
@@ -109,6 +109,15 @@ def main(request: RankRequest, fds: list[int]) -> None:
     signal.signal(signal.SIGINT, worker.interrupt)
     worker.serve()
     session.close()
+
+
+def _enter(folder: str) -> None:
+    """Have it as the current one; if it has been removed since, or is closed to this user, who is in it stays there."""
+    try:
+        os.chdir(folder)
+    except (FileNotFoundError, PermissionError):
+        if os.readlink("/proc/self/cwd").removesuffix(" (deleted)") != folder:
+            raise
 
 
 def _file_store(path: str, size: int, timeout: float) -> Any:

@@ -28,6 +28,7 @@ PRELOADED = ("spmd.transforms", "spmd.optim.optimizer", "spmd._functional", "spm
 
 def main(control_fd: int, driver_pid: int) -> None:
     """Serve fork requests on the control socket until it closes."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # what the driver's thread blocks is not blocked here
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     driver = os.pidfd_open(driver_pid)
     for name in PRELOADED:

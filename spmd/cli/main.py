@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 
 from .. import __version__
@@ -104,6 +105,9 @@ def run(arguments: list[str]) -> int:
         if options.standalone:
             options.standalone, options.rdzv_backend, options.rdzv_endpoint = False, one_host.BACKEND, "localhost"
             stack.enter_context(one_host.meeting_place())
+        if not options.log_dir and options.redirects == options.tee == "0":  # no logs, but torch would leave a folder
+            folder = tempfile.TemporaryDirectory(prefix="spmd-run-", ignore_cleanup_errors=True)
+            options.log_dir = stack.enter_context(folder)
         return _launched(launch, options)
 
 

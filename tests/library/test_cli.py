@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from jobs import KUBEFLOW, SALLOC, environ_without, section
+from scripts import run
 
 import spmd
 from spmd import Mesh
@@ -96,6 +98,14 @@ def test_the_rest_is_as_torchrun_has_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PET_NPROC_PER_NODE", "5")
     arguments = ["--standalone", "--max-restarts", "3", "-m", "package.train", "--lr", "0.1"]
     assert parse(arguments) == parse_args(arguments)
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_temporary_files_are_gone(status: int, tmp_path: Path) -> None:
+    (tmp_path / "rank.sh").write_text(f"exit {status}")
+    command = ("-m", "spmd", "run", "-n", "1", "--no-python", "sh", "rank.sh")
+    assert run(*command, cwd=tmp_path, env={"TMPDIR": str(tmp_path)})[0] == status
+    assert [path.name for path in tmp_path.iterdir()] == ["rank.sh"]
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "two", "1.5"])

@@ -340,6 +340,21 @@ with Mesh({"data": 1}) as mesh:
 # -- what is not run again ---------------------------------------------------------------------------------------------
 
 
+def test_a_rank_is_replaced_where_its_folder_was_removed(tmp_path: Path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    code = """
+import os
+from spmd import Mesh, put
+mesh = Mesh({"data": 1})
+w = put([1.0], mesh=mesh)
+os.rmdir(os.getcwd())
+os.kill(mesh.run(os.getpid)[0], 9)
+print(w[0].item(), mesh.run(os.readlink, "/proc/self/cwd"))
+"""
+    assert run("-c", code, cwd=folder)[1] == f"1.0 ['{folder} (deleted)']\n"
+
+
 def test_a_call_that_ends_its_ranks_is_given_up(make_mesh):
     mesh = make_mesh({"data": 2})
 

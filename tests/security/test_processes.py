@@ -19,7 +19,7 @@ from fork_server import ForkServer, fork_server
 from patience import HANGS, end_within
 from scripts import two_ranks
 
-from spmd import restore, save
+from spmd import Mesh, MeshError, restore, save
 
 needs_namespaces = pytest.mark.skipif(
     os.getuid() != 0
@@ -79,6 +79,29 @@ if __name__ == "__main__":
         "if __name__ == '__main__':",
     ):
         assert done.stderr.count(text) == 2, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"), [("frozen", True, "a frozen program"), ("executable", "", "or set sys.executable")]
+)
+def test_programs_that_are_no_python(name: str, value: object, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, name, value, raising=False)  # a frozen one would run itself, and make a mesh again
+    with pytest.raises(MeshError, match=f"cannot be started, since .*{told}"):
+        Mesh({"data": 1})
+
+
+def test_signals_that_the_driver_blocks_reach_its_ranks(tmp_path: Path) -> None:
+    code = """
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGINT})  # to take them with sigwait
+from spmd import Mesh
+with Mesh({"data": 1}, on_loss="raise") as mesh:
+    print(mesh.run(signal.pthread_sigmask, signal.SIG_BLOCK, ()))
+    mesh.run(os.kill, mesh.run(os.getpid)[0], signal.SIGKILL)
+"""
+    done = told(code, tmp_path)
+    assert done.stdout == "[set()]\n"
+    assert "rank 0 was killed by SIGKILL" in done.stderr  # as the process that it is forked from heard by SIGCHLD
 
 
 def test_what_ranks_start_ends_with_a_killed_driver(tmp_path: Path) -> None:
@@ -238,7 +261,7 @@ def test_a_writer_in_another_pid_namespace_is_alive(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     other = f"""
 import torch
-from spmd import restore, save
+from spmd import Mesh, MeshError, restore, save
 folder = {str(runs)!r}
 save(folder, {{"w": torch.zeros(2)}}, step=2)
 print(restore(folder + "/step-00000002")["w"].tolist())
