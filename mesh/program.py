@@ -37,6 +37,7 @@ from .region import (
     restore_generators,
     state_is_dropped,
 )
+from .remote.handle import Remote
 from .replication.following import follow
 from .replication.net import NOTHING, Net, Varying, marked
 from .replication.values import Check
@@ -127,6 +128,7 @@ class CompiledCall:
         self._results = Results(session, program.name, program.out_specs)
         self._looked_at: set[Any] = set()
         self._choices: tuple[set[Any], set[Any]] = set(), set()  # flags and names, and whole numbers, that came so far
+        self._whole = (type(mesh), Array, Remote)  # not looked into
         self._captured: Captured  # what the body refers to, as it was before the first call
 
     def forget(self) -> None:
@@ -160,14 +162,12 @@ class CompiledCall:
             tensor._spmd_version = count  # type: ignore[attr-defined]  # as `mark` does, which looks at each by itself
         net = _net_over(session, self._treedef, local) if check is Check.TYPES else None
         args, kwargs = trees.unflatten(self._treedef, local)
-        first = not self._results.known
-        captured_state: CapturedState | None = None
+        if first := not self._results.known:
+            self._captured = Captured([self._program.body, *values], self._whole)
+        copied = first and not session.launched
+        captured_state = CapturedState([self._program.body], self._whole) if copied else None
         watched: Watched | None = None
         choices = self._new_choices(values) if self._has_values else []
-        if first:
-            whole = (type(self._mesh), Array)
-            self._captured = Captured([self._program.body, *values], whole)
-            captured_state = None if session.launched else CapturedState([self._program.body], whole)
         if first or choices:
             watched = self._watched(local)
             self._looked_at.clear()

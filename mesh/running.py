@@ -145,7 +145,11 @@ def _call_here(mesh: MeshView, fn: Callable[..., Any], args: tuple, key: tuple, 
 
 
 def _checked(mesh: MeshView, ranks: Sequence[int] | None) -> list[int]:
-    if current() is not None:
+    region = current()
+    if region is not None and region.session.is_apart:
+        problem = "mesh.run and mesh.submit were called by a method of a remote object"
+        raise MeshError(message(problem, remedy="call objects on the other ranks, or the function directly"))
+    if region is not None:
         raise MeshError(
             message("mesh.run and mesh.submit were called inside a region", remedy="call the function directly there")
         )

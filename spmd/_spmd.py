@@ -233,6 +233,8 @@ class Spmd(Transformable):
                     remedy="leave mesh= out where one @spmd function calls another",
                 )
             )
+        if not region.pure and region.session.layout.size > 1:  # a rank's part might be taken for the whole result
+            region.session.check_together(f"call {self._name}, an @spmd function")
         tree = (bound.args, bound.kwargs)
         specs = self._specs(bound)
         shared: set[str] = set()

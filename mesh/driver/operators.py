@@ -62,7 +62,7 @@ _FLAGS = (torch.bool, torch.uint8)  # of which an index is a choice of elements
 ATTRIBUTES: dict[str, Callable[[Array], Any]] = {
     "real": lambda x: torch.real(x),  # type: ignore[arg-type]
     "imag": lambda x: torch.imag(x),  # type: ignore[arg-type]
-    "T": lambda x: x.permute(*reversed(range(x.ndim))),
+    "T": lambda x: x.permute(tuple(reversed(range(x.ndim)))),
     "mT": lambda x: x.transpose(-2, -1),
     "mH": lambda x: x.adjoint(),
     "H": lambda x: x.adjoint(),

@@ -154,7 +154,7 @@ def _tensors(
         todo.extend(inside or ())
         if inside is not None and not isinstance(obj, (nn.Module, Tensor, type, types.FunctionType)):
             named = obj if isinstance(obj, dict) else getattr(obj, "__dict__", {})
-            entries += [(named, key, value) for key, value in named.items() if _has_tensors(value)]
+            entries += [(named, key, value) for key, value in list(named.items()) if _has_tensors(value)]
     optimizes = any(isinstance(obj, torch.optim.Optimizer) for obj in held)
     return [entry for entry in found.values() if not entry[0].is_meta], entries, optimizes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ class PlannedSession(RankSession):
         self.launched = True  # torch's generators are given back as they were
         self.timeout, self.seed, self.regions, self.closed = 0.0, 0, 0, False
         self.device, self.mesh_text, self.run_state = torch.device("cpu"), where, RunState()
+        self.apart = threading.local()
         self._alone, self._comms, self._groups, self.lasting = False, {}, {}, None
 
     def comm_of(self, ranks: tuple[int, ...], channel: str = "main") -> Any:

@@ -143,23 +143,28 @@ class RankSession(Owned):
             )
         return self.comm_of(group)
 
-    def comm_of(self, ranks: tuple[int, ...], channel: str = "main") -> Communicator:
-        if getattr(self.apart, "label", None):
-            raise MeshError(
-                message(
-                    "a method of a remote object cannot communicate: the other ranks take no part in its call",
-                    where=self.where(),
-                    remedy="call other objects, or communicate in mesh.run or an @spmd function",
-                )
-            )
+    def check_together(self, what: str) -> None:
+        """Refuse what all ranks do together where this one is alone."""
+        if self.is_apart:
+            problem = f"a method of a remote object cannot {what}: the other ranks take no part in its call"
+            remedy = "call other objects, or do that in mesh.run or in the program itself"
+            raise MeshError(message(problem, where=self.where(), remedy=remedy))
         if self._alone:
             raise MeshError(
                 message(
-                    "a function given to mesh.submit cannot communicate: its rank runs it alone",
+                    f"a function given to mesh.submit cannot {what}: its rank runs it alone",
                     where=self.where(),
                     remedy="use mesh.run, with ranks= for some of them",
                 )
             )
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether this thread is a remote object's."""
+        return getattr(self.apart, "label", None) is not None
+
+    def comm_of(self, ranks: tuple[int, ...], channel: str = "main") -> Communicator:
+        self.check_together("communicate")
         if self.foreign:
             raise forked_cannot("communicate")
         comm = self._comms.get((ranks, channel))

@@ -12,10 +12,12 @@ import dataclasses
 import queue
 import sys
 import threading
+import types
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from ...kernels.arguments import check_function
 from ...kernels.errors import MeshError, message
 from ...kernels.network.codec import Message
 from .. import wire
@@ -23,6 +25,8 @@ from ..driver.snapshot import remember_sources
 from .connections import Connection
 from .handle import methods_of
 from .protocol import LOAD, RESTORABLE, Invoke, Name
+
+_UNFINISHED = (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -148,7 +152,13 @@ class LiveObject:
         if method == LOAD:
             return self.value.load(*args)
         if method not in ("", RESTORABLE):
-            return getattr(self.value, method)(*args, **kwargs)
+            called = getattr(self.value, method)
+            result = called(*args, **kwargs)
+            if isinstance(result, _UNFINISHED):
+                if isinstance(result, types.CoroutineType):
+                    result.close()
+                check_function(f"a call of {self.label}", called, "def")
+            return result
         self.value = _made(args, kwargs)
         methods = methods_of(type(self.value))
         if self.maker is not None and not {"save", "load"} <= methods:

@@ -124,7 +124,14 @@ class Ref:
         if self._value is _UNREAD:
             self._caller.check_own()
             self.future.seen = True
-            if (yield from asyncio.wrap_future(self.future).__await__()) is None:
+            over: Future = Future()  # without the error: asyncio's futures wait for ever where it is a StopIteration
+            over.set_running_or_notify_cancel()
+            self.future.add_done_callback(lambda _: over.set_result(None))
+            yield from asyncio.wrap_future(over).__await__()
+            error = self.future.exception()
+            if isinstance(error, CancelledError):
+                raise asyncio.CancelledError(*error.args)
+            if error is None and self.future.result() is None:
                 # It is large and still to be fetched, which must not keep the loop waiting.
                 yield from asyncio.get_running_loop().run_in_executor(None, self.get).__await__()
         return self.get()

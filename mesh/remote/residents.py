@@ -11,7 +11,7 @@ import itertools
 import pickle
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from ...kernels.errors import MeshError, PeerLost, message
@@ -270,7 +270,7 @@ class Residents:
             call = self._calls.get(name)
             if call is None or call.state != "queued":
                 return False
-            error = answers.packed(RuntimeError("the call whose result this needs was cancelled"), self._post.id[0])
+            error = answers.packed(CancelledError("the call whose result this needs was cancelled"), self._post.id[0])
             self._settle(call, "cancelled", Cancelled, error)
             live = self.objects.get(call.invoke.target)
             if live is not None:

@@ -147,6 +147,9 @@ def test_submit_that_fails(mesh, tmp_path):
     assert mesh.run(lambda: 1) == [1, 1]  # the future has told of it, and nobody else does
     with pytest.raises(MeshError, match=r"given to mesh.submit cannot communicate: .*use mesh.run"):
         mesh.submit(lambda: barrier()).result(HANGS)
+    total = spmd(torch.sum, mesh=mesh, in_specs=P("data"))
+    with pytest.raises(MeshError, match=r"mesh\.submit cannot call sum, an @spmd function: its rank runs it alone"):
+        mesh.submit(lambda: total(torch.ones(4))).result(HANGS)
     # It fails for itself: what else is under way goes on.
     first, second = tmp_path / "first", tmp_path / "second"
     busy, bad = mesh.submit(waits, first, rank=0), mesh.submit(lambda: 1 / 0, rank=1)

@@ -20,7 +20,7 @@ import torch
 from host_processes import parent_of
 from patience import HANGS, until
 
-from spmd import Mesh, MeshError, P, PeerLost, data_parallel, psum, put, spmd
+from spmd import Mesh, MeshError, P, PeerLost, SpecError, data_parallel, psum, put, spmd
 
 
 class Counter:
@@ -263,6 +263,17 @@ def test_waits_end(mesh: Mesh) -> None:
 
     assert asyncio.run(large()) == 1 << 17
 
+    async def ended(ref: Any) -> None:
+        await asyncio.wait_for(ref, HANGS)
+
+    cancelled = gate.pass_by(second)
+    with pytest.raises(CancelledError):
+        cancelled.get()
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(ended(cancelled))
+    with pytest.raises(RuntimeError, match="raised StopIteration"):  # as of any coroutine
+        asyncio.run(ended(opened.fail("an iterator at its end", StopIteration)))
+
 
 def test_a_caller_waits_where_too_many_calls_are_under_way(mesh: Mesh) -> None:
     opened = mesh.remote(Counter, rank=0)
@@ -311,6 +322,42 @@ def test_what_is_refused(mesh: Mesh) -> None:
     with pytest.raises(MeshError, match="as an argument"):
         ref = tensors.where()
         mesh.run(lambda: ref.get())
+    total = spmd(torch.sum, mesh=mesh, in_specs=P("data"))  # on its rank alone, of this one's rows
+    with pytest.raises(MeshError, match="cannot call sum, an @spmd function: the other ranks take no part"):
+        mesh.remote(lambda: total(torch.ones(4)), rank=0)
+    with pytest.raises(MeshError, match="called by a method of a remote object"):
+        mesh.remote(lambda: mesh.run(os.getpid), rank=0)
+
+
+def test_methods_that_have_not_run_when_they_return_are_refused(mesh: Mesh) -> None:
+    class Reader:
+        async def read(self) -> int:
+            return 1
+
+        def lines(self) -> Iterator[int]:
+            yield 1
+
+        def made(self) -> Any:
+            return iter(number for number in range(3))
+
+    reader = mesh.remote(Reader, rank=0)
+    for call, kind in ((reader.read, "async"), (reader.lines, "a generator")):
+        with pytest.raises(SpecError, match=rf"which is {kind}.*write def, without async or yield"):
+            call().get()
+    with pytest.raises(MeshError, match=r"the result of Reader\.made cannot be sent"):
+        reader.made().get()
+
+
+def test_a_step_may_be_given_a_handle_while_others_call(mesh: Mesh) -> None:
+    """What the library notes behind it meanwhile is nothing that the step captures."""
+    counter = mesh.remote(Counter, rank=1)
+    mesh.run(lambda handle: setattr(handle._caller, "noted", torch.zeros(())), counter)
+
+    def step(handle: Any, x: torch.Tensor) -> torch.Tensor:
+        handle._caller.noted += 1
+        return x
+
+    assert float(spmd(step, mesh=mesh)(counter, torch.ones(()))) == 1
 
 
 def test_training_goes_on_beside_calls(mesh: Mesh) -> None:
