@@ -115,20 +115,28 @@ class DispatchMode(TorchDispatchMode):
 
     Public way: none; `TorchFunctionMode` misses backward passes. Torch's own way to keep its compiler from such a mode
     imports it at the first operation, half a second on every rank; marking the code imports nothing. Below a mode torch
-    overlooks conjugates of its own making, which `linalg.pinv` of complex numbers has: they are seen again.
+    overlooks conjugates of its own making, which `linalg.pinv` of complex numbers has: they are seen again. An operator
+    that takes functions (`torch.cond`, `flex_attention`) comes in `with_functions`, and what these do is not seen.
     """
+
+    supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, torch._ops.OpOverload):
+            return self.with_functions(func, args, kwargs or {})
         excluded = torch._C._dispatch_tls_local_exclude_set()
         excluded = excluded.remove(torch._C.DispatchKey.Conjugate).remove(torch._C.DispatchKey.Negative)
         with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
             return self.operation(func, args, kwargs or {})
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any: ...
+
+    def with_functions(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
 
 
 def run_as_written(functions: Iterable[Any]) -> None:
@@ -183,10 +191,7 @@ def is_fake(tensor: Any) -> bool:
 
 
 def saved(node: Node, name: str) -> Any:
-    """What a node of the tape keeps for its backward: `name` as in the formula, such as "mat1".
-
-    Public way: `saved_tensors_hooks` tells what is saved, not by which node.
-    """
+    """What a node keeps for its backward, by the formula's name for it. Public way: none says which node keeps it."""
     return getattr(node, f"_saved_{name}")
 
 
@@ -244,10 +249,7 @@ def in_torch_func() -> bool:
 
 
 def outside_torch_func() -> contextlib.AbstractContextManager[Any]:
-    """Within, tensors are made and written as if no transform of `torch.func` were at work.
-
-    A communicator's own memory is no part of what is transformed. Public way: none.
-    """
+    """Within, a communicator's own memory is made and written as outside `torch.func`. Public way: none."""
     return temporarily_clear_interpreter_stack()
 
 

@@ -78,6 +78,14 @@ class _Operations(DispatchMode):
             joins.settle(result)
         return result
 
+    def with_functions(self, func: Any, args: Any, kwargs: Any) -> Any:
+        varying = joined(self._net.of(tensor) for tensor in tensors_in([*args, *kwargs.values()]))
+        result = func(*args, **kwargs)
+        if not self._net.paused:
+            for tensor in tensors_in(result):
+                self._net.made(tensor, varying)
+        return result
+
 
 class _Join:
     """One operation: what it read and wrote, found before it runs."""

@@ -442,6 +442,17 @@ def test_nested_tensors(mesh, layout):
     assert all(torch.allclose(grads[name].full(), expected[name], atol=1e-6) for name in params)
 
 
+def test_operators_that_take_functions(mesh):
+    """Control flow of torch's own: one operation, whose result differs along what its arguments differ along."""
+
+    def grown(x):
+        return torch.cond(psum(x.sum(), "data") > 3, lambda x: x + 1, lambda x: x - 1, (x,))
+
+    step = spmd(grown, mesh=mesh, in_specs=CUT, out_specs=CUT)
+    assert step(ONES).full().unique().item() == 2 and step(ONES / 16).full().unique().item() == 1 / 16 - 1
+    assert "psum or pmean it over 'data'" in refused(mesh, grown, ONES)
+
+
 # -- whatever the program --------------------------------------------------------------------------------------------
 
 OPERATIONS = {
