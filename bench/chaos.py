@@ -75,7 +75,8 @@ class Watch(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.last, self.doing, self.mesh = time.monotonic(), "no fault", Any
+        self.last, self.doing = time.monotonic(), "no fault"
+        self.mesh: Mesh | None = None
 
     def run(self) -> None:
         while time.monotonic() - self.last < HANG_SECONDS + GRACE:
@@ -84,7 +85,8 @@ class Watch(threading.Thread):
                 return
         print(f"hangs 1: {self.doing}", flush=True)
         faulthandler.dump_traceback()
-        print(self.mesh.stacks(), file=sys.stderr, flush=True)  # type: ignore[attr-defined]
+        if self.mesh is not None:
+            print(self.mesh.stacks(), file=sys.stderr, flush=True)
         os._exit(2)
 
     def note(self, doing: str) -> None:
