@@ -9,8 +9,9 @@ tensors of one call are on one side.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,8 +29,32 @@ from .nccl_channel import Channel
 from .nccl_library import Library
 from .nccl_messages import Messages
 from .nccl_reduction import Reductions
-from .nccl_work import DeviceWork, MessageWork, keeping
+from .nccl_work import DeviceWork, MessageWork
 from .placement import is_on, side_by_side
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _or_on_host(collective: F) -> F:
+    """A collective of tensors of the GPU; given those of the host, that of the host's communicator."""
+    name = collective.__name__
+
+    @functools.wraps(collective)
+    def called(self: NcclCommunicator, *args: Any, **kwargs: Any) -> Any:
+        given: list[Any] = []
+        for one in (*args, *kwargs.values()):
+            given += one if isinstance(one, list | tuple) else (one,)
+        if not is_on(self.device, name, *(x for x in given if isinstance(x, torch.Tensor))):
+            return getattr(self.host, name)(*args, **kwargs)
+        return collective(self, *args, **kwargs)
+
+    return called  # type: ignore[return-value]
+
+
+def _at_once(do: Callable[[], Any]) -> Steps:
+    """An operation that waits for nothing."""
+    return do()
+    yield
 
 
 class NcclCommunicator(Communicator):
@@ -111,7 +136,7 @@ class NcclCommunicator(Communicator):
             if not async_op and capturing:
                 return value
             event = self.streams.event()
-        work = DeviceWork(self.channel, what, event, value) if async_op else None
+        work = DeviceWork(self.channel, what, event, value, tensors) if async_op else None
         if not capturing:  # an event of a graph can be waited for in the graph, but not asked about
             self.channel.note(self.channel.collectives, what, event, work)
         return value if work is None else work
@@ -176,13 +201,12 @@ class NcclCommunicator(Communicator):
         )
         return self.host.barrier(async_op=async_op)
 
+    @_or_on_host
     def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Any:
-        if not is_on(self.device, "broadcast", tensor):
-            return self.host.broadcast(tensor, src, async_op=async_op)
         check_rank("broadcast", "src", src, self.size)
         call = Call("broadcast", tensor.dtype, tuple(tensor.shape), f"src={src}")
 
-        def steps() -> Steps:
+        def run() -> None:
             self._agree(call)
             data = as_bytes(contiguous(tensor))
             if data.numel():
@@ -191,59 +215,45 @@ class NcclCommunicator(Communicator):
                 self.channel.launch(call.text, [("broadcast", *arguments)], (data,))
             if self.rank != src and data.data_ptr() != tensor.data_ptr() and data.numel():
                 tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
-            return
-            yield
 
-        return keeping(self._start(call.text, steps(), async_op), tensor)
+        return self._start(call.text, _at_once(run), async_op, (tensor,))
 
+    @_or_on_host
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
-        if not is_on(self.device, "all_reduce", tensor):
-            return self.host.all_reduce(tensor, op, async_op=async_op)
         check_op(op, tensor.dtype)
         call = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op)
 
-        def steps() -> Steps:
+        def run() -> None:
             self._agree(call)
             flat = contiguous(tensor).view(-1)
             result = self._reductions.everywhere(flat, op, flat)
             if result.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(result.view(tensor.shape))
-            return
-            yield
 
-        return keeping(self._start(call.text, steps(), async_op), tensor)
+        return self._start(call.text, _at_once(run), async_op, (tensor,))
 
-    def all_reduced(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
-        if not is_on(self.device, "all_reduce", tensor):
-            return self.host.all_reduced(tensor, op, async_op=async_op)
-        return keeping(super().all_reduced(tensor, op, async_op=async_op), tensor)
-
+    @_or_on_host
     def reduce(self, tensor: torch.Tensor, dst: int = 0, op: Op = "sum", *, async_op: bool = False) -> Any:
-        if not is_on(self.device, "reduce", tensor):
-            return self.host.reduce(tensor, dst, op, async_op=async_op)
         check_rank("reduce", "dst", dst, self.size)
         check_op(op, tensor.dtype)
         call = Call("reduce", tensor.dtype, tuple(tensor.shape), f"{op}, dst={dst}")
 
-        def steps() -> Steps:
+        def run() -> None:
             self._agree(call)
             result = self._reductions.at(dst, contiguous(tensor).view(-1), op)
             if self.rank == dst:
                 tensor.detach().copy_(result.view(tensor.shape))
-            return
-            yield
 
-        return keeping(self._start(call.text, steps(), async_op), tensor)
+        return self._start(call.text, _at_once(run), async_op, (tensor,))
 
+    @_or_on_host
     def all_gather(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, *, async_op: bool = False) -> Any:
-        if not is_on(self.device, "all_gather", tensor, *(tensor_list or ())):
-            return self.host.all_gather(tensor_list, tensor, async_op=async_op)
         outs = check_list("all_gather", "tensor_list", tensor_list, self.size, dtype=tensor.dtype)
         if any(out.shape != tensor.shape for out in outs) or not tensor.numel():
-            return keeping(super().all_gather(tensor_list, tensor, async_op=async_op), tensor, *outs)
+            return super().all_gather(tensor_list, tensor, async_op=async_op)
         call = Call("all_gather", tensor.dtype, None, "", shown=tensor.shape)
 
-        def steps() -> Steps:
+        def run() -> None:
             self._agree(call, [tensor] * self.size, outs)
             data = as_bytes(contiguous(tensor))
             together = side_by_side(outs)
@@ -254,59 +264,28 @@ class NcclCommunicator(Communicator):
             for out, piece in zip(outs, together.split(data.numel()), strict=True):
                 if out.data_ptr() != piece.data_ptr():
                     out.detach().copy_(piece.view(tensor.dtype).view(out.shape))
-            return
-            yield
 
-        return keeping(self._start(call.text, steps(), async_op), tensor, *outs)
+        return self._start(call.text, _at_once(run), async_op, (tensor, *outs))
 
+    @_or_on_host
     def reduce_scatter(
         self, output: torch.Tensor, input_list: list[torch.Tensor], op: Op = "sum", *, async_op: bool = False
     ) -> Any:
-        if not is_on(self.device, "reduce_scatter", output, *(input_list or ())):
-            return self.host.reduce_scatter(output, input_list, op, async_op=async_op)
         check_op(op, output.dtype)
         ins = check_list("reduce_scatter", "input_list", input_list, self.size, dtype=output.dtype)
         call = Call("reduce_scatter", output.dtype, None, op, shown=output.shape)
 
-        def steps() -> Steps:
+        def run() -> None:
             self._agree(call, ins, [output] * self.size)
             result = self._reductions.scattered(ins, op, output.numel())
             output.detach().copy_(result.view(output.shape))
-            return
-            yield
 
-        return keeping(self._start(call.text, steps(), async_op), output, *ins)
+        return self._start(call.text, _at_once(run), async_op, (output, *ins))
 
-    def gather(
-        self,
-        tensor: torch.Tensor,
-        gather_list: list[torch.Tensor] | None = None,
-        dst: int = 0,
-        *,
-        async_op: bool = False,
-    ) -> Any:
-        if not is_on(self.device, "gather", tensor, *(gather_list or ())):
-            return self.host.gather(tensor, gather_list, dst, async_op=async_op)
-        return keeping(super().gather(tensor, gather_list, dst, async_op=async_op), tensor, *(gather_list or ()))
-
-    def scatter(
-        self,
-        tensor: torch.Tensor,
-        scatter_list: list[torch.Tensor] | None = None,
-        src: int = 0,
-        *,
-        async_op: bool = False,
-    ) -> Any:
-        if not is_on(self.device, "scatter", tensor, *(scatter_list or ())):
-            return self.host.scatter(tensor, scatter_list, src, async_op=async_op)
-        return keeping(super().scatter(tensor, scatter_list, src, async_op=async_op), tensor, *(scatter_list or ()))
-
-    def all_to_all(
-        self, output_list: list[torch.Tensor], input_list: list[torch.Tensor], *, async_op: bool = False
-    ) -> Any:
-        if not is_on(self.device, "all_to_all", *(output_list or ()), *(input_list or ())):
-            return self.host.all_to_all(output_list, input_list, async_op=async_op)
-        return keeping(super().all_to_all(output_list, input_list, async_op=async_op), *output_list, *input_list)
+    all_reduced = _or_on_host(Communicator.all_reduced)
+    gather = _or_on_host(Communicator.gather)
+    scatter = _or_on_host(Communicator.scatter)
+    all_to_all = _or_on_host(Communicator.all_to_all)
 
     def all_gathered(
         self, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None], into: torch.Tensor | None = None
