@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..call import Call, wrong_piece
+from ..call import Call, check_pieces
 from ..communicator import Communicator
+from ..flat import sizes
 
 _ON_DEVICE = 1 << 61  # tells the signature of a call on GPUs from that of the same call on the host
 
@@ -32,14 +33,5 @@ def agree(
     if not sends:
         return
     theirs = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(host.size)]
-    host.all_to_all(theirs, [torch.tensor([_size(piece)], device="cpu") for piece in sends])
-    for rank, (their, piece) in enumerate(zip(theirs, recvs, strict=True)):
-        if int(their) != _size(piece):
-            got, expected = int(their), _size(piece)
-            raise wrong_piece(
-                host.ranks, host.rank, call.text, source=rank, got=got, expected=expected, site=host.site()
-            )
-
-
-def _size(piece: torch.Tensor | None) -> int:
-    return 0 if piece is None else piece.numel()
+    host.all_to_all(theirs, [torch.tensor([size], device="cpu") for size in sizes(sends)])
+    check_pieces(host, call.text, [int(their) for their in theirs], sizes(recvs))

@@ -17,9 +17,9 @@ import torch
 
 from .. import debug
 from ..arguments import check_list, check_rank
-from ..call import Call, wrong_piece
+from ..call import Call, check_pieces
 from ..communicator import Communicator
-from ..flat import as_bytes, contiguous, writable
+from ..flat import as_bytes, contiguous, sizes, writable
 from ..operations import Steps
 from ..reduction import Op, check_op
 from ..waiting import wait_until
@@ -161,10 +161,8 @@ class NcclCommunicator(Communicator):
         if call is not None:
             self._agree(call, sends, recvs)
         mine, theirs = sends[self.rank], recvs[self.rank]
-        sizes = [0 if piece is None else piece.numel() for piece in (mine, theirs)]
-        if sizes[0] != sizes[1]:  # NCCL would not say so
-            what, site = "exchange" if call is None else call.text, self.site()
-            raise wrong_piece(self.ranks, self.rank, what, source=self.rank, got=sizes[0], expected=sizes[1], site=site)
+        what = "exchange" if call is None else call.text
+        check_pieces(self, what, sizes([mine]), sizes([theirs]), first=self.rank)  # NCCL would not say so
         if mine is not None and theirs is not None and mine.data_ptr() == theirs.data_ptr():
             mine = theirs = None  # it is where it is to go
         sends, recvs = list(sends), list(recvs)
@@ -175,7 +173,7 @@ class NcclCommunicator(Communicator):
                 calls.append(("send", piece.data_ptr(), piece.numel(), self._byte, rank))
             if target is not None and target.numel():
                 calls.append(("recv", target.data_ptr(), target.numel(), self._byte, rank))
-        self.channel.launch("exchange" if call is None else call.text, calls, (*sends, *recvs), grouped=True)
+        self.channel.launch(what, calls, (*sends, *recvs), grouped=True)
         return
         yield  # a generator like all operations, though it waits for nothing
 

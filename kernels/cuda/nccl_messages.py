@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..call import wrong_size
+from ..call import check_size
 from ..communicator import Communicator
 from ..operations import Steps
 from .lanes import Direction, Lanes
@@ -79,8 +79,7 @@ class Messages:
         yield coming.is_completed
         source = coming.wait()
         nbytes, number, unique = _HEAD.unpack(header.numpy().tobytes())
-        if nbytes != tensor.numel():
-            raise wrong_size(self._channel.ranks, rank, source=source, tag=tag, got=nbytes, expected=tensor.numel())
+        check_size(self._channel.ranks, rank, source=source, tag=tag, got=nbytes, expected=tensor.numel())
         direction = source, rank
         if nbytes:
             yield lambda: self._receives.promise(direction)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..call import Call
+from ..call import Call, check_pieces
 from ..collectives import ONE_PHASE_BYTES
 from ..communicator import Communicator
 from ..flat import as_bytes
@@ -175,7 +175,7 @@ class HierarchicalCommunicator(GlooCommunicator):
                 table[[self.ranks.index(rank) for rank in host]] = part[: len(host)]
         self._waits_for = f"the first rank of its host, rank {self._mine[0]}, which talks to the other hosts"
         yield from self._share(table)
-        self._check_sizes(call, table[:, self.rank].tolist(), recv_sizes)
+        check_pieces(self, call.text, table[:, self.rank].tolist(), recv_sizes)
         self._waits_for = "all ranks"
         return bool(table.any())
 
