@@ -120,11 +120,11 @@ def debug_through(session: RankSession, ask: Callable[[str], str] | None = None)
 
 @contextlib.contextmanager
 def _at_prompt(session: RankSession) -> Iterator[None]:
-    session.watch.enter_debugger()
+    session.watch.set_in_debugger(True)
     try:
         yield
     finally:
-        session.watch.leave_debugger()
+        session.watch.set_in_debugger(False)
 
 
 def _is_outermost(frame: FrameType) -> bool:
