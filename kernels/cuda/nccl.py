@@ -9,6 +9,7 @@ tensors of one call are on one side.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -23,7 +24,6 @@ from ..flat import as_bytes, contiguous, sizes, writable
 from ..operations import Steps
 from ..reduction import Op, check_op
 from ..waiting import wait_until
-from .agreement import agree
 from .nccl_arithmetic import nccl_type
 from .nccl_channel import Channel
 from .nccl_library import Library
@@ -32,6 +32,7 @@ from .nccl_reduction import Reductions
 from .nccl_work import DeviceWork, MessageWork
 from .placement import is_on, side_by_side
 
+_ON_DEVICE = 1 << 61  # tells the signature of a call on GPUs from that of the same call on the host
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -150,8 +151,18 @@ class NcclCommunicator(Communicator):
             return end.value
 
     def _agree(self, call: Call, sends: Sequence[Any] = (), recvs: Sequence[Any] = ()) -> None:
-        if self._checked and self.size > 1:
-            agree(self.host, self.device, call, sends, recvs)
+        """Let the hosts see that all make the same call, with pieces that fit: else it fails before a GPU waits."""
+        host = self.host
+        if not self._checked or self.size == 1:
+            return
+        call = copy.copy(call)
+        call.signature, call.text = call.signature ^ _ON_DEVICE, f"{call.text} on {self.device.type}"
+        nothing: list[torch.Tensor | None] = [None] * self.size
+        host._start(call.text, host._exchange(call, nothing, nothing), False)
+        if sends:
+            theirs = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+            host.all_to_all(theirs, [torch.tensor([size], device="cpu") for size in sizes(sends)])
+            check_pieces(host, call.text, [int(their) for their in theirs], sizes(recvs))
 
     # -- what the collectives are made of ------------------------------------------------------------------------------
 
