@@ -156,13 +156,11 @@ class GlooCommunicator(NetworkedCommunicator):
             ) from None
 
     def _all_gather(self, theirs: list[torch.Tensor], mine: torch.Tensor) -> Steps:
-        assert self._group is not None
         yield from self._done(self._group.allgather([theirs], [mine]))
 
     def _exchange(
         self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
     ) -> Steps:
-        assert self._group is not None
         send_sizes, recv_sizes = sizes(sends), sizes(recvs)
         if call is not None and not (yield from self._agree(call, send_sizes, recv_sizes)):
             return
