@@ -221,12 +221,9 @@ class Communicator(abc.ABC):
     def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> Work:
         """Start receiving; `wait()` returns the source."""
         check_message("irecv", "src", 0 if src is None else src, self.size, tensor, tag, written=True)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        return self._start_message(
-            f"recv from {'any rank' if src is None else src}",
-            collectives.recv(self, tensor, src, tag),
-            others if src is None else (src,),
-        )
+        peers = [rank for rank in range(self.size) if rank != self.rank] if src is None else (src,)
+        what = f"recv from {'any rank' if src is None else src}"
+        return self._start_message(what, collectives.recv(self, tensor, src, tag), peers)
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -254,6 +251,7 @@ class Communicator(abc.ABC):
         A tensor made by `empty` is reduced where it lies. The result behaves as private (a change of it stays on
         this rank), but must be copied to outlive the region.
         """
+        check_tensor("all_reduced", "tensor", tensor)
         check_op(op, tensor.dtype)
         call = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op)
         return self._start(call.text, collectives.all_reduced(self, call, tensor, op), async_op, (tensor,))

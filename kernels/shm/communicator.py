@@ -243,6 +243,8 @@ class ShmCommunicator(Communicator):
             last = self._last
             if last is not None and (source := last.address(tensor, op, labels.current)):
                 return last.summed(tensor, source, in_place=False)
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+                check_tensor("all_reduced", "tensor", tensor)
             return self._kind(tensor, op)(tensor)
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
