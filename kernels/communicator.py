@@ -39,6 +39,7 @@ class Communicator(abc.ABC):
     """
 
     backend = "abstract"
+    device = torch.device("cpu")  # where it reduces
     # Whether an operation tells its peers when it is started, or only when those before it are over.
     starts_early = False
     sleep: Sleep | None = None  # how who waits sleeps, where peers wake it
@@ -95,7 +96,7 @@ class Communicator(abc.ABC):
 
     def empty(self, shape: Sequence[int] | int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An uninitialised tensor where this transport reduces fastest (shared memory, if it has any)."""
-        return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def scratch(self, numel: int, *, dtype: torch.dtype) -> torch.Tensor:
         """A flat uninitialised tensor that one `all_reduced` consumes: its memory is gone after that."""
@@ -315,7 +316,6 @@ class Communicator(abc.ABC):
     ) -> Any:
         """Rank i's `output_list[j]` becomes rank j's `input_list[i]` (shapes may differ)."""
         ins = check_list("all_to_all", "input_list", input_list, self.size)
-        ins = check_list("all_to_all", "input_list", input_list, self.size, dtype=ins[0].dtype)
         outs = check_list("all_to_all", "output_list", output_list, self.size, dtype=ins[0].dtype, written=True)
         # Pieces may differ in shape: what is shown is the one that stays here.
         call = Call("all_to_all", ins[0].dtype, None, "", shown=ins[self.rank].shape)
@@ -329,7 +329,9 @@ class Communicator(abc.ABC):
         On shared memory each rank writes into the one copy that all read, which behaves as private. An earlier result
         `into` that all are done with is overwritten (see `can_rewrite`); `write` then gets what this rank's slice has.
         """
-        mine, out = collectives.written(self, length, dtype, write, into)
+        out = torch.empty(self.size * length, dtype=dtype, device=self.device) if into is None else into
+        mine = out[self.rank * length : (self.rank + 1) * length]
+        write(mine)
         self.all_gather(list(out.split(length)) if length else [out] * self.size, mine)
         return out
 

@@ -296,20 +296,8 @@ class NcclCommunicator(Communicator):
     scatter = _or_on_host(Communicator.scatter)
     all_to_all = _or_on_host(Communicator.all_to_all)
 
-    def all_gathered(
-        self, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None], into: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        out = self.empty(self.size * length, dtype=dtype) if into is None else into
-        mine = out[self.rank * length : (self.rank + 1) * length]
-        write(mine)
-        self.all_gather(list(out.split(length)) if length else [out] * self.size, mine)
-        return out
-
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return self.host.all_gather_bytes(data)
-
-    def empty(self, shape: Sequence[int] | int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
 
     # -- point to point ------------------------------------------------------------------------------------------------
 
