@@ -1,9 +1,8 @@
 """`Communicator`: the message-passing interface of a group of ranks, and the seam for new transports.
 
 A transport implements `_exchange` (each rank gives one piece of bytes to each other) and point to point; all
-collectives follow from these (see `collectives`). A faster transport overrides what it can do better.
-
-Ranks (`src`, `dst`, list positions) count within the group, 0 to size-1.
+collectives follow from these (see `collectives`). A faster transport overrides what it can do better. Ranks (`src`,
+`dst`, list positions) count within the group, 0 to size-1.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class Communicator(abc.ABC):
 
     backend = "abstract"
     device = torch.device("cpu")  # where it reduces
-    # Whether an operation tells its peers when it is started, or only when those before it are over.
-    starts_early = False
+    starts_early = False  # whether an operation tells its peers when it is started, or only after those before it
     sleep: Sleep | None = None  # how who waits sleeps, where peers wake it
 
     def __init__(self, ranks: Sequence[int], rank: int, watch: Watch, *, timeout: float, oversubscribed: bool = True):
@@ -79,8 +77,10 @@ class Communicator(abc.ABC):
         """
         return collectives.in_slices(self, call, flat, op)
 
-    def _reduce_scatter(self, call: Call, output: torch.Tensor, ins: list[torch.Tensor], op: Op) -> Steps:
-        return collectives.reduce_scatter(self, call, output, ins, op)
+    _broadcast = collectives.broadcast
+    _reduce = collectives.reduce
+    _gather_all = collectives.all_gather
+    _reduce_scatter = collectives.reduce_scatter
 
     def _open(self) -> None:  # noqa: B027 (not every transport needs it)
         """Meet the peers; called again after every recovery, when nothing is under way any more."""
@@ -237,7 +237,7 @@ class Communicator(abc.ABC):
         """Overwrite `tensor` on all ranks with that of rank `src`."""
         check_message("broadcast", "src", src, self.size, tensor, written=self.rank != src)
         call = Call("broadcast", tensor.dtype, tuple(tensor.shape), f"src={src}")
-        return self._start(call.text, collectives.broadcast(self, call, tensor, src), async_op, (tensor,))
+        return self._start(call.text, self._broadcast(call, tensor, src), async_op, (tensor,))
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
         """Overwrite `tensor` with the reduction of all ranks' tensors, combined in rank order."""
@@ -262,7 +262,7 @@ class Communicator(abc.ABC):
         check_message("reduce", "dst", dst, self.size, tensor, written=self.rank == dst)
         check_op(op, tensor.dtype)
         call = Call("reduce", tensor.dtype, tuple(tensor.shape), f"{op}, dst={dst}")
-        return self._start(call.text, collectives.reduce(self, call, tensor, dst, op), async_op, (tensor,))
+        return self._start(call.text, self._reduce(call, tensor, dst, op), async_op, (tensor,))
 
     def gather(
         self,
@@ -299,7 +299,7 @@ class Communicator(abc.ABC):
         check_tensor("all_gather", "tensor", tensor)
         outs = check_list("all_gather", "tensor_list", tensor_list, self.size, dtype=tensor.dtype, written=True)
         call = Call("all_gather", tensor.dtype, None, "", shown=tensor.shape)
-        return self._start(call.text, collectives.all_gather(self, call, outs, tensor), async_op, (tensor, *outs))
+        return self._start(call.text, self._gather_all(call, outs, tensor), async_op, (tensor, *outs))
 
     def reduce_scatter(
         self, output: torch.Tensor, input_list: list[torch.Tensor], op: Op = "sum", *, async_op: bool = False

@@ -17,12 +17,11 @@ from typing import Any, TypeVar
 import torch
 
 from .. import debug
-from ..arguments import check_list, check_rank
 from ..call import Call, check_pieces
 from ..communicator import Communicator
 from ..flat import as_bytes, contiguous, sizes, writable
 from ..operations import Steps
-from ..reduction import Op, check_op
+from ..reduction import Op
 from ..waiting import wait_until
 from .nccl_arithmetic import nccl_type
 from .nccl_channel import Channel
@@ -42,20 +41,28 @@ def _or_on_host(collective: F) -> F:
 
     @functools.wraps(collective)
     def called(self: NcclCommunicator, *args: Any, **kwargs: Any) -> Any:
-        given: list[Any] = []
+        tensors: list[torch.Tensor] = []
         for one in (*args, *kwargs.values()):
-            given += one if isinstance(one, list | tuple) else (one,)
-        if not is_on(self.device, name, *(x for x in given if isinstance(x, torch.Tensor))):
+            if isinstance(one, list | tuple):
+                tensors += [x for x in one if isinstance(x, torch.Tensor)]
+            elif isinstance(one, torch.Tensor):
+                tensors.append(one)
+        if not is_on(self.device, name, *tensors):
             return getattr(self.host, name)(*args, **kwargs)
         return collective(self, *args, **kwargs)
 
     return called  # type: ignore[return-value]
 
 
-def _at_once(do: Callable[[], Any]) -> Steps:
+def _at_once(do: Callable[..., Any]) -> Callable[..., Steps]:
     """An operation that waits for nothing."""
-    return do()
-    yield
+
+    @functools.wraps(do)
+    def steps(*args: Any, **kwargs: Any) -> Steps:
+        return do(*args, **kwargs)
+        yield
+
+    return steps
 
 
 class NcclCommunicator(Communicator):
@@ -166,9 +173,10 @@ class NcclCommunicator(Communicator):
 
     # -- what the collectives are made of ------------------------------------------------------------------------------
 
+    @_at_once
     def _exchange(
         self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
-    ) -> Steps:
+    ) -> None:
         if call is not None:
             self._agree(call, sends, recvs)
         mine, theirs = sends[self.rank], recvs[self.rank]
@@ -185,15 +193,51 @@ class NcclCommunicator(Communicator):
             if target is not None and target.numel():
                 calls.append(("recv", target.data_ptr(), target.numel(), self._byte, rank))
         self.channel.launch(what, calls, (*sends, *recvs), grouped=True)
-        return
-        yield  # a generator like all operations, though it waits for nothing
-
-    def _all_reduce(self, call: Call, flat: torch.Tensor, op: Op, *, in_place: bool = False) -> Steps:
-        self._agree(call)
-        return self._reductions.everywhere(flat, op, None)
-        yield
 
     # -- collectives that NCCL has -------------------------------------------------------------------------------------
+
+    @_at_once
+    def _all_reduce(self, call: Call, flat: torch.Tensor, op: Op, *, in_place: bool = False) -> torch.Tensor | None:
+        self._agree(call)
+        result = self._reductions.everywhere(flat, op, flat if in_place else None)
+        return None if in_place and result.data_ptr() == flat.data_ptr() else result
+
+    @_at_once
+    def _broadcast(self, call: Call, tensor: torch.Tensor, src: int) -> None:
+        self._agree(call)
+        data = as_bytes(contiguous(tensor))
+        if data.numel():
+            pointer = data.data_ptr()
+            self.channel.launch(call.text, [("broadcast", pointer, pointer, data.numel(), self._byte, src)], (data,))
+        if self.rank != src and data.data_ptr() != tensor.data_ptr() and data.numel():
+            tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
+
+    @_at_once
+    def _reduce(self, call: Call, tensor: torch.Tensor, dst: int, op: Op) -> None:
+        self._agree(call)
+        result = self._reductions.at(dst, contiguous(tensor).view(-1), op)
+        if self.rank == dst:
+            tensor.detach().copy_(result.view(tensor.shape))
+
+    @_at_once
+    def _reduce_scatter(self, call: Call, output: torch.Tensor, ins: Sequence[torch.Tensor], op: Op) -> None:
+        self._agree(call, ins, [output] * self.size)
+        output.detach().copy_(self._reductions.scattered(ins, op, output.numel()).view(output.shape))
+
+    def _gather_all(self, call: Call, outs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Steps:
+        if any(out.shape != tensor.shape for out in outs) or not tensor.numel():
+            yield from super()._gather_all(call, outs, tensor)
+            return
+        self._agree(call, [tensor] * self.size, outs)
+        data = as_bytes(contiguous(tensor))
+        together = side_by_side(outs)
+        if together is None:
+            together = torch.empty(self.size * data.numel(), dtype=torch.uint8, device=tensor.device)
+        gather = "allGather", data.data_ptr(), together.data_ptr(), data.numel(), self._byte
+        self.channel.launch(call.text, [gather], (data, together))
+        for out, piece in zip(outs, together.split(data.numel()), strict=True):
+            if out.data_ptr() != piece.data_ptr():
+                out.detach().copy_(piece.view(tensor.dtype).view(out.shape))
 
     def barrier(self, *, async_op: bool = False) -> Any:
         """Wait until every rank of the group is here, and the GPU past what it was given before."""
@@ -210,90 +254,14 @@ class NcclCommunicator(Communicator):
         )
         return self.host.barrier(async_op=async_op)
 
-    @_or_on_host
-    def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Any:
-        check_rank("broadcast", "src", src, self.size)
-        call = Call("broadcast", tensor.dtype, tuple(tensor.shape), f"src={src}")
-
-        def run() -> None:
-            self._agree(call)
-            data = as_bytes(contiguous(tensor))
-            if data.numel():
-                pointer = data.data_ptr()
-                arguments = pointer, pointer, data.numel(), self._byte, src
-                self.channel.launch(call.text, [("broadcast", *arguments)], (data,))
-            if self.rank != src and data.data_ptr() != tensor.data_ptr() and data.numel():
-                tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
-
-        return self._start(call.text, _at_once(run), async_op, (tensor,))
-
-    @_or_on_host
-    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
-        check_op(op, tensor.dtype)
-        call = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op)
-
-        def run() -> None:
-            self._agree(call)
-            flat = contiguous(tensor).view(-1)
-            result = self._reductions.everywhere(flat, op, flat)
-            if result.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(result.view(tensor.shape))
-
-        return self._start(call.text, _at_once(run), async_op, (tensor,))
-
-    @_or_on_host
-    def reduce(self, tensor: torch.Tensor, dst: int = 0, op: Op = "sum", *, async_op: bool = False) -> Any:
-        check_rank("reduce", "dst", dst, self.size)
-        check_op(op, tensor.dtype)
-        call = Call("reduce", tensor.dtype, tuple(tensor.shape), f"{op}, dst={dst}")
-
-        def run() -> None:
-            self._agree(call)
-            result = self._reductions.at(dst, contiguous(tensor).view(-1), op)
-            if self.rank == dst:
-                tensor.detach().copy_(result.view(tensor.shape))
-
-        return self._start(call.text, _at_once(run), async_op, (tensor,))
-
-    @_or_on_host
-    def all_gather(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, *, async_op: bool = False) -> Any:
-        outs = check_list("all_gather", "tensor_list", tensor_list, self.size, dtype=tensor.dtype)
-        if any(out.shape != tensor.shape for out in outs) or not tensor.numel():
-            return super().all_gather(tensor_list, tensor, async_op=async_op)
-        call = Call("all_gather", tensor.dtype, None, "", shown=tensor.shape)
-
-        def run() -> None:
-            self._agree(call, [tensor] * self.size, outs)
-            data = as_bytes(contiguous(tensor))
-            together = side_by_side(outs)
-            if together is None:
-                together = torch.empty(self.size * data.numel(), dtype=torch.uint8, device=tensor.device)
-            gather = "allGather", data.data_ptr(), together.data_ptr(), data.numel(), self._byte
-            self.channel.launch(call.text, [gather], (data, together))
-            for out, piece in zip(outs, together.split(data.numel()), strict=True):
-                if out.data_ptr() != piece.data_ptr():
-                    out.detach().copy_(piece.view(tensor.dtype).view(out.shape))
-
-        return self._start(call.text, _at_once(run), async_op, (tensor, *outs))
-
-    @_or_on_host
-    def reduce_scatter(
-        self, output: torch.Tensor, input_list: list[torch.Tensor], op: Op = "sum", *, async_op: bool = False
-    ) -> Any:
-        check_op(op, output.dtype)
-        ins = check_list("reduce_scatter", "input_list", input_list, self.size, dtype=output.dtype)
-        call = Call("reduce_scatter", output.dtype, None, op, shown=output.shape)
-
-        def run() -> None:
-            self._agree(call, ins, [output] * self.size)
-            result = self._reductions.scattered(ins, op, output.numel())
-            output.detach().copy_(result.view(output.shape))
-
-        return self._start(call.text, _at_once(run), async_op, (output, *ins))
-
+    broadcast = _or_on_host(Communicator.broadcast)
+    all_reduce = _or_on_host(Communicator.all_reduce)
     all_reduced = _or_on_host(Communicator.all_reduced)
+    reduce = _or_on_host(Communicator.reduce)
     gather = _or_on_host(Communicator.gather)
     scatter = _or_on_host(Communicator.scatter)
+    all_gather = _or_on_host(Communicator.all_gather)
+    reduce_scatter = _or_on_host(Communicator.reduce_scatter)
     all_to_all = _or_on_host(Communicator.all_to_all)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:

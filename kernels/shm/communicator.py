@@ -215,7 +215,7 @@ class ShmCommunicator(Communicator):
         check_pieces(self, what, [nbytes for _, nbytes in entries], sizes(recvs))
         return sequence, entries
 
-    def _reduce_scatter(self, call: Call, output: torch.Tensor, ins: list[torch.Tensor], op: Op) -> Steps:
+    def _reduce_scatter(self, call: Call, output: torch.Tensor, ins: Sequence[torch.Tensor], op: Op) -> Steps:
         """Each rank adds what the others have staged for it where that lies."""
         mine = contiguous(ins[self.rank]).view(-1)
         sends = [as_bytes(contiguous(piece)) if rank != self.rank else None for rank, piece in enumerate(ins)]
