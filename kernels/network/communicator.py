@@ -149,6 +149,12 @@ class NetworkedCommunicator(Communicator):
         self._operations.progress_messages()
         return work.done
 
+    def _cut_off(self, reason: str) -> PeerLost:
+        """The error for a connection that the library has lost, if there is none that says more."""
+        self._look_for_death()
+        problem = f"rank {self.ranks[self.rank]} lost the connection to a rank of group {self.ranks}"
+        return PeerLost(message(problem, got=reason, remedy="see the output of the other ranks"))
+
     def _look_for_death(self) -> None:
         """A broken connection is how a library notices a death or an abort; the watch soon knows who and why."""
         end = time.monotonic() + 0.5

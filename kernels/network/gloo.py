@@ -146,14 +146,7 @@ class GlooCommunicator(NetworkedCommunicator):
         try:
             work.wait()
         except RuntimeError as error:
-            self._look_for_death()
-            raise PeerLost(
-                message(
-                    f"rank {self.ranks[self.rank]} lost the connection to a rank of group {self.ranks}",
-                    got=_reason(error),
-                    remedy="see the output of the other ranks",
-                )
-            ) from None
+            raise self._cut_off(_reason(error)) from None
 
     def _all_gather(self, theirs: list[torch.Tensor], mine: torch.Tensor) -> Steps:
         yield from self._done(self._group.allgather([theirs], [mine]))

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..call import Call, check_size
-from ..errors import MeshError, PeerLost, message
+from ..errors import MeshError, message
 from ..flat import sizes
 from ..operations import Steps
 from ..waiting import Watch
@@ -123,14 +123,7 @@ class MpiCommunicator(NetworkedCommunicator):
         try:
             yield lambda: self._mpi.Request.Testall(requests)
         except self._mpi.Exception as error:
-            self._look_for_death()
-            raise PeerLost(
-                message(
-                    f"rank {self.ranks[self.rank]} lost the connection to a rank of group {self.ranks}",
-                    got=str(error).splitlines()[0],
-                    remedy="see the output of the other ranks",
-                )
-            ) from None
+            raise self._cut_off(str(error).splitlines()[0]) from None
         del self._under_way[id(requests)]
 
     def _sending(self, tensor: torch.Tensor, dst: int, mpi_tag: int) -> list[Any]:
