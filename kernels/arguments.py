@@ -129,7 +129,7 @@ def check_list(
     wanted: bool = True,
     written: bool = False,
 ) -> list[torch.Tensor]:
-    """A list of a tensor for each rank, of one dtype; empty where it is not wanted."""
+    """A list of a tensor for each rank, of one dtype (None: that of the first); empty where it is not wanted."""
     if not wanted:
         return []
     if tensors is None or len(tensors) != size:
@@ -137,7 +137,8 @@ def check_list(
         raise SpecError(message(f'{name} got a bad "{argument}"', got=got, expected=f"{size} tensors, one per rank"))
     for index, tensor in enumerate(tensors):
         check_tensor(name, f"{argument}[{index}]", tensor, written=written)
-        if dtype is not None and tensor.dtype != dtype:
+        dtype = tensor.dtype if dtype is None else dtype
+        if tensor.dtype != dtype:
             raise SpecError(
                 message(f'{name} got a bad "{argument}"', got=f"{tensor.dtype} at {index}", expected=f"{dtype}")
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -113,28 +114,41 @@ def absent(ranks: Sequence[int], rank: int, gone: int, what: str, site: str) -> 
     return error
 
 
-def wrong_piece(
-    ranks: Sequence[int], rank: int, what: str, *, source: int, got: int, expected: int, site: str
-) -> CollectiveMismatch:
-    """The error for a piece that does not fit where it is to go; its sender can't see that."""
-    return CollectiveMismatch(
-        message(
-            f"{what}: rank {ranks[source]} sends {got} bytes, rank {ranks[rank]} expects {expected}, at {site}",
-            where=f"group {tuple(ranks)}",
-            remedy="make the shapes of both sides agree" + (_EVEN if what.startswith("all_gather") else ""),
-        )
-    )
+class Group(Protocol):
+    """A communicator, as far as messages name it."""
+
+    ranks: tuple[int, ...]
+    rank: int
+
+    def site(self) -> str: ...
 
 
-def wrong_size(
-    ranks: Sequence[int], rank: int, *, source: int, tag: int, got: int, expected: int
-) -> CollectiveMismatch:
-    """The error for a message that does not fit the tensor it is received into."""
-    return CollectiveMismatch(
-        message(
-            f"recv on rank {ranks[rank]} from rank {ranks[source]} with tag {tag}: sizes differ",
-            got=f"a message of {got} bytes",
-            expected=f"{expected} bytes",
-            remedy="receive into a tensor of the sent shape and dtype",
+def check_pieces(group: Group, what: str, got: Sequence[int], expected: Sequence[int], *, first: int = 0) -> None:
+    """Refuse pieces that do not fit where they are to go; their senders can't see that.
+
+    Args:
+        got, expected: bytes, by the rank that sends them, from `first` on.
+    """
+    for source, (sent, wanted) in enumerate(zip(got, expected, strict=True), first):
+        if sent != wanted:
+            problem = f"{what}: rank {group.ranks[source]} sends {sent} bytes, rank {group.ranks[group.rank]} expects"
+            raise CollectiveMismatch(
+                message(
+                    f"{problem} {wanted}, at {group.site()}",
+                    where=f"group {group.ranks}",
+                    remedy="make the shapes of both sides agree" + (_EVEN if what.startswith("all_gather") else ""),
+                )
+            )
+
+
+def check_size(ranks: Sequence[int], rank: int, *, source: int, tag: int, got: int, expected: int) -> None:
+    """Refuse a message that does not fit the tensor it is received into."""
+    if got != expected:
+        raise CollectiveMismatch(
+            message(
+                f"recv on rank {ranks[rank]} from rank {ranks[source]} with tag {tag}: sizes differ",
+                got=f"a message of {got} bytes",
+                expected=f"{expected} bytes",
+                remedy="receive into a tensor of the sent shape and dtype",
+            )
         )
-    )

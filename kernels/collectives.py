@@ -97,17 +97,6 @@ def all_to_all(comm: Transport, call: Call, outs: Sequence[torch.Tensor], ins: S
     copy_back(outs, buffers)
 
 
-def written(
-    comm: Transport, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None], into: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's slice, as `write` makes it (of that in `into`, if given), and where those of all ranks go."""
-    mine = torch.empty(length, dtype=dtype, device="cpu")
-    if into is not None:
-        mine.copy_(into[comm.rank * length : (comm.rank + 1) * length])
-    write(mine)
-    return mine, torch.empty(comm.size * length, dtype=dtype, device="cpu") if into is None else into
-
-
 def reduce_scatter(comm: Transport, call: Call, output: torch.Tensor, ins: Sequence[torch.Tensor], op: Op) -> Steps:
     parts = [torch.empty(output.numel(), dtype=output.dtype, device="cpu") for _ in range(comm.size)]
     sends = [as_bytes(contiguous(piece)) for piece in ins]

@@ -1,9 +1,8 @@
 """`Communicator`: the message-passing interface of a group of ranks, and the seam for new transports.
 
 A transport implements `_exchange` (each rank gives one piece of bytes to each other) and point to point; all
-collectives follow from these (see `collectives`). A faster transport overrides what it can do better.
-
-Ranks (`src`, `dst`, list positions) count within the group, 0 to size-1.
+collectives follow from these (see `collectives`). A faster transport overrides what it can do better. Ranks (`src`,
+`dst`, list positions) count within the group, 0 to size-1.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class Communicator(abc.ABC):
     """
 
     backend = "abstract"
-    # Whether an operation tells its peers when it is started, or only when those before it are over.
-    starts_early = False
+    device = torch.device("cpu")  # where it reduces
+    starts_early = False  # whether an operation tells its peers when it is started, or only after those before it
     sleep: Sleep | None = None  # how who waits sleeps, where peers wake it
 
     def __init__(self, ranks: Sequence[int], rank: int, watch: Watch, *, timeout: float, oversubscribed: bool = True):
@@ -78,8 +77,10 @@ class Communicator(abc.ABC):
         """
         return collectives.in_slices(self, call, flat, op)
 
-    def _reduce_scatter(self, call: Call, output: torch.Tensor, ins: list[torch.Tensor], op: Op) -> Steps:
-        return collectives.reduce_scatter(self, call, output, ins, op)
+    _broadcast = collectives.broadcast
+    _reduce = collectives.reduce
+    _gather_all = collectives.all_gather
+    _reduce_scatter = collectives.reduce_scatter
 
     def _open(self) -> None:  # noqa: B027 (not every transport needs it)
         """Meet the peers; called again after every recovery, when nothing is under way any more."""
@@ -95,7 +96,7 @@ class Communicator(abc.ABC):
 
     def empty(self, shape: Sequence[int] | int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An uninitialised tensor where this transport reduces fastest (shared memory, if it has any)."""
-        return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def scratch(self, numel: int, *, dtype: torch.dtype) -> torch.Tensor:
         """A flat uninitialised tensor that one `all_reduced` consumes: its memory is gone after that."""
@@ -221,12 +222,9 @@ class Communicator(abc.ABC):
     def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> Work:
         """Start receiving; `wait()` returns the source."""
         check_message("irecv", "src", 0 if src is None else src, self.size, tensor, tag, written=True)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        return self._start_message(
-            f"recv from {'any rank' if src is None else src}",
-            collectives.recv(self, tensor, src, tag),
-            others if src is None else (src,),
-        )
+        peers = [rank for rank in range(self.size) if rank != self.rank] if src is None else (src,)
+        what = f"recv from {'any rank' if src is None else src}"
+        return self._start_message(what, collectives.recv(self, tensor, src, tag), peers)
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -239,7 +237,7 @@ class Communicator(abc.ABC):
         """Overwrite `tensor` on all ranks with that of rank `src`."""
         check_message("broadcast", "src", src, self.size, tensor, written=self.rank != src)
         call = Call("broadcast", tensor.dtype, tuple(tensor.shape), f"src={src}")
-        return self._start(call.text, collectives.broadcast(self, call, tensor, src), async_op, (tensor,))
+        return self._start(call.text, self._broadcast(call, tensor, src), async_op, (tensor,))
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
         """Overwrite `tensor` with the reduction of all ranks' tensors, combined in rank order."""
@@ -254,6 +252,7 @@ class Communicator(abc.ABC):
         A tensor made by `empty` is reduced where it lies. The result behaves as private (a change of it stays on
         this rank), but must be copied to outlive the region.
         """
+        check_tensor("all_reduced", "tensor", tensor)
         check_op(op, tensor.dtype)
         call = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op)
         return self._start(call.text, collectives.all_reduced(self, call, tensor, op), async_op, (tensor,))
@@ -263,7 +262,7 @@ class Communicator(abc.ABC):
         check_message("reduce", "dst", dst, self.size, tensor, written=self.rank == dst)
         check_op(op, tensor.dtype)
         call = Call("reduce", tensor.dtype, tuple(tensor.shape), f"{op}, dst={dst}")
-        return self._start(call.text, collectives.reduce(self, call, tensor, dst, op), async_op, (tensor,))
+        return self._start(call.text, self._reduce(call, tensor, dst, op), async_op, (tensor,))
 
     def gather(
         self,
@@ -300,7 +299,7 @@ class Communicator(abc.ABC):
         check_tensor("all_gather", "tensor", tensor)
         outs = check_list("all_gather", "tensor_list", tensor_list, self.size, dtype=tensor.dtype, written=True)
         call = Call("all_gather", tensor.dtype, None, "", shown=tensor.shape)
-        return self._start(call.text, collectives.all_gather(self, call, outs, tensor), async_op, (tensor, *outs))
+        return self._start(call.text, self._gather_all(call, outs, tensor), async_op, (tensor, *outs))
 
     def reduce_scatter(
         self, output: torch.Tensor, input_list: list[torch.Tensor], op: Op = "sum", *, async_op: bool = False
@@ -317,7 +316,6 @@ class Communicator(abc.ABC):
     ) -> Any:
         """Rank i's `output_list[j]` becomes rank j's `input_list[i]` (shapes may differ)."""
         ins = check_list("all_to_all", "input_list", input_list, self.size)
-        ins = check_list("all_to_all", "input_list", input_list, self.size, dtype=ins[0].dtype)
         outs = check_list("all_to_all", "output_list", output_list, self.size, dtype=ins[0].dtype, written=True)
         # Pieces may differ in shape: what is shown is the one that stays here.
         call = Call("all_to_all", ins[0].dtype, None, "", shown=ins[self.rank].shape)
@@ -331,7 +329,9 @@ class Communicator(abc.ABC):
         On shared memory each rank writes into the one copy that all read, which behaves as private. An earlier result
         `into` that all are done with is overwritten (see `can_rewrite`); `write` then gets what this rank's slice has.
         """
-        mine, out = collectives.written(self, length, dtype, write, into)
+        out = torch.empty(self.size * length, dtype=dtype, device=self.device) if into is None else into
+        mine = out[self.rank * length : (self.rank + 1) * length]
+        write(mine)
         self.all_gather(list(out.split(length)) if length else [out] * self.size, mine)
         return out
 

@@ -18,6 +18,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return (flat if flat.numel() > 1 else flat.as_strided((1,), (1,))).view(torch.uint8)
 
 
+def sizes(pieces: Sequence[torch.Tensor | None]) -> list[int]:
+    """How many bytes each piece has; 0 for none."""
+    return [0 if piece is None else piece.nbytes for piece in pieces]
+
+
 def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """What the bytes of a tensor are in, its values last: itself, or those that it is made of."""
     if tensor.layout is torch.strided:

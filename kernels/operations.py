@@ -299,6 +299,21 @@ class Operations:
             self.messages = [work for work in self.messages if not work.advance()]
 
 
+def matched(inbox: list[Any], src: int | None, tag: int) -> Steps:
+    """Wait for a message from a source (None: any) with a tag; takes it out of an inbox of (source, tag, ...)."""
+    found: list[Any] = []
+
+    def arrived() -> bool:
+        for index, (source, its_tag, *_) in enumerate(inbox):
+            if its_tag == tag and src in (None, source):
+                found.append(inbox.pop(index))
+                return True
+        return False
+
+    yield arrived
+    return found[0]
+
+
 def _waiting(ready: Ready) -> Steps:
     """An operation that consists of waiting."""
     yield ready

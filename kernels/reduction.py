@@ -19,30 +19,20 @@ import torch
 
 from .errors import SpecError, message
 
-OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
-
-_BINARY: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "product": torch.mul,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
+# By torch's and NumPy's name of what combines two.
+_COMBINE = {
+    "sum": "add",
+    "avg": "add",
+    "min": "minimum",
+    "max": "maximum",
+    "product": "multiply",
+    "band": "bitwise_and",
+    "bor": "bitwise_or",
+    "bxor": "bitwise_xor",
 }
-# NumPy computes with these, torch does not.
-_NUMPY: dict[str, Callable[..., np.ndarray]] = {
-    "sum": np.add,
-    "avg": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "product": np.multiply,
-    "band": np.bitwise_and,
-    "bor": np.bitwise_or,
-    "bxor": np.bitwise_xor,
-}
-_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+_TORCH: dict[str, Callable[..., torch.Tensor]] = {op: getattr(torch, name) for op, name in _COMBINE.items()}
+OPS = tuple(_COMBINE)
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # NumPy computes with these, torch does not
 # Accumulating block by block keeps the partial sums in cache when there are more than two contributions.
 _BLOCK = 1 << 16
 
@@ -111,12 +101,14 @@ def _reduce(parts: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
     if isinstance(op, Pairwise):
         _reduce_pairwise(parts, op.scale, out)
         return
-    combine = _BINARY[op]
+    combine = _TORCH[op]
     if len(parts) == 1:
         out.copy_(parts[0])
         return
     if out.dtype in _UNSIGNED:
         _reduce_unsigned([part.numpy() for part in parts], op, out.numpy())
+        if op == "avg":
+            divide(out, len(parts))
         return
     narrow = out.dtype in (torch.float16, torch.bfloat16) and op in ("sum", "avg", "product")
     if narrow:
@@ -126,10 +118,7 @@ def _reduce(parts: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
     for part in parts[2:]:
         combine(total, part, out=total)
     if op == "avg":
-        if out.dtype.is_floating_point or out.dtype.is_complex:
-            total.div_(len(parts))
-        else:
-            total.div_(len(parts), rounding_mode="trunc")
+        divide(total, len(parts))
     if narrow:
         out.copy_(total)
 
@@ -145,12 +134,23 @@ def _reduce_pairwise(parts: Sequence[torch.Tensor], scale: float, out: torch.Ten
 
 
 def _reduce_unsigned(parts: Sequence[np.ndarray], op: str, out: np.ndarray) -> None:
-    combine = _NUMPY[op]
+    combine = getattr(np, _COMBINE[op])
     combine(parts[0], parts[1], out=out)
     for part in parts[2:]:
         combine(out, part, out=out)
-    if op == "avg":
-        np.floor_divide(out, len(parts), out=out)
+
+
+def divide(total: torch.Tensor, count: int) -> None:
+    """Make an average of a sum, in place; of whole numbers without what is behind the point.
+
+    >>> total = torch.tensor([-7, 7]); divide(total, 2); total
+    tensor([-3,  3])
+    """
+    if total.dtype in _UNSIGNED:
+        numbers = total.numpy()
+        np.floor_divide(numbers, count, out=numbers)
+    else:
+        total.div_(count, rounding_mode=None if total.dtype.is_floating_point or total.dtype.is_complex else "trunc")
 
 
 def slice_bounds(numel: int, parts: int) -> list[int]:

@@ -38,8 +38,13 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-class _Others:
-    """Within, the other threads of this process may take their turn."""
+class others:
+    """Within, the other threads of this process may take their turn.
+
+    >>> with turn, others():
+    ...     print(turn._is_owned())
+    False
+    """
 
     __slots__ = ("_kept",)
 
@@ -50,16 +55,6 @@ class _Others:
     def __exit__(self, *error: object) -> None:
         if self._kept is not None:
             turn._acquire_restore(self._kept)
-
-
-def others() -> _Others:
-    """Within, the other threads of this process may take their turn.
-
-    >>> with turn, others():
-    ...     print(turn._is_owned())
-    False
-    """
-    return _Others()
 
 
 class Cores:

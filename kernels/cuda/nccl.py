@@ -9,27 +9,60 @@ tensors of one call are on one side.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .. import debug
-from ..arguments import check_list, check_rank
-from ..call import Call, wrong_piece
+from ..call import Call, check_pieces
 from ..communicator import Communicator
-from ..flat import as_bytes, contiguous, writable
+from ..flat import as_bytes, contiguous, sizes, writable
 from ..operations import Steps
-from ..reduction import Op, check_op
+from ..reduction import Op
 from ..waiting import wait_until
-from .agreement import agree
 from .nccl_arithmetic import nccl_type
 from .nccl_channel import Channel
 from .nccl_library import Library
 from .nccl_messages import Messages
 from .nccl_reduction import Reductions
-from .nccl_work import DeviceWork, MessageWork, keeping
+from .nccl_work import DeviceWork, MessageWork
 from .placement import is_on, side_by_side
+
+_ON_DEVICE = 1 << 61  # tells the signature of a call on GPUs from that of the same call on the host
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _or_on_host(collective: F) -> F:
+    """A collective of tensors of the GPU; given those of the host, that of the host's communicator."""
+    name = collective.__name__
+
+    @functools.wraps(collective)
+    def called(self: NcclCommunicator, *args: Any, **kwargs: Any) -> Any:
+        tensors: list[torch.Tensor] = []
+        for one in (*args, *kwargs.values()):
+            if isinstance(one, list | tuple):
+                tensors += [x for x in one if isinstance(x, torch.Tensor)]
+            elif isinstance(one, torch.Tensor):
+                tensors.append(one)
+        if not is_on(self.device, name, *tensors):
+            return getattr(self.host, name)(*args, **kwargs)
+        return collective(self, *args, **kwargs)
+
+    return called  # type: ignore[return-value]
+
+
+def _at_once(do: Callable[..., Any]) -> Callable[..., Steps]:
+    """An operation that waits for nothing."""
+
+    @functools.wraps(do)
+    def steps(*args: Any, **kwargs: Any) -> Steps:
+        return do(*args, **kwargs)
+        yield
+
+    return steps
 
 
 class NcclCommunicator(Communicator):
@@ -111,7 +144,7 @@ class NcclCommunicator(Communicator):
             if not async_op and capturing:
                 return value
             event = self.streams.event()
-        work = DeviceWork(self.channel, what, event, value) if async_op else None
+        work = DeviceWork(self.channel, what, event, value, tensors) if async_op else None
         if not capturing:  # an event of a graph can be waited for in the graph, but not asked about
             self.channel.note(self.channel.collectives, what, event, work)
         return value if work is None else work
@@ -125,21 +158,30 @@ class NcclCommunicator(Communicator):
             return end.value
 
     def _agree(self, call: Call, sends: Sequence[Any] = (), recvs: Sequence[Any] = ()) -> None:
-        if self._checked and self.size > 1:
-            agree(self.host, self.device, call, sends, recvs)
+        """Let the hosts see that all make the same call, with pieces that fit: else it fails before a GPU waits."""
+        host = self.host
+        if not self._checked or self.size == 1:
+            return
+        call = copy.copy(call)
+        call.signature, call.text = call.signature ^ _ON_DEVICE, f"{call.text} on {self.device.type}"
+        nothing: list[torch.Tensor | None] = [None] * self.size
+        host._start(call.text, host._exchange(call, nothing, nothing), False)
+        if sends:
+            theirs = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+            host.all_to_all(theirs, [torch.tensor([size], device="cpu") for size in sizes(sends)])
+            check_pieces(host, call.text, [int(their) for their in theirs], sizes(recvs))
 
     # -- what the collectives are made of ------------------------------------------------------------------------------
 
+    @_at_once
     def _exchange(
         self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
-    ) -> Steps:
+    ) -> None:
         if call is not None:
             self._agree(call, sends, recvs)
         mine, theirs = sends[self.rank], recvs[self.rank]
-        sizes = [0 if piece is None else piece.numel() for piece in (mine, theirs)]
-        if sizes[0] != sizes[1]:  # NCCL would not say so
-            what, site = "exchange" if call is None else call.text, self.site()
-            raise wrong_piece(self.ranks, self.rank, what, source=self.rank, got=sizes[0], expected=sizes[1], site=site)
+        what = "exchange" if call is None else call.text
+        check_pieces(self, what, sizes([mine]), sizes([theirs]), first=self.rank)  # NCCL would not say so
         if mine is not None and theirs is not None and mine.data_ptr() == theirs.data_ptr():
             mine = theirs = None  # it is where it is to go
         sends, recvs = list(sends), list(recvs)
@@ -150,16 +192,52 @@ class NcclCommunicator(Communicator):
                 calls.append(("send", piece.data_ptr(), piece.numel(), self._byte, rank))
             if target is not None and target.numel():
                 calls.append(("recv", target.data_ptr(), target.numel(), self._byte, rank))
-        self.channel.launch("exchange" if call is None else call.text, calls, (*sends, *recvs), grouped=True)
-        return
-        yield  # a generator like all operations, though it waits for nothing
-
-    def _all_reduce(self, call: Call, flat: torch.Tensor, op: Op, *, in_place: bool = False) -> Steps:
-        self._agree(call)
-        return self._reductions.everywhere(flat, op, None)
-        yield
+        self.channel.launch(what, calls, (*sends, *recvs), grouped=True)
 
     # -- collectives that NCCL has -------------------------------------------------------------------------------------
+
+    @_at_once
+    def _all_reduce(self, call: Call, flat: torch.Tensor, op: Op, *, in_place: bool = False) -> torch.Tensor | None:
+        self._agree(call)
+        result = self._reductions.everywhere(flat, op, flat if in_place else None)
+        return None if in_place and result.data_ptr() == flat.data_ptr() else result
+
+    @_at_once
+    def _broadcast(self, call: Call, tensor: torch.Tensor, src: int) -> None:
+        self._agree(call)
+        data = as_bytes(contiguous(tensor))
+        if data.numel():
+            pointer = data.data_ptr()
+            self.channel.launch(call.text, [("broadcast", pointer, pointer, data.numel(), self._byte, src)], (data,))
+        if self.rank != src and data.data_ptr() != tensor.data_ptr() and data.numel():
+            tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
+
+    @_at_once
+    def _reduce(self, call: Call, tensor: torch.Tensor, dst: int, op: Op) -> None:
+        self._agree(call)
+        result = self._reductions.at(dst, contiguous(tensor).view(-1), op)
+        if self.rank == dst:
+            tensor.detach().copy_(result.view(tensor.shape))
+
+    @_at_once
+    def _reduce_scatter(self, call: Call, output: torch.Tensor, ins: Sequence[torch.Tensor], op: Op) -> None:
+        self._agree(call, ins, [output] * self.size)
+        output.detach().copy_(self._reductions.scattered(ins, op, output.numel()).view(output.shape))
+
+    def _gather_all(self, call: Call, outs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Steps:
+        if any(out.shape != tensor.shape for out in outs) or not tensor.numel():
+            yield from super()._gather_all(call, outs, tensor)
+            return
+        self._agree(call, [tensor] * self.size, outs)
+        data = as_bytes(contiguous(tensor))
+        together = side_by_side(outs)
+        if together is None:
+            together = torch.empty(self.size * data.numel(), dtype=torch.uint8, device=tensor.device)
+        gather = "allGather", data.data_ptr(), together.data_ptr(), data.numel(), self._byte
+        self.channel.launch(call.text, [gather], (data, together))
+        for out, piece in zip(outs, together.split(data.numel()), strict=True):
+            if out.data_ptr() != piece.data_ptr():
+                out.detach().copy_(piece.view(tensor.dtype).view(out.shape))
 
     def barrier(self, *, async_op: bool = False) -> Any:
         """Wait until every rank of the group is here, and the GPU past what it was given before."""
@@ -176,152 +254,18 @@ class NcclCommunicator(Communicator):
         )
         return self.host.barrier(async_op=async_op)
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Any:
-        if not is_on(self.device, "broadcast", tensor):
-            return self.host.broadcast(tensor, src, async_op=async_op)
-        check_rank("broadcast", "src", src, self.size)
-        call = Call("broadcast", tensor.dtype, tuple(tensor.shape), f"src={src}")
-
-        def steps() -> Steps:
-            self._agree(call)
-            data = as_bytes(contiguous(tensor))
-            if data.numel():
-                pointer = data.data_ptr()
-                arguments = pointer, pointer, data.numel(), self._byte, src
-                self.channel.launch(call.text, [("broadcast", *arguments)], (data,))
-            if self.rank != src and data.data_ptr() != tensor.data_ptr() and data.numel():
-                tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
-            return
-            yield
-
-        return keeping(self._start(call.text, steps(), async_op), tensor)
-
-    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
-        if not is_on(self.device, "all_reduce", tensor):
-            return self.host.all_reduce(tensor, op, async_op=async_op)
-        check_op(op, tensor.dtype)
-        call = Call("all_reduce", tensor.dtype, tuple(tensor.shape), op)
-
-        def steps() -> Steps:
-            self._agree(call)
-            flat = contiguous(tensor).view(-1)
-            result = self._reductions.everywhere(flat, op, flat)
-            if result.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(result.view(tensor.shape))
-            return
-            yield
-
-        return keeping(self._start(call.text, steps(), async_op), tensor)
-
-    def all_reduced(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
-        if not is_on(self.device, "all_reduce", tensor):
-            return self.host.all_reduced(tensor, op, async_op=async_op)
-        return keeping(super().all_reduced(tensor, op, async_op=async_op), tensor)
-
-    def reduce(self, tensor: torch.Tensor, dst: int = 0, op: Op = "sum", *, async_op: bool = False) -> Any:
-        if not is_on(self.device, "reduce", tensor):
-            return self.host.reduce(tensor, dst, op, async_op=async_op)
-        check_rank("reduce", "dst", dst, self.size)
-        check_op(op, tensor.dtype)
-        call = Call("reduce", tensor.dtype, tuple(tensor.shape), f"{op}, dst={dst}")
-
-        def steps() -> Steps:
-            self._agree(call)
-            result = self._reductions.at(dst, contiguous(tensor).view(-1), op)
-            if self.rank == dst:
-                tensor.detach().copy_(result.view(tensor.shape))
-            return
-            yield
-
-        return keeping(self._start(call.text, steps(), async_op), tensor)
-
-    def all_gather(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, *, async_op: bool = False) -> Any:
-        if not is_on(self.device, "all_gather", tensor, *(tensor_list or ())):
-            return self.host.all_gather(tensor_list, tensor, async_op=async_op)
-        outs = check_list("all_gather", "tensor_list", tensor_list, self.size, dtype=tensor.dtype)
-        if any(out.shape != tensor.shape for out in outs) or not tensor.numel():
-            return keeping(super().all_gather(tensor_list, tensor, async_op=async_op), tensor, *outs)
-        call = Call("all_gather", tensor.dtype, None, "", shown=tensor.shape)
-
-        def steps() -> Steps:
-            self._agree(call, [tensor] * self.size, outs)
-            data = as_bytes(contiguous(tensor))
-            together = side_by_side(outs)
-            if together is None:
-                together = torch.empty(self.size * data.numel(), dtype=torch.uint8, device=tensor.device)
-            gather = "allGather", data.data_ptr(), together.data_ptr(), data.numel(), self._byte
-            self.channel.launch(call.text, [gather], (data, together))
-            for out, piece in zip(outs, together.split(data.numel()), strict=True):
-                if out.data_ptr() != piece.data_ptr():
-                    out.detach().copy_(piece.view(tensor.dtype).view(out.shape))
-            return
-            yield
-
-        return keeping(self._start(call.text, steps(), async_op), tensor, *outs)
-
-    def reduce_scatter(
-        self, output: torch.Tensor, input_list: list[torch.Tensor], op: Op = "sum", *, async_op: bool = False
-    ) -> Any:
-        if not is_on(self.device, "reduce_scatter", output, *(input_list or ())):
-            return self.host.reduce_scatter(output, input_list, op, async_op=async_op)
-        check_op(op, output.dtype)
-        ins = check_list("reduce_scatter", "input_list", input_list, self.size, dtype=output.dtype)
-        call = Call("reduce_scatter", output.dtype, None, op, shown=output.shape)
-
-        def steps() -> Steps:
-            self._agree(call, ins, [output] * self.size)
-            result = self._reductions.scattered(ins, op, output.numel())
-            output.detach().copy_(result.view(output.shape))
-            return
-            yield
-
-        return keeping(self._start(call.text, steps(), async_op), output, *ins)
-
-    def gather(
-        self,
-        tensor: torch.Tensor,
-        gather_list: list[torch.Tensor] | None = None,
-        dst: int = 0,
-        *,
-        async_op: bool = False,
-    ) -> Any:
-        if not is_on(self.device, "gather", tensor, *(gather_list or ())):
-            return self.host.gather(tensor, gather_list, dst, async_op=async_op)
-        return keeping(super().gather(tensor, gather_list, dst, async_op=async_op), tensor, *(gather_list or ()))
-
-    def scatter(
-        self,
-        tensor: torch.Tensor,
-        scatter_list: list[torch.Tensor] | None = None,
-        src: int = 0,
-        *,
-        async_op: bool = False,
-    ) -> Any:
-        if not is_on(self.device, "scatter", tensor, *(scatter_list or ())):
-            return self.host.scatter(tensor, scatter_list, src, async_op=async_op)
-        return keeping(super().scatter(tensor, scatter_list, src, async_op=async_op), tensor, *(scatter_list or ()))
-
-    def all_to_all(
-        self, output_list: list[torch.Tensor], input_list: list[torch.Tensor], *, async_op: bool = False
-    ) -> Any:
-        if not is_on(self.device, "all_to_all", *(output_list or ()), *(input_list or ())):
-            return self.host.all_to_all(output_list, input_list, async_op=async_op)
-        return keeping(super().all_to_all(output_list, input_list, async_op=async_op), *output_list, *input_list)
-
-    def all_gathered(
-        self, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None], into: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        out = self.empty(self.size * length, dtype=dtype) if into is None else into
-        mine = out[self.rank * length : (self.rank + 1) * length]
-        write(mine)
-        self.all_gather(list(out.split(length)) if length else [out] * self.size, mine)
-        return out
+    broadcast = _or_on_host(Communicator.broadcast)
+    all_reduce = _or_on_host(Communicator.all_reduce)
+    all_reduced = _or_on_host(Communicator.all_reduced)
+    reduce = _or_on_host(Communicator.reduce)
+    gather = _or_on_host(Communicator.gather)
+    scatter = _or_on_host(Communicator.scatter)
+    all_gather = _or_on_host(Communicator.all_gather)
+    reduce_scatter = _or_on_host(Communicator.reduce_scatter)
+    all_to_all = _or_on_host(Communicator.all_to_all)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return self.host.all_gather_bytes(data)
-
-    def empty(self, shape: Sequence[int] | int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
 
     # -- point to point ------------------------------------------------------------------------------------------------
 

@@ -16,19 +16,10 @@ import torch
 
 from ..reduction import Op, Pairwise
 
-# torch's dtypes by NCCL's names.
-NAMES = {
-    torch.int8: "NCCL_INT8",
-    torch.uint8: "NCCL_UINT8",
-    torch.int32: "NCCL_INT32",
-    torch.uint32: "NCCL_UINT32",
-    torch.int64: "NCCL_INT64",
-    torch.uint64: "NCCL_UINT64",
-    torch.float16: "NCCL_FLOAT16",
-    torch.bfloat16: "NCCL_BFLOAT16",
-    torch.float32: "NCCL_FLOAT32",
-    torch.float64: "NCCL_FLOAT64",
-}
+# What NCCL calls torch's dtypes.
+_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NAMES = {dtype: f"NCCL_{str(dtype).removeprefix('torch.').upper()}" for dtype in (*_INTEGERS, *_FLOATS)}
 _OPS = {"sum": "NCCL_SUM", "product": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN", "avg": "NCCL_AVG"}
 _BOOLEAN = {"sum": "max", "max": "max", "bor": "max", "product": "min", "min": "min", "band": "min"}
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -70,7 +61,7 @@ def way(op: Op, dtype: torch.dtype) -> Way:
         return Way(dtype.to_real(), _OPS[op])
     if dtype in (torch.int16, torch.uint16):
         return Way(torch.int32, _OPS["sum" if op == "avg" else op], divide=op == "avg", same=False)
-    if op in ("max", "min") and dtype in NAMES and dtype.is_floating_point:
+    if op in ("max", "min") and dtype in _FLOATS:
         return Way(torch.int64 if dtype is torch.float64 else torch.int32, _OPS[op], same=False, ordered=op)
     if op == "avg" and not dtype.is_floating_point and dtype.is_signed:
         return Way(dtype, _OPS["sum"], divide=True)

@@ -9,8 +9,10 @@ no lock, so that the watchdog can end the channel; what a started operation work
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,10 +24,43 @@ from .nccl_connection import Connection, Pending, await_endings
 from .nccl_group import forget, group_of
 from .nccl_library import Library
 from .nccl_pairs import Pairs
-from .nccl_started import Started, UnderWay
 
 _CLOSE_SECONDS = 1.0
 NcclCall = tuple[Any, ...]  # the name of one of NCCL's functions, and its arguments up to the stream
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Started:
+    """An operation, the event after it, what it works on, and when it was started."""
+
+    what: str
+    event: Any
+    keepalive: Any
+    since: float = dataclasses.field(default_factory=time.monotonic)
+
+
+class UnderWay:
+    """The operations of one communicator, in the order in which they were started; for callers that hold its lock."""
+
+    def __init__(self) -> None:
+        self._started: deque[Started] = deque()
+
+    def add(self, started: Started) -> None:
+        self.count()
+        self._started.append(started)
+
+    def count(self) -> int:
+        """How many may not be over; forgets the others."""
+        while self._started and self._started[0].event.query():
+            self._started.popleft()
+        return len(self._started)
+
+    def oldest(self) -> Started | None:
+        """The first of those not known to be over; does not ask the GPU."""
+        return self._started[0] if self._started else None
+
+    def clear(self) -> None:
+        self._started.clear()
 
 
 class Channel:

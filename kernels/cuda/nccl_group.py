@@ -59,7 +59,9 @@ class Group:
         self._users[user.name] = user
         if user.name == FIRST:
             return self._first
-        self._wait_until_quiet()
+        first_user = self._users.get(FIRST)
+        if first_user is not None:
+            self._wait(first_user.quiet, "done with the collectives that it began with")
         host.barrier()
         first, enter = self._first, user.streams.enter
 
@@ -91,11 +93,6 @@ class Group:
         except BaseException:
             pending.abandon()
             raise
-
-    def _wait_until_quiet(self) -> None:
-        first_user = self._users.get(FIRST)
-        if first_user is not None:
-            self._wait(first_user.quiet, "done with the collectives that it began with")
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         host = self.host

@@ -11,12 +11,11 @@ only when the other will be.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..call import wrong_size
+from ..call import check_size
 from ..communicator import Communicator
 from ..operations import Steps
 from .lanes import Direction, Lanes
@@ -68,7 +67,7 @@ class Messages:
         if tensor.numel():
             yield lambda: self._channel.pairs.connect(direction, self._ids[dst])
             yield lambda: self._sends.promise(direction)
-            after = self._put("send", tensor, direction, self._sends, self._channel.pairs.send, before)
+            after = self._put("send", tensor, direction, self._sends, before)
         self._put_so_far[direction] = self._put_so_far.get(direction, 0) + 1
         return None, after
 
@@ -80,8 +79,7 @@ class Messages:
         yield coming.is_completed
         source = coming.wait()
         nbytes, number, unique = _HEAD.unpack(header.numpy().tobytes())
-        if nbytes != tensor.numel():
-            raise wrong_size(self._channel.ranks, rank, source=source, tag=tag, got=nbytes, expected=tensor.numel())
+        check_size(self._channel.ranks, rank, source=source, tag=tag, got=nbytes, expected=tensor.numel())
         direction = source, rank
         if nbytes:
             yield lambda: self._receives.promise(direction)
@@ -98,25 +96,17 @@ class Messages:
         yield lambda: self._put_so_far.get(direction, 0) == turn
         if nbytes:
             yield lambda: self._channel.pairs.connect(direction, unique)
-            after = self._put("recv", tensor, direction, self._receives, self._channel.pairs.receive, before)
+            after = self._put("recv", tensor, direction, self._receives, before)
         self._put_so_far[direction] = self._put_so_far.get(direction, 0) + 1
         return source, after
 
-    def _put(
-        self,
-        name: str,
-        tensor: torch.Tensor,
-        direction: Direction,
-        lanes: Lanes,
-        start: Callable[[Direction, torch.Tensor], None],
-        before: Any,
-    ) -> Any:
+    def _put(self, name: str, tensor: torch.Tensor, direction: Direction, lanes: Lanes, before: Any) -> Any:
         """Put one half on the stream of its direction; the event after it."""
         channel = self._channel
         what = f"{name} from rank {direction[0]} to rank {direction[1]}"
         with channel.streams.on(lanes.stream(direction), before):
             with channel.inside(what):
-                start(direction, tensor)
+                channel.pairs.start(direction, tensor)
             channel.streams.hold(tensor)
             after = channel.streams.event()
         lanes.given(direction, after)

@@ -55,8 +55,7 @@ class Pairs:
         return True
 
     def _begun(self, direction: Direction, unique: bytes) -> Pending:
-        sends = direction[0] == self._rank
-        name, rank, peer = ("send", 0, 1) if sends else ("recv", 1, 0)
+        name, rank, peer = self._half(direction)
 
         def run(abandoned: Callable[[], bool]) -> Connection:
             made = joined(self._library, 2, unique, rank, self._streams.enter)
@@ -78,18 +77,16 @@ class Pairs:
 
         return Pending(run, self._streams.enter)
 
-    def send(self, direction: Direction, tensor: torch.Tensor) -> None:
-        """Send bytes on the current stream."""
-        self._start("send", direction, tensor, 1)
-
-    def receive(self, direction: Direction, tensor: torch.Tensor) -> None:
-        """Receive bytes on the current stream."""
-        self._start("recv", direction, tensor, 0)
-
-    def _start(self, name: str, direction: Direction, tensor: torch.Tensor, peer: int) -> None:
-        arguments = tensor.data_ptr(), tensor.numel(), nccl_type(self._library.nccl, tensor.dtype), peer
+    def start(self, direction: Direction, tensor: torch.Tensor) -> None:
+        """Send bytes, or receive them, on the current stream."""
+        name, _, peer = self._half(direction)
+        call = tensor.data_ptr(), tensor.numel(), nccl_type(self._library.nccl, tensor.dtype), peer
         stream = self._streams.pointer()
-        self._connections[direction].call(lambda raw: getattr(raw, name)(*arguments, stream))
+        self._connections[direction].call(lambda raw: getattr(raw, name)(*call, stream))
+
+    def _half(self, direction: Direction) -> tuple[str, int, int]:
+        """What this rank does of a direction, as which rank of two, and with which."""
+        return ("send", 0, 1) if direction[0] == self._rank else ("recv", 1, 0)
 
     def check_async_error(self) -> None:
         """Raise what NCCL has noticed of any direction."""

@@ -30,12 +30,7 @@ class Reductions:
             target = source  # NCCL may as well write where it reads
         else:
             target = torch.empty_like(source) if out is None else encoded(out, chosen)
-        numbers = self._numbers(chosen.dtype, chosen.op)
-        self._channel.launch(
-            "allReduce",
-            [("allReduce", source.data_ptr(), target.data_ptr(), source.numel(), *numbers)],
-            (source, target),
-        )
+        self._launch("allReduce", source, target, source.numel(), chosen.op)
         return decoded(target, flat.dtype, chosen, self._size)
 
     def at(self, dst: int, flat: torch.Tensor, op: Op) -> torch.Tensor:
@@ -45,12 +40,7 @@ class Reductions:
             return self.everywhere(flat, op, None)
         source = encoded(flat, chosen)
         target = torch.empty_like(source) if self._channel.rank == dst else source
-        numbers = self._numbers(chosen.dtype, chosen.op)
-        self._channel.launch(
-            "reduce",
-            [("reduce", source.data_ptr(), target.data_ptr(), source.numel(), *numbers, dst)],
-            (source, target),
-        )
+        self._launch("reduce", source, target, source.numel(), chosen.op, dst)
         return decoded(target, flat.dtype, chosen, self._size)
 
     def scattered(self, pieces: Sequence[torch.Tensor], op: Op, count: int) -> torch.Tensor:
@@ -61,24 +51,20 @@ class Reductions:
             return self.everywhere(whole, op, None).split(sizes)[self._channel.rank]
         source = encoded(whole, chosen)
         target = torch.empty(source.numel() // self._size, dtype=source.dtype, device=source.device)
-        numbers = self._numbers(chosen.dtype, chosen.op)
-        self._channel.launch(
-            "reduceScatter",
-            [("reduceScatter", source.data_ptr(), target.data_ptr(), target.numel(), *numbers)],
-            (source, target),
-        )
+        self._launch("reduceScatter", source, target, target.numel(), chosen.op)
         return decoded(target, whole.dtype, chosen, self._size)
 
-    def _numbers(self, dtype: torch.dtype, op: str) -> tuple[int, int]:
-        return nccl_type(self._nccl, dtype), int(getattr(self._nccl, op))
+    def _launch(
+        self, name: str, source: torch.Tensor, target: torch.Tensor, count: int, op: str = "", *dst: int
+    ) -> None:
+        numbers = nccl_type(self._nccl, source.dtype), *([int(getattr(self._nccl, op))] if op else []), *dst
+        call = name, source.data_ptr(), target.data_ptr(), count, *numbers
+        self._channel.launch(name, [call], (source, target))
 
     def _combined(self, flat: torch.Tensor, op: Op) -> torch.Tensor:
         """What NCCL can't reduce: gathered, and combined in rank order on every rank."""
         data = as_bytes(flat)
         everything = torch.empty(self._size * data.numel(), dtype=torch.uint8, device=flat.device)
-        byte = nccl_type(self._nccl, torch.uint8)
-        self._channel.launch(
-            "allGather", [("allGather", data.data_ptr(), everything.data_ptr(), data.numel(), byte)], (data, everything)
-        )
+        self._launch("allGather", data, everything, data.numel())
         parts = [as_signed(part.view(flat.dtype)) for part in everything.split(data.numel())]
         return reduce_in_order(parts, op, torch.empty_like(parts[0])).view(flat.dtype)

@@ -14,14 +14,13 @@ from .nccl_channel import Channel
 class DeviceWork:
     """A started collective: `wait()` lets the current stream wait for it and gives its value; the host goes on.
 
-    Attributes:
+    Args:
         keepalive: the tensors that it works on; the channel keeps this work until the GPU is done.
     """
 
-    def __init__(self, channel: Channel, what: str, event: Any, value: Any):
+    def __init__(self, channel: Channel, what: str, event: Any, value: Any, keepalive: Sequence[torch.Tensor]):
         self._channel, self._what, self._event, self._value = channel, what, event, value
-        self._generation = channel.watch.generation
-        self.keepalive: Sequence[torch.Tensor] = ()
+        self._generation, self.keepalive = channel.watch.generation, keepalive
 
     def is_completed(self) -> bool:
         self._check()
@@ -36,13 +35,6 @@ class DeviceWork:
 
     def _check(self) -> None:
         self._channel.check(self._what, self._generation)
-
-
-def keeping(work: Any, *tensors: torch.Tensor) -> Any:
-    """What an operation on these tensors gave; if it is under way, it keeps them."""
-    if isinstance(work, DeviceWork):
-        work.keepalive = tensors
-    return work
 
 
 class MessageWork:

@@ -16,6 +16,8 @@ def is_on(device: torch.device, what: str, *tensors: torch.Tensor) -> bool:
         SpecError: they are on several devices.
     """
     devices = {tensor.device for tensor in tensors}
+    if devices == {device}:
+        return True
     if len({one.type for one in devices}) > 1 or any(one.type == device.type and one != device for one in devices):
         raise SpecError(
             message(

@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import struct
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -44,13 +44,6 @@ def unseal(key: bytes, name: str, data: bytes) -> bytes | None:
     return value if same(data[:CODE_BYTES], code(key, name.encode(), value)) else None
 
 
-class BodyCode(Protocol):
-    """A code that is being made, of what it is given bit by bit."""
-
-    def update(self, data: memoryview, /) -> None: ...
-    def digest(self) -> bytes: ...
-
-
 class MessageCodes:
     """The codes of one connection's messages, in one direction: each fits its own place in their order only.
 
@@ -74,7 +67,7 @@ class MessageCodes:
         made.update(content)
         return made.digest()
 
-    def of_body(self) -> BodyCode:
+    def of_body(self) -> hmac.HMAC:
         """The code of that message's body, if it is long, of which nothing is in it yet."""
         return hmac.new(self._bodies, _COUNT.pack(self._count), hashlib.sha256)
 

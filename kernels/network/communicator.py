@@ -10,15 +10,16 @@ import secrets
 import struct
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..call import Call, absent, disagreement, wrong_piece
+from ..call import Call, absent, check_pieces, disagreement
 from ..callsite import call_site
 from ..communicator import Communicator
 from ..errors import PeerLost, message
-from ..operations import Steps, Work
+from ..operations import Steps, Work, matched
 from ..progress import ProgressCounters
 from ..shm.arena import Arena
 from ..waiting import Watch, wait_until
@@ -54,17 +55,14 @@ class NetworkedCommunicator(Communicator):
     def _all_gather(self, theirs: list[torch.Tensor], mine: torch.Tensor) -> Steps:
         """Fill `theirs` with the flat uint8 tensors of all ranks, all of one size."""
 
-    @abc.abstractmethod
-    def _arrived(self) -> list[int]:
-        """The sources of messages that are here and that nobody has asked for."""
-
     def _meet(self) -> None:
         """Wait until all ranks are about to connect, under a name that no stale message bears."""
         if isinstance(self._watch, Arena):
             if self._counters is not None:  # of the generation before, in which nobody is any more
                 self._counters.close()
             self._counters = ProgressCounters(self._watch, self.ranks, self.channel)
-        self._matched: dict[int, int] = {}  # messages received, by source
+        self._inbox: list[Any] = []  # messages that nobody has asked for: source, tag, and what the library has of them
+        self._received: dict[int, int] = {}  # how many were asked for, by source
         group = ",".join(map(str, self.ranks))
         self._name = f"{self.backend}/{self._watch.generation}/{self.channel}/{group}"
         self._store.set(f"{self._name}/here/{self.rank}", secrets.token_hex(16))
@@ -128,16 +126,14 @@ class NetworkedCommunicator(Communicator):
             texts = [header[head.size :].rstrip(b"\0").decode(errors="replace") for header in headers]
             raise disagreement(self.ranks, {**dict(enumerate(texts)), self.rank: text})
         sizes = [head.unpack_from(header)[1:] for header in headers]
-        self._check_sizes(call, [sent[self.rank] for sent in sizes], recv_sizes)
+        check_pieces(self, call.text, [sent[self.rank] for sent in sizes], recv_sizes)
         return any(map(any, sizes))
 
-    def _check_sizes(self, call: Call, sent: Sequence[int], expected: Sequence[int]) -> None:
-        """Refuse pieces that do not fit where they are to go."""
-        for source, (got, wanted) in enumerate(zip(sent, expected, strict=True)):
-            if got != wanted:
-                raise wrong_piece(
-                    self.ranks, self.rank, call.text, source=source, got=got, expected=wanted, site=self.site()
-                )
+    def _message(self, src: int | None, tag: int) -> Steps:
+        """Wait for a message, and take it out of the inbox."""
+        found = yield from matched(self._inbox, src, tag)
+        self._received[found[0]] = self._received.get(found[0], 0) + 1
+        return found
 
     def _took_part(self, rank: int, work: Work) -> bool:
         if not self._is_message(work) or self._counters is None:
@@ -145,10 +141,19 @@ class NetworkedCommunicator(Communicator):
         if work.what.startswith("send"):
             if self.sends_alone:
                 return True
-        elif self._matched.get(rank, 0) + self._arrived().count(rank) < self._counters.sent_by(rank, self.rank):
-            return True  # the rest is on its way
+        else:
+            self.poll_messages()
+            waiting = sum(source == rank for source, *_ in self._inbox)
+            if self._received.get(rank, 0) + waiting < self._counters.sent_by(rank, self.rank):
+                return True  # the rest is on its way
         self._operations.progress_messages()
         return work.done
+
+    def _cut_off(self, reason: str) -> PeerLost:
+        """The error for a connection that the library has lost, if there is none that says more."""
+        self._look_for_death()
+        problem = f"rank {self.ranks[self.rank]} lost the connection to a rank of group {self.ranks}"
+        return PeerLost(message(problem, got=reason, remedy="see the output of the other ranks"))
 
     def _look_for_death(self) -> None:
         """A broken connection is how a library notices a death or an abort; the watch soon knows who and why."""

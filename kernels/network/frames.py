@@ -8,6 +8,7 @@ before its code fits.
 
 from __future__ import annotations
 
+import hmac
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from ..processes import ThreadBuffer
-from .authentication import CODE_BYTES, BodyCode, MessageCodes, same
+from .authentication import CODE_BYTES, MessageCodes, same
 
 HEADER = struct.Struct("<qQ")  # the sender's number for it, bytes
 SHORT = 1024  # bytes of a message that leaves in one piece, with one code
@@ -123,7 +124,7 @@ class _Long:
         rest: where what comes next is to go.
     """
 
-    def __init__(self, number: int, nbytes: int, of_body: BodyCode | None):
+    def __init__(self, number: int, nbytes: int, of_body: hmac.HMAC | None):
         self.number, self._nbytes, self._of_body, self._got = number, nbytes, of_body, 0
         whole = nbytes + (0 if of_body is None else CODE_BYTES)
         self._whole = self.rest = torch.empty(whole, dtype=torch.uint8, device="cpu").numpy().data

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..call import Call, wrong_size
+from ..call import Call, check_size
 from ..errors import MeshError, PeerLost, message
+from ..flat import sizes
 from ..operations import Steps
 from ..processes import Owned
 from ..torch_private import gloo_options, set_timeout
@@ -91,7 +92,6 @@ class GlooCommunicator(NetworkedCommunicator):
             ) from None
         self._turns: dict[int, int] = {}  # messages started, by destination
         self._posted: dict[int, int] = {}  # messages handed to the mailbox
-        self._seen = 0
         self._meet()
         store = dist.PrefixStore(self._name, self._store)
         try:
@@ -146,25 +146,15 @@ class GlooCommunicator(NetworkedCommunicator):
         try:
             work.wait()
         except RuntimeError as error:
-            self._look_for_death()
-            raise PeerLost(
-                message(
-                    f"rank {self.ranks[self.rank]} lost the connection to a rank of group {self.ranks}",
-                    got=_reason(error),
-                    remedy="see the output of the other ranks",
-                )
-            ) from None
+            raise self._cut_off(_reason(error)) from None
 
     def _all_gather(self, theirs: list[torch.Tensor], mine: torch.Tensor) -> Steps:
-        assert self._group is not None
         yield from self._done(self._group.allgather([theirs], [mine]))
 
     def _exchange(
         self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
     ) -> Steps:
-        assert self._group is not None
-        send_sizes = [0 if piece is None else piece.numel() for piece in sends]
-        recv_sizes = [0 if piece is None else piece.numel() for piece in recvs]
+        send_sizes, recv_sizes = sizes(sends), sizes(recvs)
         if call is not None and not (yield from self._agree(call, send_sizes, recv_sizes)):
             return
         outgoing = torch.empty(sum(send_sizes), dtype=torch.uint8, device="cpu")
@@ -215,33 +205,17 @@ class GlooCommunicator(NetworkedCommunicator):
         yield sent
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
-        mailbox = self._open_mailbox()
-        matched: list[tuple[int, int, torch.Tensor]] = []
-
-        def arrived() -> bool:
-            mailbox.check()
-            for index in range(self._seen):
-                source, its_tag, _ = mailbox.inbox[index]
-                if its_tag == tag and src in (None, source):
-                    matched.append(mailbox.inbox.pop(index))
-                    self._seen -= 1
-                    return True
-            return False
-
-        yield arrived
-        source, _, data = matched[0]
-        self._matched[source] = self._matched.get(source, 0) + 1
-        if data.numel() != tensor.numel():
-            raise wrong_size(self.ranks, self.rank, source=source, tag=tag, got=data.numel(), expected=tensor.numel())
+        self._open_mailbox()
+        source, _, data = yield from self._message(src, tag)
+        check_size(self.ranks, self.rank, source=source, tag=tag, got=data.numel(), expected=tensor.numel())
         tensor.copy_(data)
         return source
 
-    def _arrived(self) -> list[int]:
-        return [] if self._mailbox is None else [source for source, _, _ in tuple(self._mailbox.inbox)]
-
     def poll_messages(self) -> None:
         # The mailbox's thread appends at any time; receives match what was there at the start of a round.
-        self._seen = len(self._mailbox.inbox) if self._mailbox is not None else 0
+        if self._mailbox is not None:
+            self._mailbox.check()
+            self._inbox += [self._mailbox.inbox.pop(0) for _ in range(len(self._mailbox.inbox))]
 
 
 def _reason(error: RuntimeError) -> str:

@@ -18,16 +18,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..call import Call
+from ..call import Call, check_pieces
 from ..collectives import ONE_PHASE_BYTES
 from ..communicator import Communicator
 from ..flat import as_bytes
 from ..operations import Steps, Work
-from ..reduction import Op, Pairwise
+from ..reduction import Op, Pairwise, divide
 from ..shm.communicator import ShmCommunicator
 from .gloo import GlooCommunicator
 from .hosts import HostWatch
@@ -125,7 +124,7 @@ class HierarchicalCommunicator(GlooCommunicator):
             self._waits_for = f"the other hosts, at their ranks {[host[0] for host in self._hosts]}"
             total = yield from across._all_reduce(call, partial, across_hosts)
             if op == "avg":
-                _divide(total, self.size)
+                divide(total, self.size)
         del partial  # its memory is free for the next operation
         self._waits_for = f"the first rank of its host, rank {self._mine[0]}, which talks to the other hosts"
         if flat.numel() * flat.element_size() <= ONE_PHASE_BYTES:
@@ -175,7 +174,7 @@ class HierarchicalCommunicator(GlooCommunicator):
                 table[[self.ranks.index(rank) for rank in host]] = part[: len(host)]
         self._waits_for = f"the first rank of its host, rank {self._mine[0]}, which talks to the other hosts"
         yield from self._share(table)
-        self._check_sizes(call, table[:, self.rank].tolist(), recv_sizes)
+        check_pieces(self, call.text, table[:, self.rank].tolist(), recv_sizes)
         self._waits_for = "all ranks"
         return bool(table.any())
 
@@ -220,14 +219,3 @@ class HierarchicalCommunicator(GlooCommunicator):
     def _arena(self) -> Any:
         watch: Any = self._watch
         return watch.arena
-
-
-def _divide(total: torch.Tensor, count: int) -> None:
-    """Divide a sum in place as `reduce_in_order` does for an average."""
-    if total.dtype.is_floating_point or total.dtype.is_complex:
-        total.div_(count)
-    elif total.dtype in (torch.uint16, torch.uint32, torch.uint64):  # NumPy computes with these, torch does not
-        numbers = total.numpy()
-        np.floor_divide(numbers, count, out=numbers)
-    else:
-        total.div_(count, rounding_mode="trunc")

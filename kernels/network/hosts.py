@@ -99,21 +99,14 @@ class StoreWatch:
         region, _, call = self._store.get(key).decode(errors="replace").partition(" ")
         return call if region == str(self.region) and call != self._call else None
 
-    def enter_debugger(self) -> None:
+    def set_in_debugger(self, there: bool) -> None:
         """Have the waits of other hosts' ranks, too, not time out meanwhile."""
-        self._note_debugger(1)
-
-    def leave_debugger(self) -> None:
-        """See `enter_debugger`."""
-        self._note_debugger(-1)
+        if self.lost is None:
+            with contextlib.suppress(dist.DistError):
+                self._store.add(self._debuggers(), 1 if there else -1)
 
     def in_debugger(self) -> bool:
         return self._debugged
-
-    def _note_debugger(self, more: int) -> None:
-        if self.lost is None:
-            with contextlib.suppress(dist.DistError):
-                self._store.add(self._debuggers(), more)
 
     def _debuggers(self) -> str:
         return f"debuggers/{self.generation}"  # one that is killed at its prompt counts until its mesh goes on
@@ -158,13 +151,9 @@ class HostArena(Arena):
         super().abort(text)
         self.beyond.abort(text)
 
-    def enter_debugger(self) -> None:
-        super().enter_debugger()
-        self.beyond.enter_debugger()
-
-    def leave_debugger(self) -> None:
-        super().leave_debugger()
-        self.beyond.leave_debugger()
+    def set_in_debugger(self, there: bool) -> None:
+        super().set_in_debugger(there)
+        self.beyond.set_in_debugger(there)
 
     def in_debugger(self) -> bool:
         return super().in_debugger() or self.beyond.in_debugger()
@@ -194,8 +183,7 @@ class HostWatch:
     def __init__(self, arena: HostArena, hosts: Sequence[Sequence[int]]):
         self.arena, self.hosts, self.address = arena, hosts, arena.beyond.address
         self.enter, self.leave = arena.enter, arena.leave
-        self.enter_debugger, self.leave_debugger = arena.enter_debugger, arena.leave_debugger
-        self.in_debugger = arena.in_debugger
+        self.in_debugger, self.set_in_debugger = arena.in_debugger, arena.set_in_debugger
         self.abort, self.check, self.check_peers = arena.abort, arena.check, arena.check_peers
 
     @property

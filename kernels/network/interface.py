@@ -35,30 +35,31 @@ def address_of(interface: str) -> str:
     """
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(interface))
-    request = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
-        except OSError as error:
-            raise MeshError(
-                message(
-                    f"network interface {interface!r} can't be used on {socket.gethostname()}",
-                    got=str(error),
-                    expected=f"one of {sorted(addresses())}, or an address of this host",
-                    remedy="correct SPMD_INTERFACE, GLOO_SOCKET_IFNAME or initialize(interface=)",
-                )
-            ) from None
+    try:
+        return _address_of(interface)
+    except OSError as error:
+        raise MeshError(
+            message(
+                f"network interface {interface!r} can't be used on {socket.gethostname()}",
+                got=str(error),
+                expected=f"one of {sorted(addresses())}, or an address of this host",
+                remedy="correct SPMD_INTERFACE, GLOO_SOCKET_IFNAME or initialize(interface=)",
+            )
+        ) from None
 
 
 def addresses() -> dict[str, str]:
     """This host's interfaces that have an IPv4 address."""
     found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                request = struct.pack("256s", name.encode()[:15])
-                found[name] = socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):
+            found[name] = _address_of(name)
     return found
+
+
+def _address_of(name: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[20:24])
 
 
 def towards(host: str) -> str | None:

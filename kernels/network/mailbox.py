@@ -72,20 +72,20 @@ class Mailbox(Owned):
         self._thread = threading.Thread(target=self._serve, name="spmd-mailbox", daemon=True)
         self._thread.start()
 
+    def _code(self, use: bytes, number: bytes, source: int, destination: int) -> bytes:
+        """For one use between a rank and another, who has put this number into the store."""
+        return code(self._key, use, number, self._name.encode(), struct.pack("<qq", source, destination))
+
     def _hello(self, number: bytes, source: int, destination: int) -> bytes:
-        return HELLO.pack(source, code(self._key, number, self._name.encode(), struct.pack("<qq", source, destination)))
+        return HELLO.pack(source, self._code(b"hello", number, source, destination))
 
     def _welcome(self, number: bytes, source: int, destination: int) -> bytes:
         """What a rank that has been let in is told."""
-        pair = struct.pack("<qq", source, destination)
-        return code(self._key, b"welcome", number, self._name.encode(), pair)
+        return self._code(b"welcome", number, source, destination)
 
     def _codes_between(self, host: str, number: bytes, source: int, destination: int) -> MessageCodes | None:
-        """The codes of one rank's messages to another, who listens at `host` and has put this number into the store."""
-        if is_loopback(host):
-            return None
-        pair = struct.pack("<qq", source, destination)
-        return MessageCodes(code(self._key, b"messages", number, self._name.encode(), pair))
+        """The codes of one rank's messages to another, who listens at `host`."""
+        return None if is_loopback(host) else MessageCodes(self._code(b"messages", number, source, destination))
 
     def _codes_of(self, source: int) -> MessageCodes | None:
         return self._codes_between(self._host, self._number, source, self._rank)

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..call import Call, wrong_size
-from ..errors import MeshError, PeerLost, message
+from ..call import Call, check_size
+from ..errors import MeshError, message
+from ..flat import sizes
 from ..operations import Steps
 from ..waiting import Watch
 from .communicator import NetworkedCommunicator
@@ -94,7 +95,6 @@ class MpiCommunicator(NetworkedCommunicator):
     def _open(self) -> None:
         self.close()
         self._numbers = [0] * self.size  # messages sent, by destination
-        self._inbox: list[tuple[int, int, int, int, torch.Tensor]] = []  # source, tag, bytes, number, what is here
         # Making a group waits for its ranks without noticing an abort.
         self._meet()
         world = self._mpi.COMM_WORLD
@@ -123,14 +123,7 @@ class MpiCommunicator(NetworkedCommunicator):
         try:
             yield lambda: self._mpi.Request.Testall(requests)
         except self._mpi.Exception as error:
-            self._look_for_death()
-            raise PeerLost(
-                message(
-                    f"rank {self.ranks[self.rank]} lost the connection to a rank of group {self.ranks}",
-                    got=str(error).splitlines()[0],
-                    remedy="see the output of the other ranks",
-                )
-            ) from None
+            raise self._cut_off(str(error).splitlines()[0]) from None
         del self._under_way[id(requests)]
 
     def _sending(self, tensor: torch.Tensor, dst: int, mpi_tag: int) -> list[Any]:
@@ -153,10 +146,8 @@ class MpiCommunicator(NetworkedCommunicator):
     def _exchange(
         self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
     ) -> Steps:
-        send_sizes = [0 if piece is None else piece.numel() for piece in sends]
-        recv_sizes = [0 if piece is None else piece.numel() for piece in recvs]
         if call is not None:
-            yield from self._agree(call, send_sizes, recv_sizes)
+            yield from self._agree(call, sizes(sends), sizes(recvs))
         receiving, sending = [], []
         for rank in range(self.size):
             piece, target = sends[rank], recvs[rank]
@@ -185,20 +176,8 @@ class MpiCommunicator(NetworkedCommunicator):
         yield from self._done(sends, [])
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
-        matched: list[tuple[int, int, int, int, torch.Tensor]] = []
-
-        def arrived() -> bool:
-            for index, (source, its_tag, *_) in enumerate(self._inbox):
-                if its_tag == tag and src in (None, source):
-                    matched.append(self._inbox.pop(index))
-                    return True
-            return False
-
-        yield arrived
-        source, _, nbytes, number, body = matched[0]
-        self._matched[source] = self._matched.get(source, 0) + 1
-        if nbytes != tensor.numel():
-            raise wrong_size(self.ranks, self.rank, source=source, tag=tag, got=nbytes, expected=tensor.numel())
+        source, _, nbytes, number, body = yield from self._message(src, tag)
+        check_size(self.ranks, self.rank, source=source, tag=tag, got=nbytes, expected=tensor.numel())
         if nbytes <= _INLINE:
             tensor.copy_(body)
         else:
@@ -214,7 +193,4 @@ class MpiCommunicator(NetworkedCommunicator):
             data = torch.empty(status.Get_count(self._mpi.BYTE), dtype=torch.uint8, device="cpu")
             packet.Recv(self._raw(data))  # it is here, and short: this does not wait
             tag, nbytes, number = _PACKET.unpack_from(data.numpy().data)
-            self._inbox.append((status.Get_source(), tag, nbytes, number, data[_PACKET.size :]))
-
-    def _arrived(self) -> list[int]:
-        return [source for source, *_ in self._inbox]
+            self._inbox.append((status.Get_source(), tag, nbytes, number, data[_PACKET.size :]))  # a body, if short

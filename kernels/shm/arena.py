@@ -24,7 +24,7 @@ import platform
 import stat
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ def supported() -> str | None:
 def create(size: int) -> int:
     """A new arena for `size` ranks (and a driver), as a file descriptor; nobody can cut it short any more."""
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, _file_bytes(size))
+    os.ftruncate(fd, _layout(size).end)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     return fd
 
@@ -74,7 +74,7 @@ def open_of(pid: int, number: int, size: int) -> int:
         memfd = stat.S_ISREG(found.st_mode) and found.st_dev == _device_of_memfds()
         if not memfd or link != f"/memfd:{_NAME} (deleted)" or found.st_uid != os.getuid():
             raise OSError(errno.EPERM, "no arena of this user's", link)
-        if found.st_size != _file_bytes(size):
+        if found.st_size != _layout(size).end:
             raise OSError(errno.EPERM, f"no arena of {size} ranks", link)
         fd = os.open(f"/proc/self/fd/{named}", os.O_RDWR | os.O_CLOEXEC)
     finally:
@@ -89,7 +89,7 @@ def bytes_of(pid: int, number: int, size: int) -> torch.Tensor:
     """The bytes of another process's arena; see `open_of`."""
     fd = open_of(pid, number, size)
     try:
-        return torch.frombuffer(mmap.mmap(fd, _file_bytes(size)), dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(fd, _layout(size).end), dtype=torch.uint8)
     finally:
         os.close(fd)
 
@@ -102,8 +102,8 @@ def found_in(pid: int) -> dict[tuple[int, int], tuple[int, int]]:
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/{pid}/fd/{number}") == f"/memfd:{_NAME} (deleted)":
                     one = os.stat(f"/proc/{pid}/fd/{number}")
-                    for size in range(1, one.st_size // _heap_bytes()):
-                        if _file_bytes(size) == one.st_size:
+                    for size in range(1, one.st_size // _layout(1).heap_bytes):
+                        if _layout(size).end == one.st_size:
                             found[one.st_dev, one.st_ino] = number, size
     return found
 
@@ -116,33 +116,30 @@ def _device_of_memfds() -> int:
         os.close(fd)
 
 
-def _file_bytes(size: int) -> int:
-    return _heap_start(size) + (size + 1) * _heap_bytes()
+class _Layout(NamedTuple):
+    """Where what an arena holds begins, behind the board, and where it ends; ledgers and heaps are each of one size."""
+
+    directory: int
+    answers: int
+    registers: int
+    ledgers: int
+    heaps: int
+    end: int
+    ledger_bytes: int
+    heap_bytes: int
 
 
-def _heap_bytes() -> int:
+@functools.lru_cache(maxsize=64)
+def _layout(size: int) -> _Layout:
     # Address space, not memory: as much as the host has, so that one rank alone may fill it.
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (1 << 21) * (1 << 21)
-
-
-def _ledger_bytes() -> int:
-    return _heap_bytes() // 8 // PAGE * PAGE
-
-
-def _answers_start(size: int) -> int:
-    return board_bytes(size) + directory_bytes(size)
-
-
-def _registers_start(size: int) -> int:
-    return _answers_start(size) + answers_bytes(size)
-
-
-def _ledgers_start(size: int) -> int:
-    return _registers_start(size) + (size + 1) * Register.NBYTES
-
-
-def _heap_start(size: int) -> int:
-    return _ledgers_start(size) + size * _ledger_bytes()
+    heap = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (1 << 21) * (1 << 21)
+    ledger = heap // 8 // PAGE * PAGE
+    directory = board_bytes(size)
+    answers = directory + directory_bytes(size)
+    registers = answers + answers_bytes(size)
+    ledgers = registers + (size + 1) * Register.NBYTES
+    heaps = ledgers + size * ledger
+    return _Layout(directory, answers, registers, ledgers, heaps, heaps + (size + 1) * heap, ledger, heap)
 
 
 class Arena(Board):
@@ -150,31 +147,30 @@ class Arena(Board):
 
     def __init__(self, fd: int, size: int, rank: int):
         super().__init__(fd, size, rank)
-        self._length = len(self._bytes)
-        self.directory = Directory(self.words, board_bytes(size), size, rank)
-        self.answers = Answers(self.words, self._bytes, self.bells, _answers_start(size), size, rank)
+        self._length, at = len(self._bytes), _layout(size)
+        self.directory = Directory(self.words, at.directory, size, rank)
+        self.answers = Answers(self.words, self._bytes, self.bells, at.answers, size, rank)
         self.views = Views(fd, self._length, self.words)
         # Not a method, and so no circle: a driver's mapping goes with its arena, not when garbage is next looked for.
         self._remove = functools.partial(_give_back, self._shared)
         # Of communicators that were closed: each gives back what it can, and says whether that is all.
         self.closing: list[Callable[[], bool]] = []
-        self.registers = [
-            Register(self.words, _registers_start(size) + each * Register.NBYTES) for each in range(size + 1)
-        ]
-        self.heap_start, self._heap_end = (_heap_start(size) + (rank + more) * _heap_bytes() for more in (0, 1))
+        self.registers = [Register(self.words, at.registers + each * Register.NBYTES) for each in range(size + 1)]
+        self.heap_start, self._heap_end = (at.heaps + (rank + more) * at.heap_bytes for more in (0, 1))
         # A rank that replaces a dead one begins above what that one had handed out: others may still read it.
         self.heap = self._new_heap(())
         if rank < size:
             self.results = ResultBlocks(self.words, self.heap, self, self.registers[rank])
-            self.lasting = Lasting(fd, self.heap_start, _heap_bytes(), self.heap)
-            ledger = _ledgers_start(size) + rank * _ledger_bytes()
-            self.ledger = Ledger(self._bytes, fd, self.address, ledger, _ledger_bytes(), self._remove)
+            self.lasting = Lasting(fd, self.heap_start, at.heap_bytes, self.heap)
+            ledger = at.ledgers + rank * at.ledger_bytes
+            self.ledger = Ledger(self._bytes, fd, self.address, ledger, at.ledger_bytes, self._remove)
         else:
             self.given = GivenBlocks(self.words, self._bytes, self.heap, size, self.registers[rank], self._remove)
 
     def entries_of(self, rank: int) -> Entries:
         """What a rank keeps, for others to read."""
-        return Entries(self._bytes, _ledgers_start(self.size) + rank * _ledger_bytes(), _ledger_bytes())
+        at = _layout(self.size)
+        return Entries(self._bytes, at.ledgers + rank * at.ledger_bytes, at.ledger_bytes)
 
     def _new_heap(self, holes: Sequence[tuple[int, int]]) -> Heap:
         start = max(self.top, self.heap_start)

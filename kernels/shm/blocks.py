@@ -13,7 +13,7 @@ A block is allocated from the heap of the rank whose part of the arena it lies i
                              v
                            viewed: read by all, by each through a copy-on-write view
                              │                          │
-                             │ the last view is dropped │ a view leaves the region (`copied_out`):
+                             │ the last view is dropped │ a view leaves the region:
                              v                          │   of a small part of a block: copied, and dropped
                            free                         │   of most of it: stays the value's memory until it is dropped
                                                         v
@@ -29,7 +29,7 @@ import mmap
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -266,21 +266,3 @@ class Staging:
             self._heap.free(offset, nbytes)
         self.staged.clear()
         self._scratch.clear()
-
-
-def copied_out(leaves: list[Any], leased: Sequence[int]) -> None:
-    """Copy those leaves that are leased out of shared blocks, in place in the list, unless they make up most of one.
-
-    A small view (a loss beside a bucket of gradients) would hold all of its block; new parameters, side by side in one
-    block that all ranks read, are better left where they are.
-    """
-    blocks: dict[int, list[int]] = {}
-    for index in leased:
-        blocks.setdefault(leaves[index].untyped_storage().data_ptr(), []).append(index)
-    for members in blocks.values():
-        used = sum(leaves[index].numel() * leaves[index].element_size() for index in members)
-        if 2 * used < leaves[members[0]].untyped_storage().nbytes():
-            for index in members:
-                leaf, copy = leaves[index], leaves[index].clone()
-                frozen = isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad
-                leaves[index] = torch.nn.Parameter(copy, requires_grad=False) if frozen else copy

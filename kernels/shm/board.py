@@ -190,12 +190,9 @@ class Board:
         """What is said of a rank that has left because its process ended; None where the watch tells that itself."""
         return None
 
-    def enter_debugger(self) -> None:
-        """Say that this rank is at the prompt of a debugger."""
-        self.words[self._status(self.rank) + _DEBUGGED] = 1
-
-    def leave_debugger(self) -> None:
-        self.words[self._status(self.rank) + _DEBUGGED] = 0
+    def set_in_debugger(self, there: bool) -> None:
+        """Say whether this rank is at the prompt of a debugger."""
+        self.words[self._status(self.rank) + _DEBUGGED] = int(there)
 
     def in_debugger(self) -> bool:
         return any(self.words[self._status(rank) + _DEBUGGED] for rank in range(self.size))

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from ..arguments import check_tensor
-from ..call import Call, disagreement, labels, wrong_piece, wrong_size
+from ..call import Call, check_pieces, disagreement, labels
 from ..collectives import ONE_PHASE_BYTES
 from ..communicator import Communicator
 from ..copying import copy, copy_bytes
-from ..errors import CollectiveMismatch
-from ..flat import as_bytes, contiguous, copy_back, writable
+from ..flat import as_bytes, contiguous, copy_back, sizes, writable
 from ..operations import Steps, Work
 from ..reduction import Op, reduce_in_order
 from ..waiting import turn, wait_until
@@ -74,7 +73,7 @@ class ShmCommunicator(Communicator):
             block = self._first_ranks_block()
         how: Any = {"operations": self._operations, "site": self.site, "spin": not self.oversubscribed}
         self._slots = Slots(arena, self.ranks, self.rank, block, self._key, **how)
-        self._rings = Rings(arena, self._participants, self.rank, self._key, wrong_size=self._wrong_size)
+        self._rings = Rings(arena, self.ranks, self.rank, self._key)
         self._kinds: dict[tuple, AllReduce] = {}
         self._last: NativeSum | None = None  # what made the last small sum: the next one is most often alike
         self._gathered: set[int] = set()  # blocks that this group has written its slices to
@@ -174,9 +173,6 @@ class ShmCommunicator(Communicator):
                 lines.append(f"\n  rank {member}: {doing} ({self._slots.calls_of(rank)} calls so far)")
         return type(error)(f"{error.args[0]}{''.join(lines)}")
 
-    def _wrong_size(self, source: int, tag: int, got: int, expected: int) -> CollectiveMismatch:
-        return wrong_size(self.ranks, self.rank, source=source, tag=tag, got=got, expected=expected)
-
     # -- collectives ---------------------------------------------------------------------------------------------------
 
     def _exchange(self, call: Call | None, sends: Pieces, recvs: Pieces) -> Steps:
@@ -215,23 +211,16 @@ class ShmCommunicator(Communicator):
             copy_bytes(*own)  # while others are at theirs
         yield slots.posted(sequence, call)
         entries = [slots.entry(sequence, rank) for rank in range(self.size)]
-        for rank, ((_, nbytes), target) in enumerate(zip(entries, recvs, strict=True)):
-            expected = 0 if target is None else target.numel()
-            if nbytes != expected:
-                what, site = call.text if call else "a collective", self.site()
-                raise wrong_piece(self.ranks, self.rank, what, source=rank, got=nbytes, expected=expected, site=site)
+        what = call.text if call else "a collective"
+        check_pieces(self, what, [nbytes for _, nbytes in entries], sizes(recvs))
         return sequence, entries
 
-    def _reduce_scatter(self, call: Call, output: torch.Tensor, ins: list[torch.Tensor], op: Op) -> Steps:
+    def _reduce_scatter(self, call: Call, output: torch.Tensor, ins: Sequence[torch.Tensor], op: Op) -> Steps:
         """Each rank adds what the others have staged for it where that lies."""
         mine = contiguous(ins[self.rank]).view(-1)
         sends = [as_bytes(contiguous(piece)) if rank != self.rank else None for rank, piece in enumerate(ins)]
         expected = [as_bytes(mine) if rank != self.rank else None for rank in range(self.size)]
-        if mine.numel() != output.numel():
-            what, nbytes, site = call.text, mine.nbytes, self.site()
-            raise wrong_piece(
-                self.ranks, self.rank, what, source=self.rank, got=nbytes, expected=output.nbytes, site=site
-            )
+        check_pieces(self, call.text, [mine.nbytes], [output.nbytes], first=self.rank)
         sequence, entries = yield from self._staged(call, sends, expected)
         parts = [
             mine if rank == self.rank else self.arena.tensor(at, mine.numel(), mine.dtype)
@@ -254,6 +243,8 @@ class ShmCommunicator(Communicator):
             last = self._last
             if last is not None and (source := last.address(tensor, op, labels.current)):
                 return last.summed(tensor, source, in_place=False)
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+                check_tensor("all_reduced", "tensor", tensor)
             return self._kind(tensor, op)(tensor)
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:

@@ -8,12 +8,12 @@ sender's, one the receiver's, each on a cache line of its own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from ..errors import CollectiveMismatch
-from ..operations import Steps
+from ..call import check_size
+from ..operations import Steps, matched
 from ..word_key import word_key
 from .arena import Arena
 
@@ -31,22 +31,13 @@ class Rings:
     """The rings of one group in one generation, as the rank at `rank` sees them.
 
     Args:
-        participants: the group's ranks, as the arena knows them.
+        ranks: the group's ranks in the mesh.
         key: the group's, under which rings are published.
-        wrong_size: the error for a message (source, tag, its bytes) that does not fit the tensor (bytes).
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        participants: Sequence[int],
-        rank: int,
-        key: int,
-        *,
-        wrong_size: Callable[[int, int, int, int], CollectiveMismatch],
-    ):
-        self._arena, self._participants, self._rank, self._key = arena, participants, rank, key
-        self._words, self._wrong_size = arena.words, wrong_size
+    def __init__(self, arena: Arena, ranks: Sequence[int], rank: int, key: int):
+        self._arena, self._ranks, self._rank, self._key = arena, ranks, rank, key
+        self._words, self._participants = arena.words, [arena.participant(member) for member in ranks]
         self._rings: dict[tuple[int, int], int] = {}
         self._made: dict[int, int] = {}  # key -> where a ring of this rank's lies
         self._turns: dict[int, int] = {}  # messages started, by destination
@@ -115,19 +106,8 @@ class Rings:
                 self._arena.bells.ring((self._participants[src],))
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
-        matched: list[tuple[int, int, int, int]] = []
-
-        def arrived() -> bool:
-            for index, (source, its_tag, _, _) in enumerate(self._arrived):
-                if its_tag == tag & _WORD and src in (None, source):
-                    matched.append(self._arrived.pop(index))
-                    return True
-            return False
-
-        yield arrived
-        source, _, block, nbytes = matched[0]
-        if nbytes != tensor.numel():
-            raise self._wrong_size(source, tag, nbytes, tensor.numel())
+        source, _, block, nbytes = yield from matched(self._arrived, src, tag & _WORD)
+        check_size(self._ranks, self._rank, source=source, tag=tag, got=nbytes, expected=tensor.numel())
         tensor.copy_(self._arena.tensor(block + _BLOCK_HEAD, nbytes, torch.uint8))
         self._words[block // 8] = 1
         return source

@@ -23,10 +23,11 @@ def take_over(arena: Arena) -> list[tuple[Record, list[torch.Tensor]]]:
     records = arena.ledger.read()
     named = {extent for one in records for extent in one.extents}
     again = Counter(extent.release for extent in named if extent.release)
-    for participant in range(arena.size + 1):
-        for block, _, members in arena.registers[participant]:
-            if arena.rank in members:
-                _drop_others(arena.words, block // 8, members, arena.rank, again)
+    for register in arena.registers:
+        for block, _, members in register:
+            if arena.rank in members:  # all views of it count as dropped but those that are taken again
+                dropped = block // 8 + members.index(arena.rank)
+                arena.words[dropped] = arena.words[dropped + len(members)] - again[dropped]
     own = arena.registers[arena.rank]
     kept = [(block, Heap.rounded(nbytes)) for block, nbytes, _ in own]
     kept += [(extent.offset, Heap.rounded(extent.nbytes)) for extent in named if not extent.release]
@@ -44,12 +45,6 @@ def kept_by(arena: Arena, rank: int) -> list[tuple[Record, list[torch.Tensor]]]:
     for one in arena.entries_of(rank).read():
         found.append((one, [arena.tensor(extent.offset, extent.nbytes, torch.uint8) for extent in one.extents]))
     return found
-
-
-def _drop_others(words: memoryview, first: int, members: Sequence[int], rank: int, again: Counter[int]) -> None:
-    """Count as dropped all views of a block but those that are taken again."""
-    users, user = len(members), members.index(rank)
-    words[first + user] = words[first + users + user] - again[first + user]
 
 
 def _gaps(kept: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:

@@ -51,10 +51,7 @@ class LocalLauncher:
         return started(command, stdin)
 
     def stop(self, handle: subprocess.Popen) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            handle.wait(_END_SECONDS)  # it ends with the connection
-        handle.kill()
-        handle.wait()
+        end(handle)
 
 
 class SshLauncher(LocalLauncher):
@@ -74,6 +71,14 @@ def started(command: Sequence[str], stdin: bytes) -> subprocess.Popen:
         process.stdin.flush()
     process.stdin.close()
     return process
+
+
+def end(process: subprocess.Popen) -> None:
+    """Wait for a process that ends with its connection to the driver; not for long."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_SECONDS)
+    process.kill()
+    process.wait()
 
 
 class DialledHosts:
@@ -168,22 +173,20 @@ class RayLauncher:
                 message('hosts="ray" found no node', expected=f"nodes with {each or 1} processors", remedy="ray status")
             )
         seen: Counter[str] = Counter()
-        self._names: list[str] = []
-        self._counts: list[int] = []
+        self._counts: dict[str, int] = {}  # by the node's name
         for node in nodes:
             address = node["NodeManagerAddress"]
             seen[address] += 1
             name = address if seen[address] == 1 else f"{address}-{seen[address]}"  # several may be on one machine
-            self._names.append(name)
-            self._counts.append(each or int(node["Resources"]["CPU"]))
-        self.hosts: Sequence[str] = [f"{name}:{count}" for name, count in zip(self._names, self._counts, strict=True)]
+            self._counts[name] = each or int(node["Resources"]["CPU"])
+        self.hosts: Sequence[str] = [f"{name}:{count}" for name, count in self._counts.items()]
         self._group: Any = None
         self._actors: list[tuple[int, Any]] = []  # and of which node
 
     def start(self, name: str, command: Sequence[str], stdin: bytes) -> Any:
-        ray, number = self._ray, self._names.index(name)
+        ray, number = self._ray, list(self._counts).index(name)
         if self._group is None:
-            bundles = [{"CPU": count} for count in self._counts]
+            bundles = [{"CPU": count} for count in self._counts.values()]
             self._group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
             try:
                 ray.get(self._group.ready(), timeout=_SECONDS)
@@ -192,7 +195,7 @@ class RayLauncher:
         within = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, number)
         # One that takes another's place begins before that has ended, on the processors that the group has reserved.
         free = all(number != other for other, _ in self._actors)
-        count = self._counts[number] if free else 0
+        count = self._counts[name] if free else 0
         actor = ray.remote(num_cpus=count, scheduling_strategy=within)(_Process).remote(list(command), stdin)
         self._actors.append((number, actor))
         return actor
@@ -217,10 +220,7 @@ class _Process:
         self._process.stdin.close()
 
     def wait(self) -> None:
-        try:
-            self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        end(self._process)
 
 
 def _ray() -> Any:

@@ -8,7 +8,6 @@ first in `ENVIRONMENTS` that does decides, and one that contradicts itself is an
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import os
 from typing import ClassVar
@@ -43,7 +42,7 @@ class Launch:
     source: str
 
 
-class Environment(abc.ABC):
+class Environment:
     """One way of being launched. A third party adds its own by inserting a class into `ENVIRONMENTS`.
 
     Attributes:
@@ -56,9 +55,11 @@ class Environment(abc.ABC):
     names: ClassVar[tuple[str, str, str, str]]
 
     @classmethod
-    @abc.abstractmethod
     def absent(cls, environ: Environ) -> str:
-        """Why this environment did not start the process; empty if it did."""
+        """Why this environment did not start the process; empty if it did: if its rank or size is set."""
+        rank, size = (name.partition(" ")[0] for name in cls.names[:2])
+        # One alone is a contradiction, which `_read` reports.
+        return "" if environ.get(rank) or environ.get(size) else f"{rank} and {size} are not set"
 
     @classmethod
     def present(cls, environ: Environ) -> bool:
@@ -86,10 +87,6 @@ class Explicit(Environment):
     name = "spmd"
     names = ("SPMD_RANK", "SPMD_SIZE", "SPMD_LOCAL_RANK", "SPMD_LOCAL_SIZE")
 
-    @classmethod
-    def absent(cls, environ: Environ) -> str:
-        return _neither(environ, "SPMD_RANK", "SPMD_SIZE")
-
 
 class Torchrun(Environment):
     """torchrun and `spmd run`. RANK and WORLD_SIZE alone are no launch: other tools set them and count nodes."""
@@ -99,7 +96,7 @@ class Torchrun(Environment):
 
     @classmethod
     def absent(cls, environ: Environ) -> str:
-        return _neither(environ, "RANK", "WORLD_SIZE") or _unset(environ, "LOCAL_RANK")
+        return super().absent(environ) or _unset(environ, "LOCAL_RANK")
 
 
 class OpenMpi(Environment):
@@ -117,10 +114,6 @@ class OpenMpi(Environment):
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     )
-
-    @classmethod
-    def absent(cls, environ: Environ) -> str:
-        return _neither(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 
     @classmethod
     def meeting(cls, environ: Environ, launch: Launch) -> str | None:
@@ -144,12 +137,11 @@ class Pmi(Environment):
         srun = environ.get("SLURM_STEP_ID") and environ.get("PMI_SIZE") == environ.get("SLURM_STEP_NUM_TASKS")
         if srun and environ.get("PMI_SIZE") and not environ.get("MPI_LOCALRANKID"):
             return "PMI_RANK and PMI_SIZE are those of srun"
-        return _neither(environ, "PMI_RANK", "PMI_SIZE")
+        return super().absent(environ)
 
     @classmethod
     def meeting(cls, environ: Environ, launch: Launch) -> str | None:
-        host, job = job_of(environ)
-        return tcp("127.0.0.1" if launch.local_size == launch.size else host, job)
+        return _in_job(environ, launch)
 
 
 class Slurm(Environment):
@@ -197,13 +189,8 @@ class Lsf(Environment):
     names = ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
 
     @classmethod
-    def absent(cls, environ: Environ) -> str:
-        return _neither(environ, "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE")
-
-    @classmethod
     def meeting(cls, environ: Environ, launch: Launch) -> str | None:
-        host, job = job_of(environ)
-        return tcp("127.0.0.1" if launch.local_size == launch.size else host, job)
+        return _in_job(environ, launch)
 
 
 class Kubeflow(Environment):
@@ -273,9 +260,10 @@ def _unset(environ: Environ, *names: str) -> str:
     return next((f"{name} is not set" for name in names if not environ.get(name)), "")
 
 
-def _neither(environ: Environ, first: str, second: str) -> str:
-    """A reason if both are missing. One alone is a contradiction, which `_read` reports."""
-    return f"{first} and {second} are not set" if not environ.get(first) and not environ.get(second) else ""
+def _in_job(environ: Environ, launch: Launch) -> str | None:
+    """Where ranks meet that say nothing of it: at the first host of their Slurm or LSF job."""
+    host, job = job_of(environ)
+    return tcp("127.0.0.1" if launch.local_size == launch.size else host, job)
 
 
 def _read(environ: Environ, source: str, names: tuple[str, str, str, str]) -> Launch:

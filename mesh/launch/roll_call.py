@@ -92,21 +92,20 @@ class RollCall:
         self._sign_in()
         found: dict[int, _Signature] = {}
         end, pause = time.monotonic() + timeout, 1e-3
-        while len(found) < size:
+        while True:
             self._stay()
             more, strange = self._signed_in(found)
             found |= more
             for peer, signature in more.items():
                 self._check_size(peer, signature.size)
             self._check_refused()
-            if strange and len(found) + len(strange) == size and (others := self._of_other_secrets(found, strange)):
-                return self._without_secret({**found, **others})
-            if len(found) < size and time.monotonic() > end:
+            key, everyone = self._everyone(found, strange)
+            if len(everyone) == size:
+                return self._job_key(key, everyone)
+            if time.monotonic() > end:
                 raise self._missing(sorted(set(range(size)) - set(found)), timeout, strange)
-            if len(found) < size:
-                time.sleep(pause)
-                pause = min(pause * 1.5, 0.1)
-        return self._job_key(self._secret.key, found) if self._secret.key else self._without_secret(found)
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1)
 
     def _key_among_restarts(self, timeout: float) -> bytes:
         size, end = self._launch.size, time.monotonic() + timeout
@@ -116,10 +115,7 @@ class RollCall:
             self._stay()
             there, strange = self._signed_in()
             found = {peer: signature for peer, signature in there.items() if signature.size == size}  # no earlier size
-            all_here = bool(strange) and len(found) + len(strange) == size
-            others = self._of_other_secrets(found, strange) if all_here else {}
-            key = b"" if others else self._secret.key
-            everyone = {**found, **others}
+            key, everyone = self._everyone(found, strange)
             if len(everyone) == size:
                 agreed = code(key, b"agreed", *(everyone[rank].number.encode() for rank in range(size)))
                 if agreed != announced:
@@ -127,7 +123,7 @@ class RollCall:
                     announced = agreed
                 names = [f"agreed/{peer}" for peer in range(size)]
                 if self._store.check(names) and all(same(self._store.get(name), agreed) for name in names):
-                    return self._job_key(key, everyone) if key else self._without_secret(everyone)
+                    return self._job_key(key, everyone)
             if time.monotonic() > end:
                 missing = sorted(set(range(size)) - set(everyone)) or [
                     peer for peer in range(size) if not self._store.check([f"agreed/{peer}"])
@@ -158,6 +154,8 @@ class RollCall:
         return None
 
     def _job_key(self, key: bytes, found: dict[int, _Signature]) -> bytes:
+        if not key:
+            self._without_secret()
         return code(key, b"job", *(found[rank].number.encode() for rank in range(self._launch.size)))
 
     def _sign_in(self) -> None:
@@ -222,6 +220,12 @@ class RollCall:
 
     # -- hosts that do not share home directories, and have been given no secret ---------------------------------------
 
+    def _everyone(self, found: dict[int, _Signature], strange: dict[int, bytes]) -> tuple[bytes, dict[int, _Signature]]:
+        """The ranks' secret, and who has come: those with secrets of their own count once all are there."""
+        all_here = bool(strange) and len(found) + len(strange) == self._launch.size
+        others = self._of_other_secrets(found, strange) if all_here else {}
+        return b"" if others else self._secret.key, {**found, **others}
+
     def _of_other_secrets(self, found: dict[int, _Signature], strange: dict[int, bytes]) -> dict[int, _Signature]:
         """The ranks of hosts that have another file at home; none where all must have the same, or nobody's is there.
 
@@ -243,8 +247,8 @@ class RollCall:
             self._check_size(peer, signature.size)
         return others
 
-    def _without_secret(self, found: dict[int, _Signature]) -> bytes:
-        """The key of a job without a secret: whoever reads the meeting place knows it."""
+    def _without_secret(self) -> None:
+        """Say, or refuse, that whoever reads the meeting place knows the job's key."""
         hosts = "" if self._one_host else " over several hosts"
         problem = f"this job{hosts} has no secret: who reaches its ports can take part in it"
         remedy = "give all ranks the same SPMD_SECRET or SPMD_SECRET_FILE; see docs/security.md"
@@ -252,4 +256,3 @@ class RollCall:
             raise MeshError(message(problem, got="SPMD_REQUIRE_SECRET", remedy=remedy))
         if self._launch.rank == 0:
             print(f"spmd: {message(problem, remedy=remedy)}", file=sys.stderr)
-        return self._job_key(b"", found)

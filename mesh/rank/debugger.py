@@ -88,11 +88,11 @@ def debug_through(session: RankSession, ask: Callable[[str], str] | None = None)
                 print("passed a breakpoint by: SPMD_DEBUG_RANK names the ranks that stop (0 if unset)", file=sys.stderr)
 
         def interaction(self, *args: Any, **options: Any) -> None:
-            session.watch.enter_debugger()
+            session.watch.set_in_debugger(True)
             try:
                 super().interaction(*args, **options)
             finally:
-                session.watch.leave_debugger()
+                session.watch.set_in_debugger(False)
             if self._dialogue is not None:
                 print(self._dialogue.rest(), end="")
 

@@ -320,3 +320,19 @@ def _tensors(record: Record, leaves: Sequence[Leaf], bases: Sequence[torch.Tenso
             at += leaf.nbytes
             found.append(leaf.made(buffer, word))
     return found
+
+
+def copy_out(leaves: list[Any], leased: Sequence[int]) -> None:
+    """Copy those leaves that are leased out of shared blocks, in place in the list, unless they make up most of one.
+
+    A small view (a loss beside a bucket of gradients) would hold all of its block; new parameters, side by side in one
+    block that all ranks read, are better left where they are.
+    """
+    blocks: dict[int, list[int]] = {}
+    for index in leased:
+        blocks.setdefault(leaves[index].untyped_storage().data_ptr(), []).append(index)
+    for members in blocks.values():
+        used = sum(leaves[index].nbytes for index in members)
+        if 2 * used < leaves[members[0]].untyped_storage().nbytes():
+            for index in members:
+                leaves[index] = frozen_as(leaves[index], leaves[index].clone())

@@ -23,13 +23,12 @@ from ...kernels.network.hosts import HostWatch
 from ...kernels.processes import Owned, forked_cannot
 from ...kernels.registry import make_communicator
 from ...kernels.shm.arena import Arena
-from ...kernels.shm.blocks import copied_out
 from ...kernels.torch_private import outside_torch_func
 from ..failure import text_of
 from ..run_state import RunState
 from ..spec import Layout
 from .counted import CountedCommunicator, thread
-from .lasting_values import KnownLayout, LastingValues
+from .lasting_values import KnownLayout, LastingValues, copy_out
 from .memory import keep_freed_memory, release_freed_memory
 
 _PAGEABLE_BYTES = 1 << 16  # which CUDA copies to a GPU without waiting, wherever they lie
@@ -203,7 +202,7 @@ class RankSession(Owned):
     def lay_out(self, leaves: list[Any], known: KnownLayout | None = None) -> None:
         """Put results, in place in the list, where they may stay when the region is over."""
         if self.leases is not None and (leased := self.leases.leased(leaves)):
-            copied_out(leaves, leased)
+            copy_out(leaves, leased)
         if self.lasting is not None:
             self.lasting.lay_out(leaves, known)
 

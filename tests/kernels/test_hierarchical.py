@@ -16,8 +16,9 @@ from oracle import reduced
 from patience import HANGS
 
 from spmd import MeshError
-from spmd.kernels.network import hierarchical, hosts, interface
+from spmd.kernels.network import hosts, interface
 from spmd.kernels.network.hosts import HostWatch
+from spmd.kernels.reduction import divide
 
 HERE = Path(__file__).parents[1]
 BARE = {name: text for name, text in os.environ.items() if not name.startswith("SPMD_")}
@@ -85,7 +86,7 @@ def test_a_driver_has_one_host(make_mesh) -> None:
 def test_an_average_is_a_sum_divided(dtype: torch.dtype) -> None:
     parts = [torch.arange(3 * rank, 3 * rank + 20).to(dtype) for rank in range(3)]
     total = reduced(parts, "sum")
-    hierarchical._divide(total, 3)
+    divide(total, 3)
     assert total.tolist() == reduced(parts, "avg").tolist()
 
 

@@ -870,7 +870,7 @@ def pair(make_comm: Alone) -> tuple[NcclCommunicator, nccl_fake.Raw, Callable[[]
     pairs._connections[0, 1] = Connection(raw, comm.streams.enter)
     messages._sends.promise((0, 1))
     before = comm.streams.event()
-    return comm, raw, lambda: messages._put("send", x, (0, 1), messages._sends, pairs.send, before)
+    return comm, raw, lambda: messages._put("send", x, (0, 1), messages._sends, before)
 
 
 def test_waiting_inside_nccl_for_a_message_is_ended(pair: Any, monkeypatch: Any) -> None:

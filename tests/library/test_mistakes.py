@@ -233,6 +233,7 @@ def test_an_attribute_of_a_remote_object_is_set_by_a_method(mesh: Mesh) -> None:
     ("call", "words"),
     [
         (lambda comm: comm.all_reduce(3), 'all_reduce got a bad "tensor" .*got int'),
+        (lambda comm: comm.all_reduced(3), 'all_reduced got a bad "tensor" .*got int'),
         (lambda comm: comm.all_reduce(X.to_sparse()), 'all_reduce got a bad "tensor" .*layout torch.sparse_coo'),
         (lambda comm: comm.broadcast("x"), 'broadcast got a bad "tensor" .*got str'),
         (lambda comm: comm.broadcast(X, "a"), "broadcast got a bad \"src\" .*'a'"),

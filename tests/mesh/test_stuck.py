@@ -186,11 +186,11 @@ def test_a_rank_in_a_debugger_is_left_alone(mesh: Mesh) -> None:
         os.kill(pids[1], signal.SIGCONT)
 
     def at_prompt() -> int:
-        mesh.session.watch.enter_debugger()
+        mesh.session.watch.set_in_debugger(True)
         try:
             time.sleep(3 * GRACE)
         finally:
-            mesh.session.watch.leave_debugger()
+            mesh.session.watch.set_in_debugger(False)
         return 1
 
     assert mesh.run(at_prompt) == [1, 1] and mesh.driver.pids == pids
