@@ -73,10 +73,11 @@ types: $(VENV)/.made
 		--cache-dir $(CURDIR)/.mypy_cache -p spmd
 
 # From tests/, so that `import spmd` finds the installed package and no folder of the checkout; hundreds of processes do,
-# so it is compiled first. Two workers keep two cores busy; each takes whole files, so that fixtures are shared, in
+# so it is compiled first, and the tests themselves stay compiled for the next run. Two workers keep two cores busy; each takes whole files, so that fixtures are shared, in
 # conftest.py's order.
 suite: $(VENV)/.made
 	$(PY) -m compileall -q spmd mesh kernels transforms
+	unset PYTHONDONTWRITEBYTECODE
 	cd tests && $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m 'not long' --ignore real
 
 # What `make test` leaves out: drivers of several hosts, and combinations of what it has.

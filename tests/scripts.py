@@ -15,6 +15,7 @@ from jobs import environ_without
 from patience import HANGS, until
 
 HERE = str(Path(__file__).parent)  # programs find what tests share
+ENDS_WHOLLY = {"ENDS_WHOLLY": "1"}  # `env` of a fork that takes all modules apart at its end, as a new Python does
 
 
 @contextlib.contextmanager

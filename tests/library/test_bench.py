@@ -11,13 +11,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from fork_server import shared_server
 from patience import HANGS
+from scripts import launched, run
 
+from spmd.cli.bench import groups
 from spmd.cli.bench.groups import Group, GroupFailed, in_turn, quartiles
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -31,6 +36,18 @@ def bench_folder() -> Iterator[None]:
     sys.path.insert(0, str(BENCH))
     yield
     sys.path.remove(str(BENCH))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups_are_forks() -> Iterator[None]:
+    """A contender's processes have imported torch already."""
+
+    def popen(command: Sequence[str], **options: Any) -> subprocess.Popen:
+        return (shared_server().run if command[0] == sys.executable else subprocess.Popen)(command, **options)
+
+    names = {**vars(subprocess), "Popen": popen}
+    with mock.patch.object(groups, "subprocess", types.SimpleNamespace(**names)):
+        yield
 
 
 def module(name: str) -> Any:
@@ -174,19 +191,17 @@ def test_cost_page_is_made_from_results(tmp_path: Path) -> None:
 
 
 def test_profile_adds_up() -> None:
-    command = [sys.executable, "-m", "spmd", "run", "-n", "2", str(BENCH / "profile_step.py"), "small", "--steps", "2"]
-    done = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=HANGS)
-    assert done.returncode == 0, done.stderr
-    shares = [float(line.rpartition(" ")[2][:-1]) for line in done.stdout.splitlines() if line.endswith("%")]
+    code, out, err = launched(2, str(BENCH / "profile_step.py"), "small", "--steps", "2")
+    assert code == 0, err
+    shares = [float(line.rpartition(" ")[2][:-1]) for line in out.splitlines() if line.endswith("%")]
     assert sum(shares) == pytest.approx(100, abs=1)
-    assert "optimizer" in done.stdout
+    assert "optimizer" in out
 
 
 def test_parts_lie_within_their_step() -> None:
-    command = [sys.executable, "-m", "spmd", "run", "-n", "1", str(BENCH / "profile_parts.py"), "small", "--steps", "3"]
-    done = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=HANGS)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    code, out, err = launched(1, str(BENCH / "profile_parts.py"), "small", "--steps", "3")
+    assert code == 0, err
+    lines = out.splitlines()
     taken = {line[:34].strip(): float(line[34:].split()[0]) for line in lines[1:]}
     assert 0 < taken["torch's backward"] <= taken["value_and_grad"] <= taken["the region"] <= taken["the call"]
     assert 0 < taken["opt.step"] < taken["the region"]
@@ -197,12 +212,11 @@ def test_parts_lie_within_their_step() -> None:
 )
 def test_spmd_bench_prints_a_table(launcher: tuple[str, ...]) -> None:
     size = () if launcher else ("-n", "2")
-    command = [sys.executable, "-m", "spmd", *launcher, "bench", "--rounds", "1", *size]
-    done = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=HANGS)
-    assert done.returncode == 0, done.stderr
-    assert ("ranks of this job" in done.stdout) == bool(launcher)
-    assert done.stdout.count("all-reduce") == 15
-    assert done.stdout.count("step, MLP") == 4
+    code, out, err = run("-m", "spmd", *launcher, "bench", "--rounds", "1", *size)
+    assert code == 0, err
+    assert ("ranks of this job" in out) == bool(launcher)
+    assert out.count("all-reduce") == 15
+    assert out.count("step, MLP") == 4
 
 
 def test_pytest_benchmark_replays_the_samples(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 from patience import end_within
-from scripts import HERE, run, script
+from scripts import ENDS_WHOLLY, HERE, run, script
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,13 +121,36 @@ last
 @pytest.mark.parametrize("how", ["file", "-c"])
 def test_a_program(how, tmp_path):
     arguments = (script(tmp_path, PROGRAM),) if how == "file" else ("-c", PROGRAM)
-    _, out, err = run(*arguments)
+    _, out, err = run(*arguments, env=ENDS_WHOLLY)
     pids, out = out.split("\n", 1)
     assert out == EXPECTED, err
     assert "ValueError: noticed at exit" in err and "on rank 1 of Mesh" in err
     if how == "file":
         assert re.search(r'program.py", line \d+, in late\n\s+raise ValueError', err)
     assert end_within(2, [int(pid) for pid in pids.split()[1:]])
+
+
+AT_THE_END = """
+import atexit, sys, threading, time
+
+class Held:
+    def __del__(self):
+        print("let go of", value, flush=True)
+
+value, held = 1, Held()
+held.cycle = held
+atexit.register(print, "registered")
+threading.Thread(target=lambda: (time.sleep(0.1), print("waited for"))).start()
+sys.exit(300)
+"""
+
+
+def test_the_end_of_a_forked_program_is_that_of_python():
+    """The forks of these tests leave out what Python does to modules at the end, and nothing else."""
+    expected = (300 % 256, "waited for\nregistered\nlet go of 1\n", "")
+    assert run("-c", AT_THE_END) == run("-c", AT_THE_END, env=ENDS_WHOLLY) == expected
+    (code, *_), (status, *_) = (run("-c", text) for text in ("raise KeyboardInterrupt", "import sys; sys.exit('why')"))
+    assert (code, status) == (-signal.SIGINT, 1)
 
 
 def test_a_session_typed_into_a_repl():

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from scripts import HERE, launched, run, script
+from scripts import ENDS_WHOLLY, HERE, launched, run, script
 from torch_programs import PROGRAMS, SLOW
 
 RANKS = 2
@@ -15,7 +15,7 @@ RANKS = 2
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[str]]:
     """What each rank said of each program; one run of all, since most take less than a second."""
-    code, out, err = launched(RANKS, str(Path(HERE) / "torch_programs.py"))
+    code, out, err = launched(RANKS, str(Path(HERE) / "torch_programs.py"), env=ENDS_WHOLLY)
     assert code == 0, err
     found: dict[str, list[str]] = {}
     for name, text in re.findall(r"^(\w+): ((?:.|\n)*?)(?=^\w+: (?:ok|Traceback)|\Z)", out, re.MULTILINE):
@@ -117,7 +117,7 @@ else:
 
 
 def test_a_death_is_told_to_those_who_wait(tmp_path: Path) -> None:
-    code, out, err = launched(3, script(tmp_path, PEERS), str(tmp_path))
+    code, out, err = launched(3, script(tmp_path, PEERS), str(tmp_path), env=ENDS_WHOLLY)
     assert code == 0, err
     assert sorted(out.split("\n")) == ["", *3 * ["lost 2"], *2 * ["the pair went on"]]
 
@@ -145,7 +145,7 @@ begun.wait()
 
 def test_a_program_that_ends_amid_a_callback_ends_well(tmp_path: Path) -> None:
     """An interpreter that ends while a thread is in torch's code aborts the process."""
-    code, out, err = launched(RANKS, script(tmp_path, ENDING), str(tmp_path))
+    code, out, err = launched(RANKS, script(tmp_path, ENDING), str(tmp_path), env=ENDS_WHOLLY)
     assert (code, out) == (0, RANKS * "over\n"), err
 
 

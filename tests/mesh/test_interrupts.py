@@ -16,7 +16,7 @@ from collections import deque
 import pytest
 import torch
 from patience import HANGS, end_within
-from scripts import left_in_shm, run, script, started
+from scripts import ENDS_WHOLLY, left_in_shm, run, script, started
 
 from spmd import Mesh, MeshError, P, axis_index, barrier, psum, put, spmd
 from spmd.mesh.array import meta
@@ -137,7 +137,7 @@ MESH = "Mesh({'data': 2}, backend='shm', device='cpu')"
 
 
 def test_ctrl_c(tmp_path):
-    with started(script(tmp_path, INTERRUPTED), str(tmp_path / "begun")) as process:
+    with started(script(tmp_path, INTERRUPTED), str(tmp_path / "begun"), env=ENDS_WHOLLY) as process:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
         pids = [int(pid) for pid in next(lines).split()[1:]]

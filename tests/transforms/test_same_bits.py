@@ -15,14 +15,21 @@ from spmd import SpecError
 
 STEPS = 6  # an epoch, with its short last batch, and one step more
 
+# Each model, number of shards and mode at least once.
 CASES = [
-    *(("mlp", shards, mode) for shards in (4, 12) for mode in ("AdamW, float32", "SGD, bfloat16, sharded")),
+    *(("mlp", shards, mode) for shards, mode in ((12, "AdamW, float32"), (4, "SGD, bfloat16, sharded"))),
     *(("cnn", shards, mode) for shards, mode in ((4, "SGD, float32"), (8, "AdamW, float32, sharded"))),
-    *(("transformer", 8, mode) for mode in MODES),
+    *(("transformer", 8, mode) for mode in ("AdamW, bfloat16", "SGD, float32, sharded")),
+]
+MORE = [
+    *(("mlp", shards, mode) for shards, mode in ((4, "AdamW, float32"), (12, "SGD, bfloat16, sharded"))),
+    *(("transformer", 8, mode) for mode in MODES if ("transformer", 8, mode) not in CASES),
 ]
 
 
-@pytest.mark.parametrize(("model", "shards", "mode"), CASES)
+@pytest.mark.parametrize(
+    ("model", "shards", "mode"), [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)]
+)
 def test_any_number_of_ranks(shared_mesh: Any, model: str, shards: int, mode: str) -> None:
     found = {}
     for ranks in (1, 2, 3, 4):
@@ -45,8 +52,15 @@ def test_fused_and_sharded(shared_mesh: Any) -> None:
     assert runs[0] == runs[1] == runs[2]
 
 
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize(("model", "mode"), [("cnn", "AdamW, float32"), ("mlp", "SGD, bfloat16, sharded")])
+@pytest.mark.parametrize(
+    ("model", "mode", "shard"),
+    [
+        ("cnn", "AdamW, float32", True),
+        ("mlp", "SGD, bfloat16, sharded", False),
+        pytest.param("cnn", "AdamW, float32", False, marks=pytest.mark.long),
+        pytest.param("mlp", "SGD, bfloat16, sharded", True, marks=pytest.mark.long),
+    ],
+)
 def test_donated(shared_mesh: Any, model: str, mode: str, shard: bool) -> None:
     """Steps that take their arguments' memory compute the bits of those that leave it alone."""
     options = {**MODES[mode], "shard": shard}
