@@ -25,6 +25,7 @@ from ..spec import P
 
 HASH_BYTES = 16
 _PRINT = struct.Struct(f"{HASH_BYTES}sd")  # of a tensor with several elements: a hash, and the sum
+_PART = 1 << 16  # elements that are added up at once
 _FOLD = 512  # words that are added up to one, in tensors that are large enough
 
 
@@ -104,7 +105,13 @@ def tensor_print(tensor: Tensor) -> bytes:
         return bytes(as_bytes(tensor.to_dense()).cpu().numpy())
     numbers = strided_parts(tensor.detach())[-1]
     numbers = numbers.abs() if numbers.is_complex() else numbers
-    return _PRINT.pack(digest(tensor), float(numbers.sum(dtype=torch.float64)))
+    return _PRINT.pack(digest(tensor), _sum(numbers))
+
+
+def _sum(numbers: Tensor) -> float:
+    """In parts on a CPU, where torch first makes a tensor of the wider dtype that is as long."""
+    parts = [numbers] if numbers.is_cuda else numbers.reshape(-1).split(_PART)
+    return sum(part.sum(dtype=torch.float64).item() for part in parts)
 
 
 def split(prints: bytes, leaves: Sequence[Leaf], check: Check, axes: int) -> list[bytes | None]:
