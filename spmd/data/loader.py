@@ -10,7 +10,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from ..kernels.arguments import check_function, is_number, is_whole
 from ..kernels.callsite import hide_our_frames, warn
@@ -23,17 +23,6 @@ from ..mesh.put import is_array
 from .map_batches import MapBatches
 from .stream_batches import StreamBatches
 from .streams import Stream
-
-_INSTEAD = {  # of what torch's DataLoader takes
-    "num_workers": "write workers=, processes for each rank",
-    "prefetch_factor": "write prefetch=, batches for each worker",
-    "pin_memory": "leave it out: batches are read where they are used",
-    "persistent_workers": "leave it out",
-    "sampler": "leave it out, and write shuffle=, seed= or order=: the samples of a batch are dealt to the ranks",
-    "batch_sampler": "write batch_size=, and shuffle=, seed= or order=",
-    "generator": "write seed=",
-    "worker_init_fn": "leave it out: random numbers depend on the seed, the epoch and the sample",
-}
 
 _REFILL = 4  # brief batches are asked for in one message, when a quarter of what may be read ahead is left
 
@@ -91,12 +80,7 @@ class Loader:
         order: str = "feistel",
         workers: int = 0,
         prefetch_mb: float = 512.0,
-        **unknown: NoReturn,
     ):
-        for name in unknown:
-            if name not in _INSTEAD:
-                raise TypeError(f"Loader() got an unexpected keyword argument {name!r}")
-            raise SpecError(message(f"Loader has no {name}=, which torch's DataLoader has", remedy=_INSTEAD[name]))
         for name, value in (("prefetch", prefetch), ("workers", workers)):
             if not is_whole(value) or value < 0:
                 raise SpecError(

@@ -141,10 +141,6 @@ def test_what_it_cannot_read_is_refused(shared_mesh):
     assert [batch.full().tolist() for batch in Loader(Stream([Forwards()], iter), 2, mesh=mesh)] == [[1, 2]]
     with pytest.raises(SpecError, match=r"got DataLoader.*loader\.dataset"):
         Loader(DataLoader(torch.ones(3)), 2, mesh=mesh)
-    with pytest.raises(SpecError, match=r"Loader has no num_workers=.*write workers="):
-        Loader(torch.ones(3), 2, mesh=mesh, num_workers=4, pin_memory=True)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'suffle'"):
-        Loader(torch.ones(3), 2, mesh=mesh, suffle=False)
     for nothing in ({"x": [1, 2]}, 3, None, {"x": "text"}, {}):
         with pytest.raises(SpecError, match="can't read"):
             Loader(nothing, 2, mesh=mesh)

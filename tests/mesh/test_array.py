@@ -43,7 +43,12 @@ def test_numbers(mesh, value, number):
     assert bool(array) and complex(array) == number
     if not isinstance(number, complex):
         assert float(array) == float(number) and int(array) == int(number)
-    assert f"{array:.1f}" == f"{number:.1f}" and f"{array}" == str(array)
+    assert f"{array:.1f}" == f"{number:.1f}" and f"{array}" == (f"{value}" if not value.ndim else str(array))
+
+
+@pytest.mark.filterwarnings("ignore:Tensor.T is deprecated on 0-D tensors")
+def test_a_number_turned(mesh):
+    assert put(torch.tensor(2.5), mesh=mesh).T.item() == 2.5
 
 
 def test_what_is_no_number(mesh):

@@ -57,7 +57,7 @@ F.conv1d(x[None], torch.ones(2, 4, 3), padding=1); F.conv1d(x[:, None], torch.on
 F.conv1d(x, torch.ones(2, 4, 3)); x.data; x.is_cpu; x.is_cuda
 F.conv_transpose1d(x[None], torch.ones(4, 2, 3), stride=2); F.conv1d(torch.ones(1, 6, 5), x[:, :, None])
 x.sort(1).values; x.topk(2, 1).values; x.tril(); x.triu(); x.diagonal()
-torch.bincount(i.flatten() + 9); x[0, 0].T
+torch.bincount(i.flatten() + 9)
 x.gather(1, i.abs() % 6); x.masked_fill(b, 0.0); x.scatter(1, i.abs() % 6, 0.0); torch.allclose(x, x); torch.equal(x, y)
 x[:, 0] @ x; F.linear(v, x); F.linear(x.t()[:, None, :], x.t(), torch.ones(6)); F.linear(x[:, None], w.t(), v[:4])
 torch.logsumexp(x[:, None], 1, keepdim=True); torch.logsumexp(x, 0, keepdim=True)
