@@ -1,4 +1,4 @@
-"""Where ranks run, and what they do with freed memory: settings of a process, so each test has one of its own."""
+"""Where ranks run, and what they do with memory: each test has a process of its own."""
 
 from __future__ import annotations
 
@@ -35,6 +35,15 @@ release_freed_memory(4)
 print(first > 10_000, min(again) < 1000, min(later) < 1000, faults() > 10_000)
 """
 
+COMPARED = """
+import resource, torch
+from spmd.mesh.replication.values import tensor_print
+value = torch.ones(32 << 20)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+tensor_print(value)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before < value.nbytes / 2)
+"""
+
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
 def test_a_rank_goes_to_its_core_and_is_not_bound_to_it(tmp_path: Path) -> None:
@@ -50,3 +59,9 @@ def test_freed_memory_is_kept_and_now_and_then_given_back(tmp_path: Path) -> Non
     status, out, err = run(script(tmp_path, KEPT), env={"GLIBC_TUNABLES": ""}, fresh=True)
     assert status == 0, err
     assert out.split() == ["True"] * 4
+
+
+def test_what_is_compared_is_not_copied(tmp_path: Path) -> None:
+    status, out, err = run(script(tmp_path, COMPARED), fresh=True)
+    assert status == 0, err
+    assert out.split() == ["True"]
