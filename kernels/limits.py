@@ -18,7 +18,7 @@ _LIMITS = {
     ],
     errno.EFBIG: [("size of a file", "RLIMIT_FSIZE", "ulimit -f unlimited")],
     errno.EMFILE: [("open files", "RLIMIT_NOFILE", "ulimit -n $(ulimit -Hn)")],
-    errno.EAGAIN: [("processes", "RLIMIT_NPROC", "ulimit -u $(ulimit -Hu)")],
+    errno.EAGAIN: [("processes", "RLIMIT_NPROC", "ulimit -u $(ulimit -Hu), or allow the container more (pids.max)")],
 }
 
 
@@ -52,4 +52,6 @@ def _number_of(error: OSError | RuntimeError | OverflowError) -> int | None:
         return error.errno or 0
     if isinstance(error, OverflowError):  # a size that the system can't even be asked for
         return errno.ENOMEM
+    if "can't start new thread" in str(error):  # Python's own
+        return errno.EAGAIN
     return next((number for number in _LIMITS if os.strerror(number) in str(error)), None)

@@ -200,8 +200,8 @@ def combine(
         return KeyboardInterrupt()  # of a rank alone, or of all launched ranks
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, failure in causes.items():
-        # Texts that differ in numbers only (a rank, a shard's size) tell the same story.
-        groups.setdefault((failure.type_name, re.sub(r"\d+", "#", failure.text)), []).append(rank)
+        # Texts that differ in numbers only (a rank, a size, an address) tell the same story.
+        groups.setdefault((failure.type_name, re.sub(r"0x[0-9a-f]+|\d+", "#", failure.text)), []).append(rank)
     order = sorted(groups, key=lambda key: (_is_echo(causes[groups[key][0]], causes), groups[key][0]))
     first = causes[groups[order[0]][0]]
     error = original(first)

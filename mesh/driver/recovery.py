@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 from ...kernels.errors import MeshError
+from ...kernels.limits import named_limits
 from .. import protocol
 from ..failure import combine, ranks_text
 from ..hosts.moving import Moves, moves_of
@@ -182,8 +183,9 @@ class Recovery:
             if any(session.ranks.region_of(rank) in (-1, task.region) for rank in dead):
                 task.again.losses += 1
         try:
-            replaced = session.ranks.begin_anew()
-        except (MeshError, OSError) as error:
+            with named_limits():
+                replaced = session.ranks.begin_anew()
+        except MeshError as error:
             session.shut(f"ranks that died could not be replaced: {error}")
             return
         generation, bare = session.ranks.generation, session.ranks.bare if session.lasting else {*replaced}

@@ -19,7 +19,7 @@ from ...kernels.network.codec import Message
 from ...kernels.processes import check_can_start_python, check_not_imported_by_worker
 from ...kernels.shm.board import ended
 from ..rank import memory
-from ..rank.descriptors import Forked, RankRequest, StandBy, receive, send
+from ..rank.descriptors import Forked, RankRequest, Refused, StandBy, receive, send
 from ..rank.interrupts import uninterrupted
 
 # No other import comes before the path is set: a file in the current folder might go by that name.
@@ -86,6 +86,8 @@ class Zygote:
                         raise self._lost("is gone")
                     if isinstance(reply, Forked):
                         return reply.pid, received[0]
+                    if isinstance(reply, Refused):
+                        raise OSError(reply.number, os.strerror(reply.number))
                     self.exits[reply.pid] = reply.status
 
     def next(self) -> Zygote | None:

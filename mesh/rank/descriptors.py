@@ -67,6 +67,13 @@ class Forked(Message):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Refused(Message):
+    """From the zygote: the system has refused to fork, with this number of an error."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Exited(Message):
     """From the zygote: a rank's process has ended; the status is negative for a signal."""
 
@@ -74,7 +81,7 @@ class Exited(Message):
     status: int
 
 
-_codec = Codec(RankRequest, ReaderRequest, StandBy, Forked, Exited)
+_codec = Codec(RankRequest, ReaderRequest, StandBy, Forked, Refused, Exited)
 encode, decode = _codec.encode, _codec.decode
 
 

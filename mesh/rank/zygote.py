@@ -20,7 +20,7 @@ from typing import NoReturn
 from ...kernels.processes import end_with_parent
 from ..readers import process as reader_process
 from . import process as rank_process  # and with it torch, which is what this process is for
-from .descriptors import Exited, Forked, ReaderRequest, StandBy, receive, send
+from .descriptors import Exited, Forked, ReaderRequest, Refused, StandBy, receive, send
 
 # What ranks import to unpickle a program, a twentieth of a second on each: here once.
 PRELOADED = ("spmd.transforms", "spmd.optim.optimizer", "spmd._functional", "spmd.data.loader")
@@ -65,7 +65,13 @@ def _serve(control_fd: int, driver: int) -> NoReturn:
             request, fds = receive(control)
             if request is None:
                 break
-            here, pid = os.getpid(), os.fork()
+            try:
+                here, pid = os.getpid(), os.fork()
+            except OSError as error:
+                for fd in fds:
+                    os.close(fd)
+                send(control, Refused(error.errno or 0), [])
+                continue
             if pid == 0:
                 os.setpgid(0, 0)  # what its programs start ends with it
                 signal.set_wakeup_fd(-1)

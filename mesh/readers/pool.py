@@ -15,6 +15,7 @@ import socket
 from typing import Any
 
 from ...kernels.errors import MeshError, message
+from ...kernels.limits import named_limits
 from ...kernels.processes import Owned
 from .. import failure, protocol, wire
 from ..driver import spawn
@@ -144,7 +145,7 @@ class Pool(Owned):
             mine, theirs = socket.socketpair()
             note = Note(self._board, index)
             note.write("")
-            with theirs:
+            with theirs, named_limits():
                 pid, pidfd = self._zygote.fork(ReaderRequest(index), [theirs.fileno(), self._board_fd])
             found = self._readers[index] = _Reader(pid, pidfd, mine, note)
             wire.send(mine, self._shipped)

@@ -26,6 +26,15 @@ class Saved(Future):
         finally:
             self.reported = self.reported or self.done()
 
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        found = super().exception(timeout)
+        self.reported = True
+        return found
+
+    def failed(self) -> BaseException | None:
+        """What went wrong, which is not thereby reported."""
+        return super().exception()
+
     def complete(self, call: Callable[[], Any]) -> None:
         """Take over what a call returns or raises."""
         try:
@@ -50,8 +59,6 @@ def start(path: Path, future: Saved, call: Callable[[], Any] | None = None) -> N
 def failures(path: Path) -> list[BaseException]:
     """Wait for those of a directory; all that went wrong and nobody has seen, which is hereby reported."""
     failed = _failed(path)
-    for future in failed:
-        future.reported = True
     return [error for future in failed if (error := future.exception()) is not None]
 
 
@@ -74,7 +81,7 @@ def _failed(path: Path) -> list[Saved]:
         _started[path] = [future for future in _started.get(path, []) if future not in before]
         if not _started[path]:
             del _started[path]
-    return [future for future in failed if future.exception() is not None]
+    return [future for future in failed if future.failed() is not None]
 
 
 def _forget() -> None:

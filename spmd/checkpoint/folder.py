@@ -255,14 +255,14 @@ def abandon(folder: Path) -> None:
     _writing.discard(folder.name)
 
 
-def write(file: Path, data: bytes) -> None:
+def write(file: Path, data: bytes, mode: str = "xb") -> None:
     """Write a small file and force it to disk.
 
     Raises:
         OSError: what the file system says, with the file's name.
     """
     try:
-        with open(file, "xb", buffering=0) as out:
+        with open(file, mode, buffering=0) as out:
             view = memoryview(data)
             while len(view):
                 view = view[out.write(view) :]

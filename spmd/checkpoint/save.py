@@ -27,6 +27,7 @@ from . import tree as described
 from .agreement import agree, mesh_among
 from .background import Saved, raise_failure, start
 from .fingerprint import of_run
+from .manifest import MANIFEST
 from .schema import LARGEST
 from .write import Writing
 
@@ -58,10 +59,10 @@ def save(
         A future of the checkpoint's folder; without `background` it is there.
 
     Raises:
-        SpecError: a leaf cannot be saved, or something that is no checkpoint has the checkpoint's name. OSError: what
-            the file system says, of a full disk for one, with the file's name. The checkpoints that were there before
-            are as they were. SpmdError: launched ranks do not agree on what to save; it says which differ in what.
-            Launched ranks all raise what one of them does.
+        SpecError: a leaf cannot be saved, the path is a checkpoint's own folder, or something that is no checkpoint has
+            the checkpoint's name. OSError: what the file system says, of a full disk for one, with the file's name. The
+            checkpoints that were there before are as they were. SpmdError: launched ranks do not agree on what to
+            save; it says which differ in what. Launched ranks all raise what one of them does.
     """
     if current() is not None:
         remedy = "save what the step returns; the handler of a signal, also in a step, sets a flag (docs/how_to.md)"
@@ -128,6 +129,9 @@ def _problem(path: Path, step: Any, keep: int | None) -> Exception | None:
     ):
         expected = "a whole number from 0 to 2**62 - 1, or None"
         return SpecError(message("save got a bad step", got=repr(step), expected=expected))
+    if (path / MANIFEST).exists():
+        got, remedy = str(path), "pass the directory that it is in, and step= to replace it"
+        return SpecError(message("save got the folder of one checkpoint as the path", got=got, remedy=remedy))
     try:
         raise_failure(path)
     except Exception as error:

@@ -140,7 +140,7 @@ class Writing:
                 "leaves": [{**entry, **about.get(entry["key"], {})} for entry in self._manifest["leaves"]],
             }
             for rank in range(self._ranks):
-                (folder / f"rank-{rank:05d}.json").unlink()
+                _report_of(folder, rank).unlink()
             final = folders.commit(folder, self._path, self._number, manifest, replace=self._step is not None)
         except BaseException:
             folders.abandon(folder)
@@ -170,7 +170,7 @@ class Writing:
 
     def _part(self, rank: int) -> dict[str, Any]:
         """What a rank says that it has written."""
-        file = self._folder / f"rank-{rank:05d}.json"
+        file = _report_of(self._folder, rank)
         asked, began = None, time.monotonic()
         while not file.exists():
             if self._mesh is not None and self._mesh.closed:
@@ -184,8 +184,9 @@ class Writing:
                     raise MeshError(message(f"a rank was lost before {self._path} was written"))
                 if not file.exists():  # the last that it did, perhaps
                     self._write_for(rank)
-            if not file.parent.exists():
-                raise SpmdError(message(f"{file.parent} could not be written", remedy="make room on the disk"))
+            if not (_unfinished(file).exists() or file.exists()):  # one of them is there while it is written
+                remedy = "make room on the disk, and let nothing remove files there while a checkpoint is written"
+                raise SpmdError(message(f"{file.parent} could not be written, or was removed meanwhile", remedy=remedy))
             time.sleep(POLL_SECONDS)
         report = json.loads(file.read_text())
         if "error" in report:
@@ -203,8 +204,7 @@ class Writing:
 
     def _write_for(self, rank: int) -> None:
         """Write, here, what a rank that was lost had to write, of its shards."""
-        for name in (f"rank-{rank:05d}.safetensors", f".rank-{rank:05d}.json"):  # half of it, perhaps
-            (self._folder / name).unlink(missing_ok=True)
+        (self._folder / f"rank-{rank:05d}.safetensors").unlink(missing_ok=True)  # half of it, perhaps
         arrays = {key: value for key, value in self._tensors.items() if isinstance(value, Array)}
         try:
             with aside():
@@ -270,6 +270,7 @@ def _write_part(folder: Path, tensors: dict[str, Any], wait: bool) -> tuple[str,
         remedy = "save to a path that all hosts see, such as one of a shared file system"
         raise SpmdError(message(problem, got=str(folder.parent), remedy=remedy))
     mine = _mine(require("save").session, folder, tensors)
+    _unfinished(_report_of(folder, mine[0])).touch()
     if wait:
         _write_here(*mine)
     else:
@@ -333,6 +334,15 @@ def _write_here(rank: int, size: int, folder: Path, tensors: dict[str, Any], hel
 
 def _report(folder: Path, rank: int, report: dict[str, Any]) -> None:
     """Where the one who commits looks for it."""
-    part = folder / f".rank-{rank:05d}.json"
-    folders.write(part, json.dumps(report).encode())
-    os.rename(part, folder / f"rank-{rank:05d}.json")
+    file = _report_of(folder, rank)
+    folders.write(_unfinished(file), json.dumps(report).encode(), mode="wb")
+    os.rename(_unfinished(file), file)
+
+
+def _report_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.json"
+
+
+def _unfinished(report: Path) -> Path:
+    """What a report is called until it is complete: from before its rank begins to write."""
+    return report.with_name(f".{report.name}")

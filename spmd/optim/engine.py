@@ -146,10 +146,18 @@ class Engine:
             if one.state:
                 instance.state[one.param] = one.state
         instance.param_groups[0]["params"] = [one.param for one in together]
-        if self._bare_step is None or torch_private.has_step_hooks():
-            instance.step()
-        else:
-            self._bare_step(instance)
+        try:
+            if self._bare_step is None or torch_private.has_step_hooks():
+                instance.step()
+            else:
+                self._bare_step(instance)
+        except KeyError as error:
+            if self._bare_step is None or any(not one.state or error.args[0] in one.state for one in together):
+                raise
+            problem = f"{self.cls.__name__} finds no {error.args[0]!r} in opt_state, which another optimizer has made"
+            had = f"{[*together[0].state]} for each parameter"
+            remedy = "restore with the class and options of the run that was saved, or begin with opt.init(params)"
+            raise SpecError(message(problem, got=had, remedy=remedy)) from None
         for one in together:
             one.param.grad = None
         for (job, start, stop), some in zip(batch, lent, strict=True):

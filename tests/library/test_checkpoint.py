@@ -347,6 +347,17 @@ def test_what_went_wrong_in_the_background_is_told_once(tmp_path: Path, small_fi
     assert restore(tmp_path)["w"].tolist() == [1, 1, 1, 1]
 
 
+def test_what_was_removed_while_it_is_written_is_missed(make_mesh: Any, tmp_path: Path) -> None:
+    """Also if its folder stays, since a rank wrote into it while it was removed."""
+    mesh = make_mesh({"data": 2})
+    mesh.run(never_finish_writing, ranks=[1])
+    future = save(tmp_path, put({"w": torch.ones(1000)}, mesh=mesh), background=True)
+    for file in tmp_path.glob(".step-*/*rank-00001.*"):
+        file.unlink()
+    assert "removed meanwhile" in str(future.exception(HANGS))  # which is asking for what went wrong
+    mesh.close()
+
+
 def test_what_went_wrong_in_the_background_is_told_at_the_end(
     make_mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -527,6 +527,10 @@ def test_state_that_does_not_fit_is_named():
     for key in (0, "a"):
         with pytest.raises(SpecError, match=rf"got opt_state\['state'\]\[{key!r}\]\): state of torch's optimizers"):
             step_with(params, params, state={key: {"momentum_buffer": torch.ones(2)}})
+    _, adam = optimizer(optim.Adam).step(params, params, optimizer(optim.Adam).init(params))
+    for other, name in ((optimizer(optim.Adamax), "exp_inf"), (optimizer(optim.Adam, amsgrad=True), "max_exp_avg_sq")):
+        with pytest.raises(SpecError, match=rf"finds no '{name}' in opt_state, .*'exp_avg_sq'\] for each .*: restore"):
+            other.step(params, params, adam)
     hyper = optimizer(optim.SGD).init(params)["hyper"]
     with pytest.raises(SpecError, match="unknown 'rate'"):
         step_with(params, params, hyper={**hyper, "rate": 1.0})

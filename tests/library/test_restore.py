@@ -190,6 +190,8 @@ def test_folders_of_others_are_no_damaged_checkpoints(tmp_path: Path) -> None:
 def test_a_directory_of_checkpoints_named_as_one(tmp_path: Path) -> None:
     save(tmp_path / "step-5", {"w": 1})
     assert restore(tmp_path / "step-5") == {"w": 1}
+    with pytest.raises(SpecError, match=r"the folder of one checkpoint as the path .*step-00000000\): pass"):
+        save(tmp_path / "step-5" / "step-00000000", {"w": 2})  # `restore` would give the old one for ever
 
 
 # -- where two folders can't exchange names ---------------------------------------------------------------------------

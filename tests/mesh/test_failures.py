@@ -116,7 +116,8 @@ def test_exceptions_on_several_ranks(shared_mesh):
     mesh = shared_mesh({"data": 3})
 
     def all_alike():
-        raise ValueError(f"rank {axis_index('data')} has {axis_index('data') + 3} samples")
+        rank = axis_index("data")
+        raise ValueError(f"rank {rank} has {rank + 3} samples at {hex(10 + rank)}")
 
     with raises(ValueError, "on ranks 0-2 of Mesh", "rank 0 has 3 samples") as caught:
         mesh.run(all_alike)
