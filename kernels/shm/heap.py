@@ -14,7 +14,7 @@ from ..errors import MeshError, message
 from ..processes import Owned, available_bytes
 from .pages import PAGE
 
-_KEPT_FREE_BYTES = 256 << 20  # kept in any case
+_KEPT_FREE_BYTES = 256 << 20  # kept for however long
 
 
 class Heap(Owned):
