@@ -72,9 +72,9 @@ types: $(VENV)/.made
 	$(PY) -m mypy --python-executable venv/bin/python --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p spmd
 
-# From tests/, so that `import spmd` finds the installed package and no folder of the checkout; hundreds of processes do,
-# so it is compiled first, and the tests themselves stay compiled for the next run. Two workers keep two cores busy; each takes whole files, so that fixtures are shared, in
-# conftest.py's order.
+# From tests/, so that `import spmd` finds the installed package and no folder of the checkout; hundreds of processes
+# do, so it is compiled first, and the tests themselves stay compiled for the next run. Two workers keep two cores busy;
+# each takes whole files, so that fixtures are shared, in conftest.py's order.
 suite: $(VENV)/.made
 	$(PY) -m compileall -q spmd mesh kernels transforms
 	unset PYTHONDONTWRITEBYTECODE

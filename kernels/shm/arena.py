@@ -172,15 +172,15 @@ class Arena(Board):
         at = _layout(self.size)
         return Entries(self._bytes, at.ledgers + rank * at.ledger_bytes, at.ledger_bytes)
 
-    def _new_heap(self, holes: Sequence[tuple[int, int]]) -> Heap:
+    def _new_heap(self, holes: Sequence[tuple[int, int]], used: int = 0) -> Heap:
         start = max(self.top, self.heap_start)
-        return Heap(start, self._heap_end - start, self._remove, self.rose, holes)
+        return Heap(start, self._heap_end - start, self._remove, self.rose, holes, used=used)
 
     def restart_heap(self, holes: Sequence[tuple[int, int]]) -> None:
         """Give the memory of (offset, bytes) back, and know all else as allocated, by the process before this one."""
         for offset, nbytes in holes:
             self._remove(offset, nbytes)
-        self.heap = self._new_heap(holes)
+        self.heap = self._new_heap(holes, self.top - self.heap_start - sum(nbytes for _, nbytes in holes))
         self.results.adopt(self.heap)
         self.lasting.adopt(self.heap)
 

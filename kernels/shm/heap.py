@@ -14,7 +14,7 @@ from ..errors import MeshError, message
 from ..processes import Owned, available_bytes
 from .pages import PAGE
 
-_KEPT_FREE_BYTES = 256 << 20  # kept in any case
+_KEPT_FREE_BYTES = 256 << 20  # kept for however long
 
 
 class Heap(Owned):
@@ -25,6 +25,7 @@ class Heap(Owned):
         rising: told the new top.
         holes: (offset, bytes) below `start` that are free as well, for when there is nothing above.
         least: the smallest size, of which all sizes are multiples.
+        used: bytes of the blocks below `start` that are in use.
     """
 
     def __init__(
@@ -35,15 +36,16 @@ class Heap(Owned):
         rising: Callable[[int], None] = lambda top: None,
         holes: Sequence[tuple[int, int]] = (),
         least: int = PAGE,
+        used: int = 0,
     ):
         super().__init__()
         self._top, self._end = start, start + size
         self._rising, self._holes, self._least = rising, list(holes), least
         self._kept: dict[int, list[int]] = {}
         self._emptied: dict[int, list[int]] = {}
-        self._kept_bytes = self._used_bytes = 0
+        self._kept_bytes, self._used_bytes = 0, used
         # Before `trim` was last called, and since: the most bytes in use at once.
-        self._peaks = 0, 0
+        self._peaks = 0, used
         self._untaken: dict[int, int] = {}  # of each size, the fewest blocks kept at once since then
         self._discard = discard
         self._lock = threading.Lock()
@@ -80,6 +82,7 @@ class Heap(Owned):
         if self._kept_bytes > _KEPT_FREE_BYTES and available_bytes() < self._kept_bytes:
             for other, blocks in list(self._kept.items()):
                 self._discard_first(len(blocks), other)
+            self._untaken.clear()
         emptied = self._emptied.get(size)
         if emptied:
             return emptied.pop()

@@ -179,7 +179,7 @@ def _refuse_captured(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
             "on parameters that the step captures: each rank would train a copy of its own, and the caller's module "
             "would stay as it is"
         )
-    elif params and all(param.grad is None for param in params):
+    elif len(args) == 1 and not kwargs and params and all(param.grad is None for param in params):  # and no closure
         what = "on parameters that have no gradients in them, and would change nothing"
     else:
         return

@@ -153,6 +153,25 @@ def test_free_memory_is_given_back_where_the_host_runs_short(monkeypatch: pytest
     assert given_back == [4 * PAGE, 6 * PAGE, 8 * PAGE]
 
 
+def test_what_was_given_back_is_not_given_back_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    available = [10 * PAGE]
+    monkeypatch.setattr(heap_module, "_KEPT_FREE_BYTES", 0)
+    monkeypatch.setattr(heap_module, "available_bytes", lambda: available[0])
+    given_back: list[int] = []
+    heap = Heap(0, 1 << 30, lambda offset, nbytes: given_back.append(nbytes))
+    heap.allocate(50 * PAGE)
+    blocks = [heap.allocate(4 * PAGE) for _ in range(3)]
+    for block in blocks:
+        heap.free(block, 4 * PAGE)
+    heap.trim()
+    heap.allocate(9 * PAGE)  # the host runs short of memory
+    assert given_back == [4 * PAGE] * 3
+    available[0] = 1 << 40
+    heap.free(heap.allocate(40 * PAGE), 40 * PAGE)
+    heap.trim()
+    assert given_back == [4 * PAGE] * 3
+
+
 def resident_pages(fd: int) -> int:
     return os.fstat(fd).st_blocks * 512 // PAGE
 
@@ -168,6 +187,23 @@ def test_given_back_memory_is_free(participants: list[Arena], monkeypatch: pytes
     participants[0].heap.trim()
     participants[0].heap.trim()
     assert resident_pages(participants[0].fd) <= before + 1
+
+
+def test_a_rank_that_replaces_another_keeps_what_its_steps_free(
+    participants: list[Arena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heap_module, "_KEPT_FREE_BYTES", 0)
+    first = participants[0]
+    offset = first.heap.allocate(100 * PAGE)
+    first.tensor(offset, 100 * PAGE, torch.uint8).fill_(1)
+    second = Arena(first.fd, SIZE, 0)
+    second.restart_heap([])
+    before = resident_pages(first.fd)
+    for _ in range(3):  # the dead rank's value goes, and new ones come and go
+        second.heap.free(offset, 100 * PAGE)
+        assert resident_pages(first.fd) == before
+        offset = second.heap.allocate(100 * PAGE)
+    second.close()
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------

@@ -111,6 +111,27 @@ def test_an_optimizer_whose_parameters_have_no_gradients(mesh: Mesh, captured: b
     assert state["count"].item() == 3
 
 
+def test_an_optimizer_that_is_given_a_closure_fills_in_gradients_itself(mesh: Mesh) -> None:
+    target = torch.tensor([1.0, 2.0], requires_grad=True)
+
+    @spmd(mesh=mesh)
+    def fitted() -> torch.Tensor:
+        weight = torch.zeros(2, requires_grad=True)
+        search = torch.optim.LBFGS([weight])
+
+        def closure() -> torch.Tensor:
+            search.zero_grad()
+            loss = (weight - target.detach()).square().sum()
+            loss.backward()
+            return loss
+
+        for number in range(4):
+            search.step(closure) if number % 2 else search.step(closure=closure)
+        return weight.detach()
+
+    assert torch.allclose(fitted().full(), target, atol=1e-3)
+
+
 def test_backward_alone(mesh: Mesh) -> None:
     module = linear()
 

@@ -346,6 +346,14 @@ def test_a_mean_of_sequences_with_time_first(mesh: Mesh, loss_fn: Callable, para
     assert warned(mesh, loss_fn, params) == []
 
 
+def test_a_mean_that_another_step_takes(mesh: Mesh) -> None:
+    """Other samples are parts of a batch as well, which an `@spmd` function does not cut again."""
+    inner = spmd(data_parallel(lambda params, batch: losses(params, batch).mean()))
+    assert warned(mesh, lambda p, b: inner(p, b)) == []
+    total = spmd(data_parallel(lambda params, batch: losses(params, batch).mean().square()))
+    assert len(warned(mesh, lambda p, b: total(p, b))) == 1
+
+
 def test_batch_norm(mesh: Mesh) -> None:
     assert warned(mesh, batch_norm, CONV_PARAMS, has_aux=True) == []
 

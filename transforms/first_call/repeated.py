@@ -28,7 +28,7 @@ from ...kernels.torch_private import DispatchMode, arguments, operation_name
 from ...mesh import trees
 from ...mesh.rank.references import content_of
 from ...mesh.region import generators, restore_generators
-from ...mesh.replication.net import active, unfollowed
+from ...mesh.replication.net import active, mark, marked, unfollowed
 from .._call import Call, Output
 
 
@@ -83,7 +83,8 @@ class Repeated:
                 if net is None or not has_rows or not net.of(leaf).axes & self._split:
                     return leaf
             used.add(id(leaf))
-            return leaf.detach().index_select(0, samples.to(leaf.device))
+            chosen, axes = leaf.detach().index_select(0, samples.to(leaf.device)), marked(leaf)
+            return chosen if axes is None else mark(chosen, axes)  # an @spmd function would cut them again
 
         if record:
             self.seen = Seen()
