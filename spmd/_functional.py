@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from ._batch_norm import decays, synced
 from ._compiled_modules import compile_parts, compiled_parts
-from ._functional_checks import Origin, check_module, check_names, warn_of_dropped, warn_of_training
+from ._functional_checks import Origin, check_module, check_names, warn_of_dropped, warn_of_frozen, warn_of_training
 from .kernels import torch_private
 from .kernels.errors import SpecError, SpmdError, message
 from .mesh.array import Array
@@ -121,11 +121,7 @@ class Apply:
         return f"apply({type(self.skeleton).__name__})"
 
     def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
-        out, buffers = self._call(params, None, args, kwargs)
-        if not self._was_looked_at and not torch.compiler.is_compiling() and current() is not None and in_gradient():
-            self._was_looked_at = True
-            warn_of_dropped(self.skeleton, buffers)
-        return out
+        return self._call(params, None, args, kwargs)[0]
 
     def to_module(self, params: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> nn.Module:
         """The module with these parameters, and buffers if they are given; tied ones are tied again.
@@ -191,7 +187,14 @@ class Apply:
         except IndexError:
             runner = _Runner(compile_parts(_duplicate(self.skeleton), self._compiled))
         try:
-            return runner.run(params, buffers, args, kwargs)
+            out, new = runner.run(params, buffers, args, kwargs)
+            looked = self._was_looked_at or torch.compiler.is_compiling()
+            if not looked and current() is not None and in_gradient():
+                self._was_looked_at = True
+                warn_of_frozen(self.skeleton, params)
+                if buffers is None:
+                    warn_of_dropped(self.skeleton, new)
+            return out, new
         finally:
             # Layers that are computed again in the backward pass (torch.utils.checkpoint) find what they had.
             if not torch.is_grad_enabled() or not after_gradient(functools.partial(self._reclaim, runner)):

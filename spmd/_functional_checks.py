@@ -13,6 +13,7 @@ from .kernels.callsite import warn
 from .kernels.errors import SpecError, SpmdError, message
 from .kernels.torch_private import in_torch_func
 from .mesh.region import current, planned_session
+from .mesh.strides import is_frozen
 
 
 def check_module(module: Any, *, sync: bool = False) -> None:
@@ -114,8 +115,7 @@ _modes: weakref.WeakKeyDictionary[nn.Module, set[bool]] = weakref.WeakKeyDiction
 
 def warn_of_training(skeleton: nn.Module) -> None:
     """Of a call to evaluate by a function in training mode, whose module is in that of evaluation."""
-    region = current()
-    if region is not None and region.session.rank != 0:
+    if _others_warn():
         return
     warn(
         message(
@@ -124,6 +124,38 @@ def warn_of_training(skeleton: nn.Module) -> None:
             remedy="predict, _ = functional(model.eval()) for evaluation, with the same params",
         )
     )
+
+
+def warn_of_frozen(skeleton: nn.Module, params: Mapping[str, torch.Tensor]) -> None:
+    """Of parameters that are frozen where those of the module are not, or the other way round.
+
+    If all are frozen, of either, that is meant: a teacher with the function of its student, say.
+    """
+    if _others_warn():
+        return
+    frozen = {name for name, own in skeleton.named_parameters() if not own.requires_grad}
+    given = {name for name, value in params.items() if is_frozen(value)}
+    stay = given - frozen if len(given) < len(params) else set()
+    train = {name for name in frozen - given if params[name].requires_grad} if len(frozen) < len(params) else set()
+    for names, are, were in (stay, "frozen", "trainable"), (train, "trained", "frozen"):
+        if names:
+            first = [name for name in params if name in names][:3]
+            warn(
+                message(
+                    f"params given to apply of {type(skeleton).__name__} are {are}, and were {were} in its module when "
+                    "functional was called",
+                    got=f"{', '.join(map(repr, first))}{', ...' if len(names) > 3 else ''}",
+                    remedy="params = apply.params(fetch(params)) are frozen as the module was, and opt_state = "
+                    "opt.init(params) begins anew; or leave all trainable, and give those that are to stay for a while "
+                    "gradients of None (docs/how_to.md)",
+                )
+            )
+
+
+def _others_warn() -> bool:
+    """Whether this is a rank other than 0, which would say the same."""
+    region = current()
+    return region is not None and region.session.rank != 0
 
 
 def warn_of_dropped(skeleton: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:

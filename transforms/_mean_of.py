@@ -51,8 +51,8 @@ def mean_of(total: Tensor, count: Tensor | float) -> MeanOf:
     Args:
         total: floating-point tensor with one element, such as a loss with reduction="sum".
         count: number, or tensor with one element, of this rank's samples: nothing is differentiated through it. It may
-            be 0 on some ranks; if it is on all, the value is NaN, as torch's own mean of nothing, and the gradients are
-            what a backward pass makes of that (zeros or NaN).
+            be 0 on some ranks, and is not clamped, or these would count; if it is 0 on all, the value is NaN, as
+            torch's own mean of nothing, and the gradients are what a backward pass makes of that (zeros or NaN).
 
     Returns:
         A pair to be returned from the function that is differentiated, whose value then is

@@ -12,7 +12,19 @@ from patience import HANGS
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from spmd import SpecError, SpmdError, data_parallel, functional, functional_with_buffers, grad, pmean, spmd
+from spmd import (
+    SpecError,
+    SpmdError,
+    data_parallel,
+    fetch,
+    functional,
+    functional_with_buffers,
+    grad,
+    pmean,
+    put,
+    spmd,
+    value_and_grad,
+)
 
 
 class Tied(nn.Module):
@@ -119,6 +131,52 @@ def test_a_frozen_parameter_stays_a_frozen_parameter():
     frozen = {name for name, value in params.items() if isinstance(value, nn.Parameter)}
     assert frozen == {"0.weight", "0.bias", "count"}
     assert not any(value.requires_grad for value in params.values())
+
+
+def partly_frozen(frozen):
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    module[0].requires_grad_(not frozen)
+    return functional(module)
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_that_are_not_frozen_as_the_module_was(shared_mesh, frozen, shards):
+    """They stay what they were when a module is unfrozen, or frozen, in the middle of a run: params goes on."""
+    mesh = shared_mesh({"data": 2})
+
+    def moved(apply, params):
+        @spmd(mesh=mesh)
+        @data_parallel(shards=shards)
+        def step(params, batch):
+            return value_and_grad(lambda params, batch: apply(params, batch).square().mean())(params, batch)
+
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                _, grads = step(params, torch.ones(4, 3))
+            return bool(grads["0.weight"].any()), [str(one.message) for one in found]
+
+    _, params = partly_frozen(not frozen)
+    apply, own = partly_frozen(frozen)
+    kept, (text,) = moved(apply, put(params, mesh=mesh))
+    assert kept == frozen and "apply.params(fetch(params))" in text and "(got '0.weight', '0.bias')" in text
+    assert ("are trained, and were frozen" if frozen else "are frozen, and were trainable") in text
+    assert moved(apply, apply.params(fetch(put(params, mesh=mesh)))) == (not frozen, [])
+    assert moved(apply, own) == (not frozen, [])
+
+
+def test_a_frozen_teacher_with_the_function_of_its_student(shared_mesh):
+    module = nn.Linear(3, 1)
+    apply, params = functional(module)
+    _, teacher = functional(copy.deepcopy(module).requires_grad_(False))
+
+    @spmd(mesh=shared_mesh({"data": 2}))
+    @data_parallel
+    def step(params, teacher, batch):
+        return value_and_grad(lambda p: (apply(teacher, batch) - apply(p, batch) - 1).square().mean())(params)
+
+    step(params, teacher, torch.ones(4, 3))  # a warning would be an error
 
 
 def test_a_parameter_that_is_not_there_is_none_still():

@@ -155,6 +155,23 @@ def test_nothing_counts_anywhere(shared_mesh: Callable[..., Mesh], shards: int |
         assert gradient.full().isnan().all()
 
 
+def test_nothing_counts_on_some_ranks_or_anywhere(shared_mesh: Callable[..., Mesh]) -> None:
+    """What docs/losses.md adds to the count, which a `clamp(min=1)` would make too large by every other rank."""
+
+    def loss_fn(w: Tensor, batch: Any) -> Any:
+        return mean_of((w * batch["x"] * batch["mask"]).sum(), batch["mask"].sum() + 1e-9)
+
+    @spmd(mesh=shared_mesh({"data": 3}))
+    @data_parallel
+    def step(w, batch):
+        return value_and_grad(loss_fn)(w, batch)
+
+    w, x = torch.tensor(2.0), torch.arange(1.0, 6.0)
+    for mask, mean in ((torch.arange(5) == 3, 4.0), (torch.zeros(5, dtype=torch.bool), 0.0)):
+        value, gradient = step(w, {"x": x, "mask": mask})
+        assert (value.item(), gradient.item()) == pytest.approx((2 * mean, mean))
+
+
 def test_second_derivatives(shared_mesh: Callable[..., Mesh]) -> None:
     """Of a mean of cubes, 2 * 3 * mean(x**3 w); the count is a constant to them."""
 
