@@ -35,6 +35,23 @@ def test_a_driver_is_no_rank(mesh: spmd.Mesh) -> None:
         put(torch.ones(2), mesh=mesh).to_dtensor()
 
 
+def test_objects_and_submitted_functions_take_part_in_no_collective(make_mesh: Any) -> None:
+    """Another rank's would be in another call, of the program itself perhaps."""
+    mesh = make_mesh({"data": 2})
+
+    def total() -> float:
+        x = torch.ones(())
+        torch.distributed.all_reduce(x, group=mesh.device_mesh["data"].get_group())
+        return x.item()
+
+    for what in ("make mesh.device_mesh", "communicate"):
+        with pytest.raises(MeshError, match=f"remote object cannot {what}: the other ranks take no part"):
+            mesh.remote(total, rank=0)
+        with pytest.raises(MeshError, match=rf"mesh\.submit cannot {what}: its rank runs it alone"):
+            mesh.submit(total).result(60)
+        assert mesh.run(total) == [2, 2]
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
