@@ -155,6 +155,32 @@ def test_what_an_spmd_function_returns(mesh: spmd.Mesh) -> None:
     assert found.spec == P("data") and torch.equal(found.full(), 2 * torch.arange(8.0))
 
 
+def test_what_a_gradient_does_not_go_through_is_refused(mesh: spmd.Mesh) -> None:
+    """Torch's collectives write in place, and DTensor has other gradients; both would be wrong by a factor."""
+    import torch.distributed as dist
+
+    def summed(w: torch.Tensor, x: torch.Tensor, detached: bool = False) -> torch.Tensor:
+        mean = (w * x).mean()
+        total = mean.detach() if detached else mean.clone()
+        dist.all_reduce(total, group=mesh.device_mesh["data"].get_group())
+        return mean * total if detached else total
+
+    def moved(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        return DTensor.from_local(w * x, mesh.device_mesh, [Shard(0), Replicate()]).mean().full_tensor()
+
+    def gradient(loss: Any) -> torch.Tensor:
+        step = spmd.spmd(lambda w, x: spmd.grad(loss)(w, x), mesh=mesh, in_specs=(P(), P("data")))
+        return step(torch.tensor(1.0), torch.arange(8.0)).full()
+
+    with pytest.raises(SpecError, match="all_reduce writes to a tensor that a gradient goes through"):
+        gradient(summed)
+    with pytest.raises(SpecError, match=r"moved moves a DTensor .*use psum"):
+        gradient(moved)
+    assert gradient(lambda w, x: summed(w, x, detached=True)).item() == 3.5 * 7
+
+
 def test_what_has_no_counterpart_is_refused(mesh: spmd.Mesh) -> None:
     turned = put(torch.ones(8), P(("model", "data")), mesh=mesh)
     with pytest.raises(SpecError, match="another order"):
