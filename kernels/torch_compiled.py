@@ -151,6 +151,12 @@ def eagerly() -> Iterator[None]:
             torch.compiler.reset()
 
 
+def graphs() -> int:
+    """How many graphs this program has compiled so far."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else utils.counters["stats"]["unique_graphs"]
+
+
 def has_inductor() -> bool:
     """Whether this program has imported the backend that most graphs are compiled by."""
     return "torch._inductor.config" in sys.modules

@@ -25,6 +25,7 @@ from ._linear_weights import linear_weights
 from ._reductions import psum
 from ._sums import Hook, Slot, Sums, home_of
 from ._tokens import Tokens, forget_undefined, tokens
+from .compiled.second_derivatives import check_differentiated_once
 from .compiled.weight_gradients import LARGE, prepare
 from .first_call.look import check_trains, look
 
@@ -63,6 +64,7 @@ class Evaluated:
         Not by handing torch the weights as gradients: it imports SymPy to compare the shapes, a third of a second on
         every rank.
         """
+        check_differentiated_once(self.call, self.value)
         seeds = [(self.value, self.share)] if self.value.requires_grad else []
         seeds += [(token, 0.0) for token in self.collectives.end]
         with torch.enable_grad():

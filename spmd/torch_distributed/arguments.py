@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 from ..kernels.errors import SpecError, message
 from ..kernels.reduction import OPS
+from ..transforms._tokens import in_gradient
 from .registration import DEVICES
 
+_WRITES = ("all_reduce", "reduce", "broadcast", "scatter", "reduce_scatter", "recv")
 _OPS = {getattr(dist.ReduceOp.RedOpType, name.upper()): name for name in OPS}
 
 
@@ -23,6 +25,14 @@ def one(tensors: list[torch.Tensor], what: str) -> torch.Tensor:
     if len(tensors) != 1:
         raise SpecError(
             message(f"{what} got several tensors", got=len(tensors), expected="one", remedy="call it for each")
+        )
+    if what in _WRITES and in_gradient() and torch.is_grad_enabled() and tensors[0].requires_grad:
+        raise SpecError(
+            message(
+                f"torch.distributed's {what} writes to a tensor that a gradient goes through, and has no derivative",
+                remedy="use psum, pbroadcast or another collective of this library, which have one; "
+                "or give it tensor.detach(), if that is to be a constant",
+            )
         )
     return tensors[0]
 

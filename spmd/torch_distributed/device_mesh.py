@@ -27,11 +27,13 @@ def of_mesh(mesh: Mesh) -> DeviceMesh:
     """The mesh's `DeviceMesh` on this rank; the first time a collective call.
 
     Raises:
-        MeshError: in the driver, and where `torch.distributed` has ranks of its own that are not these.
+        MeshError: in the driver; where `torch.distributed` has ranks of its own that are not these; the first time in a
+            method of a remote object, or a function given to `mesh.submit`.
     """
     session = mesh.session
     found = _made.get(session)
     if found is None or not dist.is_initialized():
+        session.check_together("make mesh.device_mesh")
         _have_default_group(session)
         layout = session.layout
         sizes = tuple(layout.axes.values())

@@ -84,9 +84,9 @@ class ProcessGroup(_Base):
             self._broken = MeshError(message("the mesh was closed", remedy="make process groups of another"))
         if self._broken is not None:
             kind = type(self._broken) if isinstance(self._broken, CollectiveMismatch | PeerLost) else MeshError
-            problem = "this process group has failed: its ranks are out of step"
-            where, remedy = f"rank {self._rank}", "destroy it and make a new one"
-            raise kind(message(problem, got=str(self._broken), where=where, remedy=remedy)) from None
+            what, remedy = "this process group has failed: its ranks are out of step", "destroy it and make a new one"
+            raise kind(message(what, got=str(self._broken), where=f"rank {self._rank}", remedy=remedy)) from None
+        self.world.check_together()
 
     def _failed(self, error: BaseException) -> BaseException:
         """What to raise for what an operation has raised; bad arguments leave the group as it is."""

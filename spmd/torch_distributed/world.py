@@ -29,6 +29,7 @@ from ..mesh.launch.roll_call import RollCall
 from ..mesh.launch.secret import secret_of_user
 from ..mesh.rank.memory import keep_freed_memory
 from ..mesh.rank.session import RankSession
+from ..mesh.region import current
 from .arguments import check_device
 
 _MEETING = ("gloo", "mpi")  # backends whose ranks wait for each other to open a group, on one host, too
@@ -92,6 +93,14 @@ class World:
     def over(self) -> bool:
         """Whether the mesh whose ranks they are was closed."""
         return self.session is not None and self.session.closed
+
+    def check_together(self) -> None:
+        """Refuse to communicate where the ranks of a mesh do not run the same: in remote objects and `mesh.submit`.
+
+        What a program does in threads of its own, which are in no region, it sees to itself.
+        """
+        if self.session is not None and current() is not None:
+            self.session.check_together("communicate")
 
     def store_of(self, channel: str, store: Any) -> Any:
         """A store for one group, torch's own being `store`; what the ranks have not written is as if not there."""

@@ -353,6 +353,42 @@ class Called(torch.nn.Module):
         self.forward = function
 
 
+def torchs_gradient(model, p, x):
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(model(p, x).sum(), x, create_graph=True)
+    return slope
+
+
+def our_gradient(model, p, x):
+    return grad(lambda p, x: model(p, x).square().mean(), axes=())(p, x)["0.weight"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("inner", [torchs_gradient, our_gradient])
+def test_second_derivatives_are_refused(shared_mesh, inner):
+    """Of a penalty on gradients, torch's backward to some leaves would leave a part out."""
+    apply, params = model_and_params()
+
+    def step_of(model, constant=False):
+        def loss_fn(p, x):
+            gradient = inner(model, p, x)
+            return model(p, x).square().mean() + (gradient.detach() if constant else gradient).square().mean()
+
+        return spmd.spmd(data_parallel(lambda p, x: value_and_grad(loss_fn)(p, x), batch="x"), mesh=mesh)
+
+    mesh, twice = shared_mesh({"data": 2}), torch.compile(lambda p, x: apply(p, x), backend="aot_eager")
+    step, x = step_of(twice), BATCH["x"]
+    expected = leaves(step(params, x))  # the first call is in eager mode
+    for _ in range(2):
+        with pytest.raises(SpecError, match=r"a gradient of a compiled function, .*can't be differentiated twice"):
+            leaves(step(params, x))
+    once = torch.compile(lambda p, x: apply(p, x), backend="eager")  # whose tape is torch's own
+    for model, constant in ((once, False), (twice, True)):
+        step, plainly = step_of(model, constant), step_of(apply, constant)
+        step(params, x)
+        torch.testing.assert_close(leaves(step(params, x)), leaves(plainly(params, x)) if constant else expected)
+
+
 RECORDERS = {
     "make_fx": lambda f, x: make_fx(f)(x),
     "linearize": torch.func.linearize,

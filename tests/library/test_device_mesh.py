@@ -35,6 +35,23 @@ def test_a_driver_is_no_rank(mesh: spmd.Mesh) -> None:
         put(torch.ones(2), mesh=mesh).to_dtensor()
 
 
+def test_objects_and_submitted_functions_take_part_in_no_collective(make_mesh: Any) -> None:
+    """Another rank's would be in another call, of the program itself perhaps."""
+    mesh = make_mesh({"data": 2})
+
+    def total() -> float:
+        x = torch.ones(())
+        torch.distributed.all_reduce(x, group=mesh.device_mesh["data"].get_group())
+        return x.item()
+
+    for what in ("make mesh.device_mesh", "communicate"):
+        with pytest.raises(MeshError, match=f"remote object cannot {what}: the other ranks take no part"):
+            mesh.remote(total, rank=0)
+        with pytest.raises(MeshError, match=rf"mesh\.submit cannot {what}: its rank runs it alone"):
+            mesh.submit(total).result(60)
+        assert mesh.run(total) == [2, 2]
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
@@ -136,6 +153,32 @@ def test_what_an_spmd_function_returns(mesh: spmd.Mesh) -> None:
 
     found = doubled()
     assert found.spec == P("data") and torch.equal(found.full(), 2 * torch.arange(8.0))
+
+
+def test_what_a_gradient_does_not_go_through_is_refused(mesh: spmd.Mesh) -> None:
+    """Torch's collectives write in place, and DTensor has other gradients; both would be wrong by a factor."""
+    import torch.distributed as dist
+
+    def summed(w: torch.Tensor, x: torch.Tensor, detached: bool = False) -> torch.Tensor:
+        mean = (w * x).mean()
+        total = mean.detach() if detached else mean.clone()
+        dist.all_reduce(total, group=mesh.device_mesh["data"].get_group())
+        return mean * total if detached else total
+
+    def moved(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        return DTensor.from_local(w * x, mesh.device_mesh, [Shard(0), Replicate()]).mean().full_tensor()
+
+    def gradient(loss: Any) -> torch.Tensor:
+        step = spmd.spmd(lambda w, x: spmd.grad(loss)(w, x), mesh=mesh, in_specs=(P(), P("data")))
+        return step(torch.tensor(1.0), torch.arange(8.0)).full()
+
+    with pytest.raises(SpecError, match="all_reduce writes to a tensor that a gradient goes through"):
+        gradient(summed)
+    with pytest.raises(SpecError, match=r"moved moves a DTensor .*use psum"):
+        gradient(moved)
+    assert gradient(lambda w, x: summed(w, x, detached=True)).item() == 3.5 * 7
 
 
 def test_what_has_no_counterpart_is_refused(mesh: spmd.Mesh) -> None:

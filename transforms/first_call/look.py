@@ -126,6 +126,14 @@ def _look_at_tape(call: Call, out: Output, has_part: bool) -> bool:
                     remedy=NOT_REENTRANT,
                 )
             )
+        if name == "RedistributeBackward":
+            raise SpecError(
+                message(
+                    f"{call.name} moves a DTensor (by redistribute or full_tensor), whose gradient torch takes of one "
+                    "value of the whole mesh, where grad takes that of the mean over ranks",
+                    remedy="use psum, all_gather and this library's other collectives; or torch's backward in mesh.run",
+                )
+            )
         if has_part and name in _EMBEDDINGS and torch_private.saved(node, "scale_grad_by_freq"):
             raise SpecError(
                 message(
