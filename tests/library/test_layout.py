@@ -265,7 +265,7 @@ SIGNATURES = {
     "Sampler.batch": "(self, epoch, step)",
     "Sampler.shard": "(self, epoch, step, rank, size, shards=None)",
     "Loader": "(dataset, batch_size, *, mesh=None, seed=0, shuffle=True, drop_last=False, collate_fn=None, "
-    "prefetch=2, shards=None, order='feistel', workers=0, prefetch_mb=512.0, **unknown)",
+    "prefetch=2, shards=None, order='feistel', workers=0, prefetch_mb=512.0)",
     "evaluate": "(step, loader, *args)",
     "Stream": "(shards, open)",
     "Stream.map": "(self, function)",
