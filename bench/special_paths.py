@@ -22,7 +22,7 @@ import torch
 from spmd import Mesh
 from spmd.cli.bench.contenders import ours_step
 from spmd.mesh import donation
-from spmd.optim import blocks, slices
+from spmd.optim import blocks, engine, slices
 from spmd.transforms import _backward, _sums
 
 ROUNDS, SECONDS = 11, 0.15
@@ -54,11 +54,10 @@ def with_journal() -> Iterator[None]:
     With that, and the sums of the gradients, a step could be finished for a rank that dies while it overwrites.
     """
     kept: dict[str, torch.Tensor] = {}
-    init, lend = blocks.FlatJob.__init__, blocks.FlatJob.lend
+    lend = blocks.FlatJob.lend
 
-    def begin(self: Any, *args: Any) -> None:
-        init(self, *args)
-        self.copies = True  # so that it is stepped block by block
+    def block_by_block(jobs: Any, length: int | None) -> Any:
+        return blocks.batches(jobs, blocks.BLOCK)
 
     def note(self: Any, start: int, stop: int) -> Any:
         for name, flat in {"param": self.out, **self._new}.items():
@@ -67,7 +66,7 @@ def with_journal() -> Iterator[None]:
             kept[name][: stop - start].copy_(flat[start:stop])
         return lend(self, start, stop)
 
-    with mock.patch.object(blocks.FlatJob, "__init__", begin), mock.patch.object(blocks.FlatJob, "lend", note):
+    with mock.patch.object(engine, "batches", block_by_block), mock.patch.object(blocks.FlatJob, "lend", note):
         yield
 
 
