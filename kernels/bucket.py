@@ -20,6 +20,7 @@ from . import torch_private
 from .call import labelled
 from .communicator import Communicator
 from .copying import copy
+from .flat import is_dense
 from .operations import Work
 from .reduction import Op
 
@@ -46,6 +47,20 @@ class Leaf(NamedTuple):
         return math.prod(self.shape)
 
 
+def leaves_of(tensors: Sequence[torch.Tensor]) -> tuple[Leaf, ...]:
+    """`Leaf.of` each, which is known of all together when they come again."""
+    return _leaves(
+        tuple([tensor.shape for tensor in tensors]),
+        tuple([tensor.stride() for tensor in tensors]),
+        tuple([tensor.dtype for tensor in tensors]),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _leaves(shapes: tuple[Any, ...], strides: tuple[Any, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[Leaf, ...]:
+    return tuple(map(_leaf, map(tuple, shapes), strides, dtypes))
+
+
 def elements(leaf: Leaf) -> int:
     """How many numbers it is as it travels: pairs of them if it is complex."""
     return leaf.numel * (2 if leaf.dtype.is_complex else 1)
@@ -53,7 +68,7 @@ def elements(leaf: Leaf) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _leaf(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Leaf:
-    if _is_dense(shape, stride):
+    if is_dense(shape, stride):
         return Leaf(shape, stride, dtype)
     # Dense, with the tensor's order of dimensions. On "meta" torch imports SymPy for it, a third of a second: only for
     # empty leaves, of which it says something else than on the CPU, and where torch fills what is new: else no memory
@@ -61,18 +76,6 @@ def _leaf(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -
     device = "meta" if 0 in shape or torch.are_deterministic_algorithms_enabled() else "cpu"
     primal = torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device=device))
     return Leaf(shape, tuple(primal.stride()), dtype)
-
-
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements lie side by side, in whatever order of dimensions."""
-    step = 1
-    for size, stride_of_dim in sorted(zip(shape, stride, strict=True), key=lambda dim: (dim[0] < 2, dim[1])):
-        if size < 2:
-            break
-        if stride_of_dim != step:
-            return False
-        step *= size
-    return True
 
 
 class Buckets:
@@ -131,8 +134,11 @@ class Buckets:
         """`fill` for some leaves of a single bucket, which `finish` reduces: nothing else can be done meanwhile."""
         if not indexes:
             return
-        views = self._plan.views(0, self._buffer(0))
-        torch_private.copy_each([views[index] for index in indexes], list(values))
+        its, views = self._plan.buckets[0].leaves, self._plan.views(0, self._buffer(0))
+        if its != indexes:
+            places = dict(zip(its, views, strict=True))
+            views = [places[index] for index in indexes]
+        torch_private.copy_each(views, list(values))
         for index in indexes:
             self._ready[index] = True
         self._left[0] -= len(indexes)
@@ -180,18 +186,14 @@ class Buckets:
         for index, ready in enumerate(self._ready):
             if not ready:
                 self.fill(index, torch.zeros((), dtype=self._leaves[index].dtype, device="cpu"))
+        self._start()  # what `fill_all` has filled
         found: dict[int, torch.Tensor] = {}
-        if self._buffers:  # filled by `fill_all`
-            with labelled(self._label):
-                total = self._comm.all_reduced(self._buffers.pop(0), self._op)
-            found.update(self._plan.views(0, total))
         for bucket, work in enumerate(self._works):
-            found.update(self._plan.views(bucket, work.wait()))
-        values = [found[index] for index in range(len(self._leaves))]
-        return [
-            value if value.dtype is leaf.dtype else value.to(leaf.dtype)
-            for value, leaf in zip(values, self._leaves, strict=True)
-        ]
+            found.update(zip(self._plan.buckets[bucket].leaves, self._plan.views(bucket, work.wait()), strict=True))
+        values = [found[index] for index in range(len(found))]
+        if self._plan.converts:
+            return [value.to(leaf.dtype) for value, leaf in zip(values, self._leaves, strict=True)]
+        return values
 
 
 @dataclasses.dataclass(slots=True)
@@ -273,6 +275,13 @@ class _Plan:
         if products:  # in the order in which they are full, when the leaves come last to first
             buckets.sort(key=lambda bucket: -min(bucket.leaves))
         self.buckets = buckets
+        self._has_complex = any(leaf.dtype.is_complex for leaf in leaves)
+        self.converts = wire_dtype is not None
+        # By bucket, what `as_strided` takes for each of its leaves.
+        self._layouts = [
+            [(*leaves[index][:2], start) for index, start in zip(bucket.leaves, bucket.starts, strict=True)]
+            for bucket in buckets
+        ]
         # By bucket, those that may be given as factors.
         firsts = [bucket.leaves[0] for bucket in buckets]
         self.matrices = {number: leaves[index] for number, index in enumerate(firsts) if index in products}
@@ -299,23 +308,18 @@ class _Plan:
 
     def view(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
         """A leaf in its bucket's buffer."""
-        return _view(self.leaves[index], buffer, buffer.storage_offset() + self.slots[index][1])
+        leaf, start = self.leaves[index], buffer.storage_offset() + self.slots[index][1]
+        if leaf.dtype.is_complex:
+            part = torch.view_as_complex(buffer.as_strided((leaf.numel, 2), (2, 1), start))
+            return part.as_strided(leaf.shape, leaf.stride)
+        return buffer.as_strided(leaf.shape, leaf.stride, start)
 
-    def views(self, bucket: int, buffer: torch.Tensor) -> dict[int, torch.Tensor]:
-        """The leaves in a bucket's buffer."""
-        first, its = buffer.storage_offset(), self.buckets[bucket]
-        return {
-            index: _view(self.leaves[index], buffer, first + start)
-            for index, start in zip(its.leaves, its.starts, strict=True)
-        }
-
-
-def _view(leaf: Leaf, buffer: torch.Tensor, start: Any) -> torch.Tensor:
-    """A leaf that begins at an element of its bucket's memory."""
-    if leaf.dtype.is_complex:
-        part = torch.view_as_complex(buffer.as_strided((leaf.numel, 2), (2, 1), start))
-        return part.as_strided(leaf.shape, leaf.stride)
-    return buffer.as_strided(leaf.shape, leaf.stride, start)
+    def views(self, bucket: int, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """A bucket's leaves in its buffer."""
+        if self._has_complex:
+            return [self.view(index, buffer) for index in self.buckets[bucket].leaves]
+        first = buffer.storage_offset()
+        return [buffer.as_strided(shape, stride, first + start) for shape, stride, start in self._layouts[bucket]]
 
 
 def _on_wire(leaf: Leaf, wire_dtype: torch.dtype | None) -> torch.dtype:

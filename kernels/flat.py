@@ -62,6 +62,18 @@ def extent_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) ->
     return (sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1) * itemsize
 
 
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements lie side by side, in whatever order of dimensions."""
+    step = 1
+    for size, stride in sorted(zip(shape, strides, strict=True), key=lambda dim: (dim[0] < 2, dim[1])):
+        if size < 2:
+            break
+        if stride != step:
+            return False
+        step *= size
+    return True
+
+
 Span = tuple[int, int]  # of addresses
 
 

@@ -62,8 +62,13 @@ _taken = threading.local()  # what was taken on this thread, until it is closed
 
 def take(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor that may be written to."""
-    vars(_taken).setdefault("tensors", []).append(tensor)
+    note_taken([tensor])
     return tensor.detach()
+
+
+def note_taken(tensors: Sequence[torch.Tensor]) -> None:
+    """The memory of these was taken, all at once."""
+    vars(_taken).setdefault("tensors", []).extend(tensors)
 
 
 def close() -> None:

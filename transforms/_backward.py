@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,10 +77,11 @@ def noted(call: Call, x: Tensor, same: tuple[str, ...]) -> Tensor:
     return x
 
 
-def _note(call: Call, sums: Sequence[Tensor], same: Iterable[tuple[str, ...]]) -> None:
+def _note(call: Call, sums: Sequence[Tensor], same: Sequence[tuple[str, ...]]) -> None:
     if call.region is not None:
         sizes = call.region.session.layout.sizes
-        mark_all(sums, [_left(call.over, sizes, axes) for axes in same])
+        left = {axes: _left(call.over, sizes, axes) for axes in set(same)}
+        mark_all(sums, [left[axes] for axes in same])
 
 
 @functools.lru_cache(maxsize=256)
@@ -127,7 +128,8 @@ def outermost(f: Evaluated) -> Solution:
     """One backward pass, whose results are summed in buckets as they come."""
     call = f.call
     sums = Sums(call.region, call.plan, call.keys)
-    argument_slots = [None if a.primal is None else sums.add(a.primal, a.reduce) for a in call.arguments]
+    trained = [(argument.primal, argument.reduce) for argument in call.arguments if argument.primal is not None]
+    argument_slots = [sums.add(primal, axes) for primal, axes in trained]
     value_slot = sums.add(f.value, call.over, exact=True)
     aux_slots = [
         None if axes is None else sums.add(leaf.detach().contiguous(), axes, exact=True)
@@ -144,11 +146,7 @@ def outermost(f: Evaluated) -> Solution:
             sums.fill(slot, f.contribution(leaf.detach(), axes or ()))
     ends = f.ends()
     begun = sums.filled
-    primals = [
-        (a.primal, slot)
-        for a, slot in zip(call.arguments, argument_slots, strict=True)
-        if a.primal is not None and slot
-    ]
+    primals = [(primal, slot) for (primal, _), slot in zip(trained, argument_slots, strict=True)]
     if ends and primals:
         home = home_of(f.value)
         handles: list[Any] = []
@@ -168,21 +166,22 @@ def outermost(f: Evaluated) -> Solution:
                 handle.remove()
         sums.fill_in(primals)
     took_part = sums.filled > begun
-    found = sums.finish()
+    sums.finish()
+    totals = [group.totals[index] for group, index in argument_slots]
     if not took_part:
-        check_trains(call, f.value.requires_grad, [found[slot] for slot in argument_slots if slot is not None])
-    gradients = [
-        a.zeros() if slot is None else found[slot] for a, slot in zip(call.arguments, argument_slots, strict=True)
-    ]
-    reduced = [
-        (found[slot], a.reduce) for a, slot in zip(call.arguments, argument_slots, strict=True) if slot is not None
-    ]
-    _note(call, [total for total, _ in reduced], [axes for _, axes in reduced])
+        check_trains(call, f.value.requires_grad, totals)
+    _note(call, totals, [axes for _, axes in trained])
+    if len(trained) == len(call.arguments):
+        gradients = totals
+    else:
+        rest = iter(totals)
+        gradients = [a.zeros() if a.primal is None else next(rest) for a in call.arguments]
     leaves = [
-        found[slot] if slot is not None else leaf.detach() if isinstance(leaf, Tensor) else leaf
+        slot[0].totals[slot[1]] if slot is not None else leaf.detach() if isinstance(leaf, Tensor) else leaf
         for leaf, slot in zip(f.aux.leaves, aux_slots, strict=True)
     ]
-    return noted(call, found[value_slot], call.over), gradients, f.aux.tree(leaves) if call.has_aux else ()
+    group, index = value_slot
+    return noted(call, group.totals[index], call.over), gradients, f.aux.tree(leaves) if call.has_aux else ()
 
 
 Primals = list[tuple[Tensor, Slot]]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.bucket import Buckets, Leaf
+from ..kernels.bucket import Buckets, leaves_of
 from ..kernels.errors import SpecError, message
 from ..mesh.rank.planned import PlannedBuckets, PlannedCommunicator
 from ..mesh.region import Region
@@ -17,12 +17,40 @@ from ..mesh.replication.net import Varying, active, joined, unfollowed
 from ._plan import Plan
 from ._tokens import forget_undefined
 
-# (axes, dtype on the wire, kind of device): leaves of one group share buckets. Not those of size one: nothing to sum.
-Group = tuple[tuple[str, ...], torch.dtype | None, str]
-Slot = tuple[Group, int]
 _LEAST = 1 << 21  # elements of a weight; a smaller gradient stays in the cache from the product to the sum
 _FEW = 4  # times the elements of the factors must go into those of the weight
 _ROWS = 64  # of the weight, for each rank
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Group:
+    """Leaves that share buckets.
+
+    Attributes:
+        axes: that they are summed over, without those of size one.
+        wire_dtype, device: the dtype that they travel as, and the kind of device.
+        members: the leaves.
+        is_gradual: whether any of them comes as the backward pass makes it.
+        buckets: what sums them; None where there is nothing to sum.
+        factors: those that may come as factors.
+        together: indexes and values of what `finish` fills in at once, where nothing is reduced before all is there.
+        local: what was filled in where there is nothing to sum.
+        totals: the sums, by index.
+    """
+
+    axes: tuple[str, ...]
+    wire_dtype: torch.dtype | None
+    device: str
+    members: list[Tensor] = dataclasses.field(default_factory=list)
+    is_gradual: bool = False
+    buckets: Any = None
+    factors: Factors | None = None
+    together: tuple[list[int], list[Tensor]] | None = None
+    local: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    totals: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+Slot = tuple[Group, int]
 
 
 class Sums:
@@ -34,15 +62,9 @@ class Sums:
 
     def __init__(self, region: Region | None, plan: Plan, label: str = ""):
         self._region, self._plan, self._label = region, plan, label
-        self._groups: dict[Group, list[Tensor]] = {}
+        self._groups: dict[Any, Group] = {}
         self._known: dict[tuple[tuple[str, ...], bool, torch.device], Group] = {}
-        self._open: dict[Group, Any] = {}
-        self._local: dict[Slot, Tensor] = {}
-        self._factors: dict[Group, Factors] = {}
-        self._gradual: set[Group] = set()  # those with leaves that come one by one
         self.filled = 0  # how many leaves have been filled in
-        # What `finish` fills in at once, in groups where nothing is reduced before all is there.
-        self._together: dict[Group, tuple[list[int], list[Tensor]]] = {}
         self._net = active()
         self._varying: dict[Slot, Varying] = {}  # how this rank's values differ from others', where that is followed
 
@@ -53,61 +75,58 @@ class Sums:
         if group is None:
             sizes = {} if self._region is None else self._region.session.layout.axes
             shared = tuple(name for name in sizes if name in axes and sizes[name] > 1)
-            group = self._known[key] = shared, None if exact else self._plan.wire_dtype, like.device.type
-            self._groups.setdefault(group, [])
-            if not exact and shared:
-                self._gradual.add(group)
-        members = self._groups[group]
-        members.append(like)
-        return group, len(members) - 1
+            kind = shared, None if exact else self._plan.wire_dtype, like.device.type
+            group = self._known[key] = self._groups.setdefault(kind, Group(*kind))
+            group.is_gradual |= bool(shared) and not exact
+        group.members.append(like)
+        return group, len(group.members) - 1
 
     def open(self, *, alone: bool = True) -> None:
         """Take values from now on; `alone` says that nothing else communicates before `finish`."""
-        for group, members in self._groups.items():
-            axes, wire_dtype, device = group
-            if axes and self._region is not None:
-                _check_device(device, self._region)
+        gradual = sum(group.is_gradual for group in self._groups.values())
+        for group in self._groups.values():
+            if group.axes and self._region is not None:
+                _check_device(group.device, self._region)
                 # On GPUs all collectives take turns. Which comes first must not depend on the leaves that a rank uses.
-                options: dict[str, Any] = {} if device != "cuda" else {"early": alone and len(self._gradual) < 2}
-                comm = self._region.session.comm(axes, channel="buckets")
-                on_host = device == "cpu" and comm.backend == "shm"
-                if on_host and wire_dtype is None and group in self._gradual:
-                    sizes = {name: self._region.session.layout.axes[name] for name in axes}
-                    factors = self._factors[group] = Factors.of(members, self._plan, sizes)
-                    options["products"] = factors.leaves
-                buckets = self._open[group] = _kind(device, comm)(
+                options: dict[str, Any] = {} if group.device != "cuda" else {"early": alone and gradual < 2}
+                comm = self._region.session.comm(group.axes, channel="buckets")
+                on_host = group.device == "cpu" and comm.backend == "shm"
+                if on_host and group.wire_dtype is None and group.is_gradual:
+                    sizes = {name: self._region.session.layout.axes[name] for name in group.axes}
+                    group.factors = Factors.of(group.members, self._plan, sizes)
+                    options["products"] = group.factors.leaves
+                group.buckets = _kind(group.device, comm)(
                     comm,
-                    [Leaf.of(member) for member in members],
+                    leaves_of(group.members),
                     bucket_bytes=self._plan.bucket_bytes,
-                    wire_dtype=wire_dtype,
+                    wire_dtype=group.wire_dtype,
                     label=self._label,
                     **options,
                 )
-                if isinstance(buckets, Buckets) and buckets.is_single:
-                    self._together[group] = [], []
+                if isinstance(group.buckets, Buckets) and group.buckets.is_single:
+                    group.together = [], []
 
     @property
     def is_gradual(self) -> bool:
         """Whether a reduction may begin before all that is summed with others is there."""
-        return len(self._together) < len(self._open)
+        return any(group.buckets is not None and group.together is None for group in self._groups.values())
 
     def fill(self, slot: Slot, value: Tensor) -> None:
         """Take a leaf's value, which changes no more."""
         group, index = slot
         self.filled += 1
-        buckets = self._open.get(group)
-        if buckets is None:
-            self._local[slot] = value
+        if group.buckets is None:
+            group.local[index] = value
             return
         if self._net is not None:
             self._follow(slot, value)
-        if group in self._together:
-            indexes, values = self._together[group]
+        if group.together is not None:
+            indexes, values = group.together
             indexes.append(index)
             values.append(value)
             return
         with unfollowed():
-            buckets.fill(index, value)
+            group.buckets.fill(index, value)
 
     def fill_in(self, primals: Sequence[tuple[Tensor, Slot]]) -> None:
         """Take the gradients of all leaves when the backward pass is over, where it `is_gradual` no more."""
@@ -120,8 +139,8 @@ class Sums:
 
     def takes_products(self, slot: Slot) -> bool:
         """Whether a leaf may come by `fill_product`: where it is summed with that of other ranks, on CPUs."""
-        _, wire_dtype, device = slot[0]
-        return slot[0] in self._open and wire_dtype is None and device == "cpu"
+        group = slot[0]
+        return group.buckets is not None and group.wire_dtype is None and group.device == "cpu"
 
     def fill_product(self, slot: Slot, left: Tensor, right: Tensor, *, borrowed: bool = False) -> None:
         """A leaf's value is `left.t() @ right`, which is computed where it is summed, here or by all ranks together.
@@ -132,38 +151,33 @@ class Sums:
         group, index = slot
         self.filled += 1
         self._follow(slot, left, right)
-        buckets = self._open[group]
         with unfollowed():
-            factors = self._factors.get(group)
-            if factors is not None and factors.pay(index, left, right):
-                buckets.fill_product(index, *((left.clone(), right.clone()) if borrowed else (left, right)))
+            if group.factors is not None and group.factors.pay(index, left, right):
+                factors = (left.clone(), right.clone()) if borrowed else (left, right)
+                group.buckets.fill_product(index, *factors)
             else:
-                torch.mm(left.t(), right, out=buckets.grad_view(index))
-                buckets.mark_ready(index)
+                torch.mm(left.t(), right, out=group.buckets.grad_view(index))
+                group.buckets.mark_ready(index)
 
     def _follow(self, slot: Slot, *sources: Tensor) -> None:
         if self._net is not None:
             self._varying[slot] = joined(self._net.of(source) for source in sources)
 
-    def finish(self) -> dict[Slot, Tensor]:
-        """The sums; zeros where nothing was filled in."""
-        net = self._net
-        found: dict[Slot, Tensor] = {}
-        for group, members in self._groups.items():
-            if group in self._open:
+    def finish(self) -> None:
+        """Put the sums into `Group.totals`; zeros where nothing was filled in."""
+        for group in self._groups.values():
+            if group.buckets is not None:
                 with unfollowed():
-                    if group in self._together:
-                        self._open[group].fill_all(*self._together.pop(group))
-                    totals = self._open[group].finish()
-                for index, total in enumerate(totals):
-                    found[group, index] = total
-                    if net is not None and (group, index) in self._varying:
-                        net.note(total, self._varying[group, index].without(group[0]))
+                    if group.together is not None:
+                        group.buckets.fill_all(*group.together)
+                    group.totals = group.buckets.finish()
                 continue
-            for index, member in enumerate(members):
-                local = self._local.get((group, index))
-                found[group, index] = torch.zeros_like(member).detach() if local is None else local
-        return found
+            for index, member in enumerate(group.members):
+                local = group.local.get(index)
+                group.totals.append(torch.zeros_like(member).detach() if local is None else local)
+        if self._net is not None:
+            for (group, index), varying in self._varying.items():
+                self._net.note(group.totals[index], varying.without(group.axes))
 
 
 def summed(region: Region | None, plan: Plan, values: Sequence[tuple[Tensor, tuple[str, ...]]]) -> list[Tensor]:
@@ -173,8 +187,8 @@ def summed(region: Region | None, plan: Plan, values: Sequence[tuple[Tensor, tup
     sums.open()
     for slot, (value, _) in zip(slots, values, strict=True):
         sums.fill(slot, value)
-    found = sums.finish()
-    return [found[slot] for slot in slots]
+    sums.finish()
+    return [group.totals[index] for group, index in slots]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

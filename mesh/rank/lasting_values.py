@@ -329,10 +329,14 @@ def copy_out(leaves: list[Any], leased: Sequence[int]) -> None:
     block that all ranks read, are better left where they are.
     """
     blocks: dict[int, list[int]] = {}
+    first = stop = 0  # of the last block: most lie side by side
     for index in leased:
-        blocks.setdefault(leaves[index].untyped_storage().data_ptr(), []).append(index)
+        if not first <= leaves[index].data_ptr() < stop:
+            block = leaves[index].untyped_storage()
+            first, stop = block.data_ptr(), block.data_ptr() + block.nbytes()
+        blocks.setdefault(first, []).append(index)
     for members in blocks.values():
-        used = sum(leaves[index].nbytes for index in members)
+        used = sum([leaves[index].nbytes for index in members])
         if 2 * used < leaves[members[0]].untyped_storage().nbytes():
             for index in members:
                 leaves[index] = frozen_as(leaves[index], leaves[index].clone())

@@ -134,9 +134,11 @@ class Slice:
             flat = into if into is not None else allocate(self.length, params[0])
             write(flat)
         if into is not None:
-            for param in params:
-                donation.take(param)
-        return list(map(_like, divided(self.shapes, flat), params)), *stepped[0]
+            donation.note_taken(params)
+        found = divided(self.shapes, flat)
+        if 0 in self.sizes or not all(param.is_contiguous() for param in params):
+            found = list(map(_like, found, params))
+        return found, *stepped[0]
 
     def _pieces(self, out: Tensor, grads: Sequence[Tensor], params: Sequence[Tensor] | None) -> list[Piece]:
         """What lies in this slice; without `params` these are there already."""
