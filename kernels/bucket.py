@@ -186,10 +186,14 @@ class Buckets:
         for index, ready in enumerate(self._ready):
             if not ready:
                 self.fill(index, torch.zeros((), dtype=self._leaves[index].dtype, device="cpu"))
-        self._start()  # what `fill_all` has filled
+        if self._buffers:  # filled by `fill_all`; a blocking call costs less than starting one and waiting for it
+            with labelled(self._label):
+                totals = [self._comm.all_reduced(self._buffers.pop(0), self._op)]
+        else:
+            totals = [work.wait() for work in self._works]
         found: dict[int, torch.Tensor] = {}
-        for bucket, work in enumerate(self._works):
-            found.update(zip(self._plan.buckets[bucket].leaves, self._plan.views(bucket, work.wait()), strict=True))
+        for number, bucket in enumerate(self._plan.buckets):
+            found.update(zip(bucket.leaves, self._plan.views(number, totals[number]), strict=True))
         values = [found[index] for index in range(len(found))]
         if self._plan.converts:
             return [value.to(leaf.dtype) for value, leaf in zip(values, self._leaves, strict=True)]
@@ -275,8 +279,7 @@ class _Plan:
         if products:  # in the order in which they are full, when the leaves come last to first
             buckets.sort(key=lambda bucket: -min(bucket.leaves))
         self.buckets = buckets
-        self._has_complex = any(leaf.dtype.is_complex for leaf in leaves)
-        self.converts = wire_dtype is not None
+        self._has_complex, self.converts = any(leaf.dtype.is_complex for leaf in leaves), wire_dtype is not None
         # By bucket, what `as_strided` takes for each of its leaves.
         self._layouts = [
             [(*leaves[index][:2], start) for index, start in zip(bucket.leaves, bucket.starts, strict=True)]
