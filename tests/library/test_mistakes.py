@@ -85,6 +85,10 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "partial": (lambda m: spmd.spmd(functools.partial(waits), mesh=m), "spmd takes a function .*async"),
     "async loss": (lambda m: value_and_grad(waits), "value_and_grad takes a function .*async"),
     "run nothing": (lambda m: m.run(3), "mesh.run takes a function .*int"),
+    "run a step": (
+        lambda m: m.run(lambda: spmd.spmd(torch.sum, mesh=m, in_specs=P("data"))(X)),
+        "given to mesh.run calls sum, an @spmd function.*: call it in the program itself",
+    ),
     "run async": (lambda m: m.run(waits, 1), "mesh.run takes a function .*async"),
     "submit nothing": (lambda m: m.submit(None, rank=0), "mesh.submit takes a function"),
     "ranks": (lambda m: m.run(int, ranks=1), r"no list of ranks .*write ranks=\[1\]"),
