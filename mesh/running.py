@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from ..kernels import torch_compiled
 from ..kernels.arguments import check_function, checked_rank, checked_ranks
 from ..kernels.callsite import shows_only_users
 from ..kernels.errors import MeshError, PeerLost, message
@@ -33,6 +34,10 @@ REPLACED_SECONDS = 10.0  # in which a rank that has died is to be replaced
 
 def device_mesh(mesh: MeshView) -> Any:
     """torch's `DeviceMesh` of the mesh's ranks, with the same names, over process groups of "spmd"; inside a rank."""
+    return torch_compiled.uncompiled(_device_mesh)(mesh)
+
+
+def _device_mesh(mesh: MeshView) -> Any:
     # By name: torch's process groups stand above this file.
     return importlib.import_module("spmd.torch_distributed.device_mesh").of_mesh(mesh)
 
