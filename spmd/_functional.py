@@ -197,7 +197,9 @@ class Apply:
             return out, new
         finally:
             # Layers that are computed again in the backward pass (torch.utils.checkpoint) find what they had.
-            if not torch.is_grad_enabled() or not after_gradient(functools.partial(self._reclaim, runner)):
+            # What a transform of torch.func gives them must not outlive it.
+            keeps = torch.is_grad_enabled() and not torch_private.in_torch_func()
+            if not keeps or not after_gradient(functools.partial(self._reclaim, runner)):
                 self._reclaim(runner)
 
     def _reclaim(self, runner: _Runner) -> None:
