@@ -125,6 +125,9 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "no shards": (lambda m: Stream(4, iter), "Stream got nothing to read .*4 for shards"),
     "keep": (lambda m: save("nowhere", {}, keep="1"), "save got a bad keep .*'1'"),
     "save as torch.save": (lambda m: save({"w": X}, "nowhere"), r"save got a bad path .*a dict.*save\(path, tree\)"),
+    "save nowhere": (lambda m: save("", {"w": X}), r"save got an empty path: name a directory"),
+    "restore nothing": (lambda m: restore(""), r"restore got an empty path: name a directory"),
+    "restore into": (lambda m: restore({"w": X}), r"restore got a bad path .*a dict.*restore\(path, like=tree\)"),
     "the mesh's axis": (
         lambda m: spmd.spmd(data_parallel(lambda batch: 0, axis="rows"), mesh=m)(X),
         r"over an axis that the mesh does not have .*'data'.*got 'rows'.*@data_parallel\(axis='data'\)",
