@@ -174,10 +174,8 @@ class Spmd(Transformable):
         """in_specs as a prefix of (args, kwargs)."""
         specs = self._in_specs
         args, kwargs = bound.args, bound.kwargs
-        if specs is None:
-            return None
-        if isinstance(specs, P):
-            return (tuple(specs for _ in args), dict.fromkeys(kwargs, specs))
+        if specs is None or isinstance(specs, P):
+            return specs
         if isinstance(specs, dict):
             names = [*self._positional_names(len(args)), *kwargs]
             anything = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
