@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import numbers
+import os
 import types
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +43,15 @@ def check_function(what: str, f: Any, remedy: str) -> None:
         name = getattr(f, "__qualname__", type(f).__qualname__)
         got = f"{name}, which is {'a generator' if generates else 'async'}"
         raise SpecError(message(problem, got=got, remedy="write def, without async or yield, and return the results"))
+
+
+def checked_path(what: str, path: Any, remedy: str) -> Path:
+    """A directory's path, whole, with the user's own for `~`; refuses what is none."""
+    if not isinstance(path, str | os.PathLike):
+        raise SpecError(message(f"{what} got a bad path", got=f"a {type(path).__name__}", remedy=remedy))
+    if not os.fspath(path):  # of which `Path` makes the current directory
+        raise SpecError(message(f"{what} got an empty path", remedy='name a directory; the current one is "."'))
+    return Path(path).expanduser().absolute()
 
 
 def checked_rank(rank: Any, size: int) -> int:

@@ -7,6 +7,8 @@ PyTorch would have caught: a wrong spec is a `ValueError`, a lost peer a `Connec
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class SpmdError(Exception):
     """Base of every error that this library raises on purpose.
@@ -68,3 +70,13 @@ def message(problem: str, *, got: object = None, expected: object = None, where:
     if remedy:
         text += f": {remedy}"
     return text
+
+
+def no_attribute(obj: object, name: str, instead: Mapping[str, str]) -> AttributeError:
+    """What an object raises that lacks an attribute, with what to write instead of that of torch's.
+
+    >>> no_attribute(3, "zero_grad", {"zero_grad": "leave it out"})
+    AttributeError("spmd's int has no attribute 'zero_grad': leave it out")
+    """
+    remedy = f": {instead[name]}" if name in instead else ""
+    return AttributeError(f"spmd's {type(obj).__name__} has no attribute {name!r}{remedy}", name=name, obj=obj)

@@ -173,6 +173,12 @@ def check_not_imported_by_worker() -> None:
         )
 
 
+def python_command() -> list[str]:
+    """This Python, with the options of this process that change what programs mean: assertions, warnings, modes."""
+    modes = [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
+    return [sys.executable, *["-O"] * sys.flags.optimize, *(f"-W{each}" for each in sys.warnoptions), *modes]
+
+
 def check_can_start_python() -> None:
     """Refuse ranks of a program that would itself run again, or nothing would, where Python is to be started."""
     frozen = getattr(sys, "frozen", False)  # as PyInstaller and cx_Freeze have it

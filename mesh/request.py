@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -60,6 +61,7 @@ class Request:
         self.specs: list[P | None] = (
             [None] * len(leaves) if specs is None else specs_for(specs, self._tree, f"in_specs of {name}")
         )
+        self._refuse_cut_numbers(one_for_all=isinstance(specs, P))
         self.donated = self._belonging_to(donated) if donated else [False] * len(leaves)
         self._uneven: frozenset[int] = frozenset()
         deals = [deal for leaf in self.leaves if type(leaf) is Array and (deal := leaf.deal) is not None]
@@ -76,6 +78,28 @@ class Request:
     def where(self, index: int) -> str:
         """Which argument a leaf is or belongs to, for messages."""
         return f"{describe_path(trees.paths(self._tree, is_leaf=is_array)[index])} of {self.name}"
+
+    def _refuse_cut_numbers(self, *, one_for_all: bool) -> None:
+        """Refuse a spec that would cut numbers, of which ranks have all; it may be a prefix for tensors beside them."""
+        args, kwargs = self._tree
+        arguments = trees.broadcast_to((tuple(range(len(args))), {name: name for name in kwargs}), self.treedef)
+        groups: dict[Any, list[int]] = {}
+        for index, spec in enumerate(self.specs):
+            if spec is not None and spec.entries:
+                groups.setdefault((id(spec), None if one_for_all else arguments[index]), []).append(index)
+        for group in groups.values():
+            if not any(isinstance(self.leaves[index], torch.Tensor | Array) for index in group):
+                for index in group:
+                    if isinstance(self.leaves[index], numbers.Number):
+                        raise SpecError(
+                            message(
+                                f"{self.where(index)} cannot be cut by {self.specs[index]}",
+                                got=repr(self.leaves[index]),
+                                expected="a tensor or an array",
+                                remedy="write None for numbers, which every rank has alike; make a tensor of those "
+                                "that each rank is to have a part of",
+                            )
+                        )
 
     def _belonging_to(self, arguments: Sequence[int | str]) -> list[bool]:
         """For each leaf whether it is or belongs to one of these arguments."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from ..kernels import torch_compiled
 from ..kernels.arguments import check_function, checked_rank, checked_ranks
 from ..kernels.callsite import shows_only_users
 from ..kernels.errors import MeshError, PeerLost, message
@@ -33,6 +34,10 @@ REPLACED_SECONDS = 10.0  # in which a rank that has died is to be replaced
 
 def device_mesh(mesh: MeshView) -> Any:
     """torch's `DeviceMesh` of the mesh's ranks, with the same names, over process groups of "spmd"; inside a rank."""
+    return torch_compiled.uncompiled(_device_mesh)(mesh)
+
+
+def _device_mesh(mesh: MeshView) -> Any:
     # By name: torch's process groups stand above this file.
     return importlib.import_module("spmd.torch_distributed.device_mesh").of_mesh(mesh)
 
@@ -69,7 +74,7 @@ def reload(self: MeshView, *modules: Any) -> list[str]:
 
 @shows_only_users
 def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
-    """Call `fn(*args)` on every rank, or on some; collectives work in it.
+    """Call `fn(*args)` on every rank, or on some; collectives work in it, calls of @spmd functions do not.
 
     Returns:
         The results, of any type, in rank order (of `ranks`, in the order given).

@@ -20,7 +20,7 @@ from ._batch_norm import decays, synced
 from ._compiled_modules import compile_parts, compiled_parts
 from ._functional_checks import Origin, check_module, check_names, warn_of_dropped, warn_of_frozen, warn_of_training
 from .kernels import torch_private
-from .kernels.errors import SpecError, SpmdError, message
+from .kernels.errors import SpecError, SpmdError, message, no_attribute
 from .mesh.array import Array
 from .mesh.region import current, note_carry
 from .transforms import after_gradient, current_plan, in_gradient
@@ -93,6 +93,12 @@ def functional_with_buffers(
     return apply, _values(module), {name: b.detach().clone() for name, b in buffers.items()}
 
 
+_INSTEAD = {  # of what modules have
+    **dict.fromkeys(("train", "eval"), "it keeps the mode of its module: functional(model.eval()) for another"),
+    **dict.fromkeys(("parameters", "named_parameters"), "they are what functional returned beside it"),
+}
+
+
 class Apply:
     """The function that `functional` returns: a skeleton, and runnable copies of it made on demand.
 
@@ -116,6 +122,9 @@ class Apply:
     def _evaluates(self) -> bool:
         """Whether it is in training mode, and its module in that of evaluation."""
         return self._origin.evaluates if isinstance(self._origin, Origin) else self._origin
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(self, name, _INSTEAD)
 
     def __repr__(self) -> str:
         return f"apply({type(self.skeleton).__name__})"
@@ -197,7 +206,9 @@ class Apply:
             return out, new
         finally:
             # Layers that are computed again in the backward pass (torch.utils.checkpoint) find what they had.
-            if not torch.is_grad_enabled() or not after_gradient(functools.partial(self._reclaim, runner)):
+            # What a transform of torch.func gives them must not outlive it.
+            keeps = torch.is_grad_enabled() and not torch_private.in_torch_func()
+            if not keeps or not after_gradient(functools.partial(self._reclaim, runner)):
                 self._reclaim(runner)
 
     def _reclaim(self, runner: _Runner) -> None:

@@ -12,7 +12,7 @@ from ._nested import cut_here, declared_aux, declared_like, join_here
 from .checkpoint.fingerprint import begin_step
 from .kernels import torch_compiled
 from .kernels.arguments import check_function
-from .kernels.errors import SpecError, message
+from .kernels.errors import MeshError, SpecError, message
 from .mesh import trees
 from .mesh.calling import HasRefs, call
 from .mesh.display.notebook import shorten
@@ -174,10 +174,8 @@ class Spmd(Transformable):
         """in_specs as a prefix of (args, kwargs)."""
         specs = self._in_specs
         args, kwargs = bound.args, bound.kwargs
-        if specs is None:
-            return None
-        if isinstance(specs, P):
-            return (tuple(specs for _ in args), dict.fromkeys(kwargs, specs))
+        if specs is None or isinstance(specs, P):
+            return specs
         if isinstance(specs, dict):
             names = [*self._positional_names(len(args)), *kwargs]
             anything = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
@@ -235,6 +233,13 @@ class Spmd(Transformable):
             )
         if not region.pure and region.session.layout.size > 1:  # a rank's part might be taken for the whole result
             region.session.check_together(f"call {self._name}, an @spmd function")
+            raise MeshError(
+                message(
+                    f"a function given to mesh.run calls {self._name}, an @spmd function",
+                    where=region.session.where(),
+                    remedy="call it in the program itself, as it runs on all ranks there, or call what @spmd wraps",
+                )
+            )
         tree = (bound.args, bound.kwargs)
         specs = self._specs(bound)
         shared: set[str] = set()

@@ -160,6 +160,7 @@ class DataParallel(Transformable):
         except Exception as error:
             if not isinstance(error, SpmdError):
                 note_samples(error, (args, kwargs), part)
+                _note_gradients(error)
             raise
 
     def transformed(self, transform: Callable, argnums: Any, with_value: bool, has_aux: bool) -> DataParallel:
@@ -171,6 +172,15 @@ class DataParallel(Transformable):
 
     def __repr__(self) -> str:
         return f"data_parallel({self._name})"
+
+
+def _note_gradients(error: Exception) -> None:
+    """Add to torch's error about a backward pass that arguments have no history what to write instead of it."""
+    if hasattr(error, "add_note") and "does not require grad and does not have a grad_fn" in str(error):
+        error.add_note(
+            "[in a step gradients are values, and not those of backward() or torch.autograd.grad: "
+            "loss, grads = value_and_grad(loss_fn)(params, batch)]"
+        )
 
 
 def _check_weights(around: Plan, part: Part, axis: str, size: int, name: str) -> None:

@@ -11,11 +11,12 @@ import dataclasses
 import functools
 import itertools
 import operator
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError, message, no_attribute
 from ..mesh.display import drawing
 from ..mesh.mesh import nearest
 from ..mesh.spec import Layout, split_sizes
@@ -63,6 +64,9 @@ class Sampler:
     shuffle: bool = True
     drop_last: bool = False
     order: str = "feistel"
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(self, name, {"set_epoch": "an epoch is an argument, sampler.batch(epoch, step)"})
 
     def __post_init__(self) -> None:
         # object.__setattr__: the fields are frozen; NumPy integers become Python's, which never overflow.

@@ -1,6 +1,7 @@
 """What the driver gives all ranks to read: one copy in its own part of the arena, until nobody shows it any more.
 
 Invariant: a block is used again when the driver has let go of it and every rank has dropped as many views as it took.
+Its memory is given back if it is not used again soon: a program may give all it has but once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Callable
 
 from .blocks import Register, Result, head_bytes
 from .heap import Heap
+
+_KEPT_FREE_TASKS = 16  # a loop that gives its next batch uses the block of an earlier one again
 
 
 class GivenBlocks:
@@ -30,7 +33,7 @@ class GivenBlocks:
         self._head = head_bytes(size)
         self._blocks: dict[int, list[int]] = {}  # by size class
         self._needed: set[int] = set()  # by the driver
-        self._written: set[int] = set()  # have memory
+        self.dropped: dict[int, int] = {}  # those that have memory all the same: how often one was found free
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Result:
@@ -44,8 +47,7 @@ class GivenBlocks:
                 self._register.add(block, size, self._members)
                 blocks.append(block)
             self._needed.add(block)
-            self._written.add(block)
-            self._give_back()
+            self.dropped.pop(block, None)
         return Result(block + self._head, block // 8)
 
     def memory(self, result: Result, nbytes: int) -> memoryview:
@@ -53,16 +55,21 @@ class GivenBlocks:
         return self._bytes[result.block : result.block + nbytes]
 
     def drop(self, result: Result) -> None:
-        """The driver needs a block no more."""
-        self._needed.discard(8 * result.release)
+        """The driver needs a block no more; called by the garbage collector, too."""
+        block = 8 * result.release
+        self._needed.discard(block)
+        self.dropped[block] = 0
 
-    def _give_back(self) -> None:
-        """Give back the memory of blocks that are free."""
-        for size, blocks in self._blocks.items():
-            for block in blocks:
-                if block in self._written and self._is_free(block):
-                    self._remove(block + self._head, size - self._head)
-                    self._written.discard(block)
+    def trim(self) -> None:
+        """Give back the memory of blocks that have been free for long; to be called after each task."""
+        with self._lock:
+            for block, times in self.dropped.copy().items():
+                if self._is_free(block):
+                    self.dropped[block] = times + 1
+                    if times == _KEPT_FREE_TASKS:
+                        size = next(size for size, blocks in self._blocks.items() if block in blocks)
+                        self._remove(block + self._head, size - self._head)
+                        del self.dropped[block]
 
     def _is_free(self, block: int) -> bool:
         if block in self._needed:

@@ -206,6 +206,8 @@ class Answers(Owned):
         session.pending.settle(task, failure, generation=generation, seen=self._recovery.interrupted)
         session.changed.notify_all()
         if (arena := session.ranks.arena) is not None:
+            if arena.given.dropped:
+                arena.given.trim()
             arena.bells.ring((arena.rank,))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...kernels.errors import MeshError, message
 from ...kernels.network.codec import Message
-from ...kernels.processes import check_can_start_python, check_not_imported_by_worker
+from ...kernels.processes import check_can_start_python, check_not_imported_by_worker, python_command
 from ...kernels.shm.board import ended
 from ..rank import memory
 from ..rank.descriptors import Forked, RankRequest, Refused, StandBy, receive, send
@@ -60,7 +60,7 @@ class Zygote:
         """The process, which has the other end of the control socket."""
         tunables = memory.tunables(os.environ.get("GLIBC_TUNABLES"))
         return subprocess.Popen(
-            [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), *map(str, sys.path)],
+            [*python_command(), "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), *map(str, sys.path)],
             pass_fds=[theirs.fileno()],
             env={**os.environ, "GLIBC_TUNABLES": tunables},  # the ranks' own os.environ is the driver's
             stdin=subprocess.DEVNULL,

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ...kernels.errors import MeshError, message
+from ...kernels.processes import python_command
 from ..rank.memory import tunables
 from .launchers import DialledHosts, Launcher, LocalLauncher, RayLauncher, SlurmLauncher, SshLauncher, dialled_address
 
@@ -104,7 +105,7 @@ class HostList:
 
     def command(self) -> list[str]:
         """What runs on each host: this Python, at the same path; here with this program's modules."""
-        python = ["env", f"GLIBC_TUNABLES={tunables(os.environ.get('GLIBC_TUNABLES'))}", sys.executable]
+        python = ["env", f"GLIBC_TUNABLES={tunables(os.environ.get('GLIBC_TUNABLES'))}", *python_command()]
         if not self.local:
             return [*python, "-m", "spmd", "host"]
         code = "import sys; sys.path[:] = sys.argv[1:]; from spmd.mesh.hosts.process import main; main()"

@@ -175,6 +175,7 @@ class Host:
 
     def _laid_out(self, packet: wire.Packet) -> wire.Packet:
         """Have the values that a packet brings for this host's ranks lie once in what they share, and outlive them."""
+        self._arena.given.trim()
         if packet.fd is None or not isinstance(msg := ranks_protocol.decode(packet.head), ranks_protocol.PutValues):
             return packet
         size = os.fstat(packet.fd).st_size

@@ -42,7 +42,7 @@ def follow(net: Net | None, watched: Watched | None) -> Iterator[None]:
         with activate(net), eagerly(), _Operations(net, watched), _Numbers(net):
             yield
     elif watched is not None:
-        with eagerly(), _Writes(watched):
+        with eagerly(), _Writes(watched), _Conditions():
             yield
 
 
@@ -213,25 +213,24 @@ class _Layers:
 
     def _answer(self, args: Iterable[Any]) -> bool:
         asks, within = self._asks, threading.get_ident() in self._within
-        return bool(asks(args) and (not within or handle_torch_function(asks, args, args)))
+        takes_functions = any(map(callable, args))  # and is no layer, but an operator that itself comes to modes
+        return bool(asks(args) and (not within or takes_functions or handle_torch_function(asks, args, args)))
 
 
 _layers = _Layers()
 
 
-class _Numbers(TorchFunctionMode):
-    """Joins into what torch makes of a rank's number what that differs along.
+class _Conditions(TorchFunctionMode):
+    """Chooses between the functions given to `torch.cond` as `if` does.
+
+    In eager mode torch has no gradient by what they capture, without a word; nor by what they return, but for tuples.
 
     Torch's layers that ask if a function is overridden compute in another way where one is, with zeros in other places
-    (`nn.TransformerEncoder` to evaluate, at padding). This mode lets every function be, so they are told what is so
-    without it.
+    (`nn.TransformerEncoder` to evaluate, at padding). This mode lets every other function be, so they are told what is
+    so without it.
     """
 
-    def __init__(self, net: Net):
-        super().__init__()
-        self._net = net
-
-    def __enter__(self) -> _Numbers:
+    def __enter__(self) -> Any:
         _layers.enter()
         return super().__enter__()
 
@@ -240,11 +239,28 @@ class _Numbers(TorchFunctionMode):
         _layers.leave()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        numbers = [*numbers_in(args), *numbers_in((kwargs or {}).values())]
-        if numbers and not self._net.paused:
+        if func is not torch.ops.higher_order.cond:
+            return func(*args, **(kwargs or {}))
+        condition, if_true, if_false, operands = args
+        with self:  # of itself torch leaves it here
+            return (if_true if condition else if_false)(*operands)
+
+
+class _Numbers(_Conditions):
+    """Joins into what torch makes of a rank's number, or by a condition, what that differs along."""
+
+    def __init__(self, net: Net):
+        super().__init__()
+        self._net = net
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        found = [number.varying for number in (*numbers_in(args), *numbers_in((kwargs or {}).values()))]
+        if func is torch.ops.higher_order.cond:
+            found += map(self._net.of, tensors_in(args[0]))
+        if found and not self._net.paused:
             with without_torch_function():
-                self._join(joined(number.varying for number in numbers), args, result)
+                self._join(joined(found), args, result)
         return result
 
     def _join(self, varying: Varying, args: Any, result: Any) -> None:

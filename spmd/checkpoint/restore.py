@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ..kernels.arguments import checked_path
 from ..kernels.callsite import warn
 from ..kernels.errors import message
 from ..mesh import trees
@@ -58,7 +59,7 @@ def restore(path: str | os.PathLike, *, like: Any = None, mesh: Mesh | None = No
         SpecError: `like` is of another structure, or a leaf of another shape, dtype or kind. SpmdError: there is no
             checkpoint, or none that is whole, or that all ranks see; the message names the files.
     """
-    path = Path(path).absolute()
+    path = checked_path("restore", path, "write restore(path, like=tree)")
     for directory in (path, path.parent):
         for error in failures(directory):
             warn(f"a checkpoint could not be written in the background ({type(error).__name__}: {error})")

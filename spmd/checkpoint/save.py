@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.arguments import is_whole
+from ..kernels.arguments import checked_path, is_whole
 from ..kernels.errors import MeshError, SpecError, SpmdError, message
 from ..mesh import trees
 from ..mesh.array import Array
@@ -46,7 +46,7 @@ def save(
     launched ranks all call it, with a path that all of them see.
 
     Args:
-        path: a directory, made if need be.
+        path: a directory, made if need be; `~` is the user's own.
         tree: of tensors, Arrays, numbers, strings, None, `Loader`s (their positions) and `Sampler`s.
         step: the number that the checkpoint is named by, where it takes the place of one that is there; None is the
             one after the last there, and never one that another program or thread has taken meanwhile.
@@ -67,10 +67,7 @@ def save(
     if current() is not None:
         remedy = "save what the step returns; the handler of a signal, also in a step, sets a flag (docs/how_to.md)"
         raise MeshError(message("save was called inside a region", remedy=remedy))
-    if not isinstance(path, str | os.PathLike):
-        remedy = "the path comes first: save(path, tree)"
-        raise SpecError(message("save got a bad path", got=f"a {type(path).__name__}", remedy=remedy))
-    path = Path(path).absolute()
+    path = checked_path("save", path, "the path comes first: save(path, tree)")
     leaves, _ = trees.flatten(tree, is_leaf=is_array)
     mesh = _mesh_of(leaves)
     # The ranks of one size describe the leaves, write them, and are waited for by those of the next.

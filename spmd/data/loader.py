@@ -14,7 +14,7 @@ from typing import Any
 
 from ..kernels.arguments import check_function, is_number, is_whole
 from ..kernels.callsite import hide_our_frames, warn
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError, message, no_attribute
 from ..mesh import trees
 from ..mesh.array import Array
 from ..mesh.display import drawing
@@ -24,6 +24,11 @@ from .map_batches import MapBatches
 from .stream_batches import StreamBatches
 from .streams import Stream
 
+_INSTEAD = {  # of what torch's DataLoader has
+    "set_epoch": "each loop over it is the next epoch, in another order; another is begun by "
+    'load_state_dict({"epoch": epoch, "step": 0})',
+    "batch_size": "it is loader.settings['batch_size']",
+}
 _REFILL = 4  # brief batches are asked for in one message, when a quarter of what may be read ahead is left
 
 
@@ -113,6 +118,9 @@ class Loader:
         self._loads = 0  # how often a position was loaded, after which iterators under way go on from it
         self._begun_at: tuple[int, int] | None = None  # loads and epoch, at the beginning of the last loop
         self._left = 0  # how many loops in a row were left early, after more than one batch
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(self, name, _INSTEAD)
 
     def __len__(self) -> int:
         return len(self._batches)

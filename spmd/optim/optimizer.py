@@ -19,7 +19,7 @@ from .._spmd import spmd
 from ..kernels import torch_compiled
 from ..kernels.call import labelled
 from ..kernels.callsite import shows_only_users
-from ..kernels.errors import SpecError, SpmdError, message
+from ..kernels.errors import SpecError, SpmdError, message, no_attribute
 from ..mesh import donation, trees
 from ..mesh.array import Array
 from ..mesh.region import Update, current, noted_updates
@@ -40,14 +40,14 @@ class Optimizer(NamedTuple):
     step: Callable[[Any, Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
 
     def __getattr__(self, name: str) -> Any:
-        remedy = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise AttributeError(f"spmd's Optimizer has no attribute {name!r}{remedy}", name=name, obj=self)
+        raise no_attribute(self, name, _INSTEAD)
 
 
 _INSTEAD = {  # of what torch's optimizers have
     "zero_grad": "gradients are values, loss, grads = value_and_grad(loss_fn)(params, batch): there is none to reset",
     "param_groups": 'the numbers of a step are in opt_state["hyper"] and opt_state["groups"], and '
     "optimizer(cls, schedule=) takes torch's schedulers",
+    "lr": 'it is opt_state["hyper"]["lr"], which any step may have of its own',
     "add_param_group": "write optimizer(cls, groups=[...])",
     "state": "opt_state is the state, a value",
     "state_dict": 'opt_state is the state, a value: save("run", {"params": params, "opt_state": opt_state})',

@@ -75,6 +75,11 @@ def test_without_a_mesh(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000000", "step-00000001", "step-00000040"]
 
 
+def test_a_folder_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert save("~/run", {"w": 7}).result().parent == tmp_path / "run" and restore("~/run") == {"w": 7}
+
+
 def test_at_any_size_and_from_a_mesh_to_none(make_mesh: Any, tmp_path: Path) -> None:
     mesh = make_mesh({"data": 2})
     values = {"cut": torch.arange(12.0).reshape(4, 3), "other": torch.arange(8).reshape(2, 4), "whole": torch.ones(5)}

@@ -389,6 +389,22 @@ def test_second_derivatives_are_refused(shared_mesh, inner):
         torch.testing.assert_close(leaves(step(params, x)), leaves(plainly(params, x)) if constant else expected)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_of_torch_within_what_is_compiled(shared_mesh):
+    """In one graph with its gradients torch differentiates twice; the module keeps nothing of the inner one."""
+    apply, params = model_and_params()
+
+    def loss_fn(p, x):
+        return torch.func.grad(lambda p: apply(p, x).square().mean())(p)["0.weight"].square().sum()
+
+    def found(loss_fn):
+        step = spmd.spmd(data_parallel(lambda p, x: value_and_grad(loss_fn)(p, x), batch="x"), mesh=mesh)
+        return [leaves(step(params, BATCH["x"])) for _ in range(2)][-1]
+
+    mesh = shared_mesh({"data": 2})
+    torch.testing.assert_close(found(torch.compile(loss_fn, backend="aot_eager")), found(loss_fn))
+
+
 RECORDERS = {
     "make_fx": lambda f, x: make_fx(f)(x),
     "linearize": torch.func.linearize,

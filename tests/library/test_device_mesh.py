@@ -52,6 +52,17 @@ def test_objects_and_submitted_functions_take_part_in_no_collective(make_mesh: A
         assert mesh.run(total) == [2, 2]
 
 
+def test_compiled_code_reads_it(make_mesh: Any) -> None:
+    """Also the first time, which makes process groups: the compiler leaves that as it is."""
+    mesh = make_mesh({"data": 2})
+
+    def size() -> torch.Tensor:
+        return torch.ones(()) * mesh.device_mesh["data"].size()
+
+    compiled = torch.compile(size, backend="eager")
+    assert mesh.run(compiled) == mesh.run(compiled) == [2, 2]
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))

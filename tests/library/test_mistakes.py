@@ -79,12 +79,24 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "specs": (lambda m: put({"x": X}, {"x": 0}, mesh=m), "not all specs .*got 0"),
     "mesh": (lambda m: put(X, mesh="data"), "this is no mesh .*mesh='data'"),
     "mesh of a step": (lambda m: spmd.spmd(torch.sum, mesh=2)(X), "this is no mesh .*mesh=2"),
+    "a number that is cut": (
+        lambda m: spmd.spmd(lambda x, y: x, mesh=m, in_specs=(P("data"), P("data")))(X, 0.1),
+        r"argument 1 of <lambda> cannot be cut by P\('data'\) .*got 0.1.*write None for numbers",
+    ),
+    "numbers for a tensor": (
+        lambda m: spmd.spmd(lambda x: 0, mesh=m, in_specs=P("data"))([1.0, 2.0]),
+        r"argument 0\[0\] of <lambda> cannot be cut by P\('data'\) .*got 1.0.*make a tensor of those",
+    ),
     "async step": (lambda m: spmd.spmd(waits, mesh=m), "spmd takes a function .*waits, which is async"),
     "generator": (lambda m: spmd.spmd(yields, mesh=m), "spmd takes a function .*yields, which is a generator"),
     "object": (lambda m: spmd.spmd(Yields(), mesh=m), "spmd takes a function .*Yields, which is a generator"),
     "partial": (lambda m: spmd.spmd(functools.partial(waits), mesh=m), "spmd takes a function .*async"),
     "async loss": (lambda m: value_and_grad(waits), "value_and_grad takes a function .*async"),
     "run nothing": (lambda m: m.run(3), "mesh.run takes a function .*int"),
+    "run a step": (
+        lambda m: m.run(lambda: spmd.spmd(torch.sum, mesh=m, in_specs=P("data"))(X)),
+        "given to mesh.run calls sum, an @spmd function.*: call it in the program itself",
+    ),
     "run async": (lambda m: m.run(waits, 1), "mesh.run takes a function .*async"),
     "submit nothing": (lambda m: m.submit(None, rank=0), "mesh.submit takes a function"),
     "ranks": (lambda m: m.run(int, ranks=1), r"no list of ranks .*write ranks=\[1\]"),
@@ -121,6 +133,9 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "no shards": (lambda m: Stream(4, iter), "Stream got nothing to read .*4 for shards"),
     "keep": (lambda m: save("nowhere", {}, keep="1"), "save got a bad keep .*'1'"),
     "save as torch.save": (lambda m: save({"w": X}, "nowhere"), r"save got a bad path .*a dict.*save\(path, tree\)"),
+    "save nowhere": (lambda m: save("", {"w": X}), r"save got an empty path: name a directory"),
+    "restore nothing": (lambda m: restore(""), r"restore got an empty path: name a directory"),
+    "restore into": (lambda m: restore({"w": X}), r"restore got a bad path .*a dict.*restore\(path, like=tree\)"),
     "the mesh's axis": (
         lambda m: spmd.spmd(data_parallel(lambda batch: 0, axis="rows"), mesh=m)(X),
         r"over an axis that the mesh does not have .*'data'.*got 'rows'.*@data_parallel\(axis='data'\)",
@@ -213,6 +228,23 @@ def test_a_mistake_is_refused_in_words(mesh: Mesh, name: str) -> None:
         written(mesh)
 
 
+ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
+    "zero_grad": (lambda: ADAMW.zero_grad(), "gradients are values"),
+    "lr": (lambda: ADAMW.lr, r'opt_state\["hyper"\]\["lr"\]'),
+    "set_epoch": (lambda: Loader(X, 2).set_epoch(1), "each loop over it is the next epoch"),
+    "set_epoch of a sampler": (lambda: Loader(X, 2).sampler.set_epoch(1), r"sampler\.batch\(epoch, step\)"),
+    "train": (lambda: functional(nn.Linear(1, 1))[0].train(), r"functional\(model\.eval\(\)\)"),
+    "parameters": (lambda: functional(nn.Linear(1, 1))[0].parameters(), "what functional returned beside it"),
+}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_attribute_of_torchs_says_what_to_write_instead(name: str) -> None:
+    read, words = ATTRIBUTES[name]
+    with pytest.raises(AttributeError, match=f"has no attribute '{name.split()[0]}': .*{words}"):
+        read()
+
+
 def test_a_value_of_a_mesh_that_is_closed(mesh: Mesh) -> None:
     with Mesh({"data": 2}) as other:
         value = put(X, mesh=other)
@@ -259,6 +291,8 @@ def test_what_is_no_mistake(mesh: Mesh) -> None:
     assert put({"x": X, "bias": None}, P("data"), mesh=mesh)["bias"] is None
     assert [*P("data", None, ("a", "b"))] == ["data", None, ("a", "b")] and P("data")[0] == "data" and bool(P())
     assert mesh.coords(np.int64(1)) == {"data": 1}
+    scaled = spmd.spmd(lambda x, by: by["y"] * x["x"] * x["y"], mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    assert torch.equal(scaled({"x": X, "y": 2}, {"y": 3}).full(), 6 * X)
     model = nn.Linear(4, 1)
     assert spmd.spmd(model, mesh=mesh)(X).full().shape == (1,)
     assert ema(optimizer(torch.optim.SGD, lr=1.0)).init({"w": X})["ema"]["w"].equal(X)

@@ -253,3 +253,20 @@ step(params, 0, torch.ones(4, 2))
     assert code == 1 and out == f"{package}/__init__.py\n"
     assert "ZeroDivisionError" in err and "Warning" not in err
     assert not re.findall(r'File ".*/packages/spmd/.*", line', err), err
+
+
+OPTIONS = """
+import sys
+from spmd import Mesh
+
+look = lambda: (sys.flags.optimize, sys.flags.dev_mode, set(sys.warnoptions), sys._xoptions)
+for hosts in (None, "local:2x1"):
+    with Mesh({"data": 2}, hosts=hosts) as mesh:
+        print(mesh.run(look) == [look(), look()])
+"""
+
+
+def test_ranks_have_the_options_of_python(tmp_path):
+    """Those by which a program means something else: without assertions, with warnings as errors."""
+    code, out, err = run("-O", "-X", "dev", "-W", "error::UserWarning", script(tmp_path, OPTIONS), fresh=True)
+    assert (code, out) == (0, "True\nTrue\n"), err

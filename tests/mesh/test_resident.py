@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from internals import values_held
+from internals import arena_bytes, values_held
 from patience import until
 
 from spmd import Loader, Mesh, MeshError, P, SpecError, axis_index, psum, put, spmd
@@ -122,6 +122,20 @@ def test_values_go_with_their_arrays(mesh):
     assert float(x.full()[0]) == 22 and resident(mesh) == [n + 3 for n in before]
     del arrays, out, x
     assert resident(mesh) == before
+
+
+def test_the_memory_of_what_was_put_goes_too(mesh):
+    """What is put over and over keeps that of the one before, which is used again."""
+    total = spmd(torch.sum, mesh=mesh)
+    nbytes, before = 32 << 20, arena_bytes(mesh)
+    for _ in range(8):
+        x = put(torch.ones(nbytes // 4), mesh=mesh)
+        assert float(total(x)) == nbytes // 4
+    assert nbytes <= arena_bytes(mesh) - before < 3 * nbytes
+    del x
+    for _ in range(20):
+        float(total(torch.ones(2)))
+    assert arena_bytes(mesh) - before < 1 << 20
 
 
 def test_what_a_failed_call_left_goes_too(mesh):

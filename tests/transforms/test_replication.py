@@ -453,6 +453,20 @@ def test_operators_that_take_functions(mesh):
     assert "psum or pmean it over 'data'" in refused(mesh, grown, ONES)
 
 
+@pytest.mark.parametrize("check", ["first", "never"])
+def test_gradients_through_a_condition(mesh, check):
+    """By what its functions capture, too: on the first call torch runs them as they are, which has no such gradient."""
+
+    def loss(params, x):
+        scaled = torch.cond(x.sum() > 0, lambda x: (x * params["w"]).mean(), lambda x: x.mean(), (x * params["u"],))
+        return scaled + params["v"].sum()
+
+    params = {name: torch.ones(()) for name in "uvw"}
+    step = spmd(lambda params, x: grad(loss)(params, x), mesh=mesh, in_specs=(None, CUT), check=check)
+    for _ in range(3):
+        assert all(gradient.item() == 1 for gradient in step(params, ONES).values())
+
+
 # -- whatever the program --------------------------------------------------------------------------------------------
 
 OPERATIONS = {

@@ -168,6 +168,22 @@ def test_what_is_passed_to_a_step_instead(shared_mesh: Callable[..., Mesh]) -> N
         data_parallel(lambda params, x, y: None)
 
 
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="Python has no notes of exceptions yet")
+def test_a_backward_pass_in_a_step(shared_mesh: Callable[..., Mesh]) -> None:
+    """As in a loop of torch's: torch's own error, and what to write instead."""
+
+    def backward(params, batch):
+        (params["w"] * batch).mean().backward()
+
+    def gradients(params, batch):
+        return torch.autograd.grad((params["w"] * batch).mean(), params["w"])
+
+    for step in (backward, gradients):
+        with pytest.raises(RuntimeError, match="does not require grad") as caught:
+            spmd(data_parallel(step), mesh=shared_mesh({"data": 2}))({"w": torch.ones(())}, torch.ones(4))
+        assert "loss, grads = value_and_grad(loss_fn)(params, batch)" in caught.value.__notes__[0]
+
+
 def test_check_with_a_mesh(shared_mesh: Callable[..., Mesh]) -> None:
     with pytest.raises(SpecError, match=r"check takes the axes of a mesh.*check\(step, mesh.axes"):
         check(lambda x: x, shared_mesh({"data": 2}), torch.ones(2))
