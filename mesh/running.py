@@ -74,7 +74,7 @@ def reload(self: MeshView, *modules: Any) -> list[str]:
 
 @shows_only_users
 def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
-    """Call `fn(*args)` on every rank, or on some; collectives work in it, calls of @spmd functions do not.
+    """Call `fn(*args)` on every rank, or on some; collectives work in it.
 
     Returns:
         The results, of any type, in rank order (of `ranks`, in the order given).

@@ -5,17 +5,44 @@ Invariant: nothing is cut twice over one axis.
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
 
 from .kernels.errors import SpecError, message
 from .mesh import trees
+from .mesh.agreement import path_in
+from .mesh.launch.alike import PLAIN, given_tensor, refuse_differing
+from .mesh.program import describe_path
 from .mesh.put import specs_for
 from .mesh.region import Region
 from .mesh.replication.net import active, mark, marked
 from .mesh.spec import P, Sharded, is_sharded
 from .transforms import all_gather
+
+
+def check_alike(name: str, tree: Any, region: Region) -> None:
+    """Refuse arguments that ranks give differently to a call in `mesh.run`, where each gives all of them.
+
+    Args:
+        name: of what is called.
+        tree: (args, kwargs).
+    """
+    leaves, treedef = trees.flatten(tree, is_leaf=is_sharded)
+    given: list[Any] = [(trees.keys_text(treedef), None)]
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            given.append(given_tensor(leaf))
+        else:
+            given.append((type(leaf).__name__, pickle.dumps(leaf) if type(leaf) in PLAIN else None))
+    refuse_differing(
+        region.session.comm().all_gather_bytes(pickle.dumps(tuple(given))),
+        f"the arguments of {name}",
+        lambda number: f"{describe_path(path_in(treedef, number))} of {name}",
+        region.session.where(),
+        "give every rank the whole value; call in mesh.run what @spmd wraps, to compute with each rank's own",
+    )
 
 
 def cut_here(leaf: Any, spec: P, region: Region, where: str) -> Any:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import _trace
-from ._nested import cut_here, declared_aux, declared_like, join_here
+from ._nested import check_alike, cut_here, declared_aux, declared_like, join_here
 from .checkpoint.fingerprint import begin_step
 from .kernels import torch_compiled
 from .kernels.arguments import check_function
-from .kernels.errors import MeshError, SpecError, message
+from .kernels.errors import SpecError, message
 from .mesh import trees
 from .mesh.calling import HasRefs, call
 from .mesh.display.notebook import shorten
@@ -233,13 +233,7 @@ class Spmd(Transformable):
             )
         if not region.pure and region.session.layout.size > 1:  # a rank's part might be taken for the whole result
             region.session.check_together(f"call {self._name}, an @spmd function")
-            raise MeshError(
-                message(
-                    f"a function given to mesh.run calls {self._name}, an @spmd function",
-                    where=region.session.where(),
-                    remedy="call it in the program itself, as it runs on all ranks there, or call what @spmd wraps",
-                )
-            )
+            check_alike(self._name, (bound.args, bound.kwargs), region)
         tree = (bound.args, bound.kwargs)
         specs = self._specs(bound)
         shared: set[str] = set()

@@ -13,6 +13,9 @@ from ..batch import Deal
 from ..failure import ranks_text
 from ..replication.values import same_bytes, shown, tensor_print
 
+# What is compared of values that are no tensors; of an object nobody knows whether it should be the same.
+PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
+
 # Of all leaves their keys, then of each leaf: of what kind it is, and what is compared of it.
 Given = tuple[tuple[Any, bytes | None], ...]
 

@@ -32,10 +32,7 @@ from ..request import Span, passable
 from ..run_state import Call
 from ..strides import frozen_as
 from . import launched
-from .alike import SEED, Given, given_tensor, refuse_differing, refuse_other_batches
-
-# What is compared of values that are no tensors; of an object nobody knows whether it should be the same.
-_PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
+from .alike import PLAIN, SEED, Given, given_tensor, refuse_differing, refuse_other_batches
 
 
 class LaunchedCall:
@@ -170,9 +167,9 @@ class ReplicatedInputs:
             looked_at = check >= Check.VALUES or (tensor.numel() == 1 and not tensor.is_cuda)
             found.append(given_tensor(tensor, looked_at=looked_at))
         for value in given:
-            plain = type(value) in _PLAIN
+            plain = type(value) in PLAIN
             found.append((type(value).__name__, pickle.dumps(value) if plain else None))
-        if not self._tensors and all(type(value) in _PLAIN for value in given):  # others may hold much memory
+        if not self._tensors and all(type(value) in PLAIN for value in given):  # others may hold much memory
             self._before = given, tuple(found)
         return tuple(found)
 

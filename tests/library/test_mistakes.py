@@ -20,6 +20,7 @@ from spmd import (
     P,
     SpmdError,
     Stream,
+    axis_index,
     data_parallel,
     ema,
     evaluate,
@@ -94,8 +95,8 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "async loss": (lambda m: value_and_grad(waits), "value_and_grad takes a function .*async"),
     "run nothing": (lambda m: m.run(3), "mesh.run takes a function .*int"),
     "run a step": (
-        lambda m: m.run(lambda: spmd.spmd(torch.sum, mesh=m, in_specs=P("data"))(X)),
-        "given to mesh.run calls sum, an @spmd function.*: call it in the program itself",
+        lambda m: m.run(lambda: spmd.spmd(torch.sum, mesh=m, in_specs=P("data"))(X + axis_index("data"))),
+        r"argument 0 of sum should be the same on all ranks.*: give every rank the whole value; call in mesh\.run",
     ),
     "run async": (lambda m: m.run(waits, 1), "mesh.run takes a function .*async"),
     "submit nothing": (lambda m: m.submit(None, rank=0), "mesh.submit takes a function"),
