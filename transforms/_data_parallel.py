@@ -76,7 +76,15 @@ def data_parallel(
             )
         )
     if not isinstance(axis, str):
-        raise SpecError(message("data_parallel got a bad axis", got=repr(axis), expected="the name of one mesh axis"))
+        remedy = 'over two, into equal parts: data_parallel(data_parallel(step, axis="model"), axis="data")'
+        raise SpecError(
+            message(
+                "data_parallel got a bad axis",
+                got=repr(axis),
+                expected="the name of one mesh axis",
+                remedy=remedy if isinstance(axis, tuple) else "",
+            )
+        )
     if not is_number(bucket_mb) or not 0 < bucket_mb < math.inf:
         raise SpecError(message("data_parallel got a bad bucket_mb", got=repr(bucket_mb), expected="MiB, more than 0"))
     if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,7 @@ def group(what: str, axis: Axis) -> tuple[tuple[str, ...], Communicator]:
 
 
 def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:
-    """Map over the leaves of a tree: tensors, NumPy arrays and numbers.
+    """Map over the leaves of a tree: tensors, NumPy arrays and numbers; None, which `grad` gives for a string, stays.
 
     Ranks pair leaves by their order. With the first leaf they compare what keys all of them have.
     """
@@ -135,9 +136,12 @@ def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:
     leaves, treedef = trees.flatten(x)
     if not leaves or leaves[0] is x:
         return trees.unflatten(treedef, [one(leaf) for leaf in leaves])
-    with labelled(f"of {trees.keys_text(treedef)}"):
-        first = one(leaves[0])
-    return trees.unflatten(treedef, [first, *map(one, leaves[1:])])
+    present = [number for number, leaf in enumerate(leaves) if leaf is not None]
+    keys = trees.keys_text(treedef) + ("" if len(present) == len(leaves) else f", None but for {present}")
+    for number in present:
+        with labelled(f"of {keys}") if number == present[0] else nullcontext():
+            leaves[number] = one(leaves[number])
+    return trees.unflatten(treedef, leaves)
 
 
 def known(source: Tensor, result: Tensor, *, same: tuple[str, ...] = (), differs: tuple[str, ...] = ()) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a function refers to: its code, defaults, closure, the globals it names, and some levels into what those hold.
+"""What a function refers to: code, defaults, attributes, closure, the globals it names, and some levels into these.
 
 `driver.snapshot` looks at it to find what has changed since it was sent, `purity` for what a body must not change.
 Invariant: functions and classes that other processes import by name are not looked into.
@@ -76,7 +76,8 @@ def inside_of(obj: Any, depth: int) -> list[tuple[Any, int]] | None:
 def _function_parts(function: Any) -> list[Any]:
     code = function.__code__
     operators = named_among(names) if "ops" in (names := _names(code)) else ()
-    return [code, function.__defaults__, function.__kwdefaults__, *used_by(function).values(), *operators]
+    held = (*used_by(function).values(), *function.__dict__.values())
+    return [code, function.__defaults__, function.__kwdefaults__, *held, *operators]
 
 
 def _compiled_parts(function: Any) -> list[Any]:

@@ -145,10 +145,15 @@ def _tensors(dataset: Any) -> Any:
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, dict | tuple):
             return None
         batched = isinstance(dataset, torch.utils.data.DataLoader)
+        odd = [
+            f", with a {type(leaf).__name__} at {path}"
+            for path, leaf in zip(trees.paths(dataset), leaves, strict=True)
+            if path and not isinstance(leaf, torch.Tensor | np.memmap)
+        ]
         raise SpecError(
             message(
                 "Loader got a dataset that it can't read",
-                got=type(dataset).__name__,
+                got=type(dataset).__name__ + "".join(odd[:1]),
                 expected="a dict, tuple or single one of tensors or arrays, or a map-style dataset",
                 remedy="give it loader.dataset, or the step the batches of the DataLoader" if batched else "",
             )

@@ -405,6 +405,28 @@ def test_gradients_of_torch_within_what_is_compiled(shared_mesh):
     torch.testing.assert_close(found(torch.compile(loss_fn, backend="aot_eager")), found(loss_fn))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_second_derivatives_by_one_helper_are_each_refused(shared_mesh):
+    """The helper's code is that of the plain loss, too, which was differentiated twice before."""
+
+    def loss_fn(w, x):
+        return (x @ w).tanh().square().mean()
+
+    def steepness(loss, w, x):
+        return grad(lambda w: grad(loss)(w, x).square().sum())(w)
+
+    def step(w, x):
+        return steepness(loss_fn, w, x), steepness(fast, w, x)
+
+    fast = torch.compile(loss_fn, backend="aot_eager")
+    on_ranks = spmd.spmd(step, mesh=shared_mesh({"data": 2}), in_specs=(P(), P("data")))
+    plain, eager = on_ranks(torch.ones(3), BATCH["x"])  # the first call is in eager mode
+    torch.testing.assert_close(eager.full(), plain.full())
+    for _ in range(3):  # also where no graph is compiled any more
+        with pytest.raises(SpecError, match="can't be differentiated twice"):
+            leaves(on_ranks(torch.ones(3), BATCH["x"]))
+
+
 RECORDERS = {
     "make_fx": lambda f, x: make_fx(f)(x),
     "linearize": torch.func.linearize,

@@ -144,6 +144,8 @@ def test_what_it_cannot_read_is_refused(shared_mesh):
     for nothing in ({"x": [1, 2]}, 3, None, {"x": "text"}, {}):
         with pytest.raises(SpecError, match="can't read"):
             Loader(nothing, 2, mesh=mesh)
+    with pytest.raises(SpecError, match=r"got dict, with a str at \['names'\]\[0\]"):
+        Loader({"x": torch.ones(2), "names": ["a", "b"]}, 2, mesh=mesh)
     with pytest.raises(SpecError, match="prefetch"):
         Loader(torch.ones(3), 2, mesh=mesh, prefetch=-1)
     with pytest.raises(SpecError, match="batch_size"):

@@ -74,6 +74,8 @@ def test_closures_and_defaults():
     assert changed(function, lambda: items.append(2))
     assert changed(function, lambda: setattr(function, "__defaults__", (9,)))
     assert changed(function, lambda: function.__kwdefaults__.update(scale=8))
+    assert changed(function, lambda: setattr(function, "rates", [1.0]))
+    assert changed(function, lambda: function.rates.append(2.0))
     same_but_code = function.__code__.replace(co_firstlineno=1)
     assert changed(function, lambda: setattr(function, "__code__", same_but_code))
 

@@ -236,6 +236,7 @@ def test_collectives_map_over_trees_and_take_numbers_and_arrays(shared_mesh, bac
     def body():
         rank = axis_index("data")
         tree = {"b": torch.tensor([rank]), "a": (torch.tensor(True), [rank + 0.5, np.full(2, rank, np.int32)])}
+        tree["n"] = None
         total = psum(tree, "data")
         gathered = all_gather(tree, "data")
         return (
@@ -249,7 +250,7 @@ def test_collectives_map_over_trees_and_take_numbers_and_arrays(shared_mesh, bac
         )
 
     for total, gathered, size, two, imaginary, largest, scalars in shared_mesh({"data": 3}, backend).run(body):
-        assert list(total) == ["b", "a"]
+        assert list(total) == ["b", "a", "n"] and total["n"] is None
         assert total["b"].tolist() == [3]
         assert total["a"][0].item() == 3
         assert total["a"][1][0].item() == 4.5
@@ -354,6 +355,7 @@ MISTAKES = {  # and what the message must say
     "size of a number": (lambda x: axis_size(3), ("axis_size got a bad", "3")),
     "barrier over an unknown axis": (lambda x: barrier("x"), ("barrier got an unknown", "'x'")),
     "a string": (lambda x: psum({"a": "b"}, "data"), ("psum got unexpected type", "str")),
+    "nothing": (lambda x: psum(None, "data"), ("psum got unexpected type", "NoneType")),
     "dim too large": (lambda x: all_gather(x, "data", dim=3), ('all_gather got a bad "dim"', "-3 to 2", "3")),
     "tiled dim too large": (lambda x: all_gather(x, "data", dim=2, tiled=True), ("-2 to 1",)),
     "no dimension": (lambda x: all_gather(x.sum(), "data", tiled=True), ("at least one dimension",)),
@@ -432,6 +434,9 @@ OTHER_KEYS = {
     "pbroadcast": lambda: pbroadcast(tree_of_rank(), "data", 0),
     "another key": lambda: psum({"b" if axis_index("data") else "a": torch.ones(2)}, "data"),
     "fewer keys": lambda: [psum({"b": x} if axis_index("data") else {"b": x, "a": x}, "data") for x in [torch.ones(2)]],
+    "None": lambda: [
+        psum({"a": None, "b": x} if axis_index("data") else {"a": x, "b": None}, "data") for x in [torch.ones(2)]
+    ],
     "gradients": lambda: grad(sum_of)(tree_of_rank()),
     "gradients within a graph": lambda: grad(lambda w: grad(sum_of)(tree_of_rank(lambda x: x * w))["a"][0])(
         torch.tensor(1.0)

@@ -164,6 +164,20 @@ def test_mistakes_with_batches(shared_mesh):
     assert run((torch.ones(4), torch.ones(4))).item() == 8
 
 
+def test_a_batch_over_two_axes(shared_mesh):
+    """One data_parallel within the other, as the error for `axis=("data", "model")` says; parts have to be equal."""
+
+    def step(w, batch):
+        return value_and_grad(lambda w, batch: (batch @ w).square().mean())(w, batch)
+
+    run = spmd(data_parallel(data_parallel(step, axis="model"), axis="data"), mesh=shared_mesh({"data": 2, "model": 2}))
+    w, x = drawn(3), drawn(8, 3, seed=1)
+    for found, expected in zip(run(w, x), step(w, x), strict=True):
+        torch.testing.assert_close(found.full(), expected)
+    with pytest.raises(SpecError, match="whose parts are not equal"):
+        run(w, x[:7])
+
+
 def test_a_batch_that_is_cut_along_features(shared_mesh):
     """The parts that ranks have of it are of no samples: their mean is another number than that of the batch."""
     mesh = shared_mesh({"data": 2})

@@ -433,6 +433,24 @@ def test_what_changes_a_function_that_was_looked_at_before(mesh: Mesh) -> None:
             gradients(mesh, loss_fn, params, X)
 
 
+class Reduced:
+    """A loss that is an object, with what it computes, or how, in its attributes."""
+
+    def __init__(self, reduce: Callable):
+        self.reduce = reduce
+
+    def __call__(self, w: Tensor, batch: Tensor) -> Tensor:
+        return self.reduce(batch @ w)
+
+
+@pytest.mark.parametrize("chosen", [lambda loss: loss, lambda loss: loss.__call__], ids=["object", "method"])
+def test_losses_of_one_class_are_each_looked_at(mesh: Mesh, chosen: Callable) -> None:
+    mean, total = (chosen(Reduced(reduce)) for reduce in (lambda x: x.mean(), lambda x: x.sum()))
+    on_ranks = spmd(data_parallel(lambda w, batch: [grad(f)(w, batch) for f in (mean, total)]), mesh=mesh)
+    with pytest.raises(SpecError, match="sum"):
+        on_ranks(torch.ones(3), X)
+
+
 class Dropped(nn.Module):
     """Two blocks with dropout, the first one computed again in the backward pass or not."""
 

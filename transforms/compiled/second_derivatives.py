@@ -1,8 +1,9 @@
 """Second derivatives of what `torch.compile` has made are refused: its graphs have first derivatives only.
 
 Torch refuses them as well, but only where it comes to the node that says so, which a backward pass to some leaves goes
-around: what comes out lacks a part, without a word. Invariant: a tape is looked at when a function is first
-differentiated in calls of a signature, and again after graphs were compiled (the first call runs in eager mode).
+around: what comes out lacks a part, without a word. Invariant: the tape of each gradient of a step is looked at, also
+where several are of one code (a helper that is given losses), and again after graphs were compiled (the first call of a
+signature runs in eager mode).
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ def check_differentiated_once(call: Call, value: Tensor) -> None:
     graphs = torch_compiled.graphs()
     if not graphs:
         return
-    looked_at = set() if call.region is None else call.region.looked_at
-    key = (_NODE, getattr(call.function, "__code__", call.function), call.nested, graphs)
+    looked_at, key = set(), None
+    if call.region is not None:
+        call.region.looks += 1
+        looked_at = call.region.looked_at
+        key = (_NODE, getattr(call.function, "__code__", call.function), call.nested, call.region.looks, graphs)
     if key in looked_at:
         return
     if any(type(node).__name__ == _NODE for node in nodes(value.grad_fn)):

@@ -93,7 +93,7 @@ def _is_judged(call: Call, out: Output) -> bool:
 
 
 def _code(function: Any) -> tuple[Any, ...]:
-    """What functions have in common that compute alike: their code, and the words that they were given."""
+    """What functions have in common that compute alike: their code, and the words that they, or their objects, hold."""
     words: list[Any] = []
     while isinstance(function, functools.partial):
         words += [*function.args, *function.keywords.values()]
@@ -102,7 +102,8 @@ def _code(function: Any) -> tuple[Any, ...]:
         held = [content_of(cell) for cell in function.__closure__ or ()]
         words += [*held, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     else:
-        words.append(function)
+        owner = function.__self__ if isinstance(function, types.MethodType) else function
+        words += [function, *getattr(owner, "__dict__", {}).values()]
     words = [getattr(word, "reduction", word) for word in words]  # of a module like nn.MSELoss
     words = [getattr(word, "__code__", None) if callable(word) else word for word in words]
     constants = tuple(word for word in words if isinstance(word, str | bool | types.CodeType))
