@@ -194,8 +194,10 @@ def test_cut_in_different_ways(shared_mesh: Any) -> None:
 
 
 def test_what_shards_do_not_know_is_asked_of_the_whole(shared_mesh: Any) -> None:
-    """Numbers that go to Python, and random ones."""
+    """Numbers that go to Python, random ones, and which of equal elements is the first."""
     mesh = shared_mesh({"data": 2})
+    columns = put(torch.eye(2), P(None, "data"), mesh=mesh)
+    assert columns.argmin().item() == torch.argmin(columns, None, True).item() == 1 and columns.argmax().item() == 0
     classes = put(torch.tensor([0, 1, 1, 5]), P("data"), mesh=mesh)  # the largest is on one rank
     assert torch.equal(torch.nn.functional.one_hot(classes).full(), torch.nn.functional.one_hot(classes.full()))
     drawn = torch.rand_like(put(torch.zeros(4, 3), P("data"), mesh=mesh)).full()
