@@ -91,6 +91,19 @@ def check_message(
     check_rank(name, argument, rank, size)
 
 
+def arrived(x: torch.Tensor) -> torch.Tensor:
+    """A tensor itself; of what torch's functional collectives return, which may be under way, the result."""
+    return x if type(x) is torch.Tensor or not hasattr(x, "trigger_wait") else x.trigger_wait()
+
+
+def _wraps_others(x: torch.Tensor) -> bool:
+    """Whether the values are those of tensors that it is made of, such as a `DTensor`."""
+    return type(x) is not torch.Tensor and hasattr(x, "__tensor_flatten__") and x.layout is torch.strided
+
+
+_INNER = "pass what is in it: from_dtensor(x) or x.to_local() of a DTensor, x.wait() of an AsyncCollectiveTensor"
+
+
 def check_tensor(name: str, argument: str, x: Any, *, written: bool = False) -> None:
     """Refuse what has no bytes to communicate, and what has not enough of them to be written to."""
     expected = "a dense tensor"
@@ -100,6 +113,8 @@ def check_tensor(name: str, argument: str, x: Any, *, written: bool = False) -> 
         got, remedy = "a tensor on torch's meta device", "give it values"
     elif x.layout is not torch.strided:
         got, remedy = f"a tensor of layout {x.layout}", "move its indices and values by themselves"
+    elif _wraps_others(x):
+        got, remedy = type(x).__name__, _INNER
     elif written and repeats(x):
         got, expected = f"an expanded one, with strides {x.stride()}", "a tensor with memory for each element"
         remedy = "clone() it"
@@ -120,6 +135,8 @@ def check_value(x: torch.Tensor, called: Callable[[], str], *, cut: bool) -> Non
     elif x.is_nested and x.layout is torch.strided:
         problem, got = "can't be sent", "a nested tensor of torch's older kind"
         remedy = "make it with layout=torch.jagged, or pad it"
+    elif _wraps_others(x):
+        problem, got, remedy = "is no plain tensor", type(x).__name__, _INNER
     elif cut and x.layout is not torch.strided:
         problem, got = "can't be cut", f"a tensor of layout {x.layout}"
         remedy = (

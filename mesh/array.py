@@ -24,6 +24,7 @@ from .batch import Deal
 from .display import drawing
 from .spec import RAGGED, P
 
+_OF_MEMORY = ("data_ptr", "storage", "untyped_storage")  # that of a tensor which is gone at once
 MOST_SHOWN = 16  # elements of a value that is shown with its values
 
 
@@ -251,7 +252,7 @@ class Array:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and name in (attributes := _operators().ATTRIBUTES):
             return attributes[name](self)
-        method = None if name.startswith("_") else getattr(torch.Tensor, name, None)
+        method = None if name.startswith("_") or name in _OF_MEMORY else getattr(torch.Tensor, name, None)
         if method is None or not callable(method):
             way = WAY if name in ("grad", "grad_fn") else ".full() is the whole value as a tensor"
             raise AttributeError(f"an Array has no attribute {name!r}; {way}")
@@ -277,15 +278,14 @@ class Array:
         raise MeshError(message("an Array cannot be pickled: its data is on a mesh", remedy="pickle fetch(tree)"))
 
     def _repr_html_(self) -> str:
-        if self.donated_to is not None:
-            return f"<code>{self!r}</code>"
-        return drawing.html([self.grid()], self.mesh.size)
+        return f"<code>{self!r}</code>" if self.donated_to else drawing.html([self.grid()], self.mesh.size)
 
     def __str__(self) -> str:
         # On launched ranks the whole of a value that is cut is to be had only together.
         small = self.donated_to is None and 0 <= self.shape.numel() <= MOST_SHOWN
-        shown = small and (self.mesh.is_driver or not self.spec.entries)
-        title = f"Array({self.tolist()!r}, {self._kind()}, {self.spec})" if shown else repr(self)
+        value = self.full() if small and (self.mesh.is_driver or not self.spec.entries) else None
+        listed = None if value is None or value.layout is not torch.strided else value.tolist()  # torch lists no others
+        title = repr(self) if listed is None else f"Array({listed!r}, {self._kind()}, {self.spec})"
         if self.donated_to is not None or not self.shape or self.mesh.size > drawing.MOST_DRAWN:
             return title
         return "\n".join([title, *drawing.text(self.grid()).splitlines()[1:]])

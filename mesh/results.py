@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels.arguments import check_value
+from ..kernels.arguments import arrived, check_value
 from ..kernels.errors import SpecError, message
 from . import agreement, trees
 from .agreement import OutputMeta, called, path_in
@@ -204,6 +204,7 @@ class Results:
                 if last is not None and last.spec is None and same_value(leaf, last.value):
                     about = last
             else:
+                leaf = arrived(leaf)
                 varying = None if net is None else net.uncovered(leaf, spec.axes)
                 if net is not None and net.averaged(leaf) & spec.axes:
                     self._refuse_averaged(treedef, index, spec)

@@ -243,7 +243,7 @@ class ShmCommunicator(Communicator):
             last = self._last
             if last is not None and (source := last.address(tensor, op, labels.current)):
                 return last.summed(tensor, source, in_place=False)
-            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
                 check_tensor("all_reduced", "tensor", tensor)
             return self._kind(tensor, op)(tensor)
 
@@ -255,7 +255,8 @@ class ShmCommunicator(Communicator):
             last = self._last
             if last is not None and (source := last.address(tensor, op, labels.current)):
                 return last.summed(tensor, source, in_place=True)
-            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not tensor.is_contiguous():
+            plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
+            if not plain or not tensor.is_contiguous():
                 check_tensor("all_reduce", "tensor", tensor, written=True)
             result = self._kind(tensor, op)(tensor, in_place=True)
             if result is not None:

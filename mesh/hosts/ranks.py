@@ -132,7 +132,10 @@ class HostRanks(Ranks):
         store.set(protocol.CALLS, json.dumps([self.elsewhere(rank) for rank in range(len(self.all))]))
 
     def elsewhere(self, rank: int) -> tuple[str, int]:
-        return self._host_of[rank].hears[rank]
+        heard = self._host_of[rank].hears.get(rank)
+        if heard is None:
+            raise ConnectionRefusedError(f"rank {rank} has not begun yet")
+        return heard
 
     def _keep_store(self, meeting: Meeting) -> None:
         """Keep what the ranks meet in; all that is in it is authenticated with the mesh's key."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...kernels import torch_compiled
+from ...kernels.arguments import arrived
 from ...kernels.mapped_files import opened_elsewhere
 from . import functions, operators
 
@@ -28,6 +29,8 @@ def reduced(obj: Any) -> Any:
     if type(obj) in _TENSORS and obj.is_cuda and obj.layout is torch.strided:
         trainable = obj.requires_grad and obj.is_leaf
         return _placed, (obj.detach().cpu(), trainable, type(obj) is torch.nn.Parameter)
+    if isinstance(obj, torch.Tensor) and (result := arrived(obj)) is not obj:
+        return torch.Tensor.detach, (result,)
     found = operators.reduced(obj) or functions.reduced(obj)
     return found or torch_compiled.taken_apart(obj) or opened_elsewhere(obj)
 

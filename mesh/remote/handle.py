@@ -119,6 +119,7 @@ def named(obj: Remote | Ref, caller: Caller) -> tuple:
             )
         )
     if isinstance(obj, Ref):
+        obj.future.seen = True  # an error is raised by what the Ref is given to
         return ("ref", obj.owner, obj.name)
     return ("remote", obj._owner, obj._named, obj._label, obj._methods)
 

@@ -33,7 +33,7 @@ class Caller(Protocol):
 class Outcome(Future):
     """How a call ends: its packet, None for one that stays where it is, or an error."""
 
-    seen = False  # somebody has asked, and so an error is not lost
+    seen = False  # somebody has asked, or is given it, and so an error is not lost
 
 
 class Ref:

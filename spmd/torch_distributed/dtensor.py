@@ -53,9 +53,9 @@ def from_dtensor(dtensor: DTensor, *, mesh: Mesh | None = None) -> Any:
         )
         raise SpecError(message("from_dtensor got no DTensor", got=got, remedy=remedy))
     layout, session = mesh.layout, mesh.session
-    names = dtensor.device_mesh.mesh_dim_names or ()
-    if not set(names) <= set(layout.names):
-        got = f"axes {names}, sizes {tuple(dtensor.device_mesh.shape)}"
+    names = dtensor.device_mesh.mesh_dim_names
+    if names is None or not set(names) <= set(layout.names):
+        got = f"axes {names or 'without names'}, sizes {tuple(dtensor.device_mesh.shape)}"
         raise _on_another_mesh(got, f"some of {layout.axes}")
     for name in names:
         ranks = sorted(dist.get_process_group_ranks(dtensor.device_mesh.get_group(name)))

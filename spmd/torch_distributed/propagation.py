@@ -31,6 +31,7 @@ _KINDS = 4096  # of shards whose layouts are kept
 _LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _WHOLE = {ITEM.default, aten.linalg_pinv.atol_rtol_tensor}  # below a DTensor torch has that wrong (see `DispatchMode`)
 _SCANS = {aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default}
+_PLACES = {aten.argmax.default, aten.argmin.default}
 _MEAN = 1  # torch's number for that way to reduce
 _SUMMED_LATER = {
     aten.detach.default,
@@ -87,6 +88,8 @@ class _OnShards(DispatchMode):
             raise NeedsWhole
         if func in _SCANS and args[1] < 0:  # which the rule takes for a dimension that is not cut
             args = (args[0], args[1] + args[0].ndim, *args[2:])
+        if func in _PLACES and (*args, None)[1] is None and not _is_cut_by_rows(args[0]):
+            raise NeedsWhole  # of equal elements the first is asked for, and the rule takes the first rank's
         if func not in _SUMMED_LATER:
             if any(map(_is_partial, trees.leaves([value for _, value in written_by(func, args, kwargs)]))):
                 raise NeedsWhole  # the sum would be written to, and C++ go on with what was to be summed
@@ -100,7 +103,11 @@ class _OnShards(DispatchMode):
 def _cut_by_samples(x: DTensor, *others: Any) -> bool:
     """Whether of a convolution nothing is cut but the first dimension of the input."""
     weights = (leaf for leaf in others if isinstance(leaf, DTensor))
-    return all(each in (Replicate(), Shard(0)) for each in x.placements) and all(map(_is_whole, weights))
+    return _is_cut_by_rows(x) and all(map(_is_whole, weights))
+
+
+def _is_cut_by_rows(x: DTensor) -> bool:
+    return all(each in (Replicate(), Shard(0)) for each in x.placements)
 
 
 def _is_cut_as_said(leaf: Any) -> bool:

@@ -215,6 +215,15 @@ def test_what_has_no_counterpart_is_refused(mesh: spmd.Mesh) -> None:
     with pytest.raises(SpecError, match="another mesh"):
         mesh.run(elsewhere)
 
+    def unnamed() -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        spmd.from_dtensor(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (4,)), [Shard(0)]), mesh=mesh)
+
+    with pytest.raises(SpecError, match=r"another mesh .*got axes without names"):
+        mesh.run(unnamed)
+
     def otherwise_named() -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -226,3 +235,30 @@ def test_what_has_no_counterpart_is_refused(mesh: spmd.Mesh) -> None:
         mesh.run(otherwise_named)
     with pytest.raises(SpecError, match="got no DTensor \\(got Tensor\\)"):
         mesh.run(spmd.from_dtensor, torch.ones(4))
+
+
+def test_results_of_functional_collectives_are_waited_for(mesh: spmd.Mesh) -> None:
+    """They are tensors of a class of torch's own, whose values may not have arrived."""
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        from torch.distributed import _functional_collectives as functional
+
+        return functional.all_reduce(x, "sum", mesh.device_mesh["data"].get_group())
+
+    step = spmd.spmd(total, mesh=mesh)
+    for _ in range(3):
+        assert step(torch.ones(2)).tolist() == [2, 2]
+    assert [type(each) for each in mesh.run(total, torch.ones(2))] == [torch.Tensor] * 4
+    assert [each.tolist() for each in mesh.run(total, torch.ones(2))] == [[2, 2]] * 4
+    with pytest.raises(SpecError, match=r"got AsyncCollectiveTensor.*x\.wait\(\)"):
+        spmd.spmd(lambda x: spmd.psum(total(x), "data"), mesh=mesh)(torch.ones(2))
+
+
+def test_a_dtensor_where_a_plain_tensor_belongs_is_refused(mesh: spmd.Mesh) -> None:
+    array = put(torch.ones(4), P("data"), mesh=mesh)
+    step = spmd.spmd(lambda: array.to_dtensor(), mesh=mesh)
+    with pytest.raises(SpecError, match=r"result .* is no plain tensor \(got DTensor\).*from_dtensor"):
+        step()
+    for way in (lambda x: mesh.comm().all_reduce(x), lambda x: mesh.comm().broadcast(x), lambda x: put(x, mesh=mesh)):
+        with pytest.raises(SpecError, match=r"got DTensor\).*from_dtensor"):
+            mesh.run(lambda way=way: way(array.to_dtensor()))

@@ -356,11 +356,26 @@ class Where:
         return os.getpid()
 
 
+class Count(Where):
+    count = 0
+
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+
+    def save(self) -> int:
+        return self.count
+
+    def load(self, count: int) -> None:
+        self.count = count
+
+
 def test_a_host_is_lost_and_comes_again(mesh: Mesh, tmp_path: Path) -> None:
     begun, pids, hosts = tmp_path / "begun", mesh.run(os.getpid), mesh.run(host_process)
     whole, cut = put(torch.ones(3), mesh=mesh), put(torch.arange(4.0), P("data"), mesh=mesh)
     there, here = mesh.remote(Where, rank=3), mesh.remote(Where, rank=0)
-    assert there.pid().get() == pids[3]
+    lasting = mesh.remote(Count, rank=3, restore=True)
+    assert there.pid().get() == pids[3] and lasting.add().get() == 1
     assert mesh.run(lambda: mesh.remote(Where, rank=3 - mesh.rank).pid().get()) == pids[::-1]
 
     def wait() -> None:
@@ -390,6 +405,7 @@ def test_a_host_is_lost_and_comes_again(mesh: Mesh, tmp_path: Path) -> None:
     with pytest.raises(PeerLost, match="rank 3, on which Where lived"):
         there.pid().get()
     assert here.pid().get() == pids[0]
+    assert lasting.add().get(HANGS) == 2 and lasting.pid().get() == after[3]
     assert mesh.remote(Where, rank=3).pid().get() == after[3]
     assert mesh.run(lambda: mesh.remote(Where, rank=3 - mesh.rank).pid().get()) == after[::-1]
 

@@ -194,8 +194,10 @@ def test_cut_in_different_ways(shared_mesh: Any) -> None:
 
 
 def test_what_shards_do_not_know_is_asked_of_the_whole(shared_mesh: Any) -> None:
-    """Numbers that go to Python, and random ones."""
+    """Numbers that go to Python, random ones, and which of equal elements is the first."""
     mesh = shared_mesh({"data": 2})
+    columns = put(torch.eye(2), P(None, "data"), mesh=mesh)
+    assert columns.argmin().item() == torch.argmin(columns, None, True).item() == 1 and columns.argmax().item() == 0
     classes = put(torch.tensor([0, 1, 1, 5]), P("data"), mesh=mesh)  # the largest is on one rank
     assert torch.equal(torch.nn.functional.one_hot(classes).full(), torch.nn.functional.one_hot(classes.full()))
     drawn = torch.rand_like(put(torch.zeros(4, 3), P("data"), mesh=mesh)).full()
@@ -247,8 +249,9 @@ def test_what_is_refused_says_what_to_write(shared_mesh: Any) -> None:
             torch.nn.functional.relu(x, inplace=True)
     with pytest.raises(SpecError, match=r"setitem would change an Array, .*: write x = torch.where\(here, y, x\)"):
         x[0] = 2.0
-    with pytest.raises(AttributeError, match=r"no attribute 'weight'; \.full\(\) is the whole value"):
-        _ = x.weight
+    for name in ("weight", "data_ptr", "untyped_storage"):  # the memory of the whole value, if any, is gone at once
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}'; \.full\(\) is the whole value"):
+            getattr(x, name)
     with pytest.raises(RuntimeError, match="must match"):
         (x + torch.ones(4)).full()
     assert mesh.run(lambda: type(x.local)) == [torch.Tensor] * 2
@@ -326,6 +329,7 @@ def test_values_are_shown_and_fetched(shared_mesh: Any) -> None:
     assert f"{loss:.3f}" == "0.250"
     small = put(torch.arange(4), P("data"), mesh=mesh)
     assert str(small).startswith("Array([0, 1, 2, 3], int64[4], P('data'))")
+    assert str(put(torch.eye(2).to_sparse(), mesh=mesh)).startswith("Array(float32[2, 2], P(), Mesh(")
     assert [one.item() for one in small] == small.tolist() == [0, 1, 2, 3]
     assert isinstance(small.numpy(), np.ndarray)
     found = fetch({"x": small, "name": "x", "more": [loss]})

@@ -148,6 +148,16 @@ def test_an_error_that_nobody_asks_for_is_raised_at_the_next_call(mesh: Mesh) ->
         counter.get().exception()  # over, when it is; and at this call, if it was over before
         counter.get()
     assert counter.get().get() == 0
+    given: list[Callable[[Any], Any]] = [
+        lambda failed: counter.add([failed]).get(),
+        lambda failed: mesh.submit(len, failed).result(),
+        lambda failed: mesh.run(len, failed),
+        lambda failed: spmd(lambda x: x, mesh=mesh)(failed),
+    ]
+    for give in given:
+        with pytest.raises(LookupError, match="given on"):
+            give(counter.fail("given on"))
+        assert counter.get().get() == 0, "it was raised already"
 
 
 def test_results_go_from_rank_to_rank(mesh: Mesh) -> None:
