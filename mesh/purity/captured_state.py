@@ -175,7 +175,9 @@ def _looks_at_metrics(module: nn.Module, name: str) -> list[_Look]:
     package = sys.modules.get("torchmetrics")
     kind: type = getattr(package, "Metric", type(None))
     found = [part for part in module.modules() if isinstance(part, kind)]
-    return [_value_of(lambda part=part: part.update_count, f"an update of {name}", _METRIC) for part in found]
+    return [
+        _value_of(functools.partial(getattr, part, "update_count"), f"an update of {name}", _METRIC) for part in found
+    ]
 
 
 def _attributes_of(obj: Any) -> dict[str, Any]:

@@ -234,3 +234,25 @@ def test_its_own_classes_in_and_out(real_mesh: Any) -> None:
     output = evaluate(params, inputs)
     assert isinstance(output, SequenceClassifierOutput)
     torch.testing.assert_close(output.logits.full(), expected.logits.detach())
+
+
+def test_hidden_states_on_the_ranks(real_mesh: Any) -> None:
+    """Transformers records them only of classes of which it has made one in the process."""
+    module, inputs = build("llama"), batch("llama", SAMPLES)
+    apply, params = functional(module)
+    module.requires_grad_(False)
+
+    @spmd(mesh=real_mesh(2))
+    @data_parallel
+    def step(params: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Tensor:
+            taught = module(**batch, output_hidden_states=True).hidden_states
+            states = apply(params, **batch, output_hidden_states=True).hidden_states
+            return sum((state.square() * other).mean() for state, other in zip(states, taught, strict=True))
+
+        return value_and_grad(loss_fn)(params)[0]
+
+    value = step(params, inputs)
+    states = module(**inputs, output_hidden_states=True).hidden_states
+    assert len(states) == 3
+    torch.testing.assert_close(value.full(), sum((state.square() * state).mean() for state in states).detach())
