@@ -6,18 +6,21 @@ uneven and empty parts are exact.
 
 from __future__ import annotations
 
-import copy
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from ._copied_modules import copied
 from .kernels.errors import SpecError, message
 from .mesh.region import current
 from .transforms import current_plan, psum
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_FORWARDS = {kind.forward for kind in _KINDS}
 _RUNNING = (*_KINDS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # what keeps running statistics
 
 
@@ -39,49 +42,90 @@ class SyncedBatchNorm(nn.Module):
             self.register_buffer(name, getattr(norm, name))
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training and self.running_mean is not None:
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        axes = _axes()
-        count = torch.tensor(float(x.numel() // max(x.shape[1], 1)), dtype=wide.dtype, device="cpu")
-        total, count = _summed(wide.sum(dims), axes), _summed(count, axes).detach()
-        mean = total / count
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        away = wide - mean.view(shape)
-        var = _summed(away.square().sum(dims), axes) / count
-        self._track(mean.detach(), var.detach(), count)
-        out = (away * torch.rsqrt(var + self.eps).view(shape)).to(x.dtype)
-        return (
-            out if self.weight is None or self.bias is None else out * self.weight.view(shape) + self.bias.view(shape)
-        )
+        part = self.momentum or 0.0
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            part = 1.0 / float(self.num_batches_tracked) if self.momentum is None else part
+        training = self.training or self.running_mean is None
+        return _batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, training, part, self.eps)
 
-    @torch.no_grad()
-    def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
-        if (
-            not self.training
-            or self.running_mean is None
-            or self.running_var is None
-            or self.num_batches_tracked is None
-        ):
-            return
-        self.num_batches_tracked.add_(1)
-        part = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), part)
-        self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), part)
+
+def _batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.batch_norm`, by the whole batch in training."""
+    if not training:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    axes = _axes()
+    count = torch.tensor(float(x.numel() // max(x.shape[1], 1)), dtype=wide.dtype, device="cpu")
+    total, count = _summed(wide.sum(dims), axes), _summed(count, axes).detach()
+    mean = total / count
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    away = wide - mean.view(shape)
+    var = _summed(away.square().sum(dims), axes) / count
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
+            running_var.lerp_((var.detach() * (count / (count - 1))).to(running_var.dtype), momentum)
+    out = (away * torch.rsqrt(var + eps).view(shape)).to(x.dtype)
+    return out if weight is None or bias is None else out * weight.view(shape) + bias.view(shape)
+
+
+class _WholeBatch(TorchFunctionMode):
+    """What calls `F.batch_norm` under it looks at the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_called = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.was_called = self.was_called or func is F.batch_norm
+        return (_batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
+
+
+def _own_forward(norm: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a norm's own class, which may do more than normalise (timm's have an activation)."""
+    with _WholeBatch() as mode:
+        out = type(norm).forward(norm, *args, **kwargs)
+    if norm.training and not mode.was_called:
+        raise SpecError(
+            message(
+                "functional_with_buffers(sync=True) does not know how a norm looks at its batch",
+                got=f"a {type(norm).__name__}, whose forward calls no F.batch_norm",
+                remedy="write it with F.batch_norm or super().forward, or take the module with sync=False",
+            )
+        )
+    return out
 
 
 def synced(module: nn.Module) -> nn.Module:
     """A copy of a module whose batch norms look at the whole batch; parameters and buffers are the same ones."""
     memo = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    module = copy.deepcopy(module, memo)
-    if isinstance(module, _KINDS):
-        return SyncedBatchNorm(module)
-    made: dict[int, nn.Module] = {}
+    module = copied(module, memo)
+    made = {module: _synced(module)}
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, _KINDS):
-                setattr(parent, name, made.setdefault(id(child), SyncedBatchNorm(child)))
+            new = made[child] = made[child] if child in made else _synced(child)
+            if new is not child:
+                setattr(parent, name, new)
+    return made[module]
+
+
+def _synced(module: nn.Module) -> nn.Module:
+    if not isinstance(module, _KINDS):
+        return module
+    if type(module).forward in _FORWARDS:
+        return SyncedBatchNorm(module)
+    vars(module)["forward"] = functools.partial(_own_forward, module)
     return module
 
 

@@ -7,7 +7,6 @@ Invariant: a call leaves no trace. Whatever `forward` rebinds (parameters, buffe
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from ._batch_norm import decays, synced
 from ._compiled_modules import compile_parts, compiled_parts
+from ._copied_modules import copied
 from ._functional_checks import Origin, check_module, check_names, warn_of_dropped, warn_of_frozen, warn_of_training
 from .kernels import torch_private
 from .kernels.errors import SpecError, SpmdError, message, no_attribute
@@ -159,7 +159,7 @@ class Apply:
             memo[id(replica)] = nn.Parameter(_fetched(params[name]), requires_grad=replica.requires_grad)
         for name, value in (buffers or {}).items():
             memo[id(constants[name])] = _fetched(value)
-        return compile_parts(copy.deepcopy(self.skeleton, memo), self._compiled)
+        return compile_parts(copied(self.skeleton, memo), self._compiled)
 
     def state_dict(self, params: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What `load_state_dict` of such a module takes, tied names and all."""
@@ -299,7 +299,7 @@ def _skeleton(module: nn.Module, *emptied: dict[str, Tensor]) -> nn.Module:
             if isinstance(value, Tensor) and value.grad_fn is not None and id(value) not in memo:
                 memo[id(value)] = value.detach().clone()
     try:
-        return copy.deepcopy(module, memo)
+        return copied(module, memo)
     except Exception as error:
         raise SpmdError(
             message(
@@ -315,7 +315,7 @@ def _duplicate(skeleton: nn.Module) -> nn.Module:
 
     A copy of them, made while a transform of `torch.func` is at work, would be one of the transform's own.
     """
-    return copy.deepcopy(skeleton, {id(tensor): tensor for tensor in (*skeleton.parameters(), *skeleton.buffers())})
+    return copied(skeleton, {id(tensor): tensor for tensor in (*skeleton.parameters(), *skeleton.buffers())})
 
 
 def _without_parametrized_classes(skeleton: nn.Module) -> nn.Module:

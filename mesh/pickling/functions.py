@@ -30,6 +30,7 @@ _KINDS = (
     ctypes.CFUNCTYPE(None),
 )
 _OF_CTYPES = frozenset(map(type, _KINDS))
+_RECORDING, _RECORDED = "transformers.utils.output_capturing", "_CAN_RECORD_REGISTRY"  # by str(class)
 
 
 def travels_by_name(obj: Any) -> bool:
@@ -50,11 +51,14 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
     name, which the receiver's `__main__` does not have. Code: with the name of its file, which errors and tracebacks of
     ranks tell, and cloudpickle leaves out since 3.1.3. A module of a class of its own, as `torch.backends.cudnn` is: by
     name. A type of arrays of ctypes: by what it was made of; what cloudpickle makes of others can't be read. A
-    parametrized module: as one of its class from before, which is made its own again; torch refuses to pickle that.
+    parametrized module: as one of its class from before, which is made its own again; torch refuses to pickle that. A
+    model of transformers: with what its class registers when one is made, without which it gives no hidden states.
     """
     if isinstance(obj, nn.Module) and not vars(type(obj)).keys().isdisjoint(_parametrizations(obj)):
         cls = parametrize.type_before_parametrizations(obj)
         return cls.__new__, (cls,), vars(obj).copy(), None, None, _parametrized
+    if isinstance(obj, nn.Module) and str(type(obj)) in getattr(sys.modules.get(_RECORDING), _RECORDED, ()):
+        return (*obj.__reduce_ex__(4)[:3], None, None, _registered)
     if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
         return _imported(obj)
     if type(obj) is _Cached and not travels_by_name(obj):
@@ -89,6 +93,12 @@ def _parametrizations(module: nn.Module) -> set[str]:
 def _parametrized(module: nn.Module, state: dict[str, Any]) -> None:
     module.__setstate__(state)
     torch_private.inject_parametrizations(module, _parametrizations(module))
+
+
+def _registered(module: nn.Module, state: dict[str, Any]) -> None:
+    module.__setstate__(state)
+    registry = getattr(importlib.import_module(_RECORDING), _RECORDED)
+    dict.__setitem__(registry, str(type(module)), module._can_record_outputs)
 
 
 def _cached(function: Callable, parameters: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import operator
 import random
+import sys
 import types
 import warnings
 from collections import Counter, deque
@@ -34,6 +35,10 @@ _ARRAY_BYTES = 1 << 16
 _BUILT_IN = (list, tuple, dict, set, deque)
 _TORCH = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _WAY = "pass it as an argument, and return its new value"
+_METRIC = (
+    "make its state in the step, part = metric.clone(); part.update(out, y), and return "
+    'psum(part.metric_state, "data") (docs/data.md)'
+)
 _FOR_RANDOM = "torch.rand and its like draw from the generator that each step seeds; or make a generator in the step"
 
 _Change = tuple[str, str]  # what has changed, and the remedy
@@ -55,6 +60,8 @@ class CapturedState:
         todo: list[tuple[Any, str, int]] = [(one, "", 0) for one in functions]
         while todo and len(held) < _LOOKED_AT:
             obj, name, depth = todo.pop()
+            if isinstance(obj, nn.Module):
+                self._looks += _looks_at_metrics(obj, name)
             if id(obj) in seen or isinstance(obj, (*SCALARS, *whole, Tensor, nn.Module, types.ModuleType)):
                 continue
             seen.add(id(obj))
@@ -161,6 +168,16 @@ def _looks_at(obj: Any, name: str) -> list[_Look]:
     if _is_users(type(obj)) or isinstance(obj, _TORCH):
         return [_names_of(functools.partial(_attributes_of, obj), name + ".{}")]
     return []
+
+
+def _looks_at_metrics(module: nn.Module, name: str) -> list[_Look]:
+    """Of a module that is a metric of torchmetrics, or has some: how often each was updated."""
+    package = sys.modules.get("torchmetrics")
+    kind: type = getattr(package, "Metric", type(None))
+    found = [part for part in module.modules() if isinstance(part, kind)]
+    return [
+        _value_of(functools.partial(getattr, part, "update_count"), f"an update of {name}", _METRIC) for part in found
+    ]
 
 
 def _attributes_of(obj: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ..kernels import torch_private
 from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh import trees
 from .blocks import BLOCK, Block, FlatJob, Job, Piece, WholeJob, allocate_like, batches, shared_memory
+from .hyper import is_numeric, lent, refuse_unknown, written
 from .leaves import REFUSED, Leaf, State
 
 # What torch has fused kernels for that start from the same state as the others (SGD's begin with any momentum in half
@@ -44,6 +45,9 @@ class Engine:
         self._may_fuse = known and not chosen
         self._fuses: dict[str, bool] = {}  # by kind of device
         self._numeric: frozenset[str] | None = None  # the names of the numbers among the options
+        # A class from elsewhere may look at all parameters in a step, and count its steps in the group.
+        self.looks_at_all = self._bare_step is None
+        self._written: set[str] = set()  # names of what its steps have written there, besides the numbers
         # A class from elsewhere may clip or scale gradients in place; of torch's own, foreach SGD with nesterov does.
         writes = cls is torch.optim.SGD and bool(options.get("nesterov"))
         self._keeps = cls.__module__.startswith("torch.optim") and not (writes and options.get("foreach"))
@@ -56,7 +60,7 @@ class Engine:
         """The numeric hyper-parameters with their starting values."""
         instance, options = self._take(False)
         self._idle[False].append((instance, options))
-        return {name: value for name, value in options.items() if _is_numeric(value)}
+        return {name: value for name, value in options.items() if is_numeric(value)}
 
     def create(self, leaves: Sequence[Leaf]) -> list[State]:
         """The state that the constructor makes; most classes make none before the first step."""
@@ -70,22 +74,12 @@ class Engine:
         self, leaves: Sequence[Leaf], states: Sequence[State], hyper: Mapping[str, Any], scale: Tensor | None = None
     ) -> tuple[list[Tensor], list[State], dict[str, Any]]:
         """One step: the new parameters, states and hyper-parameters. Leaves without gradient pass through."""
-        params, states = [leaf.param for leaf in leaves], list(states)
-        jobs: dict[int, WholeJob | FlatJob] = {}
-        by_kernel: dict[bool, list[Job]] = {True: [], False: []}
-        for index, leaf in enumerate(leaves):
-            if leaf.grad is not None:
-                fused = self._is_fused(leaf.param, leaf.grad)
-                jobs[index] = self._job(leaf.param, leaf.grad, self._counted(states[index], leaf.param, fused), fused)
-                by_kernel[fused].append(jobs[index])
+        jobs, by_kernel = self._jobs(leaves, states)
         new_hyper = dict(hyper)
         for fused, some in by_kernel.items():
             if some or not (fused or jobs):
                 new_hyper = self._run(some, hyper, fused, scale)
-        for index, job in jobs.items():
-            params[index] = job.param if isinstance(job, WholeJob) else job.out.view(params[index].shape)
-            states[index] = job.state
-        return params, states, new_hyper
+        return *_after(leaves, states, jobs), new_hyper
 
     def update_flat(
         self, out: Tensor, pieces: Sequence[Piece], state: State, hyper: Mapping[str, Any], scale: Tensor | None = None
@@ -97,6 +91,19 @@ class Engine:
         new_state = job.state
         self._check_flat(new_state)
         return new_state, new_hyper
+
+    def _jobs(
+        self, leaves: Sequence[Leaf], states: Sequence[State]
+    ) -> tuple[dict[int, WholeJob | FlatJob], dict[bool, list[Job]]]:
+        """Of the leaves with a gradient, by index, and by whether a fused kernel does them."""
+        jobs: dict[int, WholeJob | FlatJob] = {}
+        by_kernel: dict[bool, list[Job]] = {True: [], False: []}
+        for index, leaf in enumerate(leaves):
+            if leaf.grad is not None:
+                fused = self._is_fused(leaf.param, leaf.grad)
+                jobs[index] = self._job(leaf.param, leaf.grad, self._counted(states[index], leaf.param, fused), fused)
+                by_kernel[fused].append(jobs[index])
+        return jobs, by_kernel
 
     def _job(self, param: Tensor, grad: Tensor, state: State, fused: bool) -> WholeJob | FlatJob:
         arrays = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
@@ -121,20 +128,33 @@ class Engine:
     def _run(self, jobs: Sequence[Job], hyper: Mapping[str, Any], fused: bool, scale: Tensor | None) -> dict[str, Any]:
         """Do the jobs, block by block; the new hyper-parameters."""
         instance, options = self._take(fused)
-        if self._numeric is None:
-            self._numeric = frozenset(name for name, value in options.items() if _is_numeric(value))
-        lent = _lent(options, self._numeric, hyper)
+        lent = self._lend(options, hyper)
         group = instance.param_groups[0]
         group.clear()
         group.update(options, params=[], **lent)
         # A fused kernel goes over everything once. A GPU has no cache to keep a block in, and a launch for each.
-        whole = bool(options.get("fused")) or not all(job.is_cpu for job in jobs)
+        # A class from elsewhere may count its steps, or look at all parameters: it gets all of them, once.
+        whole = self.looks_at_all or bool(options.get("fused")) or not all(job.is_cpu for job in jobs)
         length = None if whole else BLOCK
         for batch in batches(jobs, length):
-            self._step(instance, batch, scale)
-        return self._give_back(fused, instance, options, lent, hyper)
+            self._step(instance, [batch], scale)
+        self._give_back(fused, instance, options)
+        return self._read(group, options, lent, hyper) if jobs else dict(hyper)
 
-    def _step(self, instance: Any, batch: Sequence[Block], scale: Tensor | None) -> None:
+    def _lend(self, options: dict[str, Any], hyper: Mapping[str, Any]) -> dict[str, Any]:
+        if self._numeric is None:
+            self._numeric = frozenset(name for name, value in options.items() if is_numeric(value))
+        if not self.looks_at_all or hyper.keys() == self._numeric:
+            return lent(options, self._numeric, hyper)
+        # Among them what an earlier step has written; a name that no step writes is found out after it.
+        numeric = {name: value for name, value in hyper.items() if name in self._numeric}
+        more = {name: value for name, value in hyper.items() if name not in self._numeric}
+        more = {name: value.clone() if isinstance(value, Tensor) else value for name, value in more.items()}
+        return {**lent(options, self._numeric, numeric), **more}
+
+    def _step(self, instance: Any, batch_of: Sequence[Sequence[Block]], scale: Tensor | None) -> None:
+        """Step the blocks of each of the instance's groups."""
+        batch = batch_of[0] if len(batch_of) == 1 else [block for some in batch_of for block in some]
         lent = [job.lend(start, stop) for job, start, stop in batch]
         together = [one for some in lent for one in some]
         for one in together:
@@ -145,7 +165,12 @@ class Engine:
                 one.param.grad = one.grad.detach() if keeps else one.grad.detach().clone()
             if one.state:
                 instance.state[one.param] = one.state
-        instance.param_groups[0]["params"] = [one.param for one in together]
+        if len(batch_of) == 1:
+            instance.param_groups[0]["params"] = [one.param for one in together]
+        else:
+            rest = iter(lent)
+            for group, blocks in zip(instance.param_groups, batch_of, strict=True):
+                group["params"] = [one.param for _ in blocks for one in next(rest)]
         try:
             if self._bare_step is None or torch_private.has_step_hooks():
                 instance.step()
@@ -211,10 +236,8 @@ class Engine:
         device = param.device if beside else torch.device("cpu")
         return state if step.device == device else {**state, "step": step.to(device)}
 
-    def _give_back(
-        self, is_fused: bool, instance: Any, options: dict, lent: dict, hyper: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Keep the instance for the next call (not after an error); the new hyper-parameters."""
+    def _give_back(self, is_fused: bool, instance: Any, options: dict) -> None:
+        """Keep the instance for the next call (not after an error)."""
         if instance.state:
             raise SpmdError(
                 message(
@@ -223,10 +246,22 @@ class Engine:
                     remedy="keep it per parameter, or as a number in the defaults of its parameter group",
                 )
             )
-        group = instance.param_groups[0]
-        group["params"] = []
+        for group in instance.param_groups:
+            group["params"] = []
         self._idle[is_fused].append((instance, options))
-        return {name: hyper[name] if group[name] is lent[name] else group[name] for name in hyper}
+
+    def _read(self, group: dict[str, Any], options: dict, lent: dict, hyper: Mapping[str, Any]) -> dict[str, Any]:
+        """The hyper-parameters after a step."""
+        after = {name: hyper[name] if group[name] is lent[name] else group[name] for name in hyper}
+        if not self.looks_at_all:
+            return after
+        assert self._numeric is not None
+        more = written(self.cls, group, options, lent, self._numeric)
+        for name, value in more.items():
+            if name in lent and name not in self._written and type(value) in (int, float) and value is lent[name]:
+                refuse_unknown(name, self._numeric)
+        self._written.update(more)
+        return {**after, **more}
 
     def _take(self, is_fused: bool) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
         try:
@@ -246,6 +281,48 @@ class Engine:
             ) from error
 
 
+def update(
+    engines: Sequence[Engine],
+    members: Sequence[tuple[Sequence[Leaf], Sequence[State]]],
+    hypers: Sequence[Mapping[str, Any]],
+    scale: Tensor | None,
+) -> list[tuple[list[Tensor], list[State], dict[str, Any]]]:
+    """One step of some groups, as `Engine.update`: a class from elsewhere may look at all (a norm of all gradients)."""
+    if len(engines) < 2 or not engines[0].looks_at_all:
+        return [
+            engine.update(*some, hyper, scale) for engine, some, hyper in zip(engines, members, hypers, strict=True)
+        ]
+    jobs = [engine._jobs(leaves, states)[0] for engine, (leaves, states) in zip(engines, members, strict=True)]
+    taken = [engine._take(False) for engine in engines]
+    lents = [engine._lend(options, hyper) for engine, (_, options), hyper in zip(engines, taken, hypers, strict=True)]
+    instance = taken[0][0]
+    groups = [{**options, "params": [], **lent} for (_, options), lent in zip(taken, lents, strict=True)]
+    instance.param_groups = groups
+    blocks = [[(job, *bounds) for job in some.values() for bounds in job.blocks(None)] for some in jobs]
+    if any(jobs):
+        engines[0]._step(instance, blocks, scale)
+    instance.param_groups = groups[:1]
+    for engine, (own, options) in zip(engines, taken, strict=True):
+        engine._give_back(False, own, options)
+    return [
+        (*_after(leaves, states, done), engine._read(group, options, lent, hyper) if any(jobs) else dict(hyper))
+        for engine, (leaves, states), done, group, (_, options), lent, hyper in zip(
+            engines, members, jobs, groups, taken, lents, hypers, strict=True
+        )
+    ]
+
+
+def _after(
+    leaves: Sequence[Leaf], states: Sequence[State], jobs: Mapping[int, WholeJob | FlatJob]
+) -> tuple[list[Tensor], list[State]]:
+    """The parameters and states after a step; leaves without gradient as they were."""
+    params, states = [leaf.param for leaf in leaves], list(states)
+    for index, job in jobs.items():
+        params[index] = job.param if isinstance(job, WholeJob) else job.out.view(params[index].shape)
+        states[index] = job.state
+    return params, states
+
+
 def _light(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """The class without the wrappers by which torch tells its compiler to keep off these methods.
 
@@ -256,37 +333,3 @@ def _light(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
         return cls
     plain = {name: inspect.unwrap(getattr(cls, name)) for name in ("add_param_group", "step")}
     return type(cls.__name__, (cls,), {**plain, "__module__": cls.__module__})
-
-
-def _is_numeric(value: Any) -> bool:
-    kind = type(value)
-    if kind is float or kind is int:  # most are; asking an abstract class takes longer
-        return True
-    if value is None or kind is bool:
-        return False
-    if isinstance(value, tuple):
-        return all(item is None or _is_numeric(item) for item in value)
-    return isinstance(value, numbers.Real | Tensor)
-
-
-def _lent(options: dict[str, Any], expected: frozenset[str], hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters as torch wants them: the user may have put a tensor for a number, a list for a tuple."""
-    if hyper.keys() != expected:
-        name = min(hyper.keys() ^ expected)
-        problem = f"opt_state['hyper'] {'misses' if name in expected else 'has an unknown'} {name!r}"
-        expected_names = f"the names {sorted(expected)}"
-        raise SpecError(message(problem, expected=expected_names, remedy="pass what opt.init returned"))
-
-    def lend(name: str, default: Any, value: Any) -> Any:
-        if type(value) is type(default) is float:
-            return value
-        if isinstance(default, tuple) and isinstance(value, tuple | list) and len(value) == len(default):
-            return tuple(lend(name, *pair) for pair in zip(default, value, strict=True))
-        if isinstance(value, Tensor) and value.numel() == 1 and not isinstance(default, Tensor):
-            return value.item()
-        if value is not default and (isinstance(default, tuple) or isinstance(value, tuple) or not _is_numeric(value)):
-            problem = f"opt_state['hyper'][{name!r}] has an unexpected value"
-            raise SpecError(message(problem, got=repr(value), expected=f"something like {default!r}"))
-        return value
-
-    return {name: lend(name, options[name], value) for name, value in hyper.items()}

@@ -24,7 +24,7 @@ from ..mesh.replication.net import all_differ_over, differs_over, mark_all
 from ..mesh.spec import P
 from ..mesh.strides import is_frozen
 from . import groups as grouping
-from .engine import Engine
+from .engine import Engine, update
 from .leaves import Leaf, State, declared_as
 from .parts import Parts, divide
 from .slices import Axis, Slice
@@ -105,16 +105,16 @@ class Given:
         new_state: dict[str, State] = {}
         new_hypers = [dict(hyper) for hyper in hypers]
         states = self.parts.states
-        for group, (engine, hyper) in enumerate(zip(engines, hypers, strict=True)):
-            members = [(index, leaf) for index, leaf in self.parts.whole if leaf.group == group]
-            if members or not self.params:
-                leaves = [leaf for _, leaf in members]
-                given = [states[leaf.path] for leaf in leaves]
-                stepped, after, new_hypers[group] = engine.update(leaves, given, hyper, scale)
-                for (index, leaf), param, own in zip(members, stepped, after, strict=True):
-                    new_params[index] = param
-                    if own:
-                        new_state[leaf.path] = declared_as(leaf, own)
+        members = [[one for one in self.parts.whole if one[1].group == group] for group in range(len(engines))]
+        groups = [group for group, some in enumerate(members) if some or not self.params]
+        leaves = [[leaf for _, leaf in members[group]] for group in groups]
+        given = [(some, [states[leaf.path] for leaf in some]) for some in leaves]
+        done = update([engines[group] for group in groups], given, [hypers[group] for group in groups], scale)
+        for group, (stepped, after, new_hypers[group]) in zip(groups, done, strict=True):
+            for (index, leaf), param, own in zip(members[group], stepped, after, strict=True):
+                new_params[index] = param
+                if own:
+                    new_state[leaf.path] = declared_as(leaf, own)
         for part in self.parts.slices:
             params = [self.params[i] for i in part.members]
             grads: list[Any] = [self.grads[i] for i in part.members]

@@ -50,6 +50,8 @@ _INSTEAD = {  # of what torch's optimizers have
     "lr": 'it is opt_state["hyper"]["lr"], which any step may have of its own',
     "add_param_group": "write optimizer(cls, groups=[...])",
     "state": "opt_state is the state, a value",
+    "train": "of a schedule-free class pass a subclass whose __init__ calls self.train() (docs/how_to.md)",
+    "eval": "the parameters to evaluate with are made of params and opt_state (docs/how_to.md)",
     "state_dict": 'opt_state is the state, a value: save("run", {"params": params, "opt_state": opt_state})',
     "load_state_dict": "opt_state is the state, a value: pass what restore gave to the step",
 }
@@ -220,10 +222,10 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
         leaves[index] = new
     # What was scheduled for this step is no change of what the next one starts from.
     kept_hypers = [
-        {name: hyper[name] if new[name] is scheduled[name] else new[name] for name in hyper}
+        {name: hyper[name] if name in hyper and value is scheduled[name] else value for name, value in new.items()}
         for hyper, scheduled, new in zip(hypers, now, new_hypers, strict=True)
     ]
-    new_opt_state = {"state": new_state, **_written(recipe, kept_hypers, hypers)}
+    new_opt_state = {"state": new_state, **_written(recipe, kept_hypers, hypers, opt_state)}
     if count is not None:
         new_opt_state["count"] = count + 1
     updates = noted_updates()
@@ -232,14 +234,20 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     return trees.unflatten(treedef, leaves), new_opt_state
 
 
-def _written(recipe: Recipe, hypers: list[dict[str, Any]], before: Any = None) -> dict[str, Any]:
-    """The hyper-parameters as a state has them: all of the default group, and of the others what is their own."""
+def _written(recipe: Recipe, hypers: list[dict[str, Any]], before: Any = None, given: Any = None) -> dict[str, Any]:
+    """The hyper-parameters as a state has them: all of the default group, and of the others what is their own.
+
+    Args:
+        before: those that the step began with.
+        given: the state that had them, whose groups keep what they had of their own.
+    """
     if not recipe.groups:
         return {"hyper": hypers[0]}
     own = []
     for number, (hyper, names) in enumerate(zip(hypers[1:], recipe.owned[1:], strict=True), 1):
-        changed = () if before is None else [name for name in hyper if hyper[name] is not before[number][name]]
-        own.append({name: hyper[name] for name in hyper if name in names or name in changed})
+        had = () if given is None else given["groups"][number - 1]
+        changed = () if before is None else [name for name in hyper if hyper[name] is not before[number].get(name)]
+        own.append({name: hyper[name] for name in hyper if name in names or name in had or name in changed})
     return {"hyper": hypers[0], "groups": own}
 
 

@@ -59,6 +59,32 @@ def test_a_plain_state_dict_is_taken():
         apply.params(nn.Linear(3, 5).state_dict())
 
 
+class KeepsAFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = lambda x: x @ self.embedding.weight.t()
+
+    def forward(self, x):
+        return self.head(self.embedding(x))
+
+
+def test_a_function_that_a_module_keeps_computes_with_the_weights_given(shared_mesh):
+    module, x = KeepsAFunction(), torch.arange(5)
+    apply, params = functional(module)
+    F.cross_entropy(module(x), x).backward()
+
+    @spmd(mesh=shared_mesh({"data": 2}))
+    @data_parallel
+    def gradient(params, batch):
+        return value_and_grad(lambda params: F.cross_entropy(apply(params, batch), batch))(params)[1]
+
+    torch.testing.assert_close(gradient(params, x)["embedding.weight"].full(), module.embedding.weight.grad)
+    exported = apply.to_module({"embedding.weight": torch.ones(5, 3)})
+    assert torch.equal(exported(x), torch.full((5, 5), 3.0))
+    assert torch.equal(exported.head(torch.ones(1, 3)), torch.full((1, 5), 3.0))
+
+
 def test_buffers_and_parametrizations_come_back():
     norm = nn.BatchNorm1d(2)
     apply, params, buffers = functional_with_buffers(norm)
@@ -69,10 +95,15 @@ def test_buffers_and_parametrizations_come_back():
     assert torch.equal(apply.to_module(params).weight, layer.weight)
 
 
+class NormWithActivation(nn.BatchNorm2d):
+    def forward(self, x):
+        return F.relu(super().forward(x))
+
+
 def convolutions(momentum):
     torch.manual_seed(0)
     return nn.Sequential(
-        *(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, momentum=momentum), nn.ReLU(), nn.Flatten()),
+        *(nn.Conv2d(2, 3, 3), NormWithActivation(3, momentum=momentum), nn.Flatten()),
         *(nn.Linear(3 * 4, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3)),
     ).double()
 
@@ -125,3 +156,13 @@ def test_synced_batch_norm_elsewhere(shared_mesh):
     module.eval()
     apply, params, buffers = functional_with_buffers(module, sync=True)
     torch.testing.assert_close(apply(params, buffers, x)[0], module(x))
+
+
+def test_a_batch_norm_that_computes_its_statistics_itself_is_refused():
+    class Centring(nn.BatchNorm1d):
+        def forward(self, x):
+            return x - x.mean(0)
+
+    apply, params, buffers = functional_with_buffers(Centring(2), sync=True)
+    with pytest.raises(SpecError, match=r"got a Centring, whose forward calls no F\.batch_norm"):
+        apply(params, buffers, torch.ones(3, 2))

@@ -439,6 +439,64 @@ def test_an_optimizer_from_elsewhere():
         optimizer(Clipped)
 
 
+class LooksAtAll(optim.Optimizer):
+    """Not from torch: scales by the norm of all gradients of all groups, keeps counts that are in no defaults."""
+
+    def __init__(self, params, lr, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        grads = [param.grad for group in self.param_groups for param in group["params"]]
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group.setdefault("written", torch.zeros(())).add_(1)
+            for param in group["params"]:
+                param.mul_(1 - group["weight_decay"]).sub_(param.grad / norm / group["step"] / group["written"])
+
+
+@pytest.mark.parametrize("shapes", [[(3, 2), (2,)], [(600, 600), (600,), (1, 600)]], ids=["few", "more than a block"])
+@pytest.mark.parametrize("divided", [False, True])
+def test_an_optimizer_from_elsewhere_sees_all_at_once_and_finds_what_it_wrote(shapes, divided):
+    params, grads = draw(shapes, torch.float32, 0), draw(shapes, torch.float32, 1)
+    groups = [{"params": lambda name, value: value.dim() < 2, "weight_decay": 0.1}] if divided else None
+    opt = optimizer(LooksAtAll, lr=0.1, groups=groups)
+    theirs = {name: nn.Parameter(value.clone()) for name, value in params.items()}
+    flat = [value for value in theirs.values() if value.dim() < 2]
+    whole = [value for value in theirs.values() if value.dim() > 1]
+    reference = LooksAtAll(
+        [{"params": whole}, {"params": flat, "weight_decay": 0.1}] if divided else theirs.values(), lr=0.1
+    )
+    opt_state = opt.init(params)
+    for _ in range(3):
+        for name, value in theirs.items():
+            value.grad = grads[name].clone()
+        reference.step()
+        params, opt_state = cloudpickle.loads(cloudpickle.dumps(opt)).step(params, grads, opt_state)
+        for name, value in theirs.items():
+            torch.testing.assert_close(params[name], value.detach(), rtol=0, atol=0)
+    assert opt_state["hyper"]["step"] == opt_state["hyper"]["written"] == 3
+    assert not divided or opt_state["groups"][0]["step"] == 3
+    same_params, again = opt.step(params, dict.fromkeys(params), opt_state)
+    assert same(again, opt_state) and same(same_params, params)
+    opt_state["hyper"]["lrr"] = 1.0
+    with pytest.raises(SpecError, match=r"opt_state\['hyper'\] has an unknown 'lrr'"):
+        opt.step(params, grads, opt_state)
+
+
+def test_what_an_optimizer_from_elsewhere_cannot_keep_is_refused():
+    class Keeps(Clipped):
+        def step(self, closure=None):
+            super().step()
+            self.param_groups[0]["before"] = [param.clone() for param in self.param_groups[0]["params"]]
+
+    opt = optimizer(Keeps, lr=1.0)
+    params = {"w": torch.tensor(3.0)}
+    with pytest.raises(SpmdError, match=r"Keeps keeps something in its parameter group .*'before', of type list"):
+        opt.step(params, params, opt.init(params))
+
+
 @pytest.mark.parametrize("cls", [optim.SGD, Clipped])
 def test_hooks_of_every_optimizer_are_called(cls):
     def halve(stepped, args, kwargs):

@@ -62,6 +62,22 @@ def test_sums_of_states_are_the_metric_of_all_samples(ranks: int, real_mesh: Any
         torch.testing.assert_close(metric.compute(), expected.compute(), check_dtype=False, msg=name)
 
 
+@pytest.mark.parametrize("kind", ["one", "several", "forward"])
+def test_an_update_of_a_captured_metric_gives_a_warning(kind: str, real_mesh: Any) -> None:
+    metric = METRICS["accuracy"]()
+    metric = torchmetrics.MetricCollection([metric]) if kind == "several" else metric
+    data = samples("accuracy")
+
+    @spmd(mesh=real_mesh(2))
+    @data_parallel
+    def step(batch: Any) -> Any:
+        (metric if kind == "forward" else metric.update)(batch["out"], batch["y"])
+        return psum(batch["out"].sum(), "data")
+
+    with pytest.warns(UserWarning, match=r"step changes what it captures.*an update of metric\): make its state in"):
+        step(data).item()
+
+
 def test_the_block_of_the_page_runs(real_mesh: Any, capsys: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     block, output = re.search(

@@ -1,0 +1,73 @@
+"""The numbers of a parameter group, which every step reads from the state, and what a step writes in the group."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from ..kernels.errors import SpecError, SpmdError, message
+
+
+def is_numeric(value: Any) -> bool:
+    kind = type(value)
+    if kind is float or kind is int:  # most are; asking an abstract class takes longer
+        return True
+    if value is None or kind is bool:
+        return False
+    if isinstance(value, tuple):
+        return all(item is None or is_numeric(item) for item in value)
+    return isinstance(value, numbers.Real | Tensor)
+
+
+def lent(options: dict[str, Any], expected: frozenset[str], hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters as torch wants them: the user may have put a tensor for a number, a list for a tuple."""
+    if hyper.keys() != expected:
+        refuse_unknown(min(hyper.keys() ^ expected), expected)
+
+    def lend(name: str, default: Any, value: Any) -> Any:
+        if type(value) is type(default) is float:
+            return value
+        if isinstance(default, tuple) and isinstance(value, tuple | list) and len(value) == len(default):
+            return tuple(lend(name, *pair) for pair in zip(default, value, strict=True))
+        if isinstance(value, Tensor) and value.numel() == 1 and not isinstance(default, Tensor):
+            return value.item()
+        if value is not default and (isinstance(default, tuple) or isinstance(value, tuple) or not is_numeric(value)):
+            problem = f"opt_state['hyper'][{name!r}] has an unexpected value"
+            raise SpecError(message(problem, got=repr(value), expected=f"something like {default!r}"))
+        return value
+
+    return {name: lend(name, options[name], value) for name, value in hyper.items()}
+
+
+def refuse_unknown(name: str, expected: frozenset[str]) -> NoReturn:
+    problem = f"opt_state['hyper'] {'misses' if name in expected else 'has an unknown'} {name!r}"
+    expected_names = f"the names {sorted(expected)}"
+    raise SpecError(message(problem, expected=expected_names, remedy="pass what opt.init returned"))
+
+
+def written(
+    cls: type, group: Mapping[str, Any], options: Mapping[str, Any], lent: Mapping[str, Any], numeric: frozenset[str]
+) -> dict[str, Any]:
+    """What a step has put in its group besides the numbers, to find it there in the next one (a count, a flag).
+
+    Raises:
+        SpmdError: it can't be kept.
+    """
+    found = {
+        name: value
+        for name, value in group.items()
+        if name not in numeric and name != "params" and (name in lent or value is not options.get(name, group))
+    }
+    for name, value in found.items():
+        if not (value is None or isinstance(value, bool | str) or is_numeric(value)):
+            raise SpmdError(
+                message(
+                    f"{cls.__name__} keeps something in its parameter group that is no number",
+                    got=f"{name!r}, of type {type(value).__name__}",
+                    remedy="keep it per parameter, or as a number in the group",
+                )
+            )
+    return found
