@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ._copied_modules import copied
 from .kernels.errors import SpecError, message
-from .mesh.region import current
+from .mesh.region import current, planned_session
 from .transforms import current_plan, psum
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -68,6 +68,15 @@ def _batch_norm(
     axes = _axes()
     count = torch.tensor(float(x.numel() // max(x.shape[1], 1)), dtype=wide.dtype, device="cpu")
     total, count = _summed(wide.sum(dims), axes), _summed(count, axes).detach()
+    if planned_session() is None and not torch.compiler.is_compiling() and count <= 1:
+        raise SpecError(
+            message(
+                "a batch norm in training got no more than one value of each channel in the whole batch",
+                got=f"this rank's part {tuple(x.shape)}",
+                expected="at least two, or there is no variance",
+                remedy="give it larger batches: Loader(drop_last=True) leaves a short last one out",
+            )
+        )
     mean = total / count
     shape = [1, -1] + [1] * (x.dim() - 2)
     away = wide - mean.view(shape)

@@ -7,6 +7,7 @@ and none is older than a greeting takes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -42,7 +43,8 @@ def listen(where: str) -> None:
         strangers = deque(one for one in strangers if not _ended(one[1]))
         if len(strangers) >= STRANGERS:  # the oldest makes room
             pid, standing = strangers.popleft()
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(pid, signal.SIGKILL)
             os.close(standing)
         standing, end = os.pipe()
         here, pid = os.getpid(), os.fork()

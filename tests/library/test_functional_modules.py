@@ -158,6 +158,14 @@ def test_synced_batch_norm_elsewhere(shared_mesh):
     torch.testing.assert_close(apply(params, buffers, x)[0], module(x))
 
 
+@pytest.mark.parametrize("samples", [0, 1])
+def test_a_synced_batch_norm_of_one_value_is_refused(samples):
+    """As torch refuses it: there is no variance, and the running one would be no number from then on."""
+    apply, params, buffers = functional_with_buffers(nn.BatchNorm1d(2), sync=True)
+    with pytest.raises(ValueError, match=r"no more than one value of each channel.*drop_last=True"):
+        apply(params, buffers, torch.ones(samples, 2))
+
+
 def test_a_batch_norm_that_computes_its_statistics_itself_is_refused():
     class Centring(nn.BatchNorm1d):
         def forward(self, x):
