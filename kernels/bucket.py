@@ -72,7 +72,7 @@ def _leaf(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -
         return Leaf(shape, stride, dtype)
     # Dense strides, in the tensor's order of dimensions. Device "meta" is used only where it must be, since torch then
     # imports SymPy (a third of a second): for empty leaves, whose strides differ from those on the CPU, and where torch
-    # fills new tensors. Otherwise an empty CPU tensor touches no memory.
+    # fills new tensors. Elsewhere new tensors on the CPU are not filled, and so touch no memory.
     device = "meta" if 0 in shape or torch.are_deterministic_algorithms_enabled() else "cpu"
     primal = torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device=device))
     return Leaf(shape, tuple(primal.stride()), dtype)
@@ -201,7 +201,7 @@ class Packed:
     """A bucket: its leaves, and where each begins and how long it is, in elements (complex ones count twice).
 
     Attributes:
-        dtype: the leaves' dtype (on CPUs, a bucket may hold leaves of other dtypes too).
+        dtype: the leaves' dtype; on CPUs the same as `wire`, since leaves of several dtypes may share a bucket.
         wire: the bucket's dtype.
     """
 

@@ -115,7 +115,7 @@ class DispatchMode(TorchDispatchMode):
 
     Public way: none; `TorchFunctionMode` misses backward passes. Torch's own way to keep its compiler out of such a
     mode imports it at the first operation (half a second on every rank); `run_as_written` imports nothing. Below a mode
-    torch ignores lazy conjugates of its own making (`linalg.pinv` of complex numbers): they are turned on again.
+    torch overlooks lazy conjugates of its own making (in `linalg.pinv` of complex numbers): here they are resolved.
     An operator that takes functions (`torch.cond`, `flex_attention`) goes to `with_functions`; what they do is unseen.
     """
 

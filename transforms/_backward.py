@@ -72,7 +72,7 @@ class Evaluated:
 
 
 def noted(call: Call, x: Tensor, same: tuple[str, ...]) -> Tensor:
-    """Mark a sum over the axes `same` with the other axes of the mean; no mark if the mean leaves axes out."""
+    """Mark a sum over the axes `same` as different along the mean's other axes; no mark if the mean leaves axes out."""
     _note(call, [x], [same])
     return x
 

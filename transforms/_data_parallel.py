@@ -39,9 +39,9 @@ def data_parallel(
     """Run a step on each rank's part of the batch; its gradients are those of the whole batch on one device.
 
     Uneven and empty parts are exact: means are weighted by the number of samples. A rank without samples contributes
-    nothing, even if the function fails on an empty batch, unless the function communicates. Values that the step
-    computes outside of `value_and_grad` are local to the rank: `psum` or `pmean` them before you return them. Plain
-    batch norm in train mode normalises over the samples of its own rank, as under DDP;
+    nothing; there the function may even fail on the empty batch, unless it communicates. Values that the step computes
+    outside of `value_and_grad` are local to the rank: `psum` or `pmean` them before you return them. Plain batch norm
+    in train mode normalises over the samples of its own rank, as under DDP;
     `functional_with_buffers(model, sync=True)` normalises over the whole batch, as one device does.
 
     Args:

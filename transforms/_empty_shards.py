@@ -1,8 +1,8 @@
 """A rank without samples, whose function fails on an empty batch (batch norm refuses one, for example).
 
 Such a rank contributes nothing, so all it needs to know is what the other ranks' results look like. Where there may be
-ranks without samples, all ranks tell each other before the gradients are summed. An error after a collective has
-started is raised all the same: the other ranks are waiting in that collective.
+ranks without samples, all ranks tell each other whether their function failed, before the gradients are summed. An
+error after a collective has started is raised all the same: the other ranks are waiting in that collective.
 """
 
 from __future__ import annotations

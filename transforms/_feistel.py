@@ -59,7 +59,7 @@ def permute(index: npt.NDArray[np.uint64], length: int, key: int) -> npt.NDArray
     rounds = 24 if bits < 8 else 12
     keys = [_mix(key + number * _GAMMA & _MASK) for number in range(1, rounds + 1)]
     half, tables = (bits + 1) // 2, None
-    if len(index) >> half > 1:  # more indices than values of a half: compute each round's function once for each value
+    if len(index) >> half > 1:  # two indices or more for each value of a half: compute each round's function per value
         tables = np.arange(1 << half, dtype=np.uint64) + np.array(keys, dtype=np.uint64)[:, None]
         _mix_array(tables, np.empty_like(tables))
     network = functools.partial(_network, bits=bits, keys=keys, tables=tables)

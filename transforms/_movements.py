@@ -228,7 +228,7 @@ def pbroadcast(x: Any, axis: Axis, source: int) -> Any:
 def gather_written(
     length: int, dtype: torch.dtype, axis: Axis, write: Callable[[Tensor], None], into: Tensor | None = None
 ) -> Tensor:
-    """A flat tensor of all ranks' slices along `axis`, each written in place by its rank; not differentiable.
+    """All ranks' slices along `axis`, end to end in one tensor, each written in place by its rank; not differentiable.
 
     The sharded optimizer makes parameters with it: on shared memory nothing is copied.
 

@@ -21,7 +21,7 @@ class Plan:
         bucket_mb: largest bucket of gradients, in MiB.
         wire_dtype: dtype in which gradients travel; None for their own.
         virtual: the virtual shards of the step; None if it has none.
-        shard: the virtual shard that is running; None between shards.
+        shard: the virtual shard that is running; None outside of shards.
         batch: this rank's part of the batch, leaf by leaf.
     """
 

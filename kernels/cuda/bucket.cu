@@ -23,7 +23,7 @@ struct Half {
 struct Bfloat {
   unsigned short bits;
 };
-// An element of a leaf that is neither cast nor scaled: it is copied as bytes.
+// Leaves that are neither cast nor scaled are copied as bytes.
 struct Byte {
   unsigned char bits;
 };

@@ -93,7 +93,7 @@ class NcclCommunicator(Communicator):
         self.device, self.library, self.streams = device, library, streams
         self.launch: Any = None  # how kernels are started; None is CuPy's way
         self._checked, self._closed = checked or debug.enabled(), False
-        self._post = make_host(f"{channel}/messages")  # now, by all ranks: a group's first rank opens it
+        self._post = make_host(f"{channel}/messages")  # made here, on all ranks: the group's first opens it
         self.channel = Channel(host, make_host, library, streams, channel, self._operations.progress_messages)
         self._reductions, self._byte = Reductions(self.channel), nccl_type(library.nccl, torch.uint8)
         self._messages_between: Messages | None = None

@@ -1,8 +1,8 @@
 """What the channels of one group of ranks share: NCCL's first communicator, from which the others are split off.
 
-Splitting saves ranks from connecting again for each channel. Invariants: ranks enter NCCL together, after a barrier of
-the hosts; a rank can give up waiting for peers inside NCCL; a communicator is split only when all its operations are
-over, as NCCL requires.
+Splitting saves ranks from meeting by a unique id again for each channel. Invariants: ranks enter NCCL together, after a
+barrier of the hosts; a rank can give up waiting for peers inside NCCL; a communicator is split only when all its
+operations are over, as NCCL requires.
 """
 
 from __future__ import annotations

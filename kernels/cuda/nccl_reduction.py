@@ -62,7 +62,7 @@ class Reductions:
         self._channel.launch(name, [call], (source, target))
 
     def _combined(self, flat: torch.Tensor, op: Op) -> torch.Tensor:
-        """For ops that NCCL lacks: gather, and combine in rank order on every rank."""
+        """For ops and dtypes that NCCL can't reduce: gather, and combine in rank order on every rank."""
         data = as_bytes(flat)
         everything = torch.empty(self._size * data.numel(), dtype=torch.uint8, device=flat.device)
         self._launch("allGather", data, everything, data.numel())

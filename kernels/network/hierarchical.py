@@ -51,7 +51,8 @@ class HierarchicalCommunicator(GlooCommunicator):
     backend = "hierarchical"
     starts_early = True
     _host: ShmCommunicator | None = None
-    # Beginnings of operations and sharings of totals each have one order, but mix differently: two communicators.
+    # Operations begin in one order, and share their totals in one order, but ranks may mix the two differently. So
+    # sharing has a communicator of its own.
     _shared: ShmCommunicator | None = None
     _across: GlooCommunicator | None = None  # on leaders
     _lost_at: float | None = None  # when a rank of this host was found to be gone

@@ -38,7 +38,7 @@ class StoreWatch:
     def __init__(self, store: dist.Store, rank: int, *, address: str | None = None, seconds: float = LEADER_SECONDS):
         self._store, self._rank, self.address, self._seconds = store, rank, address, seconds
         self.generation = self.region = 0
-        self._call, self._waits_from = "", 0.0  # the region's call, and when a wait last published it
+        self._call, self._waits_from = "", 0.0  # the region's call; when a wait in it began, or last published it
         self._next_look = self._lost_at = 0.0
         self.lost: str | None = None  # the error if the store did not answer; then it is not asked again
         self._debugged = False  # some rank was at the prompt of a debugger at the last look
@@ -83,7 +83,7 @@ class StoreWatch:
 
     @property
     def _met(self) -> int:
-        """The rank whose call is compared with this one's: rank 0, since a call on one rank alone is mostly there."""
+        """The rank to compare calls with: rank 0, since a call on one rank alone is mostly there; on rank 0, rank 1."""
         return 0 if self._rank else 1
 
     def _other_call(self, now: float) -> str | None:

@@ -2,9 +2,9 @@
 
 Small: every rank copies its tensor into its slot, and adds all of them for itself once all ranks have posted. Large:
 every rank adds one slice, and writes it into one block of the first rank that everyone then reads. A tensor that lies
-in the arena is read where it is. Of any other tensor, a rank copies only the slices that other ranks add. For each
-slice, one rank's copy goes straight into the block and is added to in place: memory that has just been read is cheaper
-to write than other memory. If all ranks reduce in place in the arena, each adds its slice in its own tensor, and copies
+in the arena is read where it is. Of any other tensor, a rank copies only the slices that other ranks add. Of a slice,
+one rank's copy may go straight into the block, to be added to in place: memory that has just been read is cheaper to
+write than other memory. If all ranks reduce in place in the arena, each adds its slice in its own tensor, and copies
 the other slices. Invariant: contributions are combined in rank order, wherever they lie.
 
 What depends only on the kind of a reduction is computed once: views of the slots, bounds of the slices, operands. A

@@ -60,7 +60,8 @@ class Bells:
         """Sleep until the bell rings, or a moment has passed; not at all if `ready()` already holds.
 
         Args:
-            seconds: sleep for so long instead of a moment (less than 1); then no ring is missed.
+            seconds: sleep for up to so long (less than 1) instead of a moment, and put a `fence`; those who ring must
+                put one, too, so that no ring is missed.
         """
         words, mine = self._words, self.at[self._rank]
         moment = _moment if seconds is None else _Timespec(0, int(1e9 * seconds))

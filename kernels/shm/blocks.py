@@ -115,7 +115,7 @@ class ResultBlocks:
         self._due: dict[int, tuple[int, list[int]]] = {}  # block -> generation, views due to each user
 
     def take(self, nbytes: int, members: tuple[int, ...]) -> Result:
-        """A free block, of which each member (a participant of the arena) will take a view; for their first rank."""
+        """A free block, of which each member (a participant of the arena) is due a view; called by their first."""
         users = len(members)
         head = head_bytes(users)
         blocks = self._sizes.get((nbytes, members))

@@ -166,7 +166,7 @@ class Slots:
         self.wake()
 
     def finish_small(self, sequence: int) -> None:
-        """`reduced` and `read` in one, for an operation without a second half; no rank sleeps until then."""
+        """`reduced` and `read` in one, for an operation without a second half; wakes no rank, since none waits."""
         self.words[self._line + _REDUCED] = self.words[self._line + _READ] = sequence
 
     def all_reduced_by(self, sequence: int) -> Ready:

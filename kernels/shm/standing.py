@@ -1,7 +1,7 @@
 """The arena of ranks that run outside of regions: they stay together until each calls `end`, or its process ends.
 
 Nobody tells them that a rank died: a rank that waits for another one checks whether its process still exists.
-Invariant: if a rank has done its part in an operation before it died, the operation succeeds.
+Invariant: an operation does not fail because of a rank that had done its part in it before it ended or died.
 """
 
 from __future__ import annotations

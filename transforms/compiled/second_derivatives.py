@@ -14,7 +14,7 @@ from ...kernels.errors import SpecError, message
 from .._call import Call
 from ..first_call.samples import nodes
 
-_NODE = "CompiledFunctionBackwardBackward"  # the autograd node of a compiled graph's gradient of its gradient
+_NODE = "CompiledFunctionBackwardBackward"  # the autograd node that differentiates a compiled graph's gradient
 
 
 def check_differentiated_once(call: Call, value: Tensor) -> None:

@@ -36,7 +36,7 @@ from .virtual_shards import after_shards, cut, running
 
 
 def applies(region: Region, plan: Plan, over: tuple[str, ...], nested: bool, args: Any, name: str) -> bool:
-    """Whether a gradient is taken over the step's virtual shards; refuses one whose bits would depend on the ranks."""
+    """Whether a gradient is over the step's virtual shards; refuses one whose bits depend on the number of ranks."""
     virtual = plan.virtual
     assert virtual is not None
     problem = remedy = ""

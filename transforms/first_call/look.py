@@ -208,7 +208,7 @@ def _check_parts(call: Call, args: Any, kwargs: Any, split: set[str]) -> None:
 
 
 def _cut_by_specs(call: Call, args: Any, kwargs: Any, sizes: Mapping[str, int]) -> tuple[list[Tensor], set[str]]:
-    """The leaves given to or held by a function that in_specs cut along dimension 0 over axes of the mean; these axes.
+    """The leaves, given to or held by a function, that in_specs cut into rows over axes of the mean; and these axes.
 
     Only leaves as long as the first one are taken: others may be anything, such as a sharded parameter.
     """

@@ -1,8 +1,8 @@
 """Evaluates a function again with other samples: each one several times, some of them, or all in another order.
 
 A mean over samples does not change if every sample comes twice, and is the mean of its parts; a sum grows, and rows
-become more. Invariant: nothing of this is visible outside. Output, logs and warnings are suppressed, there is no
-communication, random generators go on as if nothing had been drawn, and samples get the random numbers that they had.
+become more. Invariant: nothing of this is visible outside. Prints, logs and warnings are suppressed, no other rank is
+talked to, random generators go on as if nothing had been drawn, and samples get the random numbers that they had.
 """
 
 from __future__ import annotations
