@@ -1,4 +1,4 @@
-"""Checks of what a program gives to the library: functions, numbers, and what a collective is called with."""
+"""Checks of what a program passes to the library: functions, numbers, and the arguments of collectives."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .flat import repeats
 
 
 def is_number(x: Any) -> bool:
-    """Whether it is a real number; True and False are none."""
+    """Whether it is a real number; True and False don't count."""
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def is_whole(x: Any) -> bool:
-    """Whether it is an integer; True and False are none."""
+    """Whether it is an integer; True and False don't count."""
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
@@ -30,13 +30,13 @@ _UNFINISHED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GEN
 
 
 def check_function(what: str, f: Any, remedy: str) -> None:
-    """Refuse what is no function, such as the result of one, and a function that has not run when it has returned."""
-    if type(f) is types.FunctionType and not f.__code__.co_flags & _UNFINISHED:  # most are, and steps ask every time
+    """Refuse what isn't a function, such as the result of one, and async functions and generators."""
+    if type(f) is types.FunctionType and not f.__code__.co_flags & _UNFINISHED:  # the common case, at every step
         return
     if not callable(f):
         got = f"a tensor of shape {tuple(f.shape)}" if isinstance(f, torch.Tensor) else type(f).__name__
         raise SpecError(message(f"{what} takes a function", got=got, expected="a callable", remedy=f"write {remedy}"))
-    called = (f, type(f).__call__)  # a function, also in a partial; or an object that is called as one
+    called = (f, type(f).__call__)  # a function (maybe in a partial), or an object that can be called
     generates = any(map(inspect.isgeneratorfunction, called))
     if generates or any(inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each) for each in called):
         problem = f"{what} takes a function that has run when it returns"
@@ -55,14 +55,14 @@ def checked_path(what: str, path: Any, remedy: str) -> Path:
 
 
 def checked_rank(rank: Any, size: int) -> int:
-    """A rank of a mesh of so many, as Python's own number; refuses what is none."""
+    """A rank of a mesh of `size` ranks as a Python integer; refuses anything else."""
     if not is_whole(rank) or not 0 <= rank < size:
         raise MeshError(message("there is no such rank", got=repr(rank), expected=f"0 to {size - 1}"))
     return int(rank)
 
 
 def checked_ranks(ranks: Any, size: int) -> list[int]:
-    """Ranks of a mesh of so many, as `checked_rank`; refuses what is no list, and one that names a rank twice."""
+    """A list of ranks, each as by `checked_rank`; refuses what isn't a list, and ranks that are named twice."""
     if not isinstance(ranks, Iterable) or isinstance(ranks, str):
         remedy = f"write ranks=[{ranks!r}]"
         raise MeshError(message("this is no list of ranks", got=f"ranks={ranks!r}", remedy=remedy))
@@ -74,7 +74,7 @@ def checked_ranks(ranks: Any, size: int) -> list[int]:
 
 
 def check_rank(name: str, argument: str, rank: int, size: int) -> None:
-    """Refuse a rank that is not of the group."""
+    """Refuse a rank that is not in the group."""
     if (type(rank) is not int and not is_whole(rank)) or not 0 <= rank < size:
         raise SpecError(
             message(f'{name} got a bad "{argument}"', got=repr(rank), expected=f"a rank of the group, 0 to {size - 1}")
@@ -84,7 +84,7 @@ def check_rank(name: str, argument: str, rank: int, size: int) -> None:
 def check_message(
     name: str, argument: str, rank: int, size: int, tensor: Any, tag: int = 0, *, written: bool = False
 ) -> None:
-    """Refuse what is no tensor, no tag, or no rank of the group to send it to or have it from."""
+    """Refuse a bad tensor or tag of a message, and a peer that is not in the group."""
     check_tensor(name, "tensor", tensor, written=written)
     if type(tag) is not int and not is_whole(tag):
         raise SpecError(message(f'{name} got a bad "tag"', got=repr(tag), expected="a whole number"))
@@ -105,7 +105,7 @@ _INNER = "pass what is in it: from_dtensor(x) or x.to_local() of a DTensor, x.wa
 
 
 def check_tensor(name: str, argument: str, x: Any, *, written: bool = False) -> None:
-    """Refuse what has no bytes to communicate, and what has not enough of them to be written to."""
+    """Refuse what has no dense bytes to communicate; to be `written`, a tensor needs memory for each element."""
     expected = "a dense tensor"
     if not isinstance(x, torch.Tensor):
         got, remedy = type(x).__name__, "make a tensor of it"
@@ -124,10 +124,10 @@ def check_tensor(name: str, argument: str, x: Any, *, written: bool = False) -> 
 
 
 def check_value(x: torch.Tensor, called: Callable[[], str], *, cut: bool) -> None:
-    """Refuse a tensor that can't go to ranks, or come from them: without values, or without rows that can be cut.
+    """Refuse a tensor that can't travel to or from ranks: without values, or (`cut`) without rows that can be cut.
 
     Args:
-        called: what it is called, asked where that is told.
+        called: gives the tensor's name, for the message.
     """
     if x.is_meta:
         problem, got = "has no values", "a tensor on torch's meta device"
@@ -157,7 +157,7 @@ def check_list(
     wanted: bool = True,
     written: bool = False,
 ) -> list[torch.Tensor]:
-    """A list of a tensor for each rank, of one dtype (None: that of the first); empty where it is not wanted."""
+    """A checked list with one tensor per rank, all of one dtype (None: that of the first); empty if not `wanted`."""
     if not wanted:
         return []
     if tensors is None or len(tensors) != size:

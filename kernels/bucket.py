@@ -1,9 +1,9 @@
 """Gradient buckets: many leaves, few reductions.
 
-Leaves are packed by dtype into flat buffers, in reverse order of use (the backward pass makes the last first), the
-first buffer small so that something is under way early. A buffer is reduced once all its leaves are in, and always in
-the same order on all ranks, whatever the order in which they fill. Buffers live where the communicator reduces fastest,
-and are given up to the reduction, whose result may take their place.
+Leaves are packed by dtype into flat buffers, in reverse order of use (the backward pass computes the last leaf first).
+The first buffer is small, so that a reduction starts early. A buffer is reduced once all its leaves are in, and all
+ranks reduce their buffers in the same order, whatever the order in which these fill. Buffers lie where the communicator
+reduces fastest. A reduction consumes its buffer, and its result may take the buffer's place.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .operations import Work
 from .reduction import Op
 
 FIRST_BYTES = 1 << 20
-_LEAF_BYTES = 1 << 16  # a leaf; of smaller ones a hook each costs more than an early start of their sum gains
-_GAP_BYTES = 1 << 14  # zeroed about as soon as a view is made
+_LEAF_BYTES = 1 << 16  # for smaller leaves, a hook for each costs more than it gains that their sum starts early
+_GAP_BYTES = 1 << 14  # zeroing so many bytes takes about as long as making a view
 _ALIGN = 64  # bytes; leaves start at cache lines
-ALIGNED = 64  # elements: where leaves start that optimizers step as one
+ALIGNED = 64  # elements; leaves that an optimizer updates as one flat tensor start at multiples of it
 
 
 class Leaf(NamedTuple):
@@ -48,7 +48,7 @@ class Leaf(NamedTuple):
 
 
 def leaves_of(tensors: Sequence[torch.Tensor]) -> tuple[Leaf, ...]:
-    """`Leaf.of` each, which is known of all together when they come again."""
+    """`Leaf.of` each; the next time, leaves of the same shapes, strides and dtypes are looked up all at once."""
     return _leaves(
         tuple([tensor.shape for tensor in tensors]),
         tuple([tensor.stride() for tensor in tensors]),
@@ -62,7 +62,7 @@ def _leaves(shapes: tuple[Any, ...], strides: tuple[Any, ...], dtypes: tuple[tor
 
 
 def elements(leaf: Leaf) -> int:
-    """How many numbers it is as it travels: pairs of them if it is complex."""
+    """How many real numbers a leaf travels as; a complex number counts as two."""
     return leaf.numel * (2 if leaf.dtype.is_complex else 1)
 
 
@@ -70,25 +70,25 @@ def elements(leaf: Leaf) -> int:
 def _leaf(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Leaf:
     if is_dense(shape, stride):
         return Leaf(shape, stride, dtype)
-    # Dense, with the tensor's order of dimensions. On "meta" torch imports SymPy for it, a third of a second: only for
-    # empty leaves, of which it says something else than on the CPU, and where torch fills what is new: else no memory
-    # is touched.
+    # Dense strides, in the tensor's order of dimensions. Device "meta" is used only where it must be, since torch then
+    # imports SymPy (a third of a second): for empty leaves, whose strides differ from those on the CPU, and where torch
+    # fills new tensors. Elsewhere new tensors on the CPU are not filled, and so touch no memory.
     device = "meta" if 0 in shape or torch.are_deterministic_algorithms_enabled() else "cpu"
     primal = torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device=device))
     return Leaf(shape, tuple(primal.stride()), dtype)
 
 
 class Buckets:
-    """One use of a set of buckets: `fill` each leaf that has a value, then `finish`.
+    """A set of buckets, for one use: `fill` each leaf that has a value, then `finish`.
 
     Args:
         comm: the group to sum over; its `scratch` makes the buffers.
-        leaves: what will come, in order of use.
+        leaves: the leaves that will come, in order of use.
         bucket_bytes: how large a bucket may grow.
         wire_dtype: travel as this dtype (floating-point leaves only).
         op: how contributions are combined.
-        products: matrices that may be given as factors, on ranks of one host; each has a bucket of its own.
-        label: what the leaves are of, which is compared with the first bucket.
+        products: indexes of matrices that may come as factors, on ranks of one host; each has a bucket of its own.
+        label: what the leaves belong to; ranks compare it at the first bucket.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Buckets:
         self._left = [len(bucket.leaves) for bucket in self._plan.buckets]
         self._ready = [False] * len(leaves)
         self._works: list[Work] = []
-        self._factors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of the buckets whose leaf was given so
+        self._factors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of buckets whose leaf came as factors
 
     def fill(self, index: int, value: torch.Tensor) -> None:
         """Copy a leaf's value in; starts every reduction that is now complete, in order."""
@@ -127,11 +127,11 @@ class Buckets:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one bucket of leaves, so that nothing can be reduced before all of them are there."""
+        """Whether there is only one bucket, so that nothing can be reduced before all leaves are in."""
         return len(self._left) == 1 and not self._plan.matrices
 
     def fill_all(self, indexes: Sequence[int], values: Sequence[torch.Tensor]) -> None:
-        """`fill` for some leaves of a single bucket, which `finish` reduces: nothing else can be done meanwhile."""
+        """`fill` for several leaves of a single bucket at once; `finish` then reduces it."""
         if not indexes:
             return
         its, views = self._plan.buckets[0].leaves, self._plan.views(0, self._buffer(0))
@@ -144,27 +144,27 @@ class Buckets:
         self._left[0] -= len(indexes)
 
     def grad_view(self, index: int) -> torch.Tensor:
-        """Where a leaf's value goes, of the leaf's shape and the dtype on the wire: write there, then `mark_ready`."""
+        """A leaf's place in its bucket, in the leaf's shape and the wire dtype: write there, then `mark_ready`."""
         return self._plan.view(index, self._buffer(self._plan.slots[index][0]))
 
     def _buffer(self, bucket: int) -> torch.Tensor:
         buffer = self._buffers.get(bucket)
         if buffer is None:
-            self._comm.progress()  # what is reduced by now gives its memory back
+            self._comm.progress()  # reductions that are over give their memory back
             its = self._plan.buckets[bucket]
             buffer = self._buffers[bucket] = self._comm.scratch(its.size, dtype=its.wire)
             self._plan.fill_gaps(buffer)
         return buffer
 
     def mark_ready(self, index: int) -> None:
-        """A leaf's value is in its gradient view; starts every reduction that is now complete, in order."""
+        """Call this when a leaf's value is in its gradient view; starts every reduction that is complete, in order."""
         self._ready[index] = True
         self._left[self._plan.slots[index][0]] -= 1
         self._start()
 
     def fill_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
-        """A leaf of `products` is `left.t() @ right`, which the ranks compute together."""
-        self._comm.progress()  # what all have given by now
+        """Fill a leaf of `products` with `left.t() @ right`, which the ranks compute together."""
+        self._comm.progress()  # sums to which all ranks have contributed by now
         self._factors[self._plan.slots[index][0]] = left, right
         self.mark_ready(index)
 
@@ -174,7 +174,7 @@ class Buckets:
             matrix = self._plan.matrices.get(bucket)
             with labelled(self._label if bucket == 0 else ""):
                 if matrix is not None:
-                    comm: Any = self._comm  # one that has it, or there would be no products
+                    comm: Any = self._comm  # with `products`, a communicator that has this method
                     given = self._factors.pop(bucket, None) or self._buffers.pop(bucket)
                     work = comm.sum_of_products(*matrix.shape, matrix.dtype, given, async_op=True)
                 else:
@@ -182,7 +182,7 @@ class Buckets:
             self._works.append(work)
 
     def finish(self) -> list[torch.Tensor]:
-        """Fill what is missing with zeros, wait, and return the sums, shaped as the leaves."""
+        """Fill missing leaves with zeros, wait, and return the sums, shaped like the leaves."""
         for index, ready in enumerate(self._ready):
             if not ready:
                 self.fill(index, torch.zeros((), dtype=self._leaves[index].dtype, device="cpu"))
@@ -202,11 +202,11 @@ class Buckets:
 
 @dataclasses.dataclass(slots=True)
 class Packed:
-    """Leaves that are reduced together, where each begins and how long it is, in elements; complex ones count twice.
+    """A bucket: its leaves, and where each begins and how long it is, in elements (complex ones count twice).
 
     Attributes:
-        dtype: of the leaves (CPUs put several into one bucket).
-        wire: of the bucket.
+        dtype: the leaves' dtype; on CPUs the same as `wire`, since leaves of several dtypes may share a bucket.
+        wire: the bucket's dtype.
     """
 
     dtype: torch.dtype
@@ -232,7 +232,7 @@ def packed(
     first_bytes: int = FIRST_BYTES,
     align_bytes: int,
 ) -> list[Packed]:
-    """Leaves in buckets, by `Packed.dtype` and `wire`, in an order; the first bucket is small."""
+    """Pack leaves into buckets, in an order, by dtype and wire dtype (`dtypes`); the first bucket is small."""
     found: list[Packed] = []
     last: dict[tuple[torch.dtype, torch.dtype], int] = {}
     for index in order:
@@ -247,7 +247,7 @@ def packed(
 
 
 class _Plan:
-    """Where each leaf goes; kept by the communicator from step to step."""
+    """Where each leaf goes; cached by the communicator from step to step."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class _Plan:
         nbytes = sum(
             _padded(elements(leaf), ALIGNED) * dtype.itemsize for leaf, dtype in zip(leaves, dtypes, strict=True)
         )
-        # What goes into one bucket lies there in order, as an optimizer has it, which then needs no copy.
+        # Leaves that fit one bucket lie in their own order, as an optimizer wants them: it then needs no copy.
         single = min(max(FIRST_BYTES, len(leaves) * _LEAF_BYTES), bucket_bytes)
         in_order = len(set(dtypes)) == 1 and nbytes <= single and not products
         buckets = packed(
@@ -276,16 +276,16 @@ class _Plan:
             alone = Packed(dtypes[index], dtypes[index])
             alone.add(index, elements(leaves[index]), 1)
             buckets.append(alone)
-        if products:  # in the order in which they are full, when the leaves come last to first
+        if products:  # in the order in which buckets get full when the leaves come last to first
             buckets.sort(key=lambda bucket: -min(bucket.leaves))
         self.buckets = buckets
         self._has_complex, self.converts = any(leaf.dtype.is_complex for leaf in leaves), wire_dtype is not None
-        # By bucket, what `as_strided` takes for each of its leaves.
+        # For each bucket, the arguments of `as_strided` for each of its leaves.
         self._layouts = [
             [(*leaves[index][:2], start) for index, start in zip(bucket.leaves, bucket.starts, strict=True)]
             for bucket in buckets
         ]
-        # By bucket, those that may be given as factors.
+        # By bucket, the leaves that may come as factors.
         firsts = [bucket.leaves[0] for bucket in buckets]
         self.matrices = {number: leaves[index] for number, index in enumerate(firsts) if index in products}
         self.slots = {  # of every leaf
@@ -293,7 +293,7 @@ class _Plan:
             for number, bucket in enumerate(buckets)
             for index, start in zip(bucket.leaves, bucket.starts, strict=True)
         }
-        # Behind leaves that an optimizer has end to end; it steps these elements, too.
+        # The padding behind leaves; an optimizer that updates the whole buffer updates these elements, too.
         self._gaps = [
             (start + length, start + _padded(length, ALIGNED))
             for bucket in buckets
@@ -302,7 +302,7 @@ class _Plan:
         ]
 
     def fill_gaps(self, buffer: torch.Tensor) -> None:
-        """Zeros between leaves: one by one, unless there are so many that going over everything is sooner done."""
+        """Zero the gaps between leaves, or the whole buffer if there are so many gaps that this is faster."""
         if len(self._gaps) * _GAP_BYTES > buffer.nbytes:
             buffer.zero_()
         else:

@@ -1,4 +1,4 @@
-"""What a rank says about a collective, and what it is told when ranks disagree."""
+"""How a rank describes a collective to its peers, and the errors for ranks that disagree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ labels = _Labels()
 
 
 class labelled:
-    """What the collectives that this thread starts in a `with` block are of: peers compare it, people read it."""
+    """Label the collectives that this thread starts in a `with` block; ranks compare labels, and messages show them."""
 
     __slots__ = ("_before", "_label")
 
@@ -40,11 +40,11 @@ class labelled:
 
 
 class Call:
-    """What a rank says about a collective: peers compare `signature`, people read `text`.
+    """A rank's description of a collective: peers compare `signature`, people read `text`.
 
     Args:
-        shape: the tensor's shape where it must be the same on all ranks.
-        shown: this rank's shape where ranks may differ: it is in the text and is not compared.
+        shape: the tensor's shape, if it must be the same on all ranks.
+        shown: this rank's shape, if ranks may differ: it is in the text, and is not compared.
     """
 
     __slots__ = ("signature", "text")
@@ -77,7 +77,7 @@ def _by_rank(texts: dict[int, str]) -> str:
 
 
 def disagreement(ranks: Sequence[int], calls: dict[int, str]) -> CollectiveMismatch:
-    """The error for ranks of a group that disagree; `calls` maps their places in it to what they called."""
+    """The error for ranks of a group that disagree; `calls` maps positions in the group to the calls made there."""
     sides = {ranks[position]: text for position, text in calls.items()}
     return CollectiveMismatch(
         message(
@@ -90,7 +90,7 @@ def disagreement(ranks: Sequence[int], calls: dict[int, str]) -> CollectiveMisma
 
 
 def other_calls(calls: dict[int, str]) -> CollectiveMismatch:
-    """The error for ranks that are at different calls of their program, and so wait for each other; by rank."""
+    """The error for ranks that are in different calls and so wait for each other; `calls` has each rank's call."""
     return CollectiveMismatch(
         message(
             f"ranks make different calls, and wait for each other:{_by_rank(calls)}\n"
@@ -101,7 +101,7 @@ def other_calls(calls: dict[int, str]) -> CollectiveMismatch:
 
 
 def absent(ranks: Sequence[int], rank: int, gone: int, what: str, site: str) -> CollectiveMismatch:
-    """The error for `gone`, which has left the region while `rank` waits for its part in `what`."""
+    """The error for a rank `gone` that has left the region while `rank` waits for its part in `what`."""
     error = CollectiveMismatch(
         message(
             f"rank {ranks[gone]} left the region without its part in {what}, "
@@ -124,10 +124,10 @@ class Group(Protocol):
 
 
 def check_pieces(group: Group, what: str, got: Sequence[int], expected: Sequence[int], *, first: int = 0) -> None:
-    """Refuse pieces that do not fit where they are to go; their senders can't see that.
+    """Refuse pieces whose size doesn't fit the memory that receives them; their senders can't see that.
 
     Args:
-        got, expected: bytes, by the rank that sends them, from `first` on.
+        got, expected: bytes from each rank, beginning with rank `first`.
     """
     for source, (sent, wanted) in enumerate(zip(got, expected, strict=True), first):
         if sent != wanted:

@@ -1,4 +1,4 @@
-"""Which frames are the user's: the nearest one names a call, the others make a traceback readable."""
+"""Which stack frames are the user's: messages name the nearest one, and tracebacks show only these."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _LIBRARY = ("spmd", "torch", "optree", "cloudpickle", "concurrent", "contextlib", "threading")
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# In a checkout the folders lie side by side, installed they lie in one that is the package.
+# In a checkout the folders lie side by side; installed, they lie in one folder, the package.
 _FOLDERS = ("",) if os.path.exists(os.path.join(_ROOT, "__init__.py")) else ("spmd", "transforms", "mesh", "kernels")
 _OUR_FOLDERS = tuple(os.path.join(_ROOT, folder, "") for folder in _FOLDERS)
 
@@ -28,13 +28,13 @@ def is_our_file(name: str) -> bool:
 
 
 def is_ours(frame: FrameType) -> bool:
-    """Whether a frame runs this library (or what it stands on) rather than the user's code."""
+    """Whether a frame runs this library (or one that it uses) rather than the user's code."""
     name = frame.f_globals.get("__name__") or ""
     return name.partition(".")[0] in _LIBRARY
 
 
 def _nearest() -> tuple[FrameType, int]:
-    """The nearest caller outside this library, and its `stacklevel` in a warning by who asks for it."""
+    """The nearest caller outside this library, and the `stacklevel` with which our caller would warn there."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and is_ours(frame):
         level, frame = level + 1, frame.f_back
@@ -48,9 +48,9 @@ def call_site() -> str:
 
 
 def hide_our_frames(error: BaseException) -> BaseException:
-    """An exception that is about to leave this library, without its frames, unless SPMD_TRACEBACK=full asks for them.
+    """Remove our frames from an exception that is about to leave this library, unless SPMD_TRACEBACK=full is set.
 
-    To be called in the `except` clause of what the user called, before a bare `raise`.
+    To be called in the `except` clause of a function that the user called, before a bare `raise`.
     """
     if os.environ.get("SPMD_TRACEBACK") == "full":
         return error
@@ -58,7 +58,7 @@ def hide_our_frames(error: BaseException) -> BaseException:
     left = users_frames(ours, raised_here=isinstance(error, SpmdError))
     error.__traceback__ = left
     if ours is not None and ours is not left:
-        ours.tb_next = left  # Python 3.10 goes on with what it has, the frame that calls this and all below
+        ours.tb_next = left  # Python 3.10 re-raises with the old traceback object, so cut that too
     if isinstance(error, SpmdError):
         error.__suppress_context__ = True
     return error
@@ -68,8 +68,8 @@ def users_frames(traceback: TracebackType | None, *, raised_here: bool) -> Trace
     """A traceback without this library's frames.
 
     Args:
-        raised_here: the exception is this library's own, so that what lies below the user's last frame (torch, that
-            has called us) is left out as well.
+        raised_here: the exception is this library's own; then frames of libraries below the user's last frame (such as
+            torch, if it has called us) are left out as well.
     """
     parts = []
     while traceback is not None:
@@ -85,10 +85,10 @@ def users_frames(traceback: TracebackType | None, *, raised_here: bool) -> Trace
 
 
 def shows_only_users(call: F, *, like: Any = None, updated: tuple[str, ...] = functools.WRAPPER_UPDATES) -> F:
-    """A function that users call, whose exceptions are shown without this library's frames.
+    """Wrap a function that users call, so that its exceptions are shown without this library's frames.
 
     Args:
-        like, updated: what it is to look like, if not like itself, as for `functools.wraps`.
+        like, updated: what the wrapper is to look like, if not like `call`; as for `functools.wraps`.
     """
 
     @functools.wraps(call if like is None else like, updated=updated)

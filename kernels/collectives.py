@@ -1,6 +1,6 @@
-"""What collectives consist of, over a transport that can exchange pieces of bytes between all ranks.
+"""The collectives, over any transport that can exchange pieces of bytes between all ranks.
 
-All follow from one exchange, in rank order, for every dtype; a transport overrides what it can do better.
+All are built on one exchange, combine in rank order, and take every dtype; a transport overrides what it can do better.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .flat import as_bytes, contiguous, copy_back, writable
 from .operations import Steps
 from .reduction import Op, reduce_in_order, slice_bounds
 
-# Up to here a rank sends its whole contribution to all: one exchange instead of two.
+# Up to this size a rank sends its whole contribution to all: one exchange instead of two.
 ONE_PHASE_BYTES = 1 << 15
-_HEAD_BYTES = 1 << 10  # of bytes of any length: the length and how they begin, which mostly is all
+_HEAD_BYTES = 1 << 10  # what `bytes_of_all` gathers first: the length and the first bytes, which mostly is all
 
 
 class Transport(Protocol):
@@ -106,7 +106,7 @@ def reduce_scatter(comm: Transport, call: Call, output: torch.Tensor, ins: Seque
 
 def all_reduce(comm: Transport, call: Call, tensor: torch.Tensor, op: Op) -> Steps:
     flat = contiguous(tensor).view(-1)
-    # Only the tensor's own memory may be overwritten: a contiguous copy of it, and the result comes back.
+    # Reducing in place works only in the tensor's own memory; if `flat` is a copy, the result is copied back.
     in_place = flat.data_ptr() == tensor.data_ptr()
     result = yield from comm._all_reduce(call, flat, op, in_place=in_place)
     if result is not None:
@@ -121,8 +121,8 @@ def all_reduced(comm: Transport, call: Call, tensor: torch.Tensor, op: Op) -> St
 def in_slices(comm: Transport, call: Call, flat: torch.Tensor, op: Op) -> Steps:
     """Reduce a flat contiguous tensor; returns a new one.
 
-    Small: everybody sends everything to all and adds for itself. Large: rank i adds slice i and sends it round,
-    2(n-1)/n of the bytes per rank, as a ring does, but in rank order.
+    Small: every rank sends everything to all, and each adds for itself. Large: rank i adds slice i and sends it to all.
+    That moves 2(n-1)/n of the bytes per rank, as a ring does, but adds in rank order.
     """
     others = [rank != comm.rank for rank in range(comm.size)]
     if flat.numel() * flat.element_size() <= ONE_PHASE_BYTES:
@@ -146,7 +146,7 @@ def in_slices(comm: Transport, call: Call, flat: torch.Tensor, op: Op) -> Steps:
     pieces = [result[bounds[rank] : bounds[rank + 1]] for rank in range(comm.size)]
     reduce_in_order(parts, op, pieces[comm.rank])
     yield from comm._exchange(
-        None,  # the same call goes on: nothing more to compare
+        None,  # still the same call: nothing more to compare
         [as_bytes(pieces[comm.rank]) if other else None for other in others],
         [as_bytes(piece) if other else None for piece, other in zip(pieces, others, strict=True)],
     )
@@ -154,7 +154,7 @@ def in_slices(comm: Transport, call: Call, flat: torch.Tensor, op: Op) -> Steps:
 
 
 def bytes_of_all(all_gather: Callable[[list[torch.Tensor], torch.Tensor], Any], size: int, data: bytes) -> list[bytes]:
-    """Every rank's bytes, of any length: one all-gather, and another where a rank's are many."""
+    """Every rank's bytes, of any length: one all-gather, and a second one if some rank has many bytes."""
 
     def gathered(mine: bytes, lengths: list[int]) -> list[bytes]:
         pieces = [torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths]

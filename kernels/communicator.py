@@ -1,8 +1,8 @@
-"""`Communicator`: the message-passing interface of a group of ranks, and the seam for new transports.
+"""`Communicator`: the message-passing interface of a group of ranks, and the base class of transports.
 
-A transport implements `_exchange` (each rank gives one piece of bytes to each other) and point to point; all
-collectives follow from these (see `collectives`). A faster transport overrides what it can do better. Ranks (`src`,
-`dst`, list positions) count within the group, 0 to size-1.
+A transport implements `_exchange` (each rank gives one piece of bytes to each other rank) and point-to-point messages;
+all collectives are built on these (see `collectives`). A faster transport overrides what it can do better. Ranks
+(`src`, `dst`, list positions) are numbered within the group, 0 to size-1.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ class Communicator(abc.ABC):
     Args:
         ranks: the global ranks of the group, in group order.
         rank: this process's position in it.
-        watch: where aborts and deaths are noticed.
+        watch: tells of aborts and of ranks that died.
         timeout: seconds of silence after which a wait ends in an error.
-        oversubscribed: there are more ranks than cores, so that who waits must not spin.
+        oversubscribed: there are more ranks than cores, so that a waiting rank must not spin.
     """
 
     backend = "abstract"
     device = torch.device("cpu")  # where it reduces
-    starts_early = False  # whether an operation tells its peers when it is started, or only after those before it
-    sleep: Sleep | None = None  # how who waits sleeps, where peers wake it
+    starts_early = False  # whether an operation's first step runs when it is started, before earlier ones are over
+    sleep: Sleep | None = None  # how a waiting rank sleeps, if its peers can wake it
 
     def __init__(self, ranks: Sequence[int], rank: int, watch: Watch, *, timeout: float, oversubscribed: bool = True):
         self.ranks, self.rank, self.size = tuple(ranks), rank, len(ranks)
         self.timeout, self.oversubscribed = timeout, oversubscribed
         self._watch, self._debug = watch, debug.enabled()
         self._board = watch if isinstance(watch, Board) else None
-        self._counters: ProgressCounters | None = None  # set by a transport that can't tell otherwise who took part
+        self._counters: ProgressCounters | None = None  # for transports with no other way to know who took part
         self._operations = Operations(self, ranks, watch, timeout=timeout, oversubscribed=oversubscribed)
-        self.plans: dict[Any, Any] = {}  # of buckets, kept from step to step
+        self.plans: dict[Any, Any] = {}  # plans of buckets, kept from step to step
 
     # -- for transports ------------------------------------------------------------------------------------------------
 
@@ -57,9 +57,9 @@ class Communicator(abc.ABC):
     def _exchange(
         self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
     ) -> Steps:
-        """Give `sends[i]` to rank i and fill `recvs[i]` from it; flat uint8 tensors, None where nothing goes.
+        """Give `sends[i]` to rank i and fill `recvs[i]` from it; flat uint8 tensors, or None for nothing.
 
-        With a `call`, first see that all ranks of the group make the same one, else raise `call.disagreement`.
+        With a `call`, first check that all ranks of the group make the same call, else raise `call.disagreement`.
         """
 
     @abc.abstractmethod
@@ -83,27 +83,27 @@ class Communicator(abc.ABC):
     _reduce_scatter = collectives.reduce_scatter
 
     def _open(self) -> None:  # noqa: B027 (not every transport needs it)
-        """Meet the peers; called again after every recovery, when nothing is under way any more."""
+        """Connect to the peers; called again after every recovery, when nothing is under way."""
 
     def close(self) -> None:  # noqa: B027
-        """Give back what the operating system holds for this communicator."""
+        """Release this communicator's resources."""
 
     def reclaim(self) -> None:  # noqa: B027
-        """Free the memory that peers have read by now; called as a region ends, without waiting for anybody."""
+        """Free the memory that peers have read by now, without waiting; called at the end of a region."""
 
     def check(self) -> None:  # noqa: B027
-        """Raise what went wrong in an operation that returned before it was over, as those on GPUs do."""
+        """Raise the error of an operation that returned before it was over, as those on GPUs do."""
 
     def empty(self, shape: Sequence[int] | int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """An uninitialised tensor where this transport reduces fastest (shared memory, if it has any)."""
+        """An uninitialised tensor in the memory that this transport reduces fastest (shared memory, if it has any)."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def scratch(self, numel: int, *, dtype: torch.dtype) -> torch.Tensor:
-        """A flat uninitialised tensor that one `all_reduced` consumes: its memory is gone after that."""
+        """A flat uninitialised tensor for one `all_reduced`, which consumes it: it must not be used after that."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def poll_messages(self) -> None:  # noqa: B027
-        """Look once for what has arrived; receives then match it in the order in which they were posted."""
+        """Check once for arrived messages; receives then match them in the order in which they were posted."""
 
     # -- what ends a wait ----------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Communicator(abc.ABC):
         return next(filter(None, lost), None) or absent(self.ranks, self.rank, gone[0], what, call_site())
 
     def on_waited(self) -> None:
-        """A wait is over that others could read of: whoever asks later must not."""
+        """Clear the status that `on_stall` published for others, now that the wait is over."""
         if self._board is not None:
             self._board.set_status("")
 
@@ -149,11 +149,11 @@ class Communicator(abc.ABC):
         return work in self._operations.messages
 
     def _has_left(self, rank: int) -> bool:
-        """Whether a rank of the group is past the region that this one is in."""
+        """Whether a rank of the group has left the region that this rank is in."""
         return self._board is not None and self._board.has_left(self._board.participant(self.ranks[rank]))
 
     def _took_part(self, rank: int, work: Work) -> bool:
-        """Whether a rank has done all that an operation needs of it, as far as this transport can tell."""
+        """Whether a rank has done its part in an operation, as far as this transport can tell."""
         if self._counters is None or self._is_message(work):
             return True
         return self._counters.finished_by(rank) > self._counters.finished
@@ -171,21 +171,21 @@ class Communicator(abc.ABC):
             self._operations.generation = self._watch.generation
 
     def progress(self) -> None:
-        """Advance what can be advanced without waiting."""
+        """Advance operations as far as possible without waiting."""
         with turn:
             self._operations.progress()
 
     def wait_for(self, ready: Ready, what: str) -> None:
-        """Wait, without taking a core from anybody, for a condition that operations under way make true."""
+        """Wait, without spinning, for a condition that operations under way make true."""
         with turn:
             self._operations.wait_until(ready, what, gently=True)
 
     def set_timeout(self, seconds: float) -> None:
-        """Wait so long from now on."""
+        """Change the timeout of later waits."""
         self.timeout = self._operations.timeout = seconds
 
     def site(self) -> str:
-        """Where the user's code called the operation that is at work."""
+        """Where the user's code called the operation that is running."""
         queue = self._operations.queue
         return (queue[0].site if queue else "") or call_site()
 
@@ -249,8 +249,8 @@ class Communicator(abc.ABC):
     def all_reduced(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
         """The reduction of all ranks' tensors as a new tensor; on shared memory all ranks read one copy of it.
 
-        A tensor made by `empty` is reduced where it lies. The result behaves as private (a change of it stays on
-        this rank), but must be copied to outlive the region.
+        A tensor made by `empty` is reduced where it lies. The result behaves like private memory (an in-place change
+        stays on this rank), but must be copied to outlive the region.
         """
         check_tensor("all_reduced", "tensor", tensor)
         check_op(op, tensor.dtype)
@@ -317,17 +317,17 @@ class Communicator(abc.ABC):
         """Rank i's `output_list[j]` becomes rank j's `input_list[i]` (shapes may differ)."""
         ins = check_list("all_to_all", "input_list", input_list, self.size)
         outs = check_list("all_to_all", "output_list", output_list, self.size, dtype=ins[0].dtype, written=True)
-        # Pieces may differ in shape: what is shown is the one that stays here.
+        # Pieces may differ in shape; the message shows the one that stays on this rank.
         call = Call("all_to_all", ins[0].dtype, None, "", shown=ins[self.rank].shape)
         return self._start(call.text, collectives.all_to_all(self, call, outs, ins), async_op, (*outs, *ins))
 
     def all_gathered(
         self, length: int, dtype: torch.dtype, write: Callable[[torch.Tensor], None], into: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The slices of all ranks, `length` elements each, end to end in a new tensor; `write(out)` makes this rank's.
+        """The slices of all ranks, `length` elements each, end to end in a new tensor; `write(out)` fills this rank's.
 
-        On shared memory each rank writes into the one copy that all read, which behaves as private. An earlier result
-        `into` that all are done with is overwritten (see `can_rewrite`); `write` then gets what this rank's slice has.
+        On shared memory each rank writes into the one copy that all read, which behaves like private memory. `into` is
+        an earlier result to overwrite (see `can_rewrite`); `write` then gets this rank's slice with its old values.
         """
         out = torch.empty(self.size * length, dtype=dtype, device=self.device) if into is None else into
         mine = out[self.rank * length : (self.rank + 1) * length]
@@ -336,13 +336,13 @@ class Communicator(abc.ABC):
         return out
 
     def can_rewrite(self, result: torch.Tensor | None) -> bool:
-        """Whether all ranks have the same earlier result of `all_gathered` to overwrite; a collective call."""
+        """Whether all ranks have the same earlier result of `all_gathered`, to be overwritten; a collective call."""
         where = self._rewritable_at(result)
         least, negated_most = self.all_reduced(torch.tensor([where, -where], device="cpu"), "min").tolist()
         return least == -negated_most != -1
 
     def _rewritable_at(self, result: torch.Tensor | None) -> int:
-        """What ranks that can rewrite a result agree on; -1 where there is none."""
+        """A number for a result that can be rewritten, the same on all ranks that have it; -1 if it can't be."""
         return -1 if result is None else 0
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:

@@ -1,10 +1,10 @@
-"""Copies of large tensors past the cache.
+"""Copies of large tensors that bypass the processor's cache.
 
-A store into memory that isn't in the cache reads it first, a third of a copy's traffic. The C library's memcpy avoids
-that above a size which it derives from the cache, and on hosts with hundreds of megabytes of it never reaches; the
-zygote lowers that size for its ranks (GLIBC_TUNABLES, the GNU C library's manual, "Hardware Capability Tunables").
-torch copies with loops of its own, so large copies go to the C library. (Not through NumPy: a tensor that it has seen
-can't be resized any more, which FSDP does.)
+A store into memory that isn't cached reads it first, which is a third of a copy's traffic. The C library's memcpy
+avoids that above a size that it derives from the cache; where the cache has hundreds of megabytes, no copy is so large.
+So the zygote lowers that size for its ranks (GLIBC_TUNABLES, the GNU C library's manual, "Hardware Capability
+Tunables"). torch copies with its own loops, so large copies go through the C library. (Not through NumPy: a tensor that
+NumPy has seen can't be resized any more, which FSDP does.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def copy(out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def copy_bytes(out: torch.Tensor, source: torch.Tensor) -> None:
-    """The same on the CPU, unseen by torch's modes: what is collected is marked by who collects it.
+    """The same on the CPU, not seen by torch's modes (a net, say): the caller marks what it has copied.
 
     >>> out = torch.zeros(2, dtype=torch.uint8)
     >>> copy_bytes(out, torch.ones(2, dtype=torch.uint8)); out

@@ -1,4 +1,4 @@
-"""What communicators do, told when it is over: SPMD_DEBUG=1 prints a line on standard error for every operation.
+"""Traces of communication: SPMD_DEBUG=1 prints a line on standard error for every operation, when it is over.
 
 r0 | all_reduce float32[1024] (sum) -> shm 12 us
 """
@@ -17,13 +17,13 @@ _note: Note | None = None
 
 
 def note_with(note: Note | None) -> None:
-    """Have communicators that are made from now on tell of operations: what, the backend, when it began, seconds."""
+    """Have communicators that are made from now on call `note(what, backend, begin, seconds)` for each operation."""
     global _note
     _note = note
 
 
 def enabled() -> bool:
-    """Whether operations are to be told of."""
+    """Whether operations are traced."""
     return _prints() or _note is not None
 
 
@@ -32,7 +32,7 @@ def _prints() -> bool:
 
 
 def traced(steps: Generator[Any, None, Any], rank: int, what: str, backend: str) -> Generator[Any, None, Any]:
-    """The same steps; then it is told how long they took, from the first to the last."""
+    """Run the steps, then report how long they took, from the first to the last."""
     began, start = time.time(), time.perf_counter()
     result = yield from steps
     seconds = time.perf_counter() - start

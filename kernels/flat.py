@@ -19,12 +19,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sizes(pieces: Sequence[torch.Tensor | None]) -> list[int]:
-    """How many bytes each piece has; 0 for none."""
+    """How many bytes each piece has; 0 for None."""
     return [0 if piece is None else piece.nbytes for piece in pieces]
 
 
 def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What the bytes of a tensor are in, its values last: itself, or those that it is made of."""
+    """The strided tensors that hold a tensor's bytes: itself, or the parts of a sparse or nested one, values last."""
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.is_nested:
@@ -38,21 +38,21 @@ def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def storages(tensor: torch.Tensor) -> set[int]:
-    """Where the memory that a tensor shows begins, or that of the parts of a sparse one."""
+    """The addresses of a tensor's storage, or of the storages of its parts."""
     uncoalesced = tensor.layout is torch.sparse_coo and not tensor.is_coalesced()
     parts = torch_private.coo_parts(tensor) if uncoalesced else strided_parts(tensor)
     return {part.untyped_storage().data_ptr() for part in parts}
 
 
 def repeats(tensor: torch.Tensor) -> bool:
-    """Whether some of its elements are one in memory, as `expand` makes them."""
+    """Whether several elements share one place in memory, as after `expand`."""
     if tensor.is_contiguous():
         return False
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def extent_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Bytes from a tensor's first element to behind its last.
+    """Bytes from the start of a tensor's first element to the end of its last.
 
     >>> extent_bytes((2, 3), (1, 4), 8), extent_bytes((2, 0), (1, 1), 8)
     (80, 0)
@@ -63,7 +63,7 @@ def extent_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) ->
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements lie side by side, in whatever order of dimensions."""
+    """Whether the elements lie side by side without gaps, in any order of dimensions."""
     step = 1
     for size, stride in sorted(zip(shape, strides, strict=True), key=lambda dim: (dim[0] < 2, dim[1])):
         if size < 2:
@@ -78,13 +78,13 @@ Span = tuple[int, int]  # of addresses
 
 
 def spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
-    """From where to where the memory of each goes."""
+    """The addresses at which the memory of each non-empty tensor begins and ends."""
     filled = [(x.data_ptr(), extent_bytes(x.shape, x.stride(), x.itemsize)) for x in tensors if x.numel()]
     return [(start, start + length) for start, length in filled]
 
 
 def overlap(some: Sequence[Span], others: Sequence[Span]) -> bool:
-    """Whether any of some shares memory with any of the others.
+    """Whether any span of `some` overlaps with any of `others`.
 
     >>> overlap([(0, 8), (16, 24)], [(20, 28)])
     True
@@ -93,7 +93,7 @@ def overlap(some: Sequence[Span], others: Sequence[Span]) -> bool:
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its history, in C order and with its bytes as they read."""
+    """The tensor detached, in C order, and with lazy conjugation and negation carried out."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -105,7 +105,7 @@ def writable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_back(outs: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-    """Give tensors what was written into their stand-ins."""
+    """Copy what was written into stand-ins to the tensors that they stand for."""
     for out, buffer in zip(outs, buffers, strict=True):
         if buffer.data_ptr() != out.data_ptr():
             out.detach().copy_(buffer)

@@ -1,4 +1,4 @@
-"""What the operating system refuses while a mesh is made, said in words that name the limit."""
+"""Errors of the operating system while a mesh is made, as messages that name the limit that was reached."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from .errors import MeshError, SpmdError, message
 
-# What an error of the system's most often means here: what there is too little of, its limit, how a shell raises it.
+# What a system error most often means here: what there is too little of, its limit, and how to raise that in a shell.
 _LIMITS = {
     errno.ENOMEM: [
         ("address space", "RLIMIT_AS", "ulimit -v unlimited"),
@@ -24,7 +24,7 @@ _LIMITS = {
 
 @contextlib.contextmanager
 def named_limits() -> Iterator[None]:
-    """Raise `MeshError` for an error of the operating system's; errors of this library pass."""
+    """Turn errors of the operating system into `MeshError`; errors of this library pass."""
     try:
         yield
     except SpmdError:
@@ -47,10 +47,10 @@ def named_limits() -> Iterator[None]:
 
 
 def _number_of(error: OSError | RuntimeError | OverflowError) -> int | None:
-    """The system's number of an error; torch's own errors only have its text."""
+    """The errno of an error; torch's own errors have only its text."""
     if isinstance(error, OSError):
         return error.errno or 0
-    if isinstance(error, OverflowError):  # a size that the system can't even be asked for
+    if isinstance(error, OverflowError):  # a size too large for the system call's argument
         return errno.ENOMEM
     if "can't start new thread" in str(error):  # Python's own
         return errno.EAGAIN

@@ -1,6 +1,6 @@
-"""Arrays that are mapped files travel as the file's name: nothing of them is read to send them.
+"""Arrays that are mapped files travel as the file's name, so that none of their data is read and sent.
 
-Invariant: a rank that opens one sees the file; what it writes into the array stays its own.
+Invariant: a rank maps the same file; what it writes into the array stays private to it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .shm.pages import PAGE, any_copied
 
 
 def opened_elsewhere(obj: Any) -> tuple[Callable, tuple] | None:
-    """How to open a `np.memmap`, or a gapless part of one, elsewhere, as pickle's `__reduce__`; None for all else.
+    """How another process opens this `np.memmap`, or a gapless part of one, as for `__reduce__`; None for all else.
 
-    One whose changes are its own (mode "c", as ranks have theirs) is its file for as long as there are none.
+    A copy-on-write map (mode "c", as ranks have) travels as its file only while nothing was written to it.
     """
     if not isinstance(obj, np.memmap) or obj.filename is None or not obj.size:
         return None
@@ -31,7 +31,7 @@ def opened_elsewhere(obj: Any) -> tuple[Callable, tuple] | None:
         first = obj.ctypes.data - obj.ctypes.data % PAGE
         if any_copied(first, obj.ctypes.data + obj.nbytes - first):
             return None
-    start = obj.offset - obj.offset % mmap.ALLOCATIONGRANULARITY  # that of the whole, of which this may be a part
+    start = obj.offset - obj.offset % mmap.ALLOCATIONGRANULARITY  # of the whole map, of which `obj` may be a part
     offset = start + obj.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
     return _opened, (str(obj.filename), obj.dtype, offset, obj.shape, order)
 

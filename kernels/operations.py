@@ -1,10 +1,10 @@
 """Operations under way: generators of steps, started in one order and driven until they are over.
 
-A step is a condition to wait for; an operation goes on when that holds. So one piece of code serves the blocking call,
-the asynchronous one and the wait that must notice aborts. Invariants: collectives of one communicator end in the order
-in which they were started, messages in any; of those that use the same memory a later one reads what an earlier one
-has written; and whoever waits goes on with all that this process has started, since the rank waited for may wait for
-our part in something else.
+A step is a condition to wait for; when it holds, the operation goes on. So the same code serves blocking calls,
+asynchronous calls, and waits that must notice aborts. Invariants: collectives of one communicator end in the order in
+which they were started, messages in any order; if two operations use the same memory, the later one reads what the
+earlier one wrote; and a wait advances everything that this process has started, since the rank that it waits for may
+itself be waiting for our part in something else.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from .waiting import PEER_CHECK_SECONDS, Watch, turn, wait_until
 
 Ready = Callable[[], bool]
 Steps = Generator[Ready, None, Any]
-Sleep = Callable[[Ready], None]  # for a moment, or until woken, unless it is ready
+Sleep = Callable[[Ready], None]  # sleeps for a moment, or until woken, unless the condition holds
 
-# Of communicators of this process, those with operations under way.
+# The communicators of this process that have operations under way.
 _active: set[Operations] = set()
 os.register_at_fork(after_in_child=_active.clear)
 
 
 class Transport(Protocol):
-    """What the operations of a communicator need of it."""
+    """What operations need from their communicator."""
 
-    sleep: Sleep | None  # how who waits sleeps, where peers wake it
+    sleep: Sleep | None  # how a waiting rank sleeps, if its peers can wake it
 
     def poll_messages(self) -> None:
-        """Look once for what has arrived; receives then match it in the order in which they were posted."""
+        """Check once for arrived messages; receives then match them in the order in which they were posted."""
 
     def on_finished(self) -> None:
         """A collective is over."""
@@ -44,14 +44,14 @@ class Transport(Protocol):
         """Called now and then while a wait for `work` lasts: raise the reason, if there is one."""
 
     def on_waited(self) -> None:
-        """A wait that lasted is over."""
+        """A wait for which `on_stall` was called is over."""
 
     def on_timeout(self, work: Work, seconds: float) -> BaseException:
         """The error for a wait that lasts too long."""
 
 
 class Work:
-    """A started operation: `wait()` finishes it and gives its value, `is_completed()` asks without waiting."""
+    """A started operation: `wait()` finishes it and returns its value, `is_completed()` checks without waiting."""
 
     __slots__ = (
         "_error",
@@ -103,11 +103,11 @@ class Work:
         self._step()
 
     def may_begin_before(self, later: Work) -> bool:
-        """Whether one that was started later may begin before this one is over."""
+        """Whether an operation that was started later may begin before this one is over."""
         return self.begun and not overlap(self.memory, later.memory)
 
     def advance(self) -> bool:
-        """Go on as far as no waiting is needed; whether the operation is over."""
+        """Go on as far as possible without waiting; returns whether the operation is over."""
         if self._steps.gi_running:  # type: ignore[attr-defined]
             return False  # it is further up the stack, waiting for a free slot
         if self._error is not None and not self.done:
@@ -116,12 +116,12 @@ class Work:
             while not self.done and (self._ready is None or self._ready()):
                 self._step()
         except CollectiveMismatch as error:
-            self._error = error  # told whenever it is waited for; it takes a moment to find out
+            self._error = error  # raised again at every wait for it, since finding out takes a moment
             raise
         return self.done
 
     def fail(self, error: BaseException) -> None:
-        """End with an error, for who waits for it."""
+        """End with an error, which `wait()` will raise."""
         self._error, self.done = error, True
 
     def _step(self) -> None:
@@ -156,7 +156,7 @@ class Operations:
 
     @property
     def stale(self) -> bool:
-        """Whether the mesh has recovered from a failure since these were started."""
+        """Whether the mesh has recovered from a failure since these operations were started."""
         return self.generation != self._watch.generation
 
     def start(
@@ -165,9 +165,9 @@ class Operations:
         """Start a collective, and finish it unless it is asynchronous.
 
         Args:
-            site: where an asynchronous call was made; where a blocking one stands is found on the stack.
-            early: take the first step at once, which tells the peers, unless it must wait for those before.
-            memory: that it reads or writes, asked about only if it is to begin early.
+            site: where an asynchronous call was made; the site of a blocking call is found on the stack.
+            early: take the first step at once, so that peers see it, unless it must wait for earlier operations.
+            memory: the memory that it reads or writes; needed only if it is to begin early.
         """
         work = Work(self, what, steps, range(len(self._ranks)), site, memory)
         early = early and all(before.may_begin_before(work) for before in self.queue)
@@ -188,7 +188,7 @@ class Operations:
         return work
 
     def progress(self) -> None:
-        """Advance what can be advanced without waiting."""
+        """Advance operations as far as possible without waiting."""
         if self.stale:
             self.drop()
             return
@@ -199,7 +199,7 @@ class Operations:
             _active.discard(self)
 
     def progress_beside(self) -> None:
-        """The same for who waits for another communicator's: a disagreement here is told to who waits for these."""
+        """`progress`, during a wait for another communicator; a disagreement here is raised by waits for these."""
         try:
             self.progress()
         except CollectiveMismatch:
@@ -210,7 +210,7 @@ class Operations:
             self._finished()
 
     def look(self, work: Work) -> None:
-        """What a wait does now and then, for who asks instead of waiting."""
+        """The checks that a wait makes now and then, for callers that poll instead."""
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + PEER_CHECK_SECONDS
@@ -218,7 +218,7 @@ class Operations:
             self._transport.on_stall(work)
 
     def finish(self, work: Work, timeout: float | None = None) -> None:
-        """Wait for one operation, and so for those started before it; `timeout` seconds instead of the usual."""
+        """Wait for one operation, and so for those started before it; `timeout` replaces the usual one."""
         if self.stale:
             self.drop()
         while not work.done:
@@ -230,7 +230,7 @@ class Operations:
                     self._finished()
 
     def wait_until(self, ready: Ready, what: str, *, gently: bool = False) -> None:
-        """Wait for a condition that is part of `what`, a call that need not be among these."""
+        """Wait for a condition that is part of `what`, a call that need not be among these operations."""
 
         def first() -> Work:
             return self.queue[0] if self.queue else Work(self, what, _waiting(ready), range(len(self._ranks)))
@@ -266,7 +266,7 @@ class Operations:
             self._transport.on_waited()
 
     def drop(self) -> None:
-        """End all with an error: a region failed, and nobody will answer."""
+        """End all operations with an error: a region failed, and no peer will answer."""
         for work in (*self.queue, *self.messages):
             work.fail(
                 PeerLost(
@@ -300,7 +300,7 @@ class Operations:
 
 
 def matched(inbox: list[Any], src: int | None, tag: int) -> Steps:
-    """Wait for a message from a source (None: any) with a tag; takes it out of an inbox of (source, tag, ...)."""
+    """Wait for a message from a source (None: any) with a tag, and take it out of an inbox of (source, tag, ...)."""
     found: list[Any] = []
 
     def arrived() -> bool:
@@ -315,5 +315,5 @@ def matched(inbox: list[Any], src: int | None, tag: int) -> Steps:
 
 
 def _waiting(ready: Ready) -> Steps:
-    """An operation that consists of waiting."""
+    """An operation that only waits."""
     yield ready

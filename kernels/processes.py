@@ -1,9 +1,9 @@
-"""Processes by number: which one this is, which are its to judge, and whether they are gone.
+"""Processes: what objects do in a fork of the process that made them, and whether a process has ended.
 
-Programs fork (multiprocessing does, by default), and a child has all objects of its parent: what frees, signals,
-answers or closes notes who made it, and does nothing in anyone else (`Owned`); what communicates is made to refuse when
-the process forks (`refuse_in_forks`), and need not ask. A number means something within one pid namespace of one boot
-of one kernel. Invariant: what is not known to be dead is alive.
+Programs fork (multiprocessing does, by default), and a child has all objects of its parent. Objects that free, signal,
+answer or close remember who made them, and do nothing in any other process (`Owned`). Objects that communicate are
+turned into ones that refuse when the process forks (`refuse_in_forks`), so they need no checks. A process number has a
+meaning only within one pid namespace of one boot of one kernel. Invariant: what is not known to be dead is alive.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _communicates: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def refuse_in_forks(*things: Any) -> None:
-    """Have all that these do raise `MeshError` in forks of this process, which are none of the ranks."""
+    """Make all methods of these objects raise `MeshError` in forks of this process, which are not ranks."""
     _communicates.update(things)
 
 
 def _refuse(thing: Any, name: str) -> Any:
-    """An attribute of what communicates, in a fork: who it is can be read, and it can be closed."""
+    """Attribute access of a communicating object in a fork: only its identity can be read, and `close` called."""
     if name in ("backend", "rank", "ranks", "size") or name.startswith("__"):
         return object.__getattribute__(thing, name)
     if name == "close":
@@ -59,7 +59,7 @@ def _in_child() -> None:
     global _current
     _current = os.getpid()
     for thing in list(_communicates):
-        # For ever: what it has of Gloo's waits, where it goes, for threads that a fork does not have.
+        # Keep it for ever: the destructor of Gloo's part waits for threads that a fork does not have.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
         thing.__class__ = types.new_class("OfParent", (type(thing),), exec_body=_fill)
     _communicates.clear()
@@ -84,7 +84,7 @@ class Owned:
 
 @functools.lru_cache(maxsize=1)
 def namespace() -> str:
-    """Equal for processes that know each other by the same numbers: one boot of one kernel, one pid namespace."""
+    """The same for processes whose pids have the same meaning: one boot of one kernel, one pid namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
@@ -93,7 +93,7 @@ def namespace() -> str:
 def gone(its_namespace: str, pid: int) -> bool:
     """Whether a process is known to have ended.
 
-    Asked of the kernel and not of /proc, which may be another namespace's, or hide what is another user's.
+    Asks the kernel instead of /proc, which may belong to another namespace, or hide other users' processes.
     """
     if its_namespace != namespace():
         return False
@@ -107,7 +107,7 @@ def gone(its_namespace: str, pid: int) -> bool:
 
 
 def status_of(pid: int | str) -> dict[str, str] | None:
-    """What the kernel tells of a process, by name (`State`, `TracerPid`), or of a thread ("pid/task/tid"); None if it
+    """The fields of /proc/PID/status (`State`, `TracerPid`) of a process, or of a thread ("pid/task/tid"); None if it
     has ended."""
     try:
         with open(f"/proc/{pid}/status") as file:
@@ -117,7 +117,7 @@ def status_of(pid: int | str) -> dict[str, str] | None:
 
 
 def nanoseconds_of(pid: int) -> int:
-    """For how long a process's main thread has had a processor; where that is not told, as if it always had one."""
+    """How long a process's main thread has run on a processor; if the kernel doesn't say, as if it always had."""
     try:
         with open(f"/proc/{pid}/schedstat") as file:
             return int(file.read().split()[0])
@@ -126,10 +126,10 @@ def nanoseconds_of(pid: int) -> int:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the one that started it ends, by whatever death.
+    """Have the kernel kill this process when the one that started it ends, however that happens.
 
     Args:
-        parent: that process; whoever has forked this one knows it, and here it may have ended already.
+        parent: that process, as the forking code knew it: by now it may have ended, and `getppid` name another one.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended before
@@ -137,7 +137,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def memory_kills() -> int:
-    """How many processes the kernel has killed for memory, on this host or in this process's control group."""
+    """How many processes the kernel has killed for lack of memory, on this host or in this control group."""
     found = 0
     for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         with contextlib.suppress(OSError), open(path) as file:
@@ -151,7 +151,7 @@ def _number_in(path: str) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that is free for this process, as far as the host and its control group say."""
+    """Memory that this process can still use, according to the host and its control group."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError, ValueError, StopIteration), open("/proc/meminfo") as file:
         found.append(next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:")))
@@ -180,7 +180,7 @@ def python_command() -> list[str]:
 
 
 def check_can_start_python() -> None:
-    """Refuse ranks of a program that would itself run again, or nothing would, where Python is to be started."""
+    """Refuse to start ranks where there is no Python to run them: a frozen program would start itself again."""
     frozen = getattr(sys, "frozen", False)  # as PyInstaller and cx_Freeze have it
     if frozen or not sys.executable:
         raise MeshError(
@@ -195,14 +195,14 @@ def check_can_start_python() -> None:
 
 
 def open_more_files() -> None:
-    """Raise the soft limit of open files to the hard one: each large value takes one."""
+    """Raise the soft limit on open files to the hard limit: each large value takes a file."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class ThreadBuffer(threading.local):
-    """Memory of each thread's own to read into, made once: mapped anew for every read it costs more than the read."""
+    """A read buffer for each thread, allocated once: allocating it for every read costs more than the read."""
 
     def __init__(self, nbytes: int):
         self.data = bytearray(nbytes)

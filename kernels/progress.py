@@ -1,7 +1,7 @@
-"""How many collectives each rank of a group has finished and how many messages it has sent, told on the arena's board.
+"""Counts, in the arena, of the collectives that each rank of a group has finished and of the messages it has sent.
 
-For transports whose bytes go another way, such as Gloo on one host: a wait for a rank that has left the region without
-its part can then end at once. Invariant: a rank counts an operation only when it needs nothing more of it.
+They are for transports whose bytes don't go through the arena, such as Gloo on one host: a wait for a rank that left
+the region without its part can then end at once. Invariant: a rank counts an operation only when it is done with it.
 """
 
 from __future__ import annotations

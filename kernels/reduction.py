@@ -1,4 +1,4 @@
-"""Reducing tensors in rank order, the one place where the order of additions is decided.
+"""Reduces tensors in rank order: the one place that decides the order of additions.
 
 Floating-point sums depend on their order. Whatever the transport, contributions are combined as
 ((r0 + r1) + r2) + ..., never in order of arrival, so every rank and every run gets the same bits.
@@ -19,7 +19,7 @@ import torch
 
 from .errors import SpecError, message
 
-# By torch's and NumPy's name of what combines two.
+# For each op, torch's and NumPy's name of the function that combines two values.
 _COMBINE = {
     "sum": "add",
     "avg": "add",
@@ -71,8 +71,8 @@ def _is_float8(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _has_meaning(op: Op, dtype: torch.dtype) -> bool:
-    """Whether the arithmetic exists; nobody keeps a list of it as well as torch, so try."""
-    if _is_float8(dtype):  # of which torch multiplies some, on some devices
+    """Whether torch can do the arithmetic; found out by trying, since any list of ours would go out of date."""
+    if _is_float8(dtype):  # torch multiplies some of these, on some devices
         return False
     try:
         one = torch.ones(1, dtype=dtype, device="cpu")
@@ -124,7 +124,7 @@ def _reduce(parts: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
 
 
 def _reduce_pairwise(parts: Sequence[torch.Tensor], scale: float, out: torch.Tensor) -> None:
-    if len(parts) == 2:  # no memory but that of the result
+    if len(parts) == 2:  # needs no memory besides the result's
         torch.add(parts[0], parts[1], out=out).mul_(scale)
         return
     while len(parts) > 1:
@@ -141,7 +141,7 @@ def _reduce_unsigned(parts: Sequence[np.ndarray], op: str, out: np.ndarray) -> N
 
 
 def divide(total: torch.Tensor, count: int) -> None:
-    """Make an average of a sum, in place; of whole numbers without what is behind the point.
+    """Turn a sum into an average, in place; integers are rounded towards zero.
 
     >>> total = torch.tensor([-7, 7]); divide(total, 2); total
     tensor([-3,  3])

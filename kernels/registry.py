@@ -49,7 +49,7 @@ def _mpi(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: 
 
 
 def beside_nccl(watch: Any) -> str:
-    """The backend of tensors of the host, where those of GPUs go through NCCL."""
+    """The backend for tensors on the host, beside NCCL for those on GPUs."""
     return "shm" if isinstance(watch, Arena) else "gloo"
 
 
@@ -66,7 +66,7 @@ def _nccl(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout:
     def host(name: str) -> Communicator:
         return on_host(ranks=ranks, rank=rank, watch=watch, store=store, timeout=timeout, channel=name)
 
-    # Over a network the hosts' agreement on every call would cost more than most calls.
+    # Over a network, an agreement of the hosts before every call would cost more than most calls.
     checked = isinstance(watch, Arena)
     return NcclCommunicator(host, device, load(), streams=Streams(device), channel=channel, checked=checked)
 
@@ -88,10 +88,10 @@ def register_backend(name: str, factory: Factory) -> None:
         name: as given to `Mesh`.
         factory: called on each rank of a group, with the group's global `ranks`, this process's `rank`, the `watch`
             that notices aborts, `store()` for a `torch.distributed.Store`, and a `channel` name that keeps several
-            communicators over the same ranks apart. A driver sends it to its ranks, so cloudpickle must be able to.
+            communicators over the same ranks apart. A driver sends it to its ranks, so cloudpickle must accept it.
 
     Raises:
-        SpecError: that is no name, or no function.
+        SpecError: `name` is not a name, or `factory` not a function.
     """
     if not isinstance(name, str) or name in ("", "auto"):
         expected = 'a name other than "auto", which chooses one'
@@ -105,7 +105,7 @@ def backends() -> dict[str, Factory]:
 
 
 def added_factory(name: str) -> Factory | None:
-    """The factory that `register_backend` gave to a name; None if every process knows the name by itself."""
+    """The factory that `register_backend` set for a name; None for built-in backends, which every process knows."""
     factory = _FACTORIES.get(name)
     return None if factory is _BUILT_IN.get(name) else factory
 

@@ -1,7 +1,7 @@
-"""What `torch.compile` has made: taken apart into the function and the options that it was given, to be compiled anew.
+"""Functions compiled by `torch.compile`: taken apart into the function and the options, to be compiled again elsewhere.
 
-A compiled function keeps its options to itself and can't be pickled. Nothing here imports torch's compiler, which costs
-seconds: where a program has not, there is nothing compiled.
+A compiled function hides its options and can't be pickled. Nothing here imports torch's compiler, which takes seconds:
+if the program has not imported it, nothing is compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _compiler() -> Any:
 
 
 def original(function: Any) -> Any:
-    """The function that `torch.compile` was given, if it has made this one; else None."""
+    """The function from which `torch.compile` made this one; None if it didn't make it."""
     if not isinstance(function, types.FunctionType) or _context_of(function) is None:
         return None
     found = torch_private.compiled_from(function)
@@ -47,13 +47,13 @@ def _context_of(function: Any) -> Any:
 
 
 def is_context(obj: Any) -> bool:
-    """Whether it is what a module made by `torch.compile(module)` keeps its options in."""
+    """Whether it is the object in which a module made by `torch.compile(module)` keeps its options."""
     compiler = _compiler()
     return compiler is not None and type(obj) is compiler.OptimizeContext
 
 
 def taken_apart(obj: Any) -> tuple[Callable, tuple] | None:
-    """How to make a compiled function, or such a context, elsewhere, as pickle's `__reduce__`; None for all else.
+    """How another process makes this compiled function or context again, as for `__reduce__`; None for all else.
 
     Raises:
         TypeError: this version of torch keeps the options elsewhere.
@@ -65,10 +65,10 @@ def taken_apart(obj: Any) -> tuple[Callable, tuple] | None:
 
 
 def options_of(function: Any) -> dict[str, Any]:
-    """What `torch.compile` was given besides the function.
+    """The options that `torch.compile` was given.
 
     Raises:
-        TypeError: this version of torch keeps it elsewhere.
+        TypeError: this version of torch keeps them elsewhere.
     """
     return _options(_context_of(function))
 
@@ -91,7 +91,7 @@ def _options(context: Any) -> dict[str, Any]:
 
 
 def _chain(callback: Any) -> list[Any]:
-    """What turns frames into graphs, from the outside in, and the backend that it ends with."""
+    """The callbacks that turn frames into graphs, from the outermost to the innermost, and the backend at the end."""
     found = [callback]
     for one in found:
         inner = getattr(one, "_torchdynamo_orig_backend", None) or getattr(one, "_torchdynamo_orig_callable", None)
@@ -110,35 +110,35 @@ def _context(options: dict[str, Any]) -> Any:
 
 
 def _nothing() -> None:
-    """What a context is made with."""
+    """A function to compile, for the sake of its context."""
 
 
 def attributes_to_copy(function: Any) -> tuple[str, ...]:
-    """What `functools.wraps` is to take over of a function besides its name: of a compiled one nothing.
+    """The attributes that `functools.wraps` should copy from a function besides its name: none from a compiled one.
 
-    By the attributes of such a one the compiler, and pickle, would take what is around it for the function itself.
+    With the attributes of a compiled function, the compiler and pickle would take the wrapper for that function.
     """
     return functools.WRAPPER_UPDATES if original(function) is None else ()
 
 
 def is_running() -> bool:
-    """Whether what runs was called by a compiled function, which goes on as plain Python here."""
+    """Whether a compiled function has called the code that runs now as plain Python."""
     compiler = _compiler()
     return compiler is not None and torch_private.compiler_listens()
 
 
 def uncompiled(function: Callable) -> Callable:
-    """The same, kept from a compiler that calls it, with all that it calls."""
+    """The function, hidden from the compiler together with all that it calls."""
     compiler = _compiler()
     return function if compiler is None else torch.compiler.disable(function)
 
 
 @contextlib.contextmanager
 def eagerly() -> Iterator[None]:
-    """Within, what `torch.compile` has made runs as the function that it was made of.
+    """Inside this block, compiled functions run as the plain functions that they were made from.
 
-    For a block under a mode of ours that sees every operation: functions that are first called under one are left alone
-    by the compiler, for ever.
+    For blocks under a mode of ours that sees every operation: the compiler would never compile a function that is
+    first called under such a mode.
     """
     if _compiler() is not None:
         with torch.compiler.set_stance("force_eager"):
@@ -147,7 +147,7 @@ def eagerly() -> Iterator[None]:
     try:
         yield
     finally:
-        if _compiler() is not None:  # which the block has imported, and met functions with
+        if _compiler() is not None:  # the block has imported it, and it may have met functions
             torch.compiler.reset()
 
 
@@ -158,18 +158,18 @@ def graphs() -> int:
 
 
 def has_inductor() -> bool:
-    """Whether this program has imported the backend that most graphs are compiled by."""
+    """Whether this program has imported Inductor, torch's default backend."""
     return "torch._inductor.config" in sys.modules
 
 
 def rewrite_graphs(rewrite: Callable[[fx.Graph], None], source: Path) -> None:
-    """Have Inductor hand each graph of forward and backward to `rewrite`, after what the program has it do with them.
+    """Have Inductor call `rewrite` with each joint graph of forward and backward, after the program's own passes.
 
-    For a program that `has_inductor`. Public way: a backend of one's own that calls Inductor, which the program would
+    For a program that `has_inductor`. Public way: a backend of our own that calls Inductor, which the program would
     have to name.
 
     Args:
-        source: the file that `rewrite` is written in, by which Inductor knows what it has compiled with another one.
+        source: the file of `rewrite`, part of the key of Inductor's cache: graphs of another version are not reused.
     """
     config: Any = sys.modules["torch._inductor.config"]
     before = config.joint_custom_post_pass
@@ -187,7 +187,7 @@ def rewrite_graphs(rewrite: Callable[[fx.Graph], None], source: Path) -> None:
                 each(graph)
 
         def uuid(self) -> Any:
-            """Of all; None, for which Inductor keeps nothing on disk, where one of the program's has none."""
+            """The key of all passes; None if a pass of the program has none: Inductor then caches nothing on disk."""
             found = [each.uuid() if hasattr(each, "uuid") else None for each in others]
             return None if None in found else (passes.get_hash_for_files((str(source),)), *found)
 

@@ -1,7 +1,7 @@
-"""Every private part of torch that this library uses: why, what was tried instead, and nothing else.
+"""Every private part of torch that this library uses, with the reason and what was tried instead, and nothing else.
 
-A version of torch may move or drop any of them without notice. So no other file of the library names one, and
-`tests/kernels/test_torch_private.py` says in words which of them a new version has moved and what depends on it.
+A version of torch may move or drop any of them without notice. So no other file of the library names one, and if a
+new version moves one, `tests/kernels/test_torch_private.py` says in words which one, and what depends on it.
 Invariant: each entry says what it is for, and which public way was tried.
 """
 
@@ -25,39 +25,39 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES
 from torch.utils.hooks import RemovableHandle
 
-Node = Any  # of torch's tape: `torch.autograd.graph.Node` types none of what a node has saved
+Node = Any  # an autograd node: the type `torch.autograd.graph.Node` lacks the attributes for saved tensors
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor, or one that shares its memory, was changed in place; 0 in inference mode, which has no count.
+    """How often a tensor, or one that shares its memory, was changed in place; 0 for inference tensors (no counter).
 
-    A step that changes its input, and a captured tensor that changed since it was sent, are found by it.
+    It shows that a step changed its input, or that a captured tensor changed since it was sent.
     Public way: none; a checksum of the memory would cost as much as the step.
     """
     return 0 if tensor.is_inference() else tensor._version
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """`version` of each, at the price of one look where none was made in inference mode."""
+    """`version` of each; fast if none was made in inference mode."""
     tensors = list(tensors)
     try:
         return [tensor._version for tensor in tensors]
-    except RuntimeError:  # of a tensor without a count
+    except RuntimeError:  # a tensor has no counter
         return [version(tensor) for tensor in tensors]
 
 
 def base(tensor: Tensor) -> Tensor | None:
-    """What this is a view of, which is known alike. Public way: none; two tensors of one storage need not be views."""
+    """The tensor that this is a view of. Public way: none; tensors that share a storage need not be views."""
     return tensor._base if tensor._is_view() else None
 
 
 def storage(tensor: Tensor) -> int:
-    """What tells a tensor's storage from all others that there are; 0 for one without (sparse tensors).
+    """A number that identifies a tensor's storage among all that exist now; 0 if it has none (sparse tensors).
 
-    Views, detached tensors and what the tape saves have it in common. Public way: the address of the memory, which
-    tensors on the meta device lack.
+    Views, detached tensors and what autograd saves share it. Public way: the address of the memory, which tensors on
+    the meta device lack.
     """
     try:
         return tensor.untyped_storage()._cdata
@@ -66,17 +66,17 @@ def storage(tensor: Tensor) -> int:
 
 
 def coo_parts(tensor: Tensor) -> list[Tensor]:
-    """Indices and values of a sparse tensor as they lie there: the public methods refuse one that is not coalesced."""
+    """A sparse tensor's indices and values as stored. Public way: methods that refuse a tensor that isn't coalesced."""
     return [tensor._indices(), tensor._values()]
 
 
 def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors to others of the same shapes. Public way: a copy of each, one call of torch for every leaf."""
+    """Copy tensors to others of the same shapes. Public way: `copy_` for each, one call of torch per leaf."""
     torch._foreach_copy_(targets, sources)
 
 
 def keep_storage_apart(tensor: Tensor) -> Any:
-    """Keeps a storage's number from others, not its memory. Public way: none; `weakref` doesn't keep the address."""
+    """Keeps a storage's number (not its memory) from being reused. Public way: none; `weakref` doesn't do that."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
@@ -84,7 +84,7 @@ def keep_storage_apart(tensor: Tensor) -> Any:
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[None]:
-    """Torch functions called within do not come to `__torch_function__` of a subclass again. Public way:
+    """Inside this block, torch functions don't call a subclass's `__torch_function__` again. Public way:
     `super().__torch_function__`, which makes all results instances of the subclass.
     """
     return torch._C.DisableTorchFunctionSubclass()
@@ -92,7 +92,7 @@ def without_torch_function() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def below_subclasses() -> Iterator[None]:
-    """Operations within see subclasses as plain tensors. Public way: none for one that is no wrapper of a tensor."""
+    """Inside, operations see subclasses as plain tensors. Public way: none for a subclass that wraps no tensor."""
     with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         yield
 
@@ -100,23 +100,23 @@ def below_subclasses() -> Iterator[None]:
 def arguments(operation: Any) -> list[Any]:
     """The arguments of an operator's schema, in order, each with `name`, `kwarg_only` and `alias_info`.
 
-    Which of them it writes to is nowhere else. Public way: none; names that end in "_" or have "out" miss some.
+    Only these say which arguments it writes to. Public way: none; names that end in "_" or have "out" miss some.
     """
     return operation._schema.arguments
 
 
 def operation_name(operation: Any) -> tuple[str, str]:
-    """An operator's name without its library's, and its overload's. Public way: `str(operation)`, to be taken apart."""
+    """An operator's name without its namespace, and its overload's. Public way: to parse `str(operation)`."""
     return operation._schema.name.partition("::")[2], operation._overloadname
 
 
 class DispatchMode(TorchDispatchMode):
-    """Sees every operation below autograd, in both directions, in `operation`.
+    """Gets every operation below autograd, of forward and backward passes, in `operation`.
 
-    Public way: none; `TorchFunctionMode` misses backward passes. Torch's own way to keep its compiler from such a mode
-    imports it at the first operation, half a second on every rank; marking the code imports nothing. Below a mode torch
-    overlooks conjugates of its own making, which `linalg.pinv` of complex numbers has: they are seen again. An operator
-    that takes functions (`torch.cond`, `flex_attention`) comes in `with_functions`, and what these do is not seen.
+    Public way: none; `TorchFunctionMode` misses backward passes. Torch's own way to keep its compiler out of such a
+    mode imports it at the first operation (half a second on every rank); `run_as_written` imports nothing. Below a mode
+    torch overlooks lazy conjugates of its own making (in `linalg.pinv` of complex numbers): here they are resolved.
+    An operator that takes functions (`torch.cond`, `flex_attention`) goes to `with_functions`; what they do is unseen.
     """
 
     supports_higher_order_operators = True
@@ -140,22 +140,22 @@ class DispatchMode(TorchDispatchMode):
 
 
 def run_as_written(functions: Iterable[Any]) -> None:
-    """Keep the compiler from these and what they call. Public way: `torch.compiler.disable`, which imports it."""
+    """Have the compiler skip these and what they call. Public way: `torch.compiler.disable`, which imports it."""
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     for function in functions:
         set_code_exec_strategy(function.__code__, skip)
 
 
 run_as_written([DispatchMode.__torch_dispatch__])
-# What `item` and `bool` of a tensor become below `__torch_function__`. Public way: none, it has no other name there.
+# The operator that `item` and `bool` of a tensor call. Public way: none, it has no other name.
 ITEM = torch.ops.aten._local_scalar_dense
 
 # -- tensors without values --------------------------------------------------------------------------------------------
 
 
 class FakeTensors(FakeTensorMode):
-    """Within, torch makes tensors that have shapes and devices and no values, and computes with them. Public way: the
-    meta device, on which tensors that a function makes for itself are not.
+    """Inside this mode, torch makes and computes with tensors that have shapes and devices but no values. Public way:
+    the meta device, on which tensors that a function makes for itself don't land.
     """
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class FakeTensors(FakeTensorMode):
 
 
 class PretendedNumbers(TorchDispatchMode):
-    """Within, the number in a fake tensor is 1. Public way: none; torch raises there."""
+    """Inside this mode, `item()` of a fake tensor is 1. Public way: none; torch raises an error."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ITEM.default and is_fake(args[0]):
@@ -191,15 +191,15 @@ def is_fake(tensor: Any) -> bool:
 
 
 def saved(node: Node, name: str) -> Any:
-    """What a node keeps for its backward, by the formula's name for it. Public way: none says which node keeps it."""
+    """What a node has saved for its backward, by the formula's name. Public way: none that says which node saved it."""
     return getattr(node, f"_saved_{name}")
 
 
 def saves_itself(node: Node, name: str) -> Tensor | None:
-    """The tensor that a node keeps, if it keeps it as it is and not packed by a hook; else None.
+    """The tensor that a node has saved, if it was not packed by a hook; else None.
 
-    What is packed (`torch.utils.checkpoint`, `save_on_cpu`) may be asked for only once; None in torch 2.8, which does
-    not say so. Public way: none.
+    A packed tensor (`torch.utils.checkpoint`, `save_on_cpu`) may be read only once. Always None in torch 2.8, which
+    doesn't say whether it is packed. Public way: none.
     """
     kept = getattr(node, f"_raw_saved_{name}")
     return None if getattr(kept, "unpack_hook", kept) is not None else getattr(kept, "data", None)
@@ -216,27 +216,27 @@ def sums_up(node: Node) -> bool:
 
 
 def order(node: Node) -> int:
-    """Grows with every node that this thread has put on its tape. Public way: none."""
+    """A number that grows with every node that this thread adds to a graph. Public way: none."""
     return node._sequence_nr()
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs on this thread. Public way: none; a hook would have to be on every tape."""
+    """Whether a backward pass runs on this thread. Public way: none; every graph would need a hook."""
     return torch._C._current_graph_task_id() != -1
 
 
 def backward_keeps_tape() -> bool:
-    """Whether the backward pass that runs was told to keep its tape (`retain_graph`). Public way: none."""
+    """Whether the running backward pass was called with `retain_graph=True`. Public way: none."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def hooks_made() -> int:
-    """Counts the hooks of tensors, nodes and modules. Public way: none; those of a node can't be listed."""
+    """How many hooks of tensors, nodes and modules were ever made. Public way: none; a node's hooks can't be listed."""
     return RemovableHandle.next_id
 
 
 def has_step_hooks() -> bool:
-    """Whether there are hooks of every optimizer's step. Public way: none; what registers them doesn't tell of them."""
+    """Whether hooks for all optimizers' steps are registered. Public way: none; they can be registered, not listed."""
     return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
@@ -244,12 +244,12 @@ def has_step_hooks() -> bool:
 
 
 def in_torch_func() -> bool:
-    """Whether a transform of `torch.func` (vmap, grad, jvp, ...) is at work. Public way: none."""
+    """Whether a transform of `torch.func` (vmap, grad, jvp, ...) is running. Public way: none."""
     return torch._C._are_functorch_transforms_active()
 
 
 def outside_torch_func() -> contextlib.AbstractContextManager[Any]:
-    """Within, a communicator's own memory is made and written as outside `torch.func`. Public way: none."""
+    """Inside this block, tensors are made and written as if outside `torch.func`. Public way: none."""
     return temporarily_clear_interpreter_stack()
 
 
@@ -263,10 +263,10 @@ def being_recorded() -> bool:
 
 
 def parameters(module: nn.Module) -> dict[str, Any]:
-    """A module's own table of parameters, to be written to.
+    """A module's own dict of parameters, to be written to.
 
-    Public way: `setattr`, which takes no plain tensor for a parameter; `torch.func.functional_call`, which looks every
-    name up again in every call (0.3 ms for 50 parameters).
+    Public way: `setattr`, which refuses a plain tensor in a parameter's place; `torch.func.functional_call`, which
+    looks up every name in every call (0.3 ms for 50 parameters).
     """
     return module._parameters
 
@@ -277,13 +277,13 @@ def buffers(module: nn.Module) -> dict[str, Any]:
 
 
 def children(module: nn.Module) -> Iterable[nn.Module | None]:
-    """As `module.children()`, a generator of a generator, which takes thrice as long before every call."""
+    """The children of a module. Public way: `module.children()`, which takes three times as long, before every call."""
     return module._modules.values()
 
 
 def inject_parametrizations(module: nn.Module, names: Iterable[str]) -> None:
-    """Give a module its made-up class again, whose properties compute the parametrized tensors. Public way:
-    `register_parametrization`, which computes the original tensors anew, under other names.
+    """Give a module its generated class again, whose properties compute the parametrized tensors. Public way:
+    `register_parametrization`, which makes the original tensors again, under other names.
     """
     parametrize._inject_new_class(module)
     for name in names:
@@ -291,8 +291,8 @@ def inject_parametrizations(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def clipping_functions() -> list[Any]:
-    """The cells that hold what torch's functions that clip gradients call, to put something else in. Public way: none.
-    There are hooks for optimizers' steps alone, and a program has imported these functions by name.
+    """The closure cells of torch's gradient clipping functions, to replace what they call. Public way: none; there are
+    hooks for optimizers' steps only, and programs import these functions by name.
     """
     functions: list[Any] = [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, nn.utils.clip_grads_with_norm_]
     return [one.__closure__[one.__code__.co_freevars.index("func")] for one in functions]
@@ -302,9 +302,9 @@ def clipping_functions() -> list[Any]:
 
 
 def compiled_from(function: Any) -> Any:
-    """What `torch.compile` was given to make a function; None if this is none.
+    """The function that `torch.compile` was given to make this one; None if it didn't make it.
 
-    A compiled function can't be pickled, and is sent as this. Public way: none; any decorator sets `__wrapped__`.
+    A compiled function can't be pickled, so that function is sent. Public way: none; any decorator sets `__wrapped__`.
     """
     return getattr(function, "_torchdynamo_orig_callable", None)
 
@@ -315,19 +315,19 @@ def dynamic_of(context: Any) -> bool | None:
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """What `module.compile()` has made of its call, which copies forget; None if there is none. Public way: none."""
+    """The compiled call that `module.compile()` made, and that copies lose; None without one. Public way: none."""
     return module._compiled_call_impl
 
 
 def compiler_listens() -> bool:
-    """Whether a compiled function is under way, which has come to what it runs as plain Python. Public way:
+    """Whether a compiled function is running, which has called plain Python code. Public way:
     `torch.compiler.is_compiling`, which is true only while it traces.
     """
     return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
 def tree_node_of(cls: type) -> tuple[Any, Any] | None:
-    """How torch's trees take objects of a registered class apart and make them anew. Public way: none reads them."""
+    """How torch's pytrees flatten and unflatten objects of a registered class. Public way: none to read this."""
     node = SUPPORTED_NODES.get(cls)
     return None if node is None else (node.flatten_fn, node.unflatten_fn)
 
@@ -346,5 +346,5 @@ def gloo_options(timeout: float, hostname: str) -> Any:
 
 
 def set_timeout(group: Any, timeout: datetime.timedelta) -> None:
-    """Of a Gloo group. Public way: `group.set_timeout`, which torch 2.8 lacks."""
+    """Set a Gloo group's timeout. Public way: `group.set_timeout`, which torch 2.8 lacks."""
     (getattr(group, "set_timeout", None) or group._set_default_timeout)(timeout)

@@ -1,12 +1,12 @@
-"""Waiting for a condition that another process makes true: cheap when it is soon, gentle when it is late.
+"""Waiting for a condition that another process makes true: fast if it comes soon, cheap for the machine if it is late.
 
-First spin (only where each rank has a core of its own), then give the core away; where others keep taking it, or
-nothing comes, sleep: until woken, if who is waited for can do that, else a little longer each time. Every round looks
-at the abort flag; every few milliseconds at the peers; the timeout ends it all.
+First spin (only if each rank has a core of its own), then yield the core. If other processes keep taking it, or nothing
+comes, sleep: until woken, if the awaited rank can do that, else a little longer each time. Every round checks the abort
+flag, and every few milliseconds the peers; the timeout ends any wait.
 
 A program may communicate from several threads (a checkpoint that is written while training goes on, gradients that are
-reduced while they are computed). They take turns at what belongs to communicators. Invariant: who waits for another
-process lets the other threads go on meanwhile, since that process may wait for what one of them has still to do.
+reduced while they are computed). The threads take turns in using communicators. Invariant: a thread that waits for
+another process lets the other threads go on, since that process may wait for what one of them still has to do.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ SPINS = 200
 YIELD_SECONDS = 2e-3
 PEER_CHECK_SECONDS = 5e-3
 YIELDS = 64
-TAKEN_SECONDS = 2e-4  # who is given a core and keeps it for longer does not wait, too
-SAVED_SECONDS = 1e-4  # by a wait that needs no sleep, since ranks that share a core are woken so much later
-LOST_SECONDS = 2e-2  # more than was saved, and the cores are wanted by others
-WANTED_SECONDS = 5e-2, 1.0  # how long that is taken to stay so, at first and at most
+TAKEN_SECONDS = 2e-4  # a process that keeps a yielded core for longer is computing, not waiting like us
+SAVED_SECONDS = 1e-4  # what a wait without sleep saves: ranks that share a core are woken so much later
+LOST_SECONDS = 2e-2  # if more than that is lost beyond what was saved, other processes want the cores
+WANTED_SECONDS = 5e-2, 1.0  # how long this is assumed to last, at first and at most
 
-turn: Any = threading.RLock()  # Any: what a Condition uses of it has no public type
+turn: Any = threading.RLock()  # Any: the methods that a Condition uses of it are not typed
 
 
 def _in_child() -> None:
-    turn._at_fork_reinit()  # the thread that has it does not exist in a fork
+    turn._at_fork_reinit()  # the thread that holds it does not exist in a fork
 
 
 os.register_at_fork(after_in_child=_in_child)
 
 
 class others:
-    """Within, the other threads of this process may take their turn.
+    """Inside this block, other threads of this process may take their turn.
 
     >>> with turn, others():
     ...     print(turn._is_owned())
@@ -49,7 +49,7 @@ class others:
     __slots__ = ("_kept",)
 
     def __enter__(self) -> None:
-        # As a Condition does: all of it, however often this thread has taken it.
+        # Like a Condition: release it completely, however often this thread has acquired it.
         self._kept = turn._release_save() if turn._is_owned() else None
 
     def __exit__(self, *error: object) -> None:
@@ -58,14 +58,14 @@ class others:
 
 
 class Cores:
-    """Whether other processes want the cores: known from how long giving one away takes.
+    """Whether other processes want the cores, judged by how long a yield takes.
 
-    Ranks that wait on one core for each other have it back in microseconds. Another process keeps it, for far longer
-    than it takes to be woken by a rank. Where more is lost so than saved, waits leave the cores to the scheduler, for
-    longer each time.
+    Ranks that wait for each other on one core get it back in microseconds. Another process keeps it, for far longer
+    than a wake-up by a rank takes. If yielding loses more time than it saves, waits sleep instead, for a period that
+    gets longer each time.
 
     Attributes:
-        lost: seconds, by giving cores away instead of sleeping; who ends a wait without has saved `SAVED_SECONDS`.
+        lost: seconds lost by yielding instead of sleeping; a wait that ends without sleep takes off `SAVED_SECONDS`.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Cores:
             self.kept(now, back)
 
     def kept(self, since: float, until: float) -> None:
-        """Note that a core that was given away was kept for long."""
+        """Note that a yielded core was kept for long."""
         if self.lost <= 0.0 or since - self._wanted_until > WANTED_SECONDS[1]:
             self.lost, self._seconds = 0.0, WANTED_SECONDS[0]
         self.lost += until - since
@@ -97,9 +97,9 @@ cores = Cores()
 
 
 def yielded(ready: Callable[[], bool]) -> bool:
-    """Give the core away until `ready()`, a few times at most, and while no other process wants it; whether it is.
+    """Yield the core until `ready()`, a few times at most, and only while no other process wants it; returns whether.
 
-    For who waits for ranks on its own core, which are microseconds from what it waits for. Nothing else is looked at,
+    For a rank that shares its core with the ranks that it waits for: they need microseconds. Nothing else is checked,
     and other threads don't get their turn.
     """
     for _ in range(YIELDS):
@@ -114,10 +114,10 @@ def yielded(ready: Callable[[], bool]) -> bool:
 
 
 class Watch(Protocol):
-    """What a waiting rank keeps an eye on.
+    """What a waiting rank checks.
 
     Attributes:
-        generation: goes up with every recovery from a failure; what was begun before is void.
+        generation: goes up with every recovery from a failure; everything that began before is void.
     """
 
     generation: int
@@ -132,7 +132,7 @@ class Watch(Protocol):
         """Raise if a peer died; called every few milliseconds."""
 
     def in_debugger(self) -> bool:
-        """Whether a peer is at the prompt of a debugger: its silence then means nothing."""
+        """Whether a peer is at the prompt of a debugger; then its silence means nothing."""
 
 
 def wait_until(
@@ -150,7 +150,7 @@ def wait_until(
 
     Args:
         oversubscribed: more ranks than cores, so that spinning would take the core from the rank waited for.
-        sleep: sleeps for a moment, and not much longer than until `ready()`, which the waited for rank sees to.
+        sleep: sleeps for a moment, or until the rank waited for has made `ready()` true and wakes this one.
         gently: sleep from the first moment on, since another thread of this process has better use for the core.
         on_stall: called now and then while nothing comes, to look for the reason (and to raise it).
     """
@@ -172,7 +172,7 @@ def wait_until(
             try:
                 watch.check_peers()
             except PeerLost:
-                if ready():  # it had done its part before it went
+                if ready():  # the peer had done its part before it died
                     return
                 raise
             if on_stall is not None:

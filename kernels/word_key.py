@@ -1,4 +1,4 @@
-"""A number for names and numbers that is the same in every process: what ranks compare, and look each other up by."""
+"""A hash of names and numbers that is the same in every process: ranks compare it, and use it as a key."""
 
 from __future__ import annotations
 

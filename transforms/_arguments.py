@@ -1,9 +1,9 @@
 """Which leaves of a function's arguments are differentiated, and over which axes the gradient of each is summed.
 
-A leaf that is known to be the same along an axis (it came in replicated, it was `psum`med) has one gradient there,
-the sum of all ranks'; a leaf that is sharded along it has its own on each rank. A leaf made in the region, of which
-nothing is known, counts as the same where its bits agree; on a call that is followed it is refused if it may do so by
-chance, as a rank's part of a bias does that is still zero.
+A leaf that is known to be the same along an axis (it came in replicated, or it was `psum`med) has one gradient there,
+the sum over all ranks; a leaf that is sharded along the axis has its own gradient on each rank. A leaf that was made in
+the region and has no mark counts as the same where its bits agree. They may agree by chance, as each rank's part of a
+bias does while it is still zero: a call that a net follows (`mesh/replication/net.py`) refuses such a leaf.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Argument:
     """One leaf of the differentiated arguments.
 
     Attributes:
-        leaf: as it was given.
+        leaf: the argument's leaf, as the caller gave it.
         primal: what the function is given in its place; None where there is nothing to differentiate.
         reduce: the axes to sum its gradient over.
     """
@@ -48,7 +48,7 @@ def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tupl
     """The leaves of the chosen arguments, and their treedef; `over` are the axes of the mean."""
     leaves, treedef = trees.flatten(chosen)
     arguments, unknown, trained = [], [], []
-    left: dict[Any, tuple[str, ...]] = {}  # of `over`, without those that a leaf differs over
+    left: dict[Any, tuple[str, ...]] = {}  # `over` without the axes that a leaf differs over
     declared_here = declared_in(chosen, treedef)
     for leaf, axes in zip(leaves, declared_here.axes, strict=True):
         kind = type(leaf)
@@ -80,7 +80,7 @@ def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tupl
 
 
 class Declared(NamedTuple):
-    """`declared_axes` of a tree, whether there are `Sharded` nodes in it, also such without leaves, and its keys."""
+    """`declared_axes` of a tree, whether it has `Sharded` nodes (even without leaves), and its keys as text."""
 
     axes: list[frozenset[str] | None]
     any: bool
@@ -92,11 +92,11 @@ _STRUCTURES = 256
 
 
 def declared_in(tree: Any, treedef: Any) -> Declared:
-    """What a tree declares, which its structure settles."""
+    """What a tree declares; cached, since it depends on the tree's structure alone."""
     structure = treedef
     try:
         found = _declared.get(treedef)
-    except TypeError:  # what a node of the user's own says of itself may have no hash
+    except TypeError:  # a node type that the user registered may have metadata that can't be hashed
         found, treedef = None, None
     if found is None:
         if len(_declared) >= _STRUCTURES:
@@ -111,7 +111,7 @@ def declared_in(tree: Any, treedef: Any) -> Declared:
 
 
 def declared_axes(tree: Any) -> list[frozenset[str] | None]:
-    """For each leaf the axes of the `Sharded` node that it is in, None outside of one."""
+    """For each leaf, the axes of the `Sharded` node that it is in; None if it is in none."""
     found: list[frozenset[str] | None] = []
     for node in trees.leaves(tree, is_leaf=is_sharded):
         if isinstance(node, Sharded):
@@ -138,7 +138,7 @@ def _local(array: Array, region: Region | None) -> Tensor:
 
 
 def _compare(unknown: list[Argument], region: Region, over: tuple[str, ...]) -> None:
-    """Leave out of `reduce` the axes along which the bits of a leaf differ."""
+    """Remove from `reduce` the axes along which the bits of a leaf differ."""
     mine = b"".join(digest(argument.leaf) for argument in unknown)
     for name in over:
         comm = region.session.comm(name)
@@ -152,7 +152,7 @@ def _compare(unknown: list[Argument], region: Region, over: tuple[str, ...]) -> 
 
 
 def _check_agreement(unknown: list[Argument], region: Region, paths: Callable[[], dict[int, str]]) -> None:
-    """Refuse a leaf that agrees between ranks, and is computed of what differs, where that is followed.
+    """In a call that a net follows, refuse a leaf that agrees between ranks but was computed from values that differ.
 
     Args:
         paths: gives the path of each argument, by its id.
@@ -163,7 +163,7 @@ def _check_agreement(unknown: list[Argument], region: Region, paths: Callable[[]
     for argument in unknown:
         found = net.of(argument.leaf)
         by_chance = tuple(name for name in argument.reduce if name in found.axes) if argument.leaf.numel() else ()
-        if by_chance and planned_session() is not None:  # there are no values: they will differ
+        if by_chance and planned_session() is not None:  # a planned step has no values; real ones will differ
             argument.reduce = tuple(name for name in argument.reduce if name not in found.axes)
         elif by_chance:
             name, (_, why) = by_chance[0], net.uncovered(argument.leaf, frozenset()) or ((), "")

@@ -1,4 +1,4 @@
-"""What a differentiated function returns besides its value: floats are averaged as it is, the rest must agree."""
+"""What a differentiated function returns besides its value: floats are averaged like the value, the rest must agree."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Auxiliary:
     """The leaves of aux.
 
     Attributes:
-        leaves: tensors, and what is none.
-        over: for each leaf the axes to average it over (along the others it is sharded); None: it must agree.
+        leaves: tensors, and whatever else aux holds.
+        over: for each leaf the axes to average it over (along the others it is sharded); None if all ranks must agree.
         numbers: which leaves were Python floats.
     """
 
@@ -58,7 +58,7 @@ class Auxiliary:
         return Auxiliary(leaves, treedef, axes, numbers)
 
     def tree(self, leaves: list[Any]) -> Any:
-        """Aux of leaves that are averaged; on a call that is followed, such as differed before say over which axes."""
+        """Aux rebuilt from the averaged leaves. With a net, a mean also notes over which axes its values differed."""
         net = active()
         if net is not None:
             for leaf, mean, axes in zip(self.leaves, leaves, self.over, strict=True):
@@ -71,7 +71,7 @@ class Auxiliary:
         return trees.paths(trees.unflatten(self.treedef, list(range(len(self.leaves)))))
 
     def check(self, region: Region | None, over: tuple[str, ...]) -> None:
-        """Refuse values that differ between the ranks of the mean and can't be averaged, be it for their shapes."""
+        """Refuse values that must agree but differ between the ranks of the mean, and floats of different shapes."""
         if region is None or not over:
             return
         tokens = [
@@ -79,7 +79,7 @@ class Auxiliary:
             for leaf, axes in zip(self.leaves, self.over, strict=True)
         ]
         if not any(tokens):
-            return  # and asks for no communicator: one that is new here would wait for the others to open it
+            return  # without asking for a communicator: a new one would wait until the other ranks open it
         comm = region.session.comm(over)
         if comm.size == 1:
             return
@@ -99,24 +99,24 @@ class Auxiliary:
         raise self._disagreement([json.loads(text) for text in comm.all_gather_bytes(mine)], comm.ranks, region)
 
     def check_parts(self, region: Region | None, arguments: Sequence[Argument] = ()) -> None:
-        """Refuse to average over an axis that cuts parameters what has other elements of them on each rank there.
+        """Refuse to average a leaf over an axis that cuts parameters, if each rank has other elements of it there.
 
-        Running statistics of channels that are cut, say. Of samples that an axis cuts the mean is meant; and a single
-        number may be one of elements.
+        Running statistics of channels that are cut, for example. Over an axis that cuts samples the mean is what one
+        wants, and a single number may well be a mean over elements.
 
         Args:
-            arguments: what is differentiated by, for a step that is not `data_parallel`.
+            arguments: the differentiated leaves, for a step that is not `data_parallel`.
         """
         net = active()
         if net is None or region is None:
             return
         plan = current_plan()
-        with net.pause(), without_torch_function():  # which virtual shards follow the whole batch with
+        with net.pause(), without_torch_function():  # the batch of a step over virtual shards is `Tracked`
             trained = {item for argument in arguments for item in _origins(net, argument.leaf)}
             samples = {item for leaf in plan.batch for item in _origins(net, leaf)}
             for index, (leaf, axes) in enumerate(zip(self.leaves, self.over, strict=True)):
                 for name, origin in _origins(net, leaf):
-                    # In a train step also of arguments that are none: over other axes than its own no samples differ.
+                    # In a train step any argument counts: along axes that don't split the batch, samples are the same.
                     others = plan.samples and name not in plan.samples and (name, origin) not in samples
                     cut = (name, origin) in trained or (others and origin.startswith("argument"))
                     if cut and axes and name in axes and leaf.numel() > 1:
@@ -134,7 +134,7 @@ class Auxiliary:
         )
 
     def _check_types(self, region: Region, over: tuple[str, ...]) -> None:
-        """Refuse what is no float and is computed of what differs, where that is followed: it may agree by chance."""
+        """With a net, refuse a non-float that was computed from values that differ: it may agree by chance."""
         net = active()
         if net is None:
             return
@@ -155,14 +155,14 @@ class Auxiliary:
             )
 
     def _note_agreement(self, over: tuple[str, ...]) -> None:
-        """What must agree does, and is looked at in every call: along the axes of the mean it no longer varies."""
+        """Note that leaves which must agree don't vary along the axes of the mean; each call checks that they agree."""
         net = active()
         for leaf, axes in zip(self.leaves, self.over, strict=True):
             if net is not None and axes is None and isinstance(leaf, Tensor):
                 net.note(leaf, net.of(leaf).without(over))
 
     def _disagreement(self, texts_of: list[list[tuple[str, str]]], ranks: tuple[int, ...], region: Region) -> SpecError:
-        """The error for the first leaf of which ranks said different things: (token, text) for each leaf."""
+        """The error for the first leaf that differs; `texts_of` has each rank's (token, text) for every leaf."""
         for index, path in enumerate(self._paths()):
             if any(len(leaves) != len(self.leaves) for leaves in texts_of):
                 break
@@ -183,7 +183,7 @@ class Auxiliary:
 
 
 def _origins(net: Net, leaf: Any) -> list[tuple[str, str]]:
-    """The axes along which a tensor may differ, each with what made it so first."""
+    """The axes along which a tensor may differ, each with the first cause."""
     return list(net.of(leaf).origins.items()) if isinstance(leaf, Tensor) else []
 
 

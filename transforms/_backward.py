@@ -1,7 +1,7 @@
 """The gradient of a function that every rank evaluates once, and the sums over ranks that it is made of.
 
-An outermost gradient runs torch's tape once and packs what comes out into buckets as it comes; one within a graph
-keeps its own and sums leaf by leaf with differentiable collectives.
+An outermost gradient runs torch's backward pass once and packs each result into a bucket as it comes. A gradient within
+another one keeps its graph, and sums leaf by leaf with differentiable collectives.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Evaluated:
 
     Attributes:
         call: what was evaluated.
-        value: this rank's, 0-dim.
-        share: what it is multiplied by in the sum over ranks.
-        aux: what came with it.
-        collectives: those that the function made.
-        hooked: whether it gave torch hooks, which may wait for any gradient.
+        value: this rank's value, 0-dim.
+        share: what the value is multiplied by in the sum over ranks.
+        aux: what the function returned besides its value.
+        collectives: the collectives that the function ran.
+        hooked: whether the function registered hooks with torch, which may be on any gradient.
     """
 
     call: Call
@@ -51,7 +51,7 @@ class Evaluated:
     hooked: bool = False
 
     def contribution(self, x: Tensor, axes: tuple[str, ...], share: float | None = None) -> Tensor:
-        """What this rank adds to a mean over `axes`: zeros if it has no samples, whatever it computed."""
+        """What this rank adds to a mean over `axes`; zeros if it has no samples, whatever `x` is."""
         weight, has_samples = self.call.weight(axes)
         weight = weight if share is None else share
         if not has_samples:
@@ -59,10 +59,10 @@ class Evaluated:
         return x * weight if axes or weight != 1.0 else x
 
     def ends(self) -> list[Tensor]:
-        """Where the backward pass begins, each scaled by its weight.
+        """The tensors that the backward pass begins at, each scaled by its weight.
 
-        Not by handing torch the weights as gradients: it imports SymPy to compare the shapes, a third of a second on
-        every rank.
+        The weights are not handed to torch as gradients: to compare their shapes it imports SymPy, which takes a third
+        of a second on every rank.
         """
         check_differentiated_once(self.call, self.value)
         seeds = [(self.value, self.share)] if self.value.requires_grad else []
@@ -72,7 +72,7 @@ class Evaluated:
 
 
 def noted(call: Call, x: Tensor, same: tuple[str, ...]) -> Tensor:
-    """Note where a sum over the axes `same` differs; along an axis that the mean leaves out nothing is known."""
+    """Mark a sum over the axes `same` as different along the mean's other axes; no mark if the mean leaves axes out."""
     _note(call, [x], [same])
     return x
 
@@ -86,7 +86,7 @@ def _note(call: Call, sums: Sequence[Tensor], same: Sequence[tuple[str, ...]]) -
 
 @functools.lru_cache(maxsize=256)
 def _left(over: tuple[str, ...], sizes: tuple[tuple[str, int], ...], same: tuple[str, ...]) -> frozenset[str] | None:
-    """The axes of a mean without those of a sum; None where the mean leaves some of the mesh's out."""
+    """The axes of a mean without those of a sum; None where the mean leaves out an axis of the mesh."""
     return frozenset(over) - set(same) if set(over) == {name for name, _ in sizes} else None
 
 
@@ -139,7 +139,7 @@ def outermost(f: Evaluated) -> Solution:
     if call.has_aux:
         f.aux.check_parts(call.region, call.arguments)
         f.aux.check(call.region, call.over)
-    # On a rank without samples too: reductions begin as leaves are filled in, and so in the same order on all ranks.
+    # On a rank without samples too: filling leaves in starts reductions, which must start in the same order everywhere.
     sums.fill(value_slot, f.contribution(f.value.detach(), call.over, f.share))
     for leaf, axes, slot in zip(f.aux.leaves, f.aux.over, aux_slots, strict=True):
         if slot is not None:
@@ -157,11 +157,11 @@ def outermost(f: Evaluated) -> Solution:
                     primal.register_post_accumulate_grad_hook(Hook(sums, slot, call.plan, home))
                     for primal, slot in primals
                 ]
-            # In the same chain or one like it, so that a layer computed again (torch.utils.checkpoint) leaves the same
-            # trace.
+            # Within a chain of tokens, as in the forward pass: then a layer that is computed again
+            # (torch.utils.checkpoint) saves the same tensors as before.
             with tokens(), _on_this_thread(call):
                 torch.autograd.backward(ends, inputs=[*(primal for primal, _ in primals), f.collectives.first])
-        finally:  # A hook on a node is held by what it holds: nothing else would ever free it and its buckets.
+        finally:  # A node's hook refers to what keeps the node alive: without this, it and its buckets would leak.
             for handle in handles:
                 handle.remove()
         sums.fill_in(primals)
@@ -188,7 +188,7 @@ Primals = list[tuple[Tensor, Slot]]
 
 
 def _in_place(f: Evaluated, sums: Sums, ends: list[Tensor], primals: Primals, handles: list[Any]) -> Primals:
-    """Add hooks that write gradients of weights where they are summed; the leaves that are left for torch."""
+    """Add hooks that write weights' gradients right into their buckets; returns the leaves that are left to torch."""
     if f.hooked or f.call.plan.without_samples:
         return primals
     large = [
@@ -196,7 +196,7 @@ def _in_place(f: Evaluated, sums: Sums, ends: list[Tensor], primals: Primals, ha
         for primal, slot in primals
         if primal.numel() * primal.element_size() >= LARGE and sums.takes_products(slot)  # a sparse one has no `nbytes`
     ]
-    if not large:  # as mostly
+    if not large:
         return primals
     argument_slots = {id(primal): slot for primal, slot in primals}
     for weight in linear_weights(ends, [primal for primal, _ in primals], large, handles):
@@ -206,7 +206,7 @@ def _in_place(f: Evaluated, sums: Sums, ends: list[Tensor], primals: Primals, ha
 
 
 def within_a_graph(f: Evaluated) -> Solution:
-    """The same, with a result that can be differentiated in turn."""
+    """Like `outermost`, but with a result that can be differentiated again."""
     call = f.call
     f.aux.check_parts(call.region, call.arguments)
     f.aux.check(call.region, call.over)
@@ -240,7 +240,7 @@ def within_a_graph(f: Evaluated) -> Solution:
 
 
 def _on_this_thread(call: Call) -> contextlib.AbstractContextManager:
-    """Have torch go back on this thread, which knows of the region; in one that is so already."""
+    """Outside a region, keep torch's backward pass on this thread; in a region it already is."""
     return torch.autograd.set_multithreading_enabled(False) if call.region is None else contextlib.nullcontext()
 
 

@@ -1,6 +1,6 @@
 """The batch of a step within a region: this rank's part of every leaf, and how many samples there are.
 
-What was cut on the way in is this rank's part already; what is whole is cut here.
+A leaf that was cut on the way into the region is this rank's part already; a whole leaf is cut here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .exact.tracked import as_tracked
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """This rank's part of a batch: the tree, its tensors, its number of samples and that of the whole."""
+    """This rank's part of a batch: the tree, its tensors, the number of samples here and in the whole batch."""
 
     tree: Any
     leaves: tuple[Tensor, ...]
@@ -39,7 +39,7 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
     """This rank's part of the batch `tree`.
 
     Raises:
-        SpecError: a leaf has no dimension to split, leaves differ in length, or were dealt otherwise.
+        SpecError: a leaf has no dimension to split, leaves differ in length, or the batch was dealt in another way.
     """
     axis, session, called = argument.axis, region.session, functools.partial(_called, tree)
     if argument.shards is not None and planned_session() is not None:
@@ -141,10 +141,10 @@ def _called(batch: Any, index: int) -> str:
 
 
 def note_samples(error: Exception, arguments: Any, part: Part) -> None:
-    """Add to an error what the samples have to do with it, if they may: none here, or an argument as long as all are.
+    """Add a hint to an error that the split may have caused: no samples here, or an argument with a row for all.
 
     Args:
-        arguments: all those of the step, with this rank's part of the batch among them.
+        arguments: all arguments of the step, with this rank's part of the batch among them.
     """
     if not hasattr(error, "add_note") or part.here == part.total:
         return
@@ -154,7 +154,7 @@ def note_samples(error: Exception, arguments: Any, part: Part) -> None:
             "of at least as many samples as ranks, or return an empty result of the same shape where len(batch) is 0]"
         )
         return
-    if not {str(part.here), str(part.total)} <= set(re.findall(r"\d+", str(error))):  # sizes that it tells of
+    if not {str(part.here), str(part.total)} <= set(re.findall(r"\d+", str(error))):  # sizes that the error names
         return
     split = {id(leaf) for leaf in part.leaves}
     for leaf in trees.leaves(arguments):

@@ -1,4 +1,4 @@
-"""A gradient to be taken: of which function, at which arguments, in which step; and what the function returned."""
+"""A gradient to be taken: which function, at which arguments, in which step; and what the function returned."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ._plan import Plan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:
-    """What a function returned that is differentiated.
+    """What the differentiated function returned.
 
     Attributes:
-        value: this rank's, 0-dim; with a `count` the total that is to be divided.
+        value: this rank's value, 0-dim; with a `count`, the total that is still to be divided.
         count: float64, 0-dim; None where the value is a mean already.
-        aux: what came with it; an empty tree without `has_aux`.
+        aux: the second result; an empty tree without `has_aux`.
     """
 
     value: Tensor
@@ -42,11 +42,11 @@ class Call:
         has_aux: whether it returns a pair.
         args, kwargs: its arguments, with `Argument.primal` in place of the leaves to differentiate by.
         arguments: these leaves.
-        keys: where these are in the arguments; ranks sum their gradients in this order.
-        region: None outside of one.
-        plan: of the step.
+        keys: where these leaves are in the arguments; ranks sum their gradients in this order.
+        region: the running region; None outside of one.
+        plan: the plan of the step.
         over: the axes of the mean.
-        nested: whether the result is to be differentiated in turn.
+        nested: whether the result is part of another gradient's graph.
     """
 
     function: Callable
@@ -62,7 +62,7 @@ class Call:
     nested: bool
 
     def evaluate(self, args: list[Any], kwargs: dict[str, Any], *, grad: bool = True) -> Output:
-        """The function at arguments that stand for `args` and `kwargs`."""
+        """Call the function with `args` and `kwargs`, which stand for its own arguments."""
         with torch.set_grad_enabled(grad):
             return self._output(self.function(*args, **kwargs))
 
@@ -92,7 +92,7 @@ class Call:
 
     @property
     def where(self) -> str:
-        """On which rank it is taken, for messages."""
+        """On which rank the gradient is taken, for messages."""
         return "" if self.region is None else self.region.session.where()
 
     def weight(self, axes: tuple[str, ...]) -> tuple[float, bool]:
@@ -100,7 +100,7 @@ class Call:
         return (1.0, True) if self.region is None else self.plan.weight(axes, self.region.session.layout.axes)
 
     def share(self, count: Tensor | None) -> float:
-        """What this rank's value counts in the mean over the mesh; with a count all ranks talk to each other."""
+        """The weight of this rank's value in the mean over the mesh; a count is first summed over the ranks."""
         if count is None:
             return self.weight(self.over)[0]
         if self.region is not None and self.over:
@@ -110,7 +110,7 @@ class Call:
 
 
 def inverse(count: Tensor) -> float:
-    """What a total is multiplied by for its mean: of nothing it is infinite, and 0 times that no number."""
+    """What a total is multiplied by to give a mean; infinite for a count of 0, so that the mean of nothing is NaN."""
     return 1.0 / float(count) if count else math.inf
 
 
@@ -118,7 +118,7 @@ Solution = tuple[Tensor, list[Any], Any]  # the mean value, a gradient for each 
 
 
 class Strategy(Protocol):
-    """How a gradient is taken: chosen once, when it is begun."""
+    """How a gradient is taken; chosen once, at its beginning."""
 
     def primals(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """What the function is given in place of the leaves that it is differentiated by."""

@@ -1,6 +1,6 @@
 """`data_parallel`: split the batch over an axis, and make the step mean what it says on one device.
 
-All it does is to cut the argument called `batch` (unless that was done on the way in) and to say how much this
+All it does is to cut the argument called `batch` (unless that was done on the way in) and to record how much this
 rank's samples weigh; `grad` does the rest.
 """
 
@@ -38,27 +38,28 @@ def data_parallel(
 ) -> Any:
     """Run a step on each rank's part of the batch; its gradients are those of the whole batch on one device.
 
-    Uneven and empty parts are exact: means are weighted by the number of samples. A function that can't run on no
-    samples at all contributes nothing on a rank that has none, unless it communicates. The step's values that are not
-    results of `value_and_grad` are local: `psum` or `pmean` what is to be returned. Plain batch norm in train mode
-    normalises by the samples of its own rank, as under DDP; `functional_with_buffers(model, sync=True)` by the whole
-    batch, as one device does.
+    Uneven and empty parts are exact: means are weighted by the number of samples. A rank without samples contributes
+    nothing; there the function may even fail on the empty batch, unless it communicates. Values that the step computes
+    outside of `value_and_grad` are local to the rank: `psum` or `pmean` them before you return them. Plain batch norm
+    in train mode normalises over the samples of its own rank, as under DDP;
+    `functional_with_buffers(model, sync=True)` normalises over the whole batch, as one device does.
 
     Args:
         f: the step; one of its arguments is the batch.
         axis: the mesh axis to split over.
-        batch: the name of the argument to split, each leaf along dimension 0 (all leaves of one length).
-        shards: cut the global batch into this many virtual shards, and compute the same bits at any number of ranks:
+        batch: the name of the argument to split, each leaf along dimension 0 (all leaves have the same length).
+        shards: cut the global batch into this many virtual shards, and compute the same bits on any number of ranks:
             `value_and_grad` runs the shards of a rank one after another, each at its own fixed shape with random
             numbers of its own, and sums in a binary tree over all of them. More shards than ranks is gradient
-            accumulation (a loop over chunks of the batch is refused where they are not all equal). Metrics come out as
-            aux (`has_aux=True`); the step does nothing else with the batch. A batch is dealt by `Loader(shards=)` of
-            the same number, or passed whole.
+            accumulation (a loop over chunks of the batch is refused where they are not all equal). Return metrics as
+            aux (`has_aux=True`); the step can't use the batch in any other way. Pass a batch of `Loader(shards=)` with
+            the same number of shards, or a whole batch.
         bucket_mb: largest gradient bucket, in MiB.
-        wire_dtype: dtype in which gradients travel, such as torch.bfloat16; None is their own.
+        wire_dtype: dtype in which gradients travel, such as torch.bfloat16; None for the gradients' own dtype.
 
     Returns:
-        A function of the same arguments, to be called in a region or wrapped by `spmd`. Works bare and with arguments.
+        A function of the same arguments, to be called in a region or wrapped by `spmd`. Also a decorator, with or
+        without arguments.
 
     Raises:
         SpecError: `f` has no such argument, or the batch's leaves differ in length.
@@ -119,7 +120,7 @@ class DataParallel(Transformable):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What is seen in the bits of its results."""
+        """The settings that change the bits of the results."""
         wire = self._plan.wire_dtype
         return {"shards": self.batch.shards, "wire dtype": None if wire is None else str(wire)}
 
@@ -129,7 +130,7 @@ class DataParallel(Transformable):
         region.session.axes(argument.axis, what="data_parallel")
         key = argument.key(len(args))
         if isinstance(key, str) and key not in kwargs:
-            bound = inspect.signature(self._step).bind(*args, **kwargs)  # what else is wrong is told first
+            bound = inspect.signature(self._step).bind(*args, **kwargs)  # raises first if another argument is wrong
             raise SpecError(
                 message(
                     f"{self._name} was called without its batch",
@@ -192,7 +193,7 @@ def _note_gradients(error: Exception) -> None:
 
 
 def _check_weights(around: Plan, part: Part, axis: str, size: int, name: str) -> None:
-    """Refuse an uneven batch within a gradient that was begun without the weights of its parts."""
+    """Refuse an uneven batch inside a gradient that began without knowing the weights of its parts."""
     if in_gradient() and part.total % size and around.samples.get(axis) != (part.here, part.total):
         raise SpecError(
             message(
@@ -204,14 +205,14 @@ def _check_weights(around: Plan, part: Part, axis: str, size: int, name: str) ->
 
 
 def parallel_step(f: Any) -> DataParallel | None:
-    """`f`, or the data_parallel function that decorators made with `functools.wraps` lie around; None without one."""
+    """The data_parallel function that `f` is, or wraps (by `functools.wraps`); None if there is none."""
     while f is not None and not isinstance(f, DataParallel):
         f = getattr(f, "__wrapped__", None)
     return f
 
 
 def _position(signature: inspect.Signature, batch: str, name: str) -> int | None:
-    """Where the batch comes among the positional arguments; None if it is keyword-only."""
+    """The position of the batch among the arguments; None if it is keyword-only."""
     for index, parameter in enumerate(signature.parameters.values()):
         if parameter.name == batch:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

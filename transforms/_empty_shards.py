@@ -1,8 +1,8 @@
-"""A rank without samples whose function can't run on none (batch norm refuses an empty batch, for one).
+"""A rank without samples, whose function fails on an empty batch (batch norm refuses one, for example).
 
-It contributes nothing, so all it needs is what the others' results look like. Where fewer samples than ranks make this
-possible, the ranks tell each other before the gradients are summed. A rank that has started a collective cannot be
-excused: its peers are waiting in it.
+Such a rank contributes nothing, so all it needs to know is what the other ranks' results look like. Where there may be
+ranks without samples, all ranks tell each other whether their function failed, before the gradients are summed. An
+error after a collective has started is raised all the same: the other ranks are waiting in that collective.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ._tokens import started
 
 
 class EmptyShards(Plain):
-    """`Plain`, where some rank may be without samples and unable to evaluate the function."""
+    """`Plain`, where some rank may have no samples and fail to evaluate the function."""
 
     def evaluate(self, call: Call) -> Output:
         assert call.region is not None
@@ -39,7 +39,7 @@ class EmptyShards(Plain):
 
 
 def _stand_in(region: Region, over: tuple[str, ...], failed: Exception | None, out: Output | None) -> Output:
-    """`out`, or on a rank that has `failed` one like another rank's, with zeros for its floats.
+    """`out`; on a rank that has `failed`, a copy of another rank's with zeros for its floats.
 
     Raises:
         Exception: `failed`, if no other rank can help.

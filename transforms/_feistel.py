@@ -1,9 +1,9 @@
-"""A keyed shuffle that is computed per index: O(1) memory for any length, nothing stored, nothing repeated.
+"""A keyed shuffle that is computed index by index: O(1) memory at any length.
 
-`torch.randperm` needs the whole permutation to answer for one index; a Feistel network answers for the indices asked.
+`torch.randperm` makes the whole permutation even for one index; a Feistel network computes only the indices asked for.
 Invariant: for every length and key, `permute` is a bijection of range(length). Each round changes one half by a
-function of the other, so it can be undone whatever the function is; walking on from an index that falls outside the
-range follows one cycle of a bijection, and so ends at an index that no other one reaches.
+function of the other half, so it can be undone whatever the function is. An index that falls outside the range is
+permuted again until it is inside; this follows one cycle of a bijection, so no two indices end at the same place.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import numpy as np
 import numpy.typing as npt
 
 _MASK = (1 << 64) - 1
-_IN_CACHE = 4096  # ids that are computed at a time
+_IN_CACHE = 4096  # ids that are computed at a time, so that they stay in the processor's cache
 # The increment and the finalizer of splitmix64, which passes BigCrush: Steele, Lea and Flood, "Fast splittable
 # pseudorandom number generators", OOPSLA 2014, with the constants of Stafford's variant 13.
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def derive_key(*values: int) -> int:
-    """A 64-bit key for a tuple of integers of any size and sign; order and length of the tuple count.
+    """A 64-bit key for a tuple of integers of any size and sign; the tuple's order and length matter.
 
     >>> derive_key(0, 1) == derive_key(1, 0), derive_key(5) == derive_key(5 + 2**64), derive_key(-1) == derive_key(1)
     (False, False, False)
     """
     key = 0
     for value in values:
-        limbs = value.bit_length() // 64 + 1  # two's complement, room for the sign included
-        # The count goes in too: without it (a, b) as one long integer and as two short ones would share a key.
+        limbs = value.bit_length() // 64 + 1  # two's complement, with room for the sign
+        # The number of limbs goes in too: else one long integer and two short ones could share a key.
         for word in (limbs, *(value >> 64 * index & _MASK for index in range(limbs))):
             key = _mix((key ^ word) + _GAMMA & _MASK)
     return key
@@ -44,7 +44,7 @@ def permute(index: npt.NDArray[np.uint64], length: int, key: int) -> npt.NDArray
     True
 
     Args:
-        index: unsigned 64-bit integers below `length`, one dimension, any number and any order of them.
+        index: unsigned 64-bit integers below `length`, in one dimension, in any number and order.
         length: how many indices there are, 1 to 2**63.
         key: 64 bits; equal keys give equal shuffles.
 
@@ -59,7 +59,7 @@ def permute(index: npt.NDArray[np.uint64], length: int, key: int) -> npt.NDArray
     rounds = 24 if bits < 8 else 12
     keys = [_mix(key + number * _GAMMA & _MASK) for number in range(1, rounds + 1)]
     half, tables = (bits + 1) // 2, None
-    if len(index) >> half > 1:  # what a round adds is worked out once for each value that a half can have
+    if len(index) >> half > 1:  # two indices or more for each value of a half: compute each round's function per value
         tables = np.arange(1 << half, dtype=np.uint64) + np.array(keys, dtype=np.uint64)[:, None]
         _mix_array(tables, np.empty_like(tables))
     network = functools.partial(_network, bits=bits, keys=keys, tables=tables)
@@ -73,7 +73,7 @@ def permute(index: npt.NDArray[np.uint64], length: int, key: int) -> npt.NDArray
 
 
 def permutation(length: int, key: int) -> npt.NDArray[np.uint64]:
-    """The keyed shuffle of range(length) as a whole.
+    """The whole keyed shuffle of range(length).
 
     >>> permutation(5, key=7), permutation(0, key=7)
     (array([3, 0, 4, 1, 2], dtype=uint64), array([], dtype=uint64))
@@ -83,7 +83,7 @@ def permutation(length: int, key: int) -> npt.NDArray[np.uint64]:
 
 
 def numbered(key: int, index: int) -> int:
-    """One of a key's random numbers of 63 bits.
+    """The random number of 63 bits that belongs to a key and an index.
 
     >>> numbered(7, 0), numbered(7, 1)
     (3595544800446187243, 154844686297477902)
@@ -94,10 +94,10 @@ def numbered(key: int, index: int) -> int:
 def _network(
     index: npt.NDArray[np.uint64], bits: int, keys: list[int], tables: npt.NDArray[np.uint64] | None
 ) -> npt.NDArray[np.uint64]:
-    """A bijection of range(2**bits). With an odd number of bits the halves differ by one, and no bit is left out.
+    """A bijection of range(2**bits). With an odd number of bits one half has one bit more.
 
     Args:
-        tables: for each key what every value of a half comes to, before it is masked; None: computed for each index.
+        tables: each round's function of every value that a half can have, before masking; None: compute it per index.
     """
     found = np.empty_like(index)
     for first in range(0, len(index), _IN_CACHE):
@@ -118,7 +118,7 @@ def _network_of_few(
         if tables is None:
             np.add(source, np.uint64(key), out=words)
             _mix_array(words, shifted)
-        else:  # "wrap", or NumPy takes a copy first; signed, or it converts them
+        else:  # without mode="wrap" NumPy would make a copy first, and unsigned indices it would convert
             np.take(tables[number], source.view(np.int64), out=words, mode="wrap")
         words &= mask
         target ^= words
@@ -132,7 +132,7 @@ def _mix(word: int) -> int:
 
 
 def _mix_array(words: npt.NDArray[np.uint64], shifted: npt.NDArray[np.uint64]) -> None:
-    """`_mix` of every element, in place; `shifted` is memory to use. Unsigned arrays wrap by themselves."""
+    """`_mix` of every element, in place; `shifted` is scratch memory. Unsigned arrays wrap by themselves."""
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
         np.right_shift(words, np.uint64(shift), out=shifted)
         words ^= shifted

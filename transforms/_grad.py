@@ -1,8 +1,8 @@
 """`grad` and `value_and_grad`: the derivative of the mean over the mesh of a function's value.
 
-Every rank seeds its backward with its weight (1/N, or its share of a batch's samples), and each argument's gradient
-is summed over the axes along which that argument is the same on all ranks. See docs/architecture.md, section 4, for the
-five numbers that tell this calculus from others.
+Every rank seeds its backward pass with its weight (1/N, or its share of a batch's samples), and each argument's
+gradient is summed over the axes along which that argument is the same on all ranks. Section 4 of docs/architecture.md
+has five numbers that tell this definition from others.
 Outside any region there is one rank.
 """
 
@@ -44,29 +44,29 @@ def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = Fal
     tensor(8.)
 
     Args:
-        f: returns a scalar tensor or a `mean_of`, or with `has_aux` (that, anything).
+        f: returns a scalar tensor or a `mean_of`; with `has_aux`, a pair of that and anything else.
         argnums: which positional arguments to differentiate by.
-        has_aux: `f` also returns auxiliary values, whose floating-point leaves are averaged over samples. What has a
-            row for each sample can't be: return `Sharded(logits, P("data"))`, or reduce it.
+        has_aux: `f` also returns auxiliary values, whose floating-point leaves are averaged over samples. A leaf with a
+            row for each sample can't be averaged: return `Sharded(logits, P("data"))`, or reduce it.
         axes: the mesh axes of the mean: None for all, a name, a tuple of names; () is the purely local gradient. If
-            `f` communicates over an axis that is left out, the gradient is that of the sum over it.
+            `f` communicates over an axis that is left out, the gradient is that of the sum over this axis.
 
     Returns:
         A function that returns the gradient (a tuple for a tuple `argnums`), with the structure, shapes and dtypes of
         the argument, or (gradient, aux). Frozen, integer and unused leaves get zeros.
 
-    In a step that is `data_parallel(shards=)` the arguments that are the step's batch are cut into virtual shards, and
-    `f` is called once for each that this rank runs.
+    In a `data_parallel(shards=)` step, the batch among `f`'s arguments is cut into virtual shards, and `f` is called
+    once for each shard that this rank runs.
 
-    In a `data_parallel` step the first evaluation is looked at, and refused are: sums over samples, aux with a row for
-    each sample, parameters that `f` captures, unequal chunks of the batch, gradients that are all zero. Sums and rows
+    In a `data_parallel` step the first evaluation is checked. Refused are sums over samples, aux with a row for each
+    sample, parameters that `f` captures, unequal chunks of the batch, and gradients that are all zero. Sums and rows
     are not found on a mesh of one rank, nor where `f` communicates: see docs/losses.md.
 
     Raises:
-        SpecError: `f`'s value is not a scalar, an argument does not exist, an axis does not exist, aux that cannot be
-            averaged differs between ranks; it is called inside a transform of `torch.func` or under
-            `torch.inference_mode`; under `data_parallel(shards=)` also: `f` uses the batch without taking it, or
-            communicates over the axis that the batch is split over.
+        SpecError: `f`'s value is not a scalar, an argument does not exist, an axis does not exist, or aux that can't be
+            averaged differs between ranks; the gradient is taken inside a transform of `torch.func` or under
+            `torch.inference_mode`; under `data_parallel(shards=)` also: `f` uses the batch without having it as an
+            argument, or communicates over the axis that the batch is split over.
     """
     check_function("grad", f, "grad(loss_fn)(params, batch)")
     if isinstance(f, Transformable):
@@ -106,18 +106,18 @@ def value_and_grad(
 
 
 class Transformable(abc.ABC):
-    """A function that was wrapped so that a transform of it is the wrapped transform of what is in it."""
+    """A wrapped function: transforming it transforms the function inside, and wraps the result in the same way."""
 
     @abc.abstractmethod
     def transformed(self, transform: Callable, argnums: Any, with_value: bool, has_aux: bool) -> Callable:
-        """`transform`, a gradient with these arguments, of the function that was wrapped, wrapped alike."""
+        """Apply `transform`, a gradient with these arguments, to the function inside, and wrap the result again."""
 
     @abc.abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 def _untraced() -> Callable:
-    """`_differentiate`, for a compiler that has come to it as Python: the tape, hooks and buckets are no graph's."""
+    """`_differentiate`; while torch compiles, a version that it doesn't trace: tape, hooks and buckets fit no graph."""
     if is_dynamo_compiling() or torch_compiled.is_running():
         return torch_compiled.uncompiled(_differentiate)
     return _differentiate
@@ -151,9 +151,9 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     if not leaves:
         _check_trainable(name, arguments, plan)
     note_differentiated(region, leaves)
-    # A part of an outer gradient's graph, ours or torch's own, has to become one in turn.
+    # A gradient that is part of an outer gradient's graph (ours or torch's own) needs a graph itself.
     nested = in_gradient() or any(leaf.grad_fn is not None for leaf in leaves)
-    strategy: Strategy = Plain(nested)  # how this gradient is taken: asked here, and nowhere below
+    strategy: Strategy = Plain(nested)  # how this gradient is taken: decided here, and nowhere below
     if region is not None and plan.virtual is not None and applies(region, plan, over, nested, (args, kwargs), name):
         strategy = Exact()
     elif not nested and plan.leaves_ranks_out(region, over):
@@ -175,7 +175,7 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
 
 
 def _check_trainable(name: str, arguments: list[Argument], plan: Plan) -> None:
-    """Refuse arguments without tensors, and in a step such that none of them can be trained."""
+    """Refuse arguments without tensors, and in a step also arguments of which none can be trained."""
     given = [argument.leaf for argument in arguments if argument.leaf is not None]
     if given and not any(isinstance(leaf, torch.Tensor) for leaf in given):
         raise SpecError(

@@ -1,10 +1,11 @@
 """Gradients of linear layers' weights, computed in their buckets instead of being copied there.
 
-torch makes a weight's gradient, `gradient.t() @ x`, in memory of its own, and copying it into a bucket costs as much
-traffic as reducing it. Where the tape shows that a leaf is the weight of one linear layer and nothing else, torch is
-not asked for it: a hook on the layer's node computes the same product with `out=` the leaf's place. Invariants: the
-same bits as torch's own gradient; only nodes that run for another leaf's sake are taken, since no other hook is called;
-none where the function made hooks (see `hooks_made`), which may look at what torch would have computed or change it.
+torch computes a weight's gradient, `gradient.t() @ x`, in memory of its own, and copying it into a bucket costs as much
+memory traffic as reducing it. Where the autograd graph shows that a leaf is the weight of one linear layer and nothing
+else, torch is not asked for its gradient: a hook on the layer's node computes the same product with `out=` the leaf's
+place in the bucket. Invariants: the bits are those of torch's own gradient; a node is used only if it also runs for
+another leaf, since else torch would not call its hook; nothing is done where the function registered hooks
+(`hooks_made`), since these may read or change the gradient that torch would have computed.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ _INPUTS = {"AddmmBackward0": "mat1", "MmBackward0": "self"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """A weight, and the node whose backward computes its gradient; `saved` is the name of what it kept of the input."""
+    """A weight, the node whose backward computes its gradient, and the name under which the node saved its input."""
 
     leaf: Tensor
     node: Node
     saved: str
 
     def hook(self, fill_product: Callable[[Tensor, Tensor], None]) -> Any:
-        """Have the backward pass give the factors of the gradient, `left.t() @ right`, to `fill_product(left, right)`.
+        """Have the backward pass call `fill_product(left, right)` with the factors of the gradient `left.t() @ right`.
 
-        Returns the handle that ends it.
+        Returns the hook's handle.
         """
 
         def compute(gradients: tuple[Tensor | None, ...]) -> None:
-            # A backward of the function's own, within this one and over the same tape, has to keep it.
+            # A backward pass that the function itself runs inside this one, over the same graph, retains the graph.
             within_another = torch_private.backward_keeps_tape()
             if gradients[0] is not None and not within_another:
                 fill_product(gradients[0], torch_private.saved(self.node, self.saved))
@@ -52,13 +53,13 @@ class LinearWeight:
 def linear_weights(
     ends: Iterable[Tensor], leaves: Iterable[Tensor], wanted: Iterable[Tensor], handles: list[Any]
 ) -> list[LinearWeight | GraphWeight]:
-    """Those of the leaves `wanted` that are nothing but the weight of one linear layer each.
+    """Those of the leaves `wanted` that are used as the weight of one linear layer, and for nothing else.
 
     Args:
-        ends: where the backward pass begins, whose `inputs` the others of `leaves` will be.
-        handles: takes those of hooks that note what compiled graphs do.
+        ends: where the backward pass begins; its `inputs` will be the rest of `leaves`.
+        handles: to this list the handles of hooks are added that note what compiled graphs do.
     """
-    if torch.is_anomaly_enabled():  # which looks at what nodes return
+    if torch.is_anomaly_enabled():  # anomaly mode checks what nodes return
         return []
     weights = {id(leaf): leaf for leaf in wanted if _is_writable(leaf)}
     if not weights:
@@ -90,13 +91,13 @@ def linear_weights(
     others = {id(leaf) for leaf in leaves} - taken
     alive: set[Node] = set()
     dead: set[Node] = set()
-    # From the first layer on, so that none looks further than to the one below.
+    # In the order of the layers, so that each search ends at the layer below.
     found.sort(key=lambda weight: torch_private.order(weight.node))
     return [weight for weight in found if _leads_to(weight.node, others, alive, dead)]
 
 
 def _is_writable(leaf: Tensor) -> bool:
-    """Whether a product can be written as this leaf is."""
+    """Whether a matrix product can be written directly into memory laid out like this leaf."""
     return (
         type(leaf) in _PLAIN
         and leaf.is_cpu
@@ -108,7 +109,7 @@ def _is_writable(leaf: Tensor) -> bool:
 
 
 def _uses(ends: Iterable[Node]) -> dict[Node, int]:
-    """Every node of the tape, and how many edges lead to it."""
+    """Every node of the autograd graph, and how many edges lead to it."""
     uses: dict[Node, int] = {end: 1 for end in ends if end is not None}
     left = list(uses)
     while left:
@@ -124,21 +125,21 @@ def _uses(ends: Iterable[Node]) -> dict[Node, int]:
 
 
 def _as_it_was(node: Node, saved: str) -> bool:
-    """Whether the node multiplies by nothing else, and keeps its input itself, which is a plain matrix.
+    """Whether the node computes the product alone, without a scale, and itself holds its input, a plain matrix.
 
-    What is computed again, or lies elsewhere (`torch.utils.checkpoint`, `save_on_cpu`), may be asked for only once.
+    An input that is recomputed or lies elsewhere (`torch.utils.checkpoint`, `save_on_cpu`) may be read only once.
     """
     x: Any = None if torch_private.scales(node) else torch_private.saves_itself(node, saved)
     return type(x) in _PLAIN and x.layout == torch.strided
 
 
 def _leaf_of(node: Node) -> int:
-    """The `id` of the leaf that a node accumulates, else 0; a node of the function's own may have any attribute."""
+    """The `id` of the leaf whose gradient a node accumulates, else 0; nodes of users may have any attributes."""
     return id(node.variable) if type(node).__name__ == "AccumulateGrad" else 0
 
 
 def _leads_to(node: Node, leaves: set[int], alive: set[Node], dead: set[Node]) -> bool:
-    """Whether one of the leaves lies below the node; `alive` and `dead` are what is known to lead to some or none."""
+    """Whether one of the leaves lies below the node; `alive` nodes are known to lead to one, `dead` nodes to none."""
     left, seen = [node], {node}
     while left:
         for below, _ in left.pop().next_functions:

@@ -1,4 +1,4 @@
-"""`mean_of`: a loss as a pair of a total and what it is divided by, so that its mean is exact whatever the weights."""
+"""`mean_of`: a loss as a total and its divisor, so that its mean over the mesh is exact whatever the weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..kernels.torch_private import Node, is_fake, saved
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeanOf:
-    """What `mean_of` returns: this rank's total, and its count, without history."""
+    """What `mean_of` returns: this rank's total, and its count, which is not differentiated."""
 
     total: Tensor
     count: Tensor
@@ -36,9 +36,9 @@ class MeanOf:
 def mean_of(total: Tensor, count: Tensor | float) -> MeanOf:
     """A loss for `grad` and `value_and_grad` that is a total divided by a count, both summed over the mesh first.
 
-    A mean over samples needs none of this: ranks count by their samples. A mean over anything else does: over tokens
-    that are not padding, with class weights, over pairs. One that is returned by itself gives a warning on the first
-    call, and so does a total or a count that is not a sum over samples.
+    A mean over samples doesn't need this, since ranks are weighted by their samples. Any other mean does: over tokens
+    that are not padding, with class weights, over pairs. Such a mean that is returned without `mean_of` gives a warning
+    on the first call, and so does a total or a count that is not a sum over samples.
 
     >>> def loss_fn(w, batch):
     ...     losses = (w * batch["x"] - batch["y"]).square() * batch["mask"]
@@ -50,13 +50,13 @@ def mean_of(total: Tensor, count: Tensor | float) -> MeanOf:
 
     Args:
         total: floating-point tensor with one element, such as a loss with reduction="sum".
-        count: number, or tensor with one element, of this rank's samples: nothing is differentiated through it. It may
-            be 0 on some ranks, and is not clamped, or these would count; if it is 0 on all, the value is NaN, as
-            torch's own mean of nothing, and the gradients are what a backward pass makes of that (zeros or NaN).
+        count: number, or tensor with one element, of this rank's samples; not differentiated. It may be 0 on some
+            ranks: don't clamp it, or these ranks would count. If it is 0 on all ranks, the value is NaN, like torch's
+            own mean of nothing, and the gradients are what a backward pass makes of that (zeros or NaN).
 
     Returns:
-        A pair to be returned from the function that is differentiated, whose value then is
-        sum(total) / sum(count) over the mesh, on one device the total divided by the count.
+        A pair to return from the function that is differentiated. Its value then is sum(total) / sum(count) over the
+        mesh; on one device, the total divided by the count.
 
     Raises:
         SpecError: one of them is something else.
@@ -90,7 +90,7 @@ _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 
 
 def warn_of_weights(name: str, node: Node) -> bool:
-    """Of a node of a loss that is a cross entropy's mean over targets that do not all count the same; if it was one."""
+    """Warn if a node is a cross entropy's mean over targets that do not all count the same; returns whether it is."""
     if type(node).__name__ not in _CROSS_ENTROPIES or saved(node, "reduction") != 1:
         return False
     weights, targets = saved(node, "weight"), saved(node, "target")

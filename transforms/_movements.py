@@ -1,6 +1,6 @@
 """The named-axis collectives that move data, with `jax.lax`'s semantics: functions of a tree of tensors, leaf by leaf.
 
-Each brings the dimension that tells the ranks apart to the front, where the operation works, and back.
+Each moves the dimension with one entry for each rank to the front, where the operation works, and then to its place.
 Invariant: all ranks of the axis make the same calls in the same order.
 """
 
@@ -36,7 +36,7 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> Any:
         tiled: join along an existing dimension instead of stacking along a new one.
 
     Returns:
-        The stacked (one dimension more) or joined (`dim` as many times longer as there are ranks) tensor.
+        The stacked tensor (one dimension more), or the joined one (`dim` is longer by a factor of the number of ranks).
 
     Raises:
         as `psum`, and SpecError for a bad `dim`.
@@ -62,18 +62,18 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> Any:
 
 
 def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> Any:
-    """Sum over the ranks along `axis`, of which each keeps one part.
+    """Sum over the ranks along `axis`; each rank keeps one part of the sum.
 
     On two ranks that hold [1, 2] and [3, 4], `psum_scatter(x, "data")` is 4 on the first and 6 on the second.
 
     Args:
         x: tensor or tree of tensors, the same shapes on all ranks of the axis.
         axis: mesh axis, or a tuple of them (first name major).
-        dim: the dimension that is divided: without `tiled` its size is the number of ranks, and it goes.
-        tiled: keep `dim`, as many times shorter as there are ranks.
+        dim: the dimension to divide; without `tiled` its size must be the number of ranks, and it is removed.
+        tiled: keep `dim`, shorter by a factor of the number of ranks.
 
     Returns:
-        This rank's part of the sum: without `dim`, or with `tiled` as much of it as one part has.
+        This rank's part of the sum: without `dim`, or with `tiled` one slice along `dim`.
 
     Raises:
         as `psum`, and SpecError where the size of `dim` does not fit.
@@ -119,7 +119,7 @@ def _divide(what: str, leaf: Tensor, dim: int, size: int, tiled: bool) -> Tensor
 
 
 def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int, *, tiled: bool = False) -> Any:
-    """Give part i of `split_dim` to rank i of the axis, and line up what comes along `concat_dim`.
+    """Send part i of `split_dim` to rank i of the axis, and join the received parts along `concat_dim`.
 
     On two ranks that hold [[1, 2]] and [[3, 4]], `all_to_all(x, "data", 1, 0, tiled=True)` is [[1], [3]] on the first
     and [[2], [4]] on the second.
@@ -127,12 +127,12 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int, *, tiled: bo
     Args:
         x: tensor or tree of tensors, the same shapes on all ranks of the axis.
         axis: mesh axis, or a tuple of them (first name major).
-        split_dim: the dimension that is divided: without `tiled` its size is the number of ranks, and it goes.
-        concat_dim: where the parts line up: without `tiled` a new dimension of the result.
-        tiled: keep both dimensions, one shorter, the other longer.
+        split_dim: the dimension to divide; without `tiled` its size must be the number of ranks, and it is removed.
+        concat_dim: the dimension along which parts are joined; without `tiled` it is a new one.
+        tiled: keep both dimensions; the first gets shorter, the second longer.
 
     Returns:
-        The parts in the order of the ranks that they came from.
+        The parts, in the order of the ranks that they came from.
 
     Raises:
         as `psum`, and SpecError where the sizes do not fit.
@@ -164,7 +164,7 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int, *, tiled: bo
 
 
 def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
-    """Send along pairs (source, destination) of indices on `axis`; a rank that nothing is sent to gets zeros.
+    """Send from source to destination, for pairs of indices on `axis`; a rank that nothing is sent to gets zeros.
 
     On two ranks that hold 1 and 2, `ppermute(x, "data", [(0, 1)])` is 0 on the first and 1 on the second.
 
@@ -174,10 +174,10 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
         perm: pairs; no source and no destination may appear twice.
 
     Returns:
-        What was sent to this rank, the same shape, or zeros.
+        What was sent to this rank, in the same shape, or zeros.
 
     Raises:
-        as `psum`, and SpecError for pairs that are not such.
+        as `psum`, and SpecError for a bad `perm`.
     """
     if is_dynamo_compiling() and traceable(x, axis, replicates=False):
         pairs = _pairs(perm, axis_size(axis))
@@ -210,7 +210,7 @@ def pbroadcast(x: Any, axis: Axis, source: int) -> Any:
         source: index on the axis.
 
     Returns:
-        The source's value, the same shape, on every rank of the axis.
+        The source's value, in the same shape, on every rank of the axis.
 
     Raises:
         as `psum`, and SpecError for a bad `source`.
@@ -228,14 +228,14 @@ def pbroadcast(x: Any, axis: Axis, source: int) -> Any:
 def gather_written(
     length: int, dtype: torch.dtype, axis: Axis, write: Callable[[Tensor], None], into: Tensor | None = None
 ) -> Tensor:
-    """The ranks' slices along `axis`, end to end, each written in place by its rank; not differentiable.
+    """All ranks' slices along `axis`, end to end in one tensor, each written in place by its rank; not differentiable.
 
-    What the sharded optimizer makes parameters with: on shared memory nothing is copied.
+    The sharded optimizer makes parameters with it: on shared memory nothing is copied.
 
     Args:
         length: elements of each slice.
         write: fills this rank's slice.
-        into: an earlier result to overwrite, if all ranks have the same one and are done with it.
+        into: an earlier result to overwrite, if all ranks have the same one and no longer use it.
     """
     axes, comm = group("all_gather", axis)
     net = active()
@@ -253,5 +253,5 @@ def gather_written(
 
 
 def can_rewrite(result: Tensor | None, axis: Axis) -> bool:
-    """Whether all ranks along `axis` have the same earlier result of `gather_written` to give up."""
+    """Whether an earlier result of `gather_written` is the same on all ranks along `axis`, and may be overwritten."""
     return group("all_gather", axis)[1].can_rewrite(result)

@@ -107,7 +107,7 @@ def group(what: str, axis: Axis) -> tuple[tuple[str, ...], Communicator]:
 def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:
     """Map over the leaves of a tree: tensors, NumPy arrays and numbers; None, which `grad` gives for a string, stays.
 
-    Ranks pair leaves by their order. With the first leaf they compare what keys all of them have.
+    Ranks pair leaves by their order. At the first leaf they compare the keys of the whole tree.
     """
 
     def one(leaf: Any) -> Tensor:
@@ -145,7 +145,7 @@ def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:
 
 
 def known(source: Tensor, result: Tensor, *, same: tuple[str, ...] = (), differs: tuple[str, ...] = ()) -> Tensor:
-    """Carry over what is known of the axes along which a tensor differs; along `same` it no longer does."""
+    """Mark a result as its source is marked, but as equal along `same` and different along `differs`."""
     axes = differs_over(source)
     if axes is not None:
         mark(result, (axes - set(same)) | set(differs))
@@ -153,7 +153,7 @@ def known(source: Tensor, result: Tensor, *, same: tuple[str, ...] = (), differs
 
 
 def check_dim(what: str, name: str, dim: Any, ndim: int) -> int:
-    """A dimension counted from the front."""
+    """A checked dimension, counted from the front."""
     if not isinstance(dim, int) or not -ndim <= dim < ndim:
         expected = f"{-ndim} to {ndim - 1}" if ndim else "a tensor with at least one dimension"
         raise SpecError(message(f'{what} got a bad "{name}"', got=repr(dim), expected=expected))

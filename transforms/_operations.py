@@ -1,7 +1,8 @@
 """The collectives as operations on one tensor, each with its transpose: the table of docs/architecture.md, section 4.
 
-All but the extremes are linear, so their transposes are operations of the same kind and differentiable in turn.
-Where the ranks' tensors are told apart they lie along the first dimension; `_movements` brings it to its place.
+All but the extremes are linear, so their transposes are operations of the same kind, which can be differentiated again.
+Where an operation takes or gives one entry for each rank, these lie along the first dimension; `_movements` moves it to
+its place.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _Linear:
         return run(self, tangent)
 
     def compared(self, x: Tensor) -> labelled:
-        """Have ranks compare the operation and the shape, where the communicator takes pieces of any shape."""
+        """Have ranks compare operation and shape, for communicator calls that accept pieces of different shapes."""
         return labelled(f"as {self.name}{list(x.shape)} {labels.current}".rstrip())
 
 
@@ -161,7 +162,7 @@ class Collect(_Linear):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extreme:
-    """The largest or smallest, elementwise, on all ranks. The gradient goes to the ranks that hold it, shared alike."""
+    """The elementwise maximum or minimum, on all ranks. The gradient is shared equally by the ranks that hold it."""
 
     comm: Communicator
     op: str

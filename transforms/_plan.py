@@ -1,4 +1,4 @@
-"""The plan of a step: what `data_parallel` decided for it, one value that the gradients in it are given."""
+"""The plan of a step: what `data_parallel` decided about it, as one frozen value that its gradients read."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Plan:
     Attributes:
         samples: axis -> (samples on this rank, samples in the whole batch), where a batch is split over the axis.
         bucket_mb: largest bucket of gradients, in MiB.
-        wire_dtype: in which gradients travel; None is their own.
+        wire_dtype: dtype in which gradients travel; None for their own.
         virtual: the virtual shards of the step; None if it has none.
-        shard: the one of them that is running.
+        shard: the virtual shard that is running; None outside of shards.
         batch: this rank's part of the batch, leaf by leaf.
     """
 
@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def without_samples(self) -> bool:
-        """Whether this rank has no samples of a batch, so that what it computes of it means nothing."""
+        """Whether this rank has no samples of a batch, so that what it computes from the batch means nothing."""
         return any(here == 0 for here, _ in self.samples.values())
 
     def weight(self, axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[float, bool]:
@@ -56,17 +56,17 @@ class Plan:
             return False
         sizes = region.session.layout.axes
         if region.batch.axis in over and region.batch.sizes is not None:
-            return True  # a stream's batch, of which a rank has none though there are as many samples as ranks
+            return True  # in a stream's batch a rank may have no samples even if there are as many as ranks
         return any(total < sizes[name] for name, (_, total) in self.samples.items() if name in over)
 
     def of_batch(
         self, samples: Mapping[str, tuple[int, int]], virtual: VirtualShards | None, batch: tuple[Tensor, ...]
     ) -> Plan:
-        """The same with a batch. (`dataclasses.replace` takes four times as long.)"""
+        """This plan with a batch. (`dataclasses.replace` takes four times as long.)"""
         return Plan(samples, self.bucket_mb, self.wire_dtype, virtual, None, batch)
 
     def splitting(self, axis: str, here: int, total: int) -> Mapping[str, tuple[int, int]]:
-        """`samples` with those of one more axis."""
+        """`samples` with one more axis."""
         return {**self.samples, axis: (here, total)}
 
 
@@ -74,13 +74,13 @@ _NO_STEP = Plan()
 
 
 def plan_of(region: Region | None) -> Plan:
-    """The plan of the step that is running in a region; one in which all ranks weigh alike if there is none."""
+    """The plan of the step that runs in a region; without a step, one in which all ranks have the same weight."""
     plan = None if region is None else region.plan
     return plan if isinstance(plan, Plan) else _NO_STEP
 
 
 def current_plan() -> Plan:
-    """That of the region which is running on this thread."""
+    """The plan of the region that runs on this thread."""
     return plan_of(current())
 
 

@@ -1,4 +1,4 @@
-"""The key of the random numbers that are drawn here and now, for generators of one's own."""
+"""`random_key`: seeds for the user's own random generators."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ..mesh.region import require
 
 
 def random_key(*data: Any) -> int:
-    """A number that tells this stream of random numbers from all others, to seed a generator with.
+    """A seed for a generator of your own: another one on each rank and in each step, the same if a step runs again.
 
-    Torch's own generator is seeded alike, so that dropout needs none of this; under `data_parallel(shards=)` NumPy's
-    and Python's global ones are too. On rank 1 of a mesh, `torch.Generator().manual_seed(random_key("noise"))` draws
+    Torch's own generator is seeded in the same way, so dropout needs no key; under `data_parallel(shards=)` NumPy's and
+    Python's global generators are too. On rank 1 of a mesh, `torch.Generator().manual_seed(random_key("noise"))` draws
     the same noise whenever the same step is run.
 
     Args:
@@ -20,8 +20,8 @@ def random_key(*data: Any) -> int:
 
     Returns:
         An integer, 0 to 2**63 - 1, made from the mesh's seed, the step (a `Loader`'s (epoch, step), else the number of
-        the call), and the rank. Under `data_parallel(shards=)` the place of the virtual shard takes that of the rank,
-        and outside of `value_and_grad` all ranks have one key.
+        the call), and the rank. Under `data_parallel(shards=)` it depends on the virtual shard instead of the rank, and
+        outside of `value_and_grad` it is the same on all ranks.
 
     Raises:
         MeshError: outside a region.

@@ -55,8 +55,8 @@ def pmean(x: Any, axis: Axis) -> Any:
 
     Returns:
         The mean, same shape, on every rank of the axis. In a data_parallel step, over the axis that its batch is
-        split over, a rank counts as much as it has samples: the mean of means is that of the whole batch, and a rank
-        without samples does not count.
+        split over, ranks are weighted by their number of samples: the mean of means is that of the whole batch, and a
+        rank without samples does not count.
 
     Raises:
         as `psum`.
@@ -65,7 +65,7 @@ def pmean(x: Any, axis: Axis) -> Any:
         return each("pmean", x, axis, False, before=_inexact)
     axes, comm = group("pmean", axis)
     plan, sizes = current_plan(), require("pmean").session.layout.axes
-    # All ranks see alike whether the batch divides; where it does, the plain mean is the weighted one.
+    # Whether the batch divides evenly is the same on all ranks; if it does, the plain mean is the weighted one.
     uneven = any(total % sizes[name] for name, (_, total) in plan.samples.items() if name in axes)
 
     def one(leaf: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def pmin(x: Any, axis: Axis) -> Any:
 
 
 def counted(leaf: Tensor) -> Tensor:
-    """What is summed of a tensor: of booleans how many are true."""
+    """The tensor to sum: booleans become integers, so that the sum counts the true ones."""
     return leaf.to(torch.int64) if leaf.dtype is torch.bool else leaf
 
 

@@ -1,8 +1,8 @@
 """The sampler: which samples make up the minibatch of a step, as a pure function of (seed, epoch, step).
 
-It keeps no position, so any rank can ask for any step at any time: resuming is knowing (epoch, step), and running a
-step again after a failure gives the same samples. Invariant: within an epoch every id comes exactly once (at most
-once with `drop_last`), and the ranks' shards of a step are together the minibatch, whatever the number of ranks.
+It keeps no position, so any rank can ask for any step at any time: to resume, one only needs (epoch, step), and a step
+that runs again after a failure gets the same samples. Invariant: within an epoch every id comes exactly once (at most
+once with `drop_last`), and the ranks' shards of a step together are the minibatch, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ._feistel import derive_key, permute
 _LONGEST = 2**63 - 1  # ids are torch.int64
 _ORDERS = ("feistel", "torch")
 _STEPS_DRAWN = 5
-_AT_ONCE, _MOST_STEPS = 16384, 256  # ids that a rank computes together, of at most so many steps
+_AT_ONCE, _MOST_STEPS = 16384, 256  # how many ids a rank computes together, and of how many steps at most
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,13 +42,14 @@ class Sampler:
 
     Args:
         length: number of samples in the data set; 0 is allowed and gives no steps.
-        batch_size: number of samples of a minibatch over all ranks together, at least 1.
+        batch_size: number of samples in a minibatch, over all ranks together; at least 1.
         seed: any integer; with the epoch it determines the order.
         shuffle: False gives the ids in sequence, in every epoch.
         drop_last: leave out the last minibatch if it is short.
-        order: "feistel" computes the order per index, O(batch) time and memory at any length, unlike for every
-            (seed, epoch). "torch" is the order of `torch.utils.data.DistributedSampler`: O(length) memory, a shuffle
-            of `seed + epoch` (so seed 0 in epoch 1 is seed 1 in epoch 0), the last one used is kept.
+        order: "feistel" computes the order index by index, in O(batch) time and memory at any length, and gives every
+            (seed, epoch) its own. "torch" is the order of `torch.utils.data.DistributedSampler`: it takes O(length)
+            memory, keeps the last permutation, and is seeded with `seed + epoch` (so seed 0 in epoch 1 gives the order
+            of seed 1 in epoch 0).
 
     Raises:
         SpecError: an argument is out of its range.
@@ -84,7 +85,7 @@ class Sampler:
             )
 
     def __len__(self) -> int:
-        """Steps per epoch: the last one is short unless `batch_size` divides `length`, or is left out (`drop_last`)."""
+        """Steps per epoch. A short minibatch at the end counts, unless it is left out by `drop_last`."""
         steps, rest = divmod(self.length, self.batch_size)
         return steps + (rest > 0 and not self.drop_last)
 
@@ -110,9 +111,9 @@ class Sampler:
     def shard(self, epoch: int, step: int, rank: int, size: int, shards: int | None = None) -> torch.Tensor:
         """The part of `batch(epoch, step)` that belongs to one rank: `batch[rank::size]`.
 
-        With `shards=V` the minibatch is dealt to V virtual shards, `batch[v::V]`, and a rank has a contiguous block of
-        them, one after the other (longer blocks first where `size` does not divide V; no shards at all for the last
-        ranks where V < size). Which samples share a virtual shard then does not depend on the number of ranks.
+        With `shards=V` the minibatch is dealt to V virtual shards, `batch[v::V]`, and each rank gets a contiguous block
+        of shards, laid end to end. Where `size` does not divide V the first ranks get one shard more, and where
+        V < size the last ranks get none. Which samples share a shard does not depend on the number of ranks.
 
         >>> sampler = Sampler(8, 8, shuffle=False)
         >>> [sampler.shard(0, 0, rank, 2).tolist() for rank in range(2)]
@@ -140,7 +141,7 @@ class Sampler:
         step = first // self.batch_size
         if not self.shuffle or self.order != "feistel":
             return self._ids(epoch, self._positions(step, rank, size, shards))
-        # Computing the order of a few ids takes as long as that of thousands: those of the steps around are kept.
+        # Computing a few ids takes as long as computing thousands: the ids of a block of steps are computed and kept.
         together = max(1, min(_AT_ONCE * size // self.batch_size, _MOST_STEPS))
         found, ends = _parts_of(self, epoch, step // together, together, rank, size, shards)
         at = step % together
@@ -193,7 +194,7 @@ class Sampler:
         if self.shuffle and self.order == "feistel":
             positions = permute(positions, self.length, derive_key(self.seed, epoch))
         ids = torch.from_numpy(positions.astype(np.int64))
-        # Indexing with a tensor copies, so that nobody can write into the permutation that is kept.
+        # Indexing with a tensor copies, so nobody can write into the cached permutation.
         return _torch_order(self.length, self.seed + epoch)[ids] if self.shuffle and self.order == "torch" else ids
 
 
@@ -201,7 +202,7 @@ class Sampler:
 def _parts_of(
     sampler: Sampler, epoch: int, block: int, together: int, rank: int, size: int, shards: int | None
 ) -> tuple[np.ndarray, list[int]]:
-    """The ids of a rank's parts of some successive minibatches, one behind the other, and where they begin and end."""
+    """The ids of a rank's parts of successive minibatches, end to end, and where each part begins and ends."""
     steps = range(block * together, min((block + 1) * together, len(sampler)))
     positions = [sampler._positions(step, rank, size, shards) for step in steps]
     ends = [0, *itertools.accumulate(map(len, positions))]
@@ -210,7 +211,7 @@ def _parts_of(
 
 @functools.lru_cache(maxsize=1)
 def _torch_order(length: int, seed: int) -> torch.Tensor:
-    """The permutation that `DistributedSampler` draws; only the last one is kept, since it is as long as the data."""
+    """The permutation that `DistributedSampler` draws; only the last one is cached, since it is as long as the data."""
     generator = torch.Generator(device="cpu")
     # torch takes -2**63 to 2**64 - 1; what it would refuse is reduced to that range.
     generator.manual_seed(seed if -(2**63) <= seed < 2**64 else seed % 2**64)
@@ -219,7 +220,7 @@ def _torch_order(length: int, seed: int) -> torch.Tensor:
 
 def _strided(first: int, count: int, part: int, parts: int) -> np.ndarray:
     """The positions that part `part` gets when `count` >= 1 positions from `first` on are dealt out to `parts`."""
-    # min: past `count` a stride means the same, and numpy would overflow.
+    # min: a stride beyond `count` gives the same positions, but could overflow in NumPy.
     return np.arange(first + min(part, count), first + count, min(parts, count), dtype=np.uint64)
 
 

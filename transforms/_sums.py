@@ -1,4 +1,4 @@
-"""Sums of many leaves, each over the axes that it asks for, in buckets that are reduced while the backward runs."""
+"""Sums of many leaves, each over its own axes, in buckets that are reduced while the backward pass runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..mesh.replication.net import Varying, active, joined, unfollowed
 from ._plan import Plan
 from ._tokens import forget_undefined
 
-_LEAST = 1 << 21  # elements of a weight; a smaller gradient stays in the cache from the product to the sum
-_FEW = 4  # times the elements of the factors must go into those of the weight
-_ROWS = 64  # of the weight, for each rank
+_LEAST = 1 << 21  # elements of a weight; a smaller gradient stays in the processor's cache from product to sum
+_FEW = 4  # the weight must have at least this many times as many elements as the factors
+_ROWS = 64  # least number of the weight's rows for each rank
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -27,14 +27,14 @@ class Group:
     """Leaves that share buckets.
 
     Attributes:
-        axes: that they are summed over, without those of size one.
+        axes: the axes that they are summed over, without those of size one.
         wire_dtype, device: the dtype that they travel as, and the kind of device.
         members: the leaves.
-        is_gradual: whether any of them comes as the backward pass makes it.
-        buckets: what sums them; None where there is nothing to sum.
-        factors: those that may come as factors.
-        together: indexes and values of what `finish` fills in at once, where nothing is reduced before all is there.
-        local: what was filled in where there is nothing to sum.
+        is_gradual: whether any leaf is a gradient, which is filled in while the backward pass runs.
+        buckets: the buckets that sum them; None where there is nothing to sum.
+        factors: the leaves that may come as factors.
+        together: with a single bucket, the indexes and values that `finish` fills in all at once.
+        local: the values, by index, where there is nothing to sum.
         totals: the sums, by index.
     """
 
@@ -54,7 +54,7 @@ Slot = tuple[Group, int]
 
 
 class Sums:
-    """One use: `add` every leaf, `open`, `fill` what there is in any order, `finish`. Outside a region, one rank's.
+    """For one use: `add` every leaf, `open`, `fill` leaves in any order, `finish`. Outside a region there is one rank.
 
     Args:
         label: what the leaves are of, for ranks to compare.
@@ -66,10 +66,10 @@ class Sums:
         self._known: dict[tuple[tuple[str, ...], bool, torch.device], Group] = {}
         self.filled = 0  # how many leaves have been filled in
         self._net = active()
-        self._varying: dict[Slot, Varying] = {}  # how this rank's values differ from others', where that is followed
+        self._varying: dict[Slot, Varying] = {}  # with a net, how this rank's values may differ
 
     def add(self, like: Tensor, axes: tuple[str, ...], *, exact: bool = False) -> Slot:
-        """Announce a leaf; `exact` keeps it from travelling as `wire_dtype`, and says that it is filled in at once."""
+        """Announce a leaf; an `exact` one never travels as `wire_dtype`, and does not wait for the backward pass."""
         key = axes, exact, like.device
         group = self._known.get(key)
         if group is None:
@@ -87,7 +87,7 @@ class Sums:
         for group in self._groups.values():
             if group.axes and self._region is not None:
                 _check_device(group.device, self._region)
-                # On GPUs all collectives take turns. Which comes first must not depend on the leaves that a rank uses.
+                # On GPUs collectives run one after another: their order must not depend on which leaves a rank uses.
                 options: dict[str, Any] = {} if group.device != "cuda" else {"early": alone and gradual < 2}
                 comm = self._region.session.comm(group.axes, channel="buckets")
                 on_host = group.device == "cpu" and comm.backend == "shm"
@@ -108,11 +108,11 @@ class Sums:
 
     @property
     def is_gradual(self) -> bool:
-        """Whether a reduction may begin before all that is summed with others is there."""
+        """Whether some reduction may begin before all leaves are filled in."""
         return any(group.buckets is not None and group.together is None for group in self._groups.values())
 
     def fill(self, slot: Slot, value: Tensor) -> None:
-        """Take a leaf's value, which changes no more."""
+        """Take a leaf's value, which must not be changed afterwards."""
         group, index = slot
         self.filled += 1
         if group.buckets is None:
@@ -129,7 +129,7 @@ class Sums:
             group.buckets.fill(index, value)
 
     def fill_in(self, primals: Sequence[tuple[Tensor, Slot]]) -> None:
-        """Take the gradients of all leaves when the backward pass is over, where it `is_gradual` no more."""
+        """Take the gradients that no hook has taken, when the backward pass is over."""
         without_samples = self._plan.without_samples
         for primal, slot in primals:
             gradient, primal.grad = primal.grad, None
@@ -138,15 +138,15 @@ class Sums:
                 self.fill(slot, forget_undefined(gradient, self._plan) if without_samples else gradient)
 
     def takes_products(self, slot: Slot) -> bool:
-        """Whether a leaf may come by `fill_product`: where it is summed with that of other ranks, on CPUs."""
+        """Whether a leaf may be filled by `fill_product`: on CPUs, if it is summed over ranks in its own dtype."""
         group = slot[0]
         return group.buckets is not None and group.wire_dtype is None and group.device == "cpu"
 
     def fill_product(self, slot: Slot, left: Tensor, right: Tensor, *, borrowed: bool = False) -> None:
-        """A leaf's value is `left.t() @ right`, which is computed where it is summed, here or by all ranks together.
+        """Fill in `left.t() @ right`, computed right in the bucket, by this rank or by all ranks together.
 
         Args:
-            borrowed: their memory is another's as soon as this returns.
+            borrowed: the factors' memory is reused as soon as this returns.
         """
         group, index = slot
         self.filled += 1
@@ -164,7 +164,7 @@ class Sums:
             self._varying[slot] = joined(self._net.of(source) for source in sources)
 
     def finish(self) -> None:
-        """Put the sums into `Group.totals`; zeros where nothing was filled in."""
+        """Put the sums into `Group.totals`; leaves that were not filled in get zeros."""
         for group in self._groups.values():
             if group.buckets is not None:
                 with unfollowed():
@@ -181,7 +181,7 @@ class Sums:
 
 
 def summed(region: Region | None, plan: Plan, values: Sequence[tuple[Tensor, tuple[str, ...]]]) -> list[Tensor]:
-    """The sums of values, each with the axes that it is summed over."""
+    """The sums of values, which come as pairs (value, the axes that it is summed over)."""
     sums = Sums(region, plan)
     slots = [sums.add(value, axes, exact=True) for value, axes in values]
     sums.open()
@@ -195,14 +195,14 @@ def summed(region: Region | None, plan: Plan, values: Sequence[tuple[Tensor, tup
 class Factors:
     """The leaves of a group that may come as factors: weights of linear layers, for few samples.
 
-    Ranks of one host that exchange these, and each compute a part of the sum over all, write less memory than ranks
-    that compute all of it for their own samples and add (sufficient factors: Xie et al., "Distributed Machine Learning
-    via Sufficient Factor Broadcasting", 2015). What all ranks must decide alike about that depends on shapes and the
-    whole batch only. Bits are then those of one product over all samples.
+    Ranks of one host that exchange the factors, and each compute some rows of the sum over all samples, write less
+    memory than ranks that compute the whole gradient for their own samples and add (sufficient factors: Xie et al.,
+    "Distributed Machine Learning via Sufficient Factor Broadcasting", 2015). The bits are those of one product over all
+    samples. What all ranks must decide alike depends on nothing but shapes and the size of the whole batch.
 
     Attributes:
-        leaves: their indexes.
-        here, total: samples on this rank, and on all that the leaves are summed over.
+        leaves: the indexes of these leaves.
+        here, total: samples on this rank, and on all ranks that the leaves are summed over.
     """
 
     leaves: frozenset[int]
@@ -211,7 +211,7 @@ class Factors:
 
     @staticmethod
     def of(members: Sequence[Tensor], plan: Plan, sizes: Mapping[str, int]) -> Factors:
-        """Those among `members`, which are summed over axes of these `sizes`."""
+        """Choose from `members`, which are summed over axes of these `sizes`."""
         here, total, ranks = 1, 1, 1
         for name, size in sizes.items():
             some, all_of_them = plan.samples.get(name, (1, size))
@@ -219,7 +219,7 @@ class Factors:
         leaves = frozenset(
             index
             for index, leaf in enumerate(members)
-            if leaf.numel() >= _LEAST  # few are
+            if leaf.numel() >= _LEAST  # checked first, since few are so large
             and leaf.dim() == 2
             and leaf.dtype in (torch.float32, torch.float64)
             and leaf.is_contiguous()
@@ -229,7 +229,7 @@ class Factors:
         return Factors(leaves, here, total)
 
     def pay(self, index: int, left: Tensor, right: Tensor) -> bool:
-        """Whether to give these, where other ranks have as many rows for each of their samples."""
+        """Whether to exchange these factors, assuming that other ranks have as many rows per sample."""
         length = len(left) * self.total // max(1, self.here)
         return index in self.leaves and _are_few(length, left.shape[1], right.shape[1])
 
@@ -251,7 +251,7 @@ def _check_device(device: str, region: Region) -> None:
 
 
 def home_of(tensor: Tensor) -> Any:
-    """What the hooks of a backward pass need to know of the stream that it begins on; None but on GPUs."""
+    """What hooks need to know about the stream that the backward pass begins on; None if not on a GPU."""
     if not tensor.is_cuda:
         return None
     from ..kernels.cuda.streams import Home
@@ -260,7 +260,7 @@ def home_of(tensor: Tensor) -> Any:
 
 
 def _kind(device: str, comm: Any) -> Any:
-    """The buckets for a kind of device; those of GPUs are imported where there is one."""
+    """The class of buckets for a kind of device; the one for GPUs is imported only where it is needed."""
     if isinstance(comm, PlannedCommunicator):
         return PlannedBuckets
     if device != "cuda":
@@ -271,16 +271,16 @@ def _kind(device: str, comm: Any) -> Any:
 
 
 class Filled(Protocol):
-    """Sums of one kind or the other, each with places of its own."""
+    """`Sums` or `TreeSums`: what a hook fills gradients into."""
 
     def fill(self, slot: Any, value: Tensor) -> None: ...
 
 
 class Hook:
-    """Takes a leaf's gradient as soon as the backward pass has it.
+    """Takes a leaf's gradient as soon as the backward pass has computed it.
 
     Args:
-        home: where the backward pass began on a GPU, whose stream what sums the gradients waits for.
+        home: on a GPU, where the backward pass began; the sums wait for its stream.
     """
 
     __slots__ = ("home", "plan", "slot", "sums")
@@ -291,7 +291,7 @@ class Hook:
     def __call__(self, primal: Any) -> None:
         gradient, primal.grad = primal.grad, None
         if gradient is not None:
-            # A rank without samples fills in as well, so that buckets and collectives alternate alike on all ranks.
+            # A rank without samples fills in too, so that buckets and collectives alternate in the same way everywhere.
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
             if self.home is None or not gradient.is_cuda:
                 self._fill(gradient)

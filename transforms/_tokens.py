@@ -1,11 +1,11 @@
-"""How a collective takes part in torch's autograd: gradients by its transpose, tangents by itself, batches as one
-more dimension.
+"""How a collective takes part in torch's autograd: gradients by its transpose, tangents by the collective itself,
+`vmap`'s batches as one more dimension.
 
-Autograd runs the transpose of a collective on those ranks only whose value depends on its result; on the others it
-would be missing, and their peers would wait for it (think of the first stage of a pipeline, whose loss is a constant).
-So inside a function that is being differentiated every collective also takes and gives a *token*, a tensor without a
-value. The tokens make a chain in the order of the program, and the gradient is taken along the chain too.
-A backward pass may run in another thread; what it does there is part of the function's region and chain.
+Autograd runs the transpose of a collective only on ranks whose value depends on its result. On the other ranks it would
+be missing, and their peers would wait for it (think of the first stage of a pipeline, whose loss is a constant).
+So inside a function that is being differentiated every collective also takes and gives a *token*, a tensor without
+content. The tokens form a chain in the order of the program, and the gradient is taken along this chain too.
+A backward pass may run in another thread; what it does there belongs to the function's region and chain.
 Invariant: every rank runs the transposes of all its collectives, in reverse order, whatever its value depends on.
 """
 
@@ -30,10 +30,10 @@ from ._plan import Plan, current_plan
 
 
 class _State:
-    """The newest token of a thread's chain (None outside of one), and how many collectives it has started.
+    """The newest token of a thread's chain (None outside of one), and how many collectives the thread has started.
 
-    `order` is that of its last compiled collective outside of a chain, which keeps those in order that come after it.
-    `crossed`, unless nobody asks, are the axes that collectives were differentiated over.
+    `order` is the token of the last compiled collective outside of a chain; the next one takes it, to stay in order.
+    `crossed` collects the axes that differentiated collectives communicate over; None if nobody wants to know.
     """
 
     __slots__ = ("afterwards", "count", "crossed", "order", "token")
@@ -55,13 +55,13 @@ _threads = _Threads()
 
 
 def state() -> _State:
-    """This thread's state, or the one that it works for."""
+    """This thread's state, or that of the thread it works for."""
     return _threads.state
 
 
 @contextlib.contextmanager
 def _working_for(region: Region | None, its: _State) -> Iterator[None]:
-    """Be where a forward pass was: in a thread of torch's own, or another one that is in no region."""
+    """Enter the region and state of the forward pass, if this thread is in no region (torch's backward threads)."""
     if region is None or current() is not None:
         yield
         return
@@ -77,9 +77,9 @@ class Operation(Protocol):
     """What the ranks of a group do with one tensor.
 
     Attributes:
-        saves: whether `vjp` and `jvp` need the input and the output; those of a linear operation do not.
+        saves: whether `vjp` and `jvp` need the input and the output; a linear operation needs neither.
         name: for messages.
-        replicates: whether the result is the same on all ranks of the group, and not another on each.
+        replicates: whether the result is the same on all ranks of the group.
     """
 
     @property
@@ -104,13 +104,13 @@ class Tokens:
         self.end: list[Tensor] = []
 
     def stop(self) -> None:
-        """The function is over; the end is what to take the gradient of, besides its value."""
+        """Call this after the function: its gradient is taken of `end` too, besides its value."""
         token = state().token
         self.end = [] if token is None or token is self.first else [token]
 
 
 class tokens:
-    """Link the collectives of a `with` block; within another chain they stay part of that one as well."""
+    """Link the collectives of a `with` block into a chain; within another chain they become part of that one."""
 
     __slots__ = ("_is_outermost", "_state")
 
@@ -148,7 +148,7 @@ def started() -> int:
 
 
 def refuse_recording(what: str) -> None:
-    """Refuse to communicate while torch records operations: it would keep what comes as a constant."""
+    """Refuse to communicate while torch records operations: it would record the result as a constant."""
     if is_exporting() or being_recorded():
         raise SpecError(
             message(
@@ -161,7 +161,7 @@ def refuse_recording(what: str) -> None:
 
 
 def run(operation: Operation, x: Tensor) -> Tensor:
-    """Do a collective, recorded for whatever differentiates it."""
+    """Do a collective, recorded for autograd, `torch.func` and forward-mode differentiation."""
     here = state()
     here.count += 1
     if in_torch_func() or unpack_dual(x).tangent is not None:
@@ -181,16 +181,16 @@ def run(operation: Operation, x: Tensor) -> Tensor:
 
 
 def perform(operation: Operation, x: Tensor) -> Tensor:
-    """Do a collective that its caller differentiates."""
+    """Do a collective without recording it: the caller takes care of its gradient."""
     state().count += 1
     return operation.forward(x)
 
 
-run_as_written([run, perform])  # what a compiler can trace of collectives is in `compiled`
+run_as_written([run, perform])  # torch.compile doesn't trace these; what it can trace is in `compiled`
 
 
 def _forward(operation: Operation, x: Tensor) -> Tensor:
-    """What an operation gives, and along which axes that differs."""
+    """Run an operation; with a net, note along which axes its result differs."""
     net, region = active(), current()
     if net is None or region is None:
         return operation.forward(x)
@@ -205,9 +205,9 @@ def _forward(operation: Operation, x: Tensor) -> Tensor:
 
 
 def forget_undefined(gradient: Tensor, plan: Plan) -> Tensor:
-    """On a rank without samples, a gradient with zeros for NaNs: there they come of 0/0, and mean nothing.
+    """On a rank without samples, replace NaNs in a gradient by zeros: there they come from 0/0, and mean nothing.
 
-    The plan is asked for since torch computes gradients of a GPU in a thread of its own, which knows of no region.
+    The plan is an argument because torch computes gradients on a GPU in its own thread, which is in no region.
     """
     if not plan.without_samples:
         return gradient
@@ -238,6 +238,6 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, x: Tensor, token: None, operation: Operation) -> Any:
-        # Operations look at first dimensions only; the batch goes last.
+        # Operations use the first dimension, so the batch dimension goes last.
         result, last = _Apply.apply(x.movedim(in_dims[0], -1), token, operation)
         return (result, last), (result.dim() - 1, None)

@@ -1,11 +1,11 @@
-// Packing and unpacking of a bucket: all its leaves in one launch, cast and scaled on the way.
+// Packs and unpacks a bucket: all its leaves in one launch, cast and scaled on the way.
 //
-// Why: a bucket has hundreds of leaves, and a copy of each is a launch of its own. Here a table in device memory says
-// where the leaves lie, and each block copies one chunk of one leaf. Invariant: every element is read once and written
-// once, 16 bytes at a time wherever both sides are aligned; elements at the ends that are not are copied singly.
+// Why: a bucket has hundreds of leaves, and copying each would be a launch of its own. Here a table in device memory
+// says where the leaves lie, and each block copies one chunk of one leaf. Invariant: every element is read once and
+// written once, 16 bytes at a time where both sides are aligned; unaligned elements at the ends are copied singly.
 //
-// The table, of 64-bit integers: for n leaves n addresses, n starts in the bucket, n lengths (elements), then for every
-// block the leaf (upper 32 bits) and the number of the chunk in it (lower 32 bits). An address of 0 packs as zeros.
+// The table consists of 64-bit integers: for n leaves n addresses, n starts in the bucket, n lengths (elements), then
+// for every block its leaf (upper 32 bits) and which chunk of it (lower 32 bits). An address of 0 packs as zeros.
 //
 // The same source compiles for a host (on_host.h), where its arithmetic is checked.
 
@@ -23,7 +23,7 @@ struct Half {
 struct Bfloat {
   unsigned short bits;
 };
-// Of a leaf whose dtype nothing computes with: what travels as it is.
+// Leaves that are neither cast nor scaled are copied as bytes.
 struct Byte {
   unsigned char bits;
 };
@@ -51,7 +51,7 @@ __device__ __forceinline__ float widen(Half x) {
 #endif
 }
 
-// Spelled out, since CuPy has conversions flush subnormal numbers to zero as well.
+// In assembly, since CuPy's compiler options make conversions flush subnormal numbers to zero, too.
 __device__ __forceinline__ float widen(double x) {
 #ifdef __CUDACC__
   float y;
@@ -95,8 +95,8 @@ struct alignas(16) Access {
   unsigned x, y, z, w;
 };
 
-// Spelled out: left to itself the compiler splits some of them into narrower accesses. The loads may move up past the
-// stores, since a leaf and its bucket do not overlap.
+// In assembly, since the compiler would split some of these into narrower accesses. Loads may move up past stores,
+// since a leaf and its bucket do not overlap.
 __device__ __forceinline__ void load_16(const Access* from, Access& to) {
 #ifdef __CUDACC__
   asm("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w) : "l"(from));
@@ -116,7 +116,7 @@ __device__ __forceinline__ void store_16(Access* to, const Access& from) {
 #endif
 }
 
-// As many elements as 16 bytes of the narrower type hold; of the wider one that is one access or two.
+// As many elements as fit into 16 bytes in the narrower type; in the wider one they take one access or two.
 template <typename T, int N>
 struct Group {
   T lane[N];
@@ -147,7 +147,7 @@ __device__ __forceinline__ bool aligned(const T* address) {
   return (reinterpret_cast<unsigned long long>(address) & 15) == 0;
 }
 
-// CuPy has arithmetic flush subnormal numbers to zero; where nothing is scaled there is none.
+// CuPy's compiler options make arithmetic flush subnormal numbers to zero, so without scaling there is no arithmetic.
 __device__ __forceinline__ float scaled(float value, float scale) { return scale == 1.0f ? value : value * scale; }
 
 template <typename From, typename To>
@@ -177,7 +177,7 @@ __device__ __forceinline__ void copy(const From* from, To* to, Count count, floa
     for (Count i = thread; i < count; i += threads) narrow(0.0f, to[i]);
     return;
   }
-  // Elements before the first whose place is aligned.
+  // The elements before the first aligned one.
   Count head = (16 - (reinterpret_cast<unsigned long long>(to) & 15)) % 16 / sizeof(To);
   head = head < count ? head : count;
   const Count groups = (count - head) / kGroup;

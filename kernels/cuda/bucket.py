@@ -1,10 +1,10 @@
 """Gradient buckets on a GPU: packed, reduced and unpacked beside the backward pass that fills them.
 
-A bucket has leaves of one dtype. Once they are all there it is packed by one launch and reduced at once, both on a
-side stream; the stream of the backward pass goes on, and waits for the side stream's event where the sums are used.
-There the leaves are views of the sums, or, if they travelled as another dtype, unpacked by one more launch. The host
-waits for nothing. Invariant: buckets are the same on all ranks, since only shapes, dtypes and the order of use decide,
-and are reduced in the same order, whatever the order in which they fill.
+A bucket has leaves of one dtype. Once all are in, it is packed by one kernel launch and reduced at once, both on a side
+stream. The stream of the backward pass goes on, and waits for the side stream's event only where the sums are used.
+The resulting leaves are views of the sums, or, if they travelled as another dtype, are unpacked by one more launch. The
+host waits for nothing. Invariant: buckets are the same on all ranks, since they depend only on shapes, dtypes and the
+order of use, and are reduced in the same order, whatever the order in which they fill.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STREAM = "buckets"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
-    """The buckets in the order in which they are reduced, each with a table for the way in and one for the way back."""
+    """The buckets, in the order in which they are reduced, each with a table for packing and one for unpacking."""
 
     buckets: list[Packed]
     tables: list[tuple[Table, Table]]
@@ -36,15 +36,15 @@ class _Plan:
 
 
 class CudaBuckets:
-    """One use of a set of buckets: `fill` each leaf that has a value, then `finish`; as `bucket.Buckets`.
+    """A set of buckets, for one use: `fill` each leaf that has a value, then `finish`; like `bucket.Buckets`.
 
     Args:
         comm: the group to sum over.
-        leaves: what will come, in order of use.
+        leaves: the leaves that will come, in order of use.
         bucket_bytes: how large a bucket may grow.
         wire_dtype: travel as this dtype (floating-point leaves only).
-        early: start a reduction as soon as its leaves are in, and not all of them in `finish`.
-        label: what the leaves are of, which is compared with the first bucket.
+        early: start each reduction as soon as its leaves are in; if False, start all of them in `finish`.
+        label: what the leaves belong to; ranks compare it at the first bucket.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CudaBuckets:
         self._plan: _Plan = plan
         self._left = [len(bucket.leaves) for bucket in plan.buckets]
         self._values: dict[int, Tensor | None] = {}
-        self._started: list[tuple[Tensor, Any]] = []  # sums, and the event after which they are there
+        self._started: list[tuple[Tensor, Any]] = []  # sums, and the event after which they are ready
 
     def fill(self, index: int, value: Tensor | None) -> None:
         """Take a leaf's value (None: zeros); starts every reduction that is now complete, in order."""
@@ -97,7 +97,7 @@ class CudaBuckets:
             self._started.append((buffer, comm.streams.event()))
 
     def _views(self, buffer: Tensor, bucket: Packed) -> list[Tensor]:
-        """The places of leaves in a buffer, shaped as they are."""
+        """Views of the leaves in a buffer, with their shapes and strides."""
         views = []
         for index, start, length in zip(bucket.leaves, bucket.starts, bucket.lengths, strict=True):
             leaf, part = self._leaves[index], buffer[start : start + length]
@@ -107,7 +107,7 @@ class CudaBuckets:
         return views
 
     def finish(self) -> list[Tensor]:
-        """Fill what is missing with zeros, and return the sums, shaped as the leaves; the current stream waits."""
+        """Fill missing leaves with zeros, and return the sums, shaped like the leaves; the current stream waits."""
         for index in range(len(self._leaves)):
             if index not in self._values and self._plan.bucket_of[index] >= len(self._started):
                 self.fill(index, None)
@@ -139,7 +139,7 @@ def _table(bucket: Packed, launch: Any) -> Table:
 
 
 def _dtypes(leaf: Leaf, wire_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
-    """Of a leaf's elements, and of them on the wire."""
+    """The dtypes of a leaf's elements, in memory and on the wire."""
     dtype = leaf.dtype.to_real()
     if wire_dtype is None or not leaf.dtype.is_floating_point or dtype.itemsize <= wire_dtype.itemsize:
         return dtype, dtype

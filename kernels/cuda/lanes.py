@@ -1,10 +1,10 @@
-"""Which stream a message goes on: each direction between two ranks has one to itself while it has messages under way.
+"""The stream of each message: each direction between two ranks has a stream to itself while it has messages under way.
 
-Two directions on one stream would be in an order that other ranks do not know of, and orders that differ can make
-a circle in which every GPU waits for another. So a stream is given to another direction only once its messages are
-over, and there are at most `MOST` for a rank's sends and as many for its receives; what finds none waits on the host.
-A receive takes its stream before it tells the sender to begin, so that a send that has begun always ends, and with it
-whatever waits for its stream.
+Two directions on one stream would have an order that other ranks don't know, and with different orders GPUs may wait
+for each other in a circle. So a stream is given to another direction only once its messages are over. A rank has at
+most `MOST` streams for sends and as many for receives; a message that finds none free waits on the host. A receive
+takes its stream before it tells the sender to begin, so a send that has begun always ends, and so does whatever waits
+for its stream.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Direction = tuple[int, int]  # source, destination
 
 @dataclasses.dataclass(slots=True)
 class _Lane:
-    """A stream, how many messages have been promised to it, and the event after the newest that it was given."""
+    """A stream, how many messages it was promised to, and the event after the newest message that was put on it."""
 
     stream: Any
     promised: int = 0
@@ -32,7 +32,7 @@ class Lanes:
     """The streams of a rank's sends, or of its receives.
 
     Args:
-        streams: makes them; a `streams.Streams`.
+        streams: the `streams.Streams` that makes them.
     """
 
     def __init__(self, streams: Any):
@@ -41,7 +41,7 @@ class Lanes:
         self._free: list[_Lane] = []
 
     def promise(self, direction: Direction) -> bool:
-        """Keep a stream for one more message of a direction; False if there is none for it at present."""
+        """Reserve a stream for one more message of a direction; False if none is free."""
         lane = self._of.get(direction) or self._another()
         if lane is None:
             return False
@@ -65,11 +65,11 @@ class Lanes:
         self._free.clear()
 
     def stream(self, direction: Direction) -> Any:
-        """The stream that was promised."""
+        """The stream that was promised to a direction."""
         return self._of[direction].stream
 
     def given(self, direction: Direction, event: Any) -> None:
-        """A message was put on the stream, and is over when `event` is."""
+        """Note that a message was put on the stream, and is over when `event` is."""
         lane = self._of[direction]
         lane.promised -= 1
         lane.newest = event

@@ -1,9 +1,9 @@
-"""The NCCL communicator: tensors of GPUs go through NCCL, all others through a communicator of the host.
+"""The NCCL communicator: tensors on GPUs go through NCCL, all others through a communicator for the host.
 
-An operation is put on the current stream (with `async_op` on a side stream) and returns: what follows on that stream
-sees its result, and the host waits for nothing. Collectives that NCCL lacks are grouped sends and receives of bytes, as
-`Communicator` composes them. NCCL adds in an order of its own: bits may differ from those of CPUs. Invariant: all
-tensors of one call are on one side.
+An operation is put on the current stream (with `async_op` on a side stream) and returns at once: later work on that
+stream sees its result, and the host doesn't wait. Collectives that NCCL lacks are grouped sends and receives of bytes,
+as `Communicator` composes them. NCCL adds in its own order, so bits may differ from those of CPUs. Invariant: all
+tensors of one call are on the GPU, or all on the host.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .nccl_reduction import Reductions
 from .nccl_work import DeviceWork, MessageWork
 from .placement import is_on, side_by_side
 
-_ON_DEVICE = 1 << 61  # tells the signature of a call on GPUs from that of the same call on the host
+_ON_DEVICE = 1 << 61  # a bit by which the signature of a call on GPUs differs from that of the call on the host
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _or_on_host(collective: F) -> F:
-    """A collective of tensors of the GPU; given those of the host, that of the host's communicator."""
+    """A collective on tensors of the GPU that, given tensors of the host, calls the host's communicator instead."""
     name = collective.__name__
 
     @functools.wraps(collective)
@@ -55,7 +55,7 @@ def _or_on_host(collective: F) -> F:
 
 
 def _at_once(do: Callable[..., Any]) -> Callable[..., Steps]:
-    """An operation that waits for nothing."""
+    """Turn a function that waits for nothing into an operation."""
 
     @functools.wraps(do)
     def steps(*args: Any, **kwargs: Any) -> Steps:
@@ -69,10 +69,10 @@ class NcclCommunicator(Communicator):
     """A group of ranks with a GPU each.
 
     Args:
-        make_host: makes a communicator of the same ranks for the host, by a name that keeps several apart.
-        device: this rank's.
-        library: what `nccl_library.load` found.
-        checked: let the ranks agree on every call before it starts (a barrier of the hosts, not of the GPUs).
+        make_host: makes a communicator of the same ranks for the host; its argument names it.
+        device: this rank's GPU.
+        library: the result of `nccl_library.load`.
+        checked: have the ranks agree on every call before it starts (a barrier of the hosts, not of the GPUs).
         streams: a `streams.Streams`.
     """
 
@@ -93,7 +93,7 @@ class NcclCommunicator(Communicator):
         self.device, self.library, self.streams = device, library, streams
         self.launch: Any = None  # how kernels are started; None is CuPy's way
         self._checked, self._closed = checked or debug.enabled(), False
-        self._post = make_host(f"{channel}/messages")  # by all ranks: the first of a group opens it for the others
+        self._post = make_host(f"{channel}/messages")  # made here, on all ranks: the group's first opens it
         self.channel = Channel(host, make_host, library, streams, channel, self._operations.progress_messages)
         self._reductions, self._byte = Reductions(self.channel), nccl_type(library.nccl, torch.uint8)
         self._messages_between: Messages | None = None
@@ -103,12 +103,12 @@ class NcclCommunicator(Communicator):
 
     def _open(self) -> None:
         self._close_messages()
-        self.host.renew()  # these before NCCL's group: a rank that replaces one that died makes them in this order
+        self.host.renew()  # before NCCL's group: a rank that replaces a dead one makes them in this order, too
         self._post.renew()
         self.channel.open()
 
     def close(self) -> None:
-        """End what there is; a second call does nothing."""
+        """End everything; a second call does nothing."""
         if not self._closed:
             self._closed = True
             self.channel.close()
@@ -122,7 +122,7 @@ class NcclCommunicator(Communicator):
             self._messages_between = None
 
     def check(self) -> None:
-        """Raise what has gone wrong since the last operation was started, if anything has."""
+        """Raise the error that has occurred since the last operation was started, if any."""
         if not self.stale:
             self.channel.check()
 
@@ -145,12 +145,12 @@ class NcclCommunicator(Communicator):
                 return value
             event = self.streams.event()
         work = DeviceWork(self.channel, what, event, value, tensors) if async_op else None
-        if not capturing:  # an event of a graph can be waited for in the graph, but not asked about
+        if not capturing:  # an event of a graph being captured can be waited for in the graph, but not queried
             self.channel.note(self.channel.collectives, what, event, work)
         return value if work is None else work
 
     def _through(self, what: str, steps: Steps) -> Any:
-        """Go through steps, none of which waits for anything but the host's peers."""
+        """Run an operation's steps; they wait for nothing but the hosts of peers."""
         try:
             while True:
                 self._operations.wait_until(next(steps), what)
@@ -158,7 +158,7 @@ class NcclCommunicator(Communicator):
             return end.value
 
     def _agree(self, call: Call, sends: Sequence[Any] = (), recvs: Sequence[Any] = ()) -> None:
-        """Let the hosts see that all make the same call, with pieces that fit: else it fails before a GPU waits."""
+        """Have the hosts check that all make the same call, with fitting pieces: errors come before any GPU waits."""
         host = self.host
         if not self._checked or self.size == 1:
             return
@@ -181,9 +181,9 @@ class NcclCommunicator(Communicator):
             self._agree(call, sends, recvs)
         mine, theirs = sends[self.rank], recvs[self.rank]
         what = "exchange" if call is None else call.text
-        check_pieces(self, what, sizes([mine]), sizes([theirs]), first=self.rank)  # NCCL would not say so
+        check_pieces(self, what, sizes([mine]), sizes([theirs]), first=self.rank)  # NCCL would not notice
         if mine is not None and theirs is not None and mine.data_ptr() == theirs.data_ptr():
-            mine = theirs = None  # it is where it is to go
+            mine = theirs = None  # it already is where it is to go
         sends, recvs = list(sends), list(recvs)
         sends[self.rank], recvs[self.rank] = mine, theirs
         calls: list[tuple[Any, ...]] = []
@@ -240,7 +240,7 @@ class NcclCommunicator(Communicator):
                 out.detach().copy_(piece.view(tensor.dtype).view(out.shape))
 
     def barrier(self, *, async_op: bool = False) -> Any:
-        """Wait until every rank of the group is here, and the GPU past what it was given before."""
+        """Wait until every rank of the group is here, and the GPU has done all that it was given before."""
         self.check()
         self.renew()
         event = self.streams.event()

@@ -1,9 +1,9 @@
-"""How NCCL, which has few dtypes and five operations, reduces all that this library reduces.
+"""How NCCL, which has few dtypes and five operations, does all reductions of this library.
 
-Most go as they are. Booleans travel as bytes, where "or" is the maximum and "and" the minimum; complex numbers as
-pairs; 16-bit integers as 32-bit ones, whose low halves wrap around alike. NCCL's maximum and minimum of floats pass
-over NaN, which must not get lost: there floats travel as integers that are ordered as they are, with NaN beyond all.
-What is left (bitwise operations, complex products) is gathered and combined on every rank.
+Most tensors travel as they are. Booleans travel as bytes, where "or" is the maximum and "and" the minimum; complex
+numbers as pairs; 16-bit integers as 32-bit ones, whose low halves overflow in the same way. NCCL's maximum and minimum
+of floats ignore NaN, which must not get lost: for these, floats travel as integers with the same order, and NaN beyond
+all. The rest (bitwise operations, complex products) is gathered, and combined on every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from ..reduction import Op, Pairwise
 
-# What NCCL calls torch's dtypes.
+# NCCL's names for torch's dtypes.
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NAMES = {dtype: f"NCCL_{str(dtype).removeprefix('torch.').upper()}" for dtype in (*_INTEGERS, *_FLOATS)}
@@ -30,11 +30,11 @@ class Way:
     """How a reduction travels.
 
     Attributes:
-        dtype: of the elements that NCCL sees.
-        op: NCCL's name of what it does to them; None where they are gathered and combined here.
-        divide: the sum is then divided by the number of ranks, towards zero.
-        same: the elements are the tensor's own memory, read as `dtype`.
-        ordered: the elements are integers in the order of the floats, with NaN last ("max") or first ("min").
+        dtype: dtype of the elements that NCCL sees.
+        op: NCCL's name of the operation; None if the elements are gathered, and combined here.
+        divide: whether the sum is then divided by the number of ranks, rounding towards zero.
+        same: whether NCCL works on the tensor's own memory, read as `dtype`.
+        ordered: "", or the elements are integers in the order of the floats, with NaN last ("max") or first ("min").
     """
 
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Way:
 
 @functools.cache
 def way(op: Op, dtype: torch.dtype) -> Way:
-    """The way of an operation that has a meaning for the dtype.
+    """How an op that is defined for the dtype travels.
 
     >>> way("sum", torch.complex64).dtype, way("bor", torch.bool).op
     (torch.float32, 'NCCL_MAX')
@@ -69,7 +69,7 @@ def way(op: Op, dtype: torch.dtype) -> Way:
 
 
 def encoded(flat: torch.Tensor, chosen: Way) -> torch.Tensor:
-    """A flat contiguous tensor as NCCL is to see it: its own memory, or a new tensor of other elements."""
+    """A flat contiguous tensor in the form that NCCL gets: a view of its memory, or a new tensor."""
     if chosen.ordered:
         values = flat if flat.dtype.itemsize == chosen.dtype.itemsize else flat.float()
         limits = torch.iinfo(chosen.dtype)
@@ -81,7 +81,7 @@ def encoded(flat: torch.Tensor, chosen: Way) -> torch.Tensor:
 
 
 def decoded(result: torch.Tensor, dtype: torch.dtype, chosen: Way, size: int) -> torch.Tensor:
-    """What NCCL made, as the tensor's dtype."""
+    """NCCL's result, as a tensor of the original dtype."""
     if chosen.ordered:
         return _flipped(result).view(torch.float64 if chosen.dtype is torch.int64 else torch.float32).to(dtype)
     if dtype.is_complex:
@@ -93,7 +93,7 @@ def decoded(result: torch.Tensor, dtype: torch.dtype, chosen: Way, size: int) ->
 
 
 def _flipped(bits: torch.Tensor) -> torch.Tensor:
-    """The bits of floats as integers in the same order, and back: of negative numbers all bits but the sign turn over.
+    """The bits of floats as integers in the same order, and back: flips all bits but the sign of negative numbers.
 
     >>> _flipped(torch.tensor([-2.0, -1.0, 0.0, 1.0]).view(torch.int32)).diff() > 0
     tensor([True, True, True])
@@ -103,7 +103,7 @@ def _flipped(bits: torch.Tensor) -> torch.Tensor:
 
 
 def as_signed(part: torch.Tensor) -> torch.Tensor:
-    """Unsigned integers as signed ones of the same bits, with which torch computes bitwise."""
+    """Unsigned integers viewed as signed ones, on which torch has bitwise operations."""
     return part.view(_SIGNED.get(part.dtype, part.dtype))
 
 

@@ -1,9 +1,9 @@
-"""A channel: NCCL's communicator of one group of ranks from when it is opened to its end, and what is started on it.
+"""A channel: NCCL's communicator for one group of ranks, from opening to end, and the operations started on it.
 
-A call that the GPUs are connected for already is made at once, on the current stream. One that may connect them waits
-for peers inside NCCL: it is made in a thread of its own, when the GPU is past all that the channel was given before, so
-that where a peer never comes this rank goes on and nothing is left on its GPU. Invariants: a thread that waits holds
-no lock, so that the watchdog can end the channel; what a started operation works on lives until it is over.
+If the GPUs are already connected for a call, it is made at once, on the current stream. A call that may have to connect
+them waits for peers inside NCCL: it is made in a thread of its own, after the GPU has done everything that the channel
+was given before. So if a peer never comes, this rank goes on, and nothing is left on its GPU. Invariants: a thread that
+waits holds no lock, so that the watchdog can end the channel; the tensors of a started operation live until it is over.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NcclCall = tuple[Any, ...]  # the name of one of NCCL's functions, and its argum
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Started:
-    """An operation, the event after it, what it works on, and when it was started."""
+    """A started operation: the event after it, the tensors that it works on, and when it was started."""
 
     what: str
     event: Any
@@ -40,7 +40,7 @@ class Started:
 
 
 class UnderWay:
-    """The operations of one communicator, in the order in which they were started; for callers that hold its lock."""
+    """The operations of one communicator, in the order in which they were started; callers must hold its lock."""
 
     def __init__(self) -> None:
         self._started: deque[Started] = deque()
@@ -50,13 +50,13 @@ class UnderWay:
         self._started.append(started)
 
     def count(self) -> int:
-        """How many may not be over; forgets the others."""
+        """How many operations may not be over; forgets the others."""
         while self._started and self._started[0].event.query():
             self._started.popleft()
         return len(self._started)
 
     def oldest(self) -> Started | None:
-        """The first of those not known to be over; does not ask the GPU."""
+        """The first operation that is not known to be over; does not query the GPU."""
         return self._started[0] if self._started else None
 
     def clear(self) -> None:
@@ -68,9 +68,9 @@ class Channel:
 
     Args:
         host: a communicator of the same ranks for the host.
-        make_host: makes more of them, by a name that keeps them apart.
+        make_host: makes more of these; its argument names them.
         streams: a `streams.Streams`.
-        name: "main" is the group's first; others are split off it.
+        name: "main" is the group's first channel; others are split off it.
         advance: advances this rank's messages, for which peers may be waiting.
     """
 
@@ -93,8 +93,8 @@ class Channel:
         self._advance = advance
         self._connection: Connection | None = None
         self._connected: set[Any] = set()  # the kinds of calls for which the GPUs are connected
-        self._inside: tuple[str, float] | None = None  # what of NCCL this rank is in, and since when
-        self._opened_in = -1  # the generation
+        self._inside: tuple[str, float] | None = None  # the operation for which this rank is inside NCCL, since when
+        self._opened_in = -1  # the generation in which it was opened
         self._lock = threading.RLock()
 
     # -- beginning and end ---------------------------------------------------------------------------------------------
@@ -110,14 +110,14 @@ class Channel:
         nccl_watchdog.watch(self)
 
     def _end(self) -> None:
-        """End NCCL's communicators: in peace if all they were given is over, else by force; after a failure at once."""
+        """End NCCL's communicators: normally once all operations are over, else by force; after a failure at once."""
         nccl_watchdog.unwatch(self)
         failed = self.failure is not None or self._opened_in != self.watch.generation
         deadline = time.monotonic() + _CLOSE_SECONDS
         try:
             while not failed and self._connection is not None and not self._idle() and time.monotonic() < deadline:
                 time.sleep(1e-3)
-        except RuntimeError:  # of CUDA, which then goes on saying so
+        except RuntimeError:  # a CUDA error, which every later call would raise, too
             failed = True
         with self._lock:
             connection, self._connection = self._connection, None
@@ -129,14 +129,14 @@ class Channel:
         self.pairs.end(abort=abort)
 
     def close(self) -> None:
-        """End what there is; the streams are not used any more."""
+        """End the channel; its streams are not used any more."""
         self._end()
         await_endings()
         forget(self.group)
         self.streams.close()
 
     def set_timeout(self, seconds: float) -> None:
-        """Wait so long from now on, for GPUs and on the host."""
+        """Change the timeout of later waits, for GPUs and on the host."""
         self.timeout = seconds
         self.host.set_timeout(seconds)
         self.group.host.set_timeout(seconds)
@@ -157,10 +157,10 @@ class Channel:
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def check(self, what: str = "", generation: int | None = None) -> None:
-        """Raise what has gone wrong since the last operation was started, if anything has.
+        """Raise the error that has occurred since the last operation was started, if any.
 
         Args:
-            what, generation: an operation, and the mesh's generation in which it was started, which has to be this one.
+            what, generation: an operation, and the generation in which it was started; it must be the present one.
         """
         if self._opened_in == self.watch.generation and self.failure is not None:
             raise self.failure
@@ -174,7 +174,7 @@ class Channel:
             )
 
     def look_after(self) -> None:
-        """The watchdog's look: see `nccl_watchdog`."""
+        """The watchdog's check: see `nccl_watchdog`."""
         with self._lock:
             inside = self._inside
             if self._connection is None or self.failure is not None:
@@ -199,7 +199,7 @@ class Channel:
                 self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """End by force, so that what waits for the GPU goes on."""
+        """End by force, so that threads that wait for the GPU go on."""
         if isinstance(error, (RuntimeError, KeyError)) and not isinstance(error, (MeshError, CollectiveMismatch)):
             oldest, inside = self._oldest(), self._inside
             what = oldest.what if oldest is not None else "?" if inside is None else inside[0]
@@ -212,7 +212,7 @@ class Channel:
                 )
             )
         self.failure = error
-        if isinstance(error, PeerLost) and self._opened_in == self.watch.generation:  # a later one goes on
+        if isinstance(error, PeerLost) and self._opened_in == self.watch.generation:  # a later generation goes on
             self.watch.abort(f"rank {self.ranks[self.rank]}: {error}")
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -232,7 +232,7 @@ class Channel:
     # -- starting ------------------------------------------------------------------------------------------------------
 
     def note(self, under_way: UnderWay, what: str, event: Any, keepalive: Any) -> None:
-        """An operation was started that is over when `event` is, and works on `keepalive`."""
+        """Note a started operation, which is over when `event` is, and works on `keepalive`."""
         with self._lock:
             under_way.add(Started(what, event, keepalive))
 
@@ -240,15 +240,15 @@ class Channel:
         """Have NCCL start collectives on the current stream, in turn with what other channels launch.
 
         Args:
-            works_on: the tensors, which a thread that is left behind in NCCL keeps: it may yet start something on them.
-            grouped: start them all at once.
+            works_on: the tensors; a thread that is left behind in NCCL keeps them, since it may still use them.
+            grouped: start all calls as one group.
         """
         with self._lock:
             connection = self._connection
         if connection is None:
             raise self.failure or PeerLost(message(f"{what} on a closed communicator", where=f"group {self.ranks}"))
         capturing = self.streams.capturing()
-        kinds = {_kind(*call) for call in calls} - {(name, self.rank) for name in ("send", "recv")}  # itself
+        kinds = {_kind(*call) for call in calls} - {(name, self.rank) for name in ("send", "recv")}  # not to itself
         connected = capturing or len(self.ranks) == 1 or kinds <= self._connected
         with self.inside(what):
             if not connected:
@@ -284,7 +284,7 @@ class Channel:
             self.connecting = False
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait on the host; what other operations of this rank need of it goes on meanwhile."""
+        """Wait on the host, and advance this rank's messages meanwhile."""
 
         def over() -> bool:
             if self.failure is not None or ready():
@@ -304,7 +304,7 @@ class Channel:
 
     @contextlib.contextmanager
     def inside(self, what: str) -> Iterator[None]:
-        """While this rank is inside NCCL, which may wait there for a peer, the watchdog can end that."""
+        """Note that this rank is inside NCCL, which may wait for a peer there, so that the watchdog can end it."""
         outer, self._inside = self._inside, (what, time.monotonic())
         try:
             yield
@@ -318,7 +318,7 @@ class Channel:
 
 
 def _kind(name: str, *arguments: Any) -> Any:
-    """What decides which GPUs a call needs connected: its peer, or all by which NCCL chooses an algorithm.
+    """A key of the connections that a call needs: its peer, or everything by which NCCL chooses an algorithm.
 
     >>> _kind("send", 0, 100, 1, 7), _kind("allReduce", 0, 0, 100, 7, 0)
     (('send', 7), ('allReduce', 7, 7, 0))

@@ -1,11 +1,11 @@
 """NCCL's own communicators: how they are made, called and ended.
 
-Making one waits inside NCCL for the peers, and so does whatever first sends bytes between two GPUs; where a peer never
-comes, it waits for ever and cannot be called off. Such calls are made in a thread of their own (`Pending`), and who
-wants the result waits for the thread, where aborts, deaths and the timeout are noticed. Ending one frees what it has.
-Invariants: nothing is freed under a thread that is inside; what comes when nobody waits for it any more is aborted;
-every thread makes its rank's GPU the current one, which is a thread's own affair; none of them holds up the end of the
-process.
+Making one waits inside NCCL for the peers, and so does the first call that sends bytes between two GPUs. If a peer
+never comes, such a call waits for ever and can't be cancelled. So it is made in a thread of its own (`Pending`); the
+caller waits for that thread, and notices aborts, deaths and the timeout there. Ending a communicator frees its memory.
+Invariants: nothing is freed while a thread is inside NCCL; a result for which nobody waits any more is aborted; every
+thread makes its rank's GPU the current one, since each thread has its own current device; no thread holds up the end of
+the process.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .nccl_library import Library
 from .placement import fault
 
 END_SECONDS = 5.0
-# A call that has peers connected already returns in microseconds. One that is still inside after so long waits for
-# a peer all the same, and only an abort gets it out.
+# A call whose peers are connected returns in microseconds. One that is still inside NCCL after so long must be waiting
+# for a peer after all, and only an abort ends it.
 JOIN_SECONDS = 30.0
-# What CuPy raises: a KeyError for results that it has no name for.
+# What CuPy raises; a KeyError for error codes that it has no name for.
 ERRORS = (RuntimeError, KeyError)
 
 _FAULTY = "see what ran on it before; with CUDA_LAUNCH_BLOCKING=1 the operation itself raises"
@@ -36,7 +36,7 @@ class Connection:
     """One of NCCL's communicators, which is ended once, when no thread is inside it.
 
     Args:
-        raw: CuPy's.
+        raw: CuPy's communicator.
         enter: makes this rank's GPU the current one of a thread.
     """
 
@@ -47,14 +47,14 @@ class Connection:
         self._keepalive: Any = None
 
     def call(self, run: Callable[[Any], Any], *, waits: bool = False, keepalive: Any = None) -> Any:
-        """What `run(raw)` returns; until then nothing ends the communicator.
+        """Return `run(raw)`; the communicator can't be ended meanwhile.
 
         Args:
             waits: the call may wait for peers, and its thread may be left behind there.
-            keepalive: what the call works on; if it is left behind, kept until the communicator is no more.
+            keepalive: the tensors of the call; if it is left behind, they are kept as long as the communicator.
 
         Raises:
-            PeerLost: it has been ended.
+            PeerLost: the communicator was ended before.
         """
         with self._changed:
             if self._ended:
@@ -73,14 +73,14 @@ class Connection:
                 self._changed.notify_all()
 
     def check_async_error(self) -> None:
-        """Raise what NCCL has noticed by itself."""
+        """Raise an error that NCCL has noticed asynchronously."""
         with contextlib.suppress(PeerLost):
             self.call(lambda raw: raw.check_async_error())
 
     def end(self, *, abort: bool) -> None:
-        """Begin to end it: in peace, or whatever it is doing; a second call does nothing.
+        """Begin to end it: normally, or with `abort` whatever it is doing; a second call does nothing.
 
-        Does not wait, so that several can be ended at once: one may be stuck on the GPU behind another.
+        Does not wait, so that several can be ended at once: one may be stuck behind another on the GPU.
         """
         with self._changed:
             if self._ended:
@@ -104,7 +104,7 @@ class Connection:
 
 
 def await_endings() -> None:
-    """Wait for what is being ended; once and for a few seconds, as a peer may be gone without a word."""
+    """Wait for communicators that are being ended; once, and for a few seconds, since a peer may have vanished."""
     deadline = time.monotonic() + END_SECONDS
     with _lock:
         threads, _endings[:] = tuple(_endings), []
@@ -113,7 +113,7 @@ def await_endings() -> None:
 
 
 def connected(library: Library, make: Callable[[], Any], enter: Callable[[], None]) -> Connection:
-    """What one of NCCL's calls that connect GPUs returns.
+    """The communicator that `make` returns, a call of NCCL's that connects GPUs.
 
     Raises:
         MeshError: it failed.
@@ -133,7 +133,7 @@ def connected(library: Library, make: Callable[[], Any], enter: Callable[[], Non
 
 
 def joined(library: Library, size: int, unique: bytes, rank: int, enter: Callable[[], None]) -> Connection:
-    """NCCL's communicator of those that have this unique id; waits for all of them."""
+    """NCCL's communicator of all ranks that have this unique id; waits for them."""
     return connected(library, lambda: library.nccl.NcclCommunicator(size, unique, rank), enter)
 
 
@@ -141,7 +141,7 @@ class Pending:
     """A call that waits for peers inside NCCL, in a thread of its own.
 
     Args:
-        run: the call, which may make a connection; it can ask whether anybody still waits.
+        run: the call, which may make a connection; its argument tells it whether it was abandoned.
         enter: makes this rank's GPU the current one of a thread.
     """
 
@@ -171,7 +171,7 @@ class Pending:
         return self._over.is_set()
 
     def result(self) -> Connection | None:
-        """What the call made, once it is `done`; raises what went wrong."""
+        """What the call returned, once it is `done`; raises its error."""
         if self._error is not None:
             raise self._error
         with self._lock:
@@ -181,7 +181,7 @@ class Pending:
         return found
 
     def abandon(self) -> None:
-        """Want it no more, now or when it comes; a second call does nothing."""
+        """Give up the result, now or when it comes; a second call does nothing."""
         with self._lock:
             self._abandoned.set()
             found, self._found = self._found, None

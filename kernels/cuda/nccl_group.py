@@ -1,8 +1,8 @@
-"""What the channels of one group of ranks share: the first of NCCL's communicators, and how the others come of it.
+"""What the channels of one group of ranks share: NCCL's first communicator, from which the others are split off.
 
-Ranks that meet again on another channel do not meet anew: each channel beyond the first is split off the first
-communicator. Invariants: ranks enter NCCL together, after a barrier of the hosts; a rank that waits for peers inside
-NCCL can be called off; a communicator is split only when all that it was given is over, as NCCL asks for.
+Splitting saves ranks from meeting by a unique id again for each channel. Invariants: ranks enter NCCL together, after a
+barrier of the hosts; a rank can give up waiting for peers inside NCCL; a communicator is split only when all its
+operations are over, as NCCL requires.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class User(Protocol):
     streams: Any
 
     def quiet(self) -> bool:
-        """Whether all the collectives that it was given are over."""
+        """Whether all its collectives are over."""
 
 
 class Group:
@@ -47,7 +47,7 @@ class Group:
         self._users: dict[str, User] = {}
 
     def open(self, user: User) -> Connection:
-        """NCCL's communicator for a user's channel, in the present generation; all ranks of the group call this."""
+        """Make NCCL's communicator for a channel, in the present generation; all ranks of the group call this."""
         host = self.host
         host._watch.check()
         host._watch.check_peers()
@@ -83,7 +83,7 @@ class Group:
         return self._waited_for(lambda: joined(library, host.size, unique.numpy().tobytes(), host.rank, enter), enter)
 
     def _waited_for(self, make: Callable[[], Connection], enter: Callable[[], None]) -> Connection:
-        """A communicator that all ranks of the group make together, unless one of them can't."""
+        """Wait for a communicator that all ranks of the group make together; abandon it after an error."""
         pending = Pending(lambda _: make(), enter)
         try:
             self._wait(pending.done, "connected by NCCL with")
@@ -111,11 +111,11 @@ class Group:
         wait_until(ready, host._watch, timeout=host.timeout, oversubscribed=True, on_timeout=on_timeout)
 
     def leave(self, name: str, connection: Connection, *, abort: bool) -> None:
-        """A channel is done with its communicator; the first ends with its last user, or at once if by force."""
+        """End a channel's communicator; the first one ends with its last user, or at once if by force."""
         self._users.pop(name, None)
         if name != FIRST:
             connection.end(abort=abort)
-        elif abort and connection is self._first:  # else another channel has begun anew, and ended it
+        elif abort and connection is self._first:  # else another channel has already ended it, and made a new one
             self.end(abort=True)
         if not self._users:
             self.end(abort=abort)

@@ -1,7 +1,7 @@
-"""Finding NCCL: CuPy's binding, the one libnccl that is mapped, and errors that say which wheel to install.
+"""Finds NCCL: CuPy's binding, the one libnccl that is mapped, and errors that say which wheel to install.
 
-torch comes first: a build of it for CUDA brings a libnccl along, and CuPy then takes the one that is mapped. Two in
-one process would each keep state of their own. Invariant: nothing here is called before somebody asks for a GPU.
+torch must be imported first: its CUDA builds load a libnccl, and CuPy then uses the one that is loaded. Two in one
+process would each have their own state. Invariant: nothing here is called before a GPU is asked for.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..errors import MeshError, message
 _SPLIT = 21801  # the first NCCL with ncclCommSplit
 _SHARED_GPU = 23000  # the first that takes several ranks on one GPU
 _SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
-# What lets several ranks have one GPU. NCCL says that their kernels can use up its multiprocessors, and then wait for
-# each other for ever: so each is given few.
+# Lets several ranks use one GPU. According to NCCL, their kernels can occupy all multiprocessors and then wait for each
+# other for ever; so each gets only a few.
 SHARED_GPU_ENVIRONMENT = {_SHARE: "1", "NCCL_MAX_CTAS": "4"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Library:
-    """What was found.
+    """The installation that was found.
 
     Attributes:
         nccl: `cupy.cuda.nccl`.
@@ -61,7 +61,7 @@ def version_text(version: int) -> str:
 
 
 def mapped_files(maps: str | None = None) -> list[str]:
-    """The libraries of NCCL mapped into this process; its plugins (`libnccl-net.so` and the like) are none.
+    """The NCCL libraries that are mapped into this process, without plugins (`libnccl-net.so` and the like).
 
     >>> mapped_files("7f00-7f01 r-xp 00000000 08:01 12 /opt/nccl/lib/libnccl.so.2")
     ['/opt/nccl/lib/libnccl.so.2']
@@ -78,7 +78,7 @@ def extra() -> str:
 
 
 def _doubt() -> str:
-    """What is said where the NCCL wheels of two CUDA versions are installed, one of them over the other."""
+    """A warning if the NCCL wheels of two CUDA versions are installed, of which one has overwritten the other."""
     found = []
     for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -89,7 +89,7 @@ def _doubt() -> str:
 
 
 def _check_major(cupy: Any) -> None:
-    """Refuse a CuPy that was built for another major version of CUDA than torch: each would load its own."""
+    """Refuse a CuPy built for another major version of CUDA than torch: each would load its own libraries."""
     if torch.version.cuda is None:
         return  # refused elsewhere
     wanted, found = int(torch.version.cuda.partition(".")[0]), cupy.cuda.runtime.runtimeGetVersion() // 1000
@@ -174,5 +174,5 @@ def check_driver() -> None:
 
 
 def may_share_gpu(library: Library) -> bool:
-    """Whether several ranks may have one GPU: NCCL 2.30 takes them, where NCCL_MULTI_RANK_GPU_ENABLE=1 says so."""
+    """Whether several ranks may use one GPU: from NCCL 2.30 on, if NCCL_MULTI_RANK_GPU_ENABLE=1 is set."""
     return os.environ.get(_SHARE) == "1" and library.version >= _SHARED_GPU

@@ -1,11 +1,11 @@
-"""Messages between GPUs: NCCL has no tags and lets a send wait for its receive, so the hosts arrange each first.
+"""Messages between GPUs: NCCL has no tags, and a send waits for its receive, so the hosts arrange each message first.
 
-The sender's host tells the receiver's (tag, size, number) and waits for its answer; then both put their half on
-a stream. There is one NCCL communicator for each direction of each pair (`nccl_pairs`), and a stream (`lanes`): so
-halves are started in one order on both sides, that of the answers, and no send waits for another direction's. No stream
-of the caller's waits for a message before `wait()` says so: until then its peer may be waiting for something else.
-A rank's messages to itself are a send and a receive of one group of NCCL's calls. Invariant: a half is put on a stream
-only when the other will be.
+The sender's host tells the receiver's host (tag, size, number) and waits for its answer; then each puts its half on a
+stream. Each direction of each pair of ranks has an NCCL communicator (`nccl_pairs`) and a stream (`lanes`). So both
+sides start their halves in the same order, that of the answers, and no send waits for another direction. The caller's
+streams wait for a message only from `wait()` on: before that, its peer may be waiting for something else. A rank's
+message to itself is a send and a receive in one group of NCCL calls. Invariant: a half is put on a stream only when the
+other half will be, too.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _HEAD = struct.Struct("<qq128s")  # bytes, number of the message, unique id of a
 
 
 class Messages:
-    """The messages of one communicator; their steps give the source, and the event after which the GPU is done.
+    """The messages of one communicator; their steps return the source, and the event after which the GPU is done.
 
     Args:
-        channel: whose they are.
-        post: a communicator of the host that carries nothing else.
+        channel: the channel that they belong to.
+        post: a communicator for the host that carries nothing else.
     """
 
     def __init__(self, channel: Channel, post: Communicator):
         self._channel, self._post = channel, post
         self._sends, self._receives = Lanes(channel.streams), Lanes(channel.streams)
-        self._ids: dict[int, bytes] = {}  # destination -> the unique id that it was told
-        self._own: dict[int, tuple[torch.Tensor, Any]] = {}  # messages of this rank to itself, and the event before
-        self._own_done: dict[int, Any] = {}  # the events after them
+        self._ids: dict[int, bytes] = {}  # destination -> the unique id that was sent to it
+        self._own: dict[int, tuple[torch.Tensor, Any]] = {}  # this rank's messages to itself, and the event before each
+        self._own_done: dict[int, Any] = {}  # the event after each of these
         self._numbers = 0
         self._answers: dict[int, int] = {}  # source -> answers given
         self._put_so_far: dict[Direction, int] = {}
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, before: Any) -> Steps:
-        """Send bytes that are there after an event."""
+        """Send bytes that are ready after the event `before`."""
         rank = self._channel.rank
         if dst not in self._ids:
             self._ids[dst] = self._channel.library.nccl.get_unique_id()
@@ -72,7 +72,7 @@ class Messages:
         return None, after
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, before: Any) -> Steps:
-        """Receive bytes into memory that is free after an event."""
+        """Receive bytes into memory that is free after the event `before`."""
         rank = self._channel.rank
         header = torch.empty(_HEAD.size, dtype=torch.uint8, device="cpu")
         coming = self._post.irecv(header, src, 2 * tag)
@@ -101,7 +101,7 @@ class Messages:
         return source, after
 
     def _put(self, name: str, tensor: torch.Tensor, direction: Direction, lanes: Lanes, before: Any) -> Any:
-        """Put one half on the stream of its direction; the event after it."""
+        """Put one half on the stream of its direction; returns the event after it."""
         channel = self._channel
         what = f"{name} from rank {direction[0]} to rank {direction[1]}"
         with channel.streams.on(lanes.stream(direction), before):
@@ -114,7 +114,7 @@ class Messages:
         return after
 
     def _to_itself(self, source: torch.Tensor, sent: Any, target: torch.Tensor, before: Any) -> Any:
-        """Both halves of a message of this rank to itself; the event after them."""
+        """Start both halves of a message of this rank to itself; returns the event after them."""
         channel, rank = self._channel, self._channel.rank
         if not source.numel():
             return before
@@ -134,6 +134,6 @@ class Messages:
         return after
 
     def close(self) -> None:
-        """Give back what the GPU holds for them."""
+        """Give the streams back."""
         self._sends.close()
         self._receives.close()

@@ -1,8 +1,8 @@
 """NCCL's communicators for messages: one for each direction of each pair of ranks that is used.
 
-NCCL connects two GPUs at their first send and receive, and waits there for the other side, in the thread that calls it.
-So the thread that makes a communicator also sends one byte through it, on a stream of its own: later messages wait for
-nobody on the host, and two ranks whose first messages cross do not wait for each other.
+NCCL connects two GPUs at their first send and receive, and the calling thread then waits for the other side. So the
+thread that makes a communicator also sends one byte through it, on a stream of its own: later messages don't wait on
+the host, and two ranks whose first messages cross don't wait for each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Pairs:
     """The directions from and to one rank.
 
     Args:
-        rank: this one's in its group.
+        rank: this rank's number in its group.
         streams: a `streams.Streams`.
     """
 
@@ -36,7 +36,7 @@ class Pairs:
         self._pending: dict[Direction, Pending] = {}
 
     def connect(self, direction: Direction, unique: bytes) -> bool:
-        """Whether a direction is ready for messages; begins to make it so, by a unique id that both ranks know.
+        """Whether a direction is ready for messages; if not, begins to connect it, by a unique id that both ranks know.
 
         Raises:
             MeshError: NCCL could not connect the two.
@@ -78,24 +78,24 @@ class Pairs:
         return Pending(run, self._streams.enter)
 
     def start(self, direction: Direction, tensor: torch.Tensor) -> None:
-        """Send bytes, or receive them, on the current stream."""
+        """Start this rank's half, a send or a receive, on the current stream."""
         name, _, peer = self._half(direction)
         call = tensor.data_ptr(), tensor.numel(), nccl_type(self._library.nccl, tensor.dtype), peer
         stream = self._streams.pointer()
         self._connections[direction].call(lambda raw: getattr(raw, name)(*call, stream))
 
     def _half(self, direction: Direction) -> tuple[str, int, int]:
-        """What this rank does of a direction, as which rank of two, and with which."""
+        """This rank's half of a direction: send or receive, its rank in the pair, and its peer's."""
         return ("send", 0, 1) if direction[0] == self._rank else ("recv", 1, 0)
 
     def check_async_error(self) -> None:
-        """Raise what NCCL has noticed of any direction."""
+        """Raise an error that NCCL has noticed asynchronously, in any direction."""
         for connection in tuple(self._connections.values()):
             connection.check_async_error()
 
     def end(self, *, abort: bool) -> None:
         """Begin to end all directions; a second call does nothing."""
-        with contextlib.suppress(KeyError):  # until there is none: the thread that watches may do so at the same time
+        with contextlib.suppress(KeyError):  # pop until empty, since the watchdog may do the same at this moment
             while True:
                 self._pending.popitem()[1].abandon()
         with contextlib.suppress(KeyError):

@@ -1,4 +1,4 @@
-"""Reductions of flat contiguous tensors of GPUs, as calls of NCCL: each travels as `nccl_arithmetic` says."""
+"""Reductions of flat contiguous tensors on GPUs, as NCCL calls; `nccl_arithmetic` says how each travels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Reductions:
         self._channel, self._nccl, self._size = channel, channel.library.nccl, len(channel.ranks)
 
     def everywhere(self, flat: torch.Tensor, op: Op, out: torch.Tensor | None) -> torch.Tensor:
-        """The reduction on every rank: in `out`, if it is given and can be, else in a new tensor."""
+        """The reduction on every rank: written to `out` if possible, else a new tensor."""
         chosen = way(op, flat.dtype)
         if not flat.numel():
             return flat.clone() if out is None else out
@@ -27,14 +27,14 @@ class Reductions:
             return self._combined(flat, op)
         source = encoded(flat, chosen)
         if not chosen.same:
-            target = source  # NCCL may as well write where it reads
+            target = source  # `source` is a new tensor, so NCCL can write its result there
         else:
             target = torch.empty_like(source) if out is None else encoded(out, chosen)
         self._launch("allReduce", source, target, source.numel(), chosen.op)
         return decoded(target, flat.dtype, chosen, self._size)
 
     def at(self, dst: int, flat: torch.Tensor, op: Op) -> torch.Tensor:
-        """The reduction on rank `dst`; something else on the others."""
+        """The reduction on rank `dst`; on other ranks, a tensor without meaning."""
         chosen = way(op, flat.dtype)
         if chosen.op is None or not flat.numel():
             return self.everywhere(flat, op, None)
@@ -62,7 +62,7 @@ class Reductions:
         self._channel.launch(name, [call], (source, target))
 
     def _combined(self, flat: torch.Tensor, op: Op) -> torch.Tensor:
-        """What NCCL can't reduce: gathered, and combined in rank order on every rank."""
+        """For ops and dtypes that NCCL can't reduce: gather, and combine in rank order on every rank."""
         data = as_bytes(flat)
         everything = torch.empty(self._size * data.numel(), dtype=torch.uint8, device=flat.device)
         self._launch("allGather", data, everything, data.numel())

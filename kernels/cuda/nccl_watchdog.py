@@ -1,8 +1,8 @@
-"""A thread that ends NCCL operations for which nobody will come.
+"""A thread that ends NCCL operations whose peers will never come.
 
-A host thread that waits for the GPU waits inside CUDA, where it notices nothing; if a peer has died, the GPU waits for
-ever. So another thread looks at the communicators that have operations under way: at aborts, deaths, NCCL's own errors
-and the timeout. Ending the communicator lets the GPU go on, and so the host; the error is raised at its next use.
+A host thread that waits for the GPU waits inside CUDA, where it notices nothing; and if a peer has died, the GPU waits
+for ever. So another thread checks communicators that have operations under way, for aborts, deaths, NCCL's own errors
+and the timeout. Ending the communicator lets the GPU go on, and so the host; its next use raises the error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SECONDS = 0.05
 
 class Watched(Protocol):
     def look_after(self) -> None:
-        """Look once; ends the communicator if it has to."""
+        """Check once; ends the communicator if necessary."""
 
 
 _watched: weakref.WeakSet[Watched] = weakref.WeakSet()
@@ -26,7 +26,7 @@ _thread: threading.Thread | None = None
 
 
 def watch(communicator: Watched) -> None:
-    """Look after a communicator from now on, as long as it lives."""
+    """Check a communicator from now on, as long as it exists."""
     global _thread
     with _lock:
         _watched.add(communicator)

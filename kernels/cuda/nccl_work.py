@@ -1,4 +1,4 @@
-"""What a started operation gives: the caller's stream is made to wait for it, never the host."""
+"""Handles of started operations: `wait()` makes the caller's stream wait for them; the host never waits for a GPU."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .nccl_channel import Channel
 
 
 class DeviceWork:
-    """A started collective: `wait()` lets the current stream wait for it and gives its value; the host goes on.
+    """A started collective: `wait()` makes the current stream wait for it and returns its value; the host goes on.
 
     Args:
-        keepalive: the tensors that it works on; the channel keeps this work until the GPU is done.
+        keepalive: the tensors that it works on; the channel keeps this object until the GPU is done.
     """
 
     def __init__(self, channel: Channel, what: str, event: Any, value: Any, keepalive: Sequence[torch.Tensor]):
@@ -38,12 +38,12 @@ class DeviceWork:
 
 
 class MessageWork:
-    """A started message: `wait()` waits until the hosts have arranged it, and then lets the current stream wait for it.
+    """A started message: `wait()` waits until the hosts have arranged it, then makes the current stream wait for it.
 
     Args:
-        work: the arrangement, which gives the source and the event after which the message is there.
-        tensor: what is received into.
-        buffer: where the bytes go, which is `tensor` itself if it is contiguous.
+        work: the arrangement; returns the source and the event after which the message has arrived.
+        tensor: the tensor to receive into.
+        buffer: the memory that the bytes go to; `tensor` itself if it is contiguous.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class MessageWork:
         return event is None or bool(event.query())
 
     def wait(self) -> Any:
-        """The source of what was received; None of what was sent."""
+        """The source of a received message; None for a sent one."""
         source, event = self._work.wait()
         self._channel.check(self._work.what, self._generation)
         if event is not None:

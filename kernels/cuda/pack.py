@@ -1,8 +1,8 @@
-"""The launches that pack and unpack a bucket of CUDA leaves, one for all leaves; the source is `bucket.cu`.
+"""Packs and unpacks a bucket of CUDA leaves with one kernel launch for all leaves; the kernels are in `bucket.cu`.
 
-A `Table` says where the leaves lie in the bucket. It goes to the device when the leaves' addresses change, from pinned
-memory on the stream of the launch, so that nothing is waited for. Invariant: a table that a kernel may be reading is
-never written to; another takes its place, and torch reuses its memory in the order of that stream.
+A `Table` says where the leaves lie in the bucket. It is copied to the device when the leaves' addresses change, from
+pinned memory on the stream of the launch, so that nothing waits. Invariant: a table that a kernel may be reading is
+never written to; a new one replaces it, and torch reuses the old memory in the order of that stream.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 
 SOURCE = Path(__file__).parent / "bucket.cu"
 THREADS = 256
-_STEP = 2048  # elements; chunks are multiples of it, so that every chunk of an aligned leaf is aligned
+_STEP = 2048  # elements; chunk sizes are multiples of it, so that every chunk of an aligned leaf is aligned
 _LARGEST = 1 << 15
 _BLOCKS = 1056  # eight for each of the 132 multiprocessors of an H100
 
-# What the kernels cast to, and from besides float64.
+# The dtypes that the kernels cast to; they cast from these and from float64.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -36,7 +36,7 @@ def has_kernel(leaf: torch.dtype, wire: torch.dtype) -> bool:
 
 
 def kernel_name(direction: str, leaf: torch.dtype, wire: torch.dtype) -> str:
-    """The name of a kernel in the source; leaves that nothing computes with are copied as bytes.
+    """The name of a kernel in the source; leaves that are neither cast nor scaled are copied as bytes.
 
     >>> kernel_name("pack", torch.float32, torch.bfloat16), kernel_name("unpack", torch.int64, torch.int64)
     ('pack_float32_bfloat16', 'unpack_bytes')
@@ -51,12 +51,12 @@ def _as_bytes(leaf: torch.dtype, wire: torch.dtype) -> bool:
 
 
 class Table:
-    """Where the leaves of a bucket lie in it; kept from step to step.
+    """Where the leaves of a bucket lie in it; cached from step to step.
 
     Args:
         starts, lengths: of every leaf in the bucket, in elements.
-        leaf_dtype, wire_dtype: of the leaves and of the bucket, such as `has_kernel` knows. Two that are the same and
-            are not among `DTYPES` are copied as bytes, and not scaled.
+        leaf_dtype, wire_dtype: of the leaves and of the bucket, for which `has_kernel` is True. If they are the same
+            and not among `DTYPES`, elements are copied as bytes, and not scaled.
         launch: `launch(name, blocks, arguments)` starts a kernel on the current stream; None is CuPy.
     """
 
@@ -84,7 +84,7 @@ class Table:
         self._captured: list[Tensor] = []  # what a captured graph reads when it is replayed
 
     def pack(self, leaves: Sequence[Tensor | None], bucket: Tensor, scale: float = 1.0) -> None:
-        """Write the leaves, times `scale`, into the bucket; None gives zeros. Leaves are dense."""
+        """Write the leaves, times `scale`, into the bucket; None stands for zeros. Leaves must be dense."""
         self._run("pack", leaves, bucket, scale)
 
     def unpack(self, bucket: Tensor, leaves: Sequence[Tensor], scale: float = 1.0) -> None:
@@ -99,13 +99,13 @@ class Table:
         self._launch(kernel_name(direction, *self._dtypes), self.blocks, arguments)
 
     def _for(self, addresses: list[int], bucket: Tensor) -> Tensor:
-        """The table with these addresses on the bucket's device, there before what the current stream is given next."""
+        """The table with these addresses on the bucket's device, ready for the next launch on the current stream."""
         key = _stream() if bucket.is_cuda else 0, addresses
         capturing = bucket.is_cuda and torch.cuda.is_current_stream_capturing()
         if self._known is not None and self._known[0] == key and not capturing:
             return self._known[1]
         whole = torch.cat([torch.tensor(addresses, dtype=torch.int64, device="cpu"), self._rest])
-        # Pinned memory is not used again before the copy from it is over: torch sees to that.
+        # torch makes sure that pinned memory is not reused before the copy from it is over.
         whole = whole.pin_memory() if bucket.is_cuda else whole
         table = whole.to(bucket.device, non_blocking=True, copy=True)
         if capturing:
@@ -116,7 +116,7 @@ class Table:
 
 
 def compile_options(architecture: int | None = None) -> tuple[str, ...]:
-    """What the source is compiled with, for `sm_<architecture>` or for the device at hand."""
+    """The compiler options for the source, for `sm_<architecture>` or for the present device."""
     return ("--std=c++14", *(() if architecture is None else (f"--gpu-architecture=sm_{architecture}",)))
 
 
@@ -135,7 +135,7 @@ def _kernel(name: str, device: int) -> Any:
 
 
 class _Stream(NamedTuple):
-    """A stream as CuPy takes those of others; torch's own say it themselves from torch 2.10 on."""
+    """A stream in the form in which CuPy accepts foreign ones; torch's streams have this form from torch 2.10 on."""
 
     pointer: int
 

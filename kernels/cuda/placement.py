@@ -34,7 +34,7 @@ _own: torch.device | None = None
 
 
 def take(index: int) -> torch.device:
-    """Make a GPU this rank's: the current one here, and in threads, which begin with the first, what `own` tells."""
+    """Make a GPU this rank's: this thread's current one, and what `own` tells other threads, which start with GPU 0."""
     global _own
     torch.cuda.set_device(index)
     _own = torch.device("cuda", index)
@@ -42,19 +42,19 @@ def take(index: int) -> torch.device:
 
 
 def own() -> torch.device:
-    """This rank's GPU; in a process that has taken none the current one."""
+    """This rank's GPU; the current one in a process that has taken none."""
     return torch.device("cuda", torch.cuda.current_device()) if _own is None else _own
 
 
 def fault() -> str:
-    """What CUDA says of all that this process asks of its GPU, as after a failed assertion in a kernel; "" if nothing.
+    """The error that every CUDA call in this process raises from now on, as after a failed assertion in a kernel.
 
-    It says so from then on until the process ends.
+    "" if there is none.
     """
     if not torch.cuda.is_initialized():
         return ""
     try:
-        if not torch.cuda.is_current_stream_capturing():  # else it says no more than that
+        if not torch.cuda.is_current_stream_capturing():  # a query during capture is an error of its own
             torch.cuda.current_stream().query()
     except RuntimeError as error:
         return str(error).partition("\n")[0]
@@ -62,7 +62,7 @@ def fault() -> str:
 
 
 def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The bytes of contiguous tensors that lie one after the other in one storage, as one tensor; None if not so."""
+    """The bytes of contiguous tensors that lie end to end in one storage, as one tensor; None if they don't."""
     first = tensors[0]
     step = first.numel() * first.element_size()
     if any(

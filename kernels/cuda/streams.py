@@ -1,9 +1,9 @@
-"""The CUDA streams and events that communication needs, in one place; tests put something else there.
+"""The CUDA streams and events that communication needs, in one place, which tests can replace.
 
-NCCL may deadlock when two communicators run on a GPU at once: each fills the GPU while it waits for a peer that runs
-the other first. So what they launch takes turns (`in_turn`), in the order in which the host launches it, which is the
-same on all ranks. Side streams are this library's own: torch has 32 of a device, and gives the same ones out again,
-which would put into one order what nobody ordered. Invariant: nothing here makes the host wait.
+NCCL may deadlock if two communicators run on a GPU at once: each occupies the GPU while it waits for a peer that runs
+the other one first. So their launches take turns (`in_turn`), in the order in which the host launches them, which is
+the same on all ranks. Side streams are this library's own: torch has 32 per device and hands them out repeatedly, so
+unrelated work could end up on one stream, and wait for each other. Invariant: nothing here makes the host wait.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-# By device, of all communicators: the stream of the newest launch, and the event after it.
+# By device, over all communicators: the stream of the newest launch, and the event after it.
 _newest: dict[torch.device, tuple[int, Any]] = {}
-# By device: streams that nobody uses at present. None is ever ended, since torch knows memory by its stream.
+# By device: streams that nobody uses at present. None is ever destroyed: torch's allocator refers to memory by stream.
 _spare: dict[torch.device, list[Any]] = {}
-_kept: list[Any] = []  # CuPy ends a stream that nobody refers to
+_kept: list[Any] = []  # CuPy destroys a stream that nobody refers to
 
 
 class Streams:
@@ -29,7 +29,7 @@ class Streams:
         self._side: dict[str, Any] = {}
 
     def enter(self) -> None:
-        """Make the device the current one of this thread: each thread has one of its own, and begins with the first."""
+        """Make the device the current one of this thread: each thread has its own, and starts with GPU 0."""
         torch.cuda.set_device(self.device)
 
     def pointer(self) -> int:
@@ -52,14 +52,14 @@ class Streams:
 
     @contextlib.contextmanager
     def on(self, stream: Any, after: Any = None) -> Iterator[None]:
-        """Make a stream the current one; it goes on once the event `after` (None: what is under way) is over."""
+        """Make a stream the current one; it first waits for the event `after` (None: for the present stream)."""
         stream.wait_event(self.event() if after is None else after)
         with torch.cuda.stream(stream):
             yield
 
     @contextlib.contextmanager
     def beside(self, name: str = "") -> Iterator[None]:
-        """Make a side stream the current one, which goes on once what is under way is over."""
+        """Make a side stream the current one; it first waits for what the present stream was given."""
         if name not in self._side:
             self._side[name] = self.new()
         with self.on(self._side[name]):
@@ -67,9 +67,9 @@ class Streams:
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Let what is launched within run after all that was launched so before, on this device on whichever stream.
+        """Make launches inside this block run after all earlier ones in such blocks, on any stream of the device.
 
-        In a stream that is being captured there are no turns: it could not wait for what is not captured.
+        In a stream that is being captured there are no turns: it can't wait for work that isn't captured.
         """
         if self.capturing():
             yield
@@ -81,17 +81,17 @@ class Streams:
         _newest[self.device] = stream, self.event()
 
     def event(self) -> Any:
-        """An event after all that the current stream was given so far."""
+        """An event after all work that the current stream was given so far."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def wait(self, event: Any) -> None:
-        """Let the current stream go on once an event is over."""
+        """Make the current stream wait for an event."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor's memory from another use until the current stream is past this point."""
+        """Keep a tensor's memory from being reused until the current stream has passed this point."""
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(self.device))
 
@@ -111,10 +111,10 @@ def _made(device: torch.device) -> Any:
 
 
 class Home:
-    """The stream that is current where a backward pass begins; its hooks may run on others.
+    """The stream that is current where a backward pass begins; its hooks may run on other streams.
 
-    Autograd runs each node on the stream of its forward: so leaves may come from several streams, and what sums them
-    waits for one.
+    Autograd runs each node on the stream of its forward pass, so gradients may come from several streams, while the
+    sums wait for one.
     """
 
     def __init__(self, device: torch.device):
@@ -122,7 +122,7 @@ class Home:
 
     @contextlib.contextmanager
     def taking(self, tensor: torch.Tensor) -> Iterator[None]:
-        """Make it the current stream, once it is past what the stream that is current made: a tensor."""
+        """Make it the current stream, after it has waited for the stream that made `tensor`, the current one."""
         maker = torch.cuda.current_stream(tensor.device)
         if maker == self._stream:
             yield

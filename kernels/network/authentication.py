@@ -1,8 +1,8 @@
-"""What comes from a socket or a store, and is not known to be the job's own, is not looked at.
+"""Authentication of data from sockets and stores: data that does not prove to be this job's is never parsed.
 
-One key a job, from which each use derives its own; HMAC-SHA256 of the standard library. Invariant: nothing that came
-from outside is parsed before its code has been compared, and what does not fit counts as if it had never come. A job
-that has no secret has the empty key, whose codes anyone can compute: see docs/security.md for what is open then.
+Each job has one key, from which each use derives its own (HMAC-SHA256 of the standard library). Invariant: nothing from
+outside is parsed before its code was compared, and data whose code does not fit counts as if it had never come. A job
+without a secret has the empty key, whose codes anyone can compute: see docs/security.md for what is open then.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ _PAUSE_SECONDS = 0.01  # between two looks at a value that is not the job's own
 
 
 def code(key: bytes, *parts: bytes) -> bytes:
-    """The authentication code of byte strings, told apart from any other way to cut them; also, a derived key."""
+    """The authentication code of some byte strings; moving a boundary between them changes it. Also derives keys."""
     return hmac.digest(key, b"".join(struct.pack("<Q", len(part)) + part for part in parts), hashlib.sha256)
 
 
 def same(one: bytes | memoryview, other: bytes | memoryview) -> bool:
-    """Whether two codes are equal, in a time that does not tell how far they are."""
+    """Whether two codes are equal, compared in constant time."""
     return hmac.compare_digest(one, other)
 
 
 def seal(key: bytes, name: str, value: bytes) -> bytes:
-    """A value with its code, which fits under this name only."""
+    """A value behind its code, which is valid for this name only."""
     return code(key, name.encode(), value) + value
 
 
 def unseal(key: bytes, name: str, data: bytes) -> bytes | None:
-    """What `seal` was given, or None if it did not make this with this key for this name."""
+    """The value that `seal` was given, or None if `data` was not sealed with this key for this name."""
     value = data[CODE_BYTES:]
     return value if same(data[:CODE_BYTES], code(key, name.encode(), value)) else None
 
 
 class MessageCodes:
-    """The codes of one connection's messages, in one direction: each fits its own place in their order only.
+    """The codes of one connection's messages, in one direction; each is valid only at its place in their order.
 
     Args:
-        key: of the connection, and of nothing else.
+        key: the connection's own key.
     """
 
     def __init__(self, key: bytes):
@@ -59,7 +59,7 @@ class MessageCodes:
     def of_next(self, content: bytes | memoryview) -> bytes:
         """The code of the next message's head, and of its body if that is short.
 
-        Keyed BLAKE2b (RFC 7693): half a microsecond for so little, in which no other thread takes over.
+        Keyed BLAKE2b (RFC 7693): it takes half a microsecond for so little, and does not let other threads take over.
         """
         self._count += 1
         made = self._heads.copy()
@@ -68,16 +68,16 @@ class MessageCodes:
         return made.digest()
 
     def of_body(self) -> hmac.HMAC:
-        """The code of that message's body, if it is long, of which nothing is in it yet."""
+        """The code of that message's body, if it is long; the body is still to be added to it."""
         return hmac.new(self._bodies, _COUNT.pack(self._count), hashlib.sha256)
 
 
 class AuthenticatedStore(dist.Store):
-    """A store in which what the job has not written is as if it were not there.
+    """A store that ignores values which the job has not written.
 
     Args:
         store: any `torch.distributed` store.
-        key: of the job, and of this part of the store: values of another part must not be taken for values of this.
+        key: derived for this job and this part of the store, so that values of other parts are not accepted here.
     """
 
     def __init__(self, store: dist.Store, key: bytes, timeout: datetime.timedelta):
@@ -120,7 +120,7 @@ class AuthenticatedStore(dist.Store):
             time.sleep(_PAUSE_SECONDS)
 
     def add(self, key: str, amount: int) -> int:
-        """A counter, which no code can go with: for what may be wrong."""
+        """Increase a counter. Counters have no codes, and others can change them: use them where that is harmless."""
         return self.underlying_store.add(key, amount)
 
     def delete_key(self, key: str) -> bool:
@@ -128,7 +128,7 @@ class AuthenticatedStore(dist.Store):
 
 
 def key_of(store: Any) -> bytes:
-    """The key with which a store's values are authenticated; empty for a store that the kernel keeps from others."""
+    """The key of a store's values; empty for a store without authentication, which the kernel protects from others."""
     while store is not None:
         if isinstance(store, AuthenticatedStore):
             return store.key

@@ -1,7 +1,7 @@
 """Messages between processes as bytes: frozen dataclasses whose fields are of built-in types.
 
-Invariant: any process that has the same classes, in the same order, can read them; only what is authenticated, or comes
-from the kernel's own sockets, is read.
+Invariant: any process that has the same classes, in the same order, can read them. Only data that is authenticated, or
+that comes over sockets of the same host's kernel, may be decoded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:
-    """What crosses from one process to another."""
+    """Base class of messages between processes."""
 
 
 class Codec:
@@ -31,7 +31,7 @@ class Codec:
 
     def __init__(self, *classes: type[Message]):
         self._classes: tuple[Any, ...] = classes
-        # By class: its number, and what takes a message apart.
+        # By class: its number, and a function that gives a message's fields.
         self._codes = {cls: (code, _fields_of(cls)) for code, cls in enumerate(classes)}
 
     def encode(self, message: Message) -> bytes:

@@ -1,6 +1,6 @@
-"""What communicators over a network library have in common: ranks meet in a store, and agree before bytes move.
+"""The common base of communicators over a network library: ranks meet in a store, and agree before bytes move.
 
-Each collective is preceded by a header, so that a disagreement is told, on all ranks, before bytes of it mix.
+Before each collective, ranks exchange a header, so that all of them find a disagreement before any data is mixed up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..shm.arena import Arena
 from ..waiting import Watch, wait_until
 from .authentication import code, key_of, seal, unseal
 
-_TEXT = 240  # bytes of a header that say what a rank called and where
+_TEXT = 240  # bytes of a header for the text of what a rank called and where
 
 
 class NetworkedCommunicator(Communicator):
@@ -35,7 +35,7 @@ class NetworkedCommunicator(Communicator):
         store: any `torch.distributed` store that all ranks of the group share.
     """
 
-    # Whether a message leaves the sender without the receiver's doing.
+    # Whether sending a message needs nothing from the receiver.
     sends_alone = True
 
     def __init__(
@@ -56,13 +56,13 @@ class NetworkedCommunicator(Communicator):
         """Fill `theirs` with the flat uint8 tensors of all ranks, all of one size."""
 
     def _meet(self) -> None:
-        """Wait until all ranks are about to connect, under a name that no stale message bears."""
+        """Wait until all ranks are about to connect, under a name that no stale message has."""
         if isinstance(self._watch, Arena):
-            if self._counters is not None:  # of the generation before, in which nobody is any more
+            if self._counters is not None:  # of the generation before, which all ranks have left
                 self._counters.close()
             self._counters = ProgressCounters(self._watch, self.ranks, self.channel)
-        self._inbox: list[Any] = []  # messages that nobody has asked for: source, tag, and what the library has of them
-        self._received: dict[int, int] = {}  # how many were asked for, by source
+        self._inbox: list[Any] = []  # messages not received yet: (source, tag, and the library's data for it)
+        self._received: dict[int, int] = {}  # how many messages were received, by source
         group = ",".join(map(str, self.ranks))
         self._name = f"{self.backend}/{self._watch.generation}/{self.channel}/{group}"
         self._store.set(f"{self._name}/here/{self.rank}", secrets.token_hex(16))
@@ -101,13 +101,13 @@ class NetworkedCommunicator(Communicator):
         return [its for its in opened if its is not None]
 
     def close(self) -> None:
-        """What this rank has finished stays to be read: a peer may still be in an operation that is over here."""
+        """Leave this rank's counters readable: a peer may still be in an operation that is over here."""
 
     def _agree(self, call: Call, send_sizes: list[int], recv_sizes: list[int]) -> Steps:
-        """See that all ranks make the same call; on disagreement exchange where they stand, and raise.
+        """Check that all ranks make the same call; if not, exchange what each called and where, and raise.
 
         Returns:
-            Whether any rank sends anything: a rank that sends and gets nothing must still take part if others do.
+            Whether any rank sends anything; if so, all ranks must take part, even those that send and get nothing.
         """
         text = call.text
         head = struct.Struct(f"<Q{self.size}Q")
@@ -130,7 +130,7 @@ class NetworkedCommunicator(Communicator):
         return any(map(any, sizes))
 
     def _message(self, src: int | None, tag: int) -> Steps:
-        """Wait for a message, and take it out of the inbox."""
+        """Wait for a message, take it out of the inbox, and count it."""
         found = yield from matched(self._inbox, src, tag)
         self._received[found[0]] = self._received.get(found[0], 0) + 1
         return found
@@ -150,13 +150,13 @@ class NetworkedCommunicator(Communicator):
         return work.done
 
     def _cut_off(self, reason: str) -> PeerLost:
-        """The error for a connection that the library has lost, if there is none that says more."""
+        """The error for a lost connection, unless the watch raises one that says more."""
         self._look_for_death()
         problem = f"rank {self.ranks[self.rank]} lost the connection to a rank of group {self.ranks}"
         return PeerLost(message(problem, got=reason, remedy="see the output of the other ranks"))
 
     def _look_for_death(self) -> None:
-        """A broken connection is how a library notices a death or an abort; the watch soon knows who and why."""
+        """After a broken connection, give the watch a moment to raise who died or aborted, and why."""
         end = time.monotonic() + 0.5
         while time.monotonic() < end:
             self._watch.check()
@@ -165,7 +165,7 @@ class NetworkedCommunicator(Communicator):
 
 
 def not_of_this_job(comm: Communicator, source: int) -> PeerLost:
-    """The error for what came as a rank's of the group, and has no code of the job's secret."""
+    """The error for data that claims to be from a rank of the group, but has no valid code."""
     return PeerLost(
         message(
             f"what came as rank {comm.ranks[source]}'s is not of this job",

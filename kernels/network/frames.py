@@ -1,9 +1,9 @@
 """Messages as bytes on a connection: each has a head of a fixed length, and a body.
 
-Where messages have codes, that of a short one comes last; a long one's head has one of its own behind it.
+If messages have codes, a short message ends with its code; a long one has one code behind its head, and one at its end.
 
-Invariant: where messages have codes, nothing that has come is given away, and no length of more than `SHORT` believed,
-before its code fits.
+Invariant: if messages have codes, nothing is handed on, and no length above `SHORT` is trusted, before its code was
+checked.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 from ..processes import ThreadBuffer
 from .authentication import CODE_BYTES, MessageCodes, same
 
-HEADER = struct.Struct("<qQ")  # the sender's number for it, bytes
+HEADER = struct.Struct("<qQ")  # the sender's number for the message, its bytes
 SHORT = 1024  # bytes of a message that leaves in one piece, with one code
-_buffer = ThreadBuffer(1 << 12)  # for short messages, and where a long one begins
+_buffer = ThreadBuffer(1 << 12)  # for short messages, and the start of long ones
 
 
 class Changed(Exception):
-    """What has come is not what the other end has sent."""
+    """Received data is not what the other end has sent."""
 
 
 def framed(number: int, pieces: Sequence[memoryview], codes: MessageCodes | None) -> Iterator[memoryview]:
-    """A message as it is sent, in pieces that are made as they are asked for: a long one's code once its body has left.
+    """A message as pieces to send, made one by one: the code of a long body is made after the body was sent.
 
-    The first piece of each message must be asked for in the order in which they are sent.
+    Messages must be sent in the order in which their first pieces are taken from these iterators.
     """
     nbytes = sum(map(len, pieces))
     head = HEADER.pack(number, nbytes)
@@ -53,20 +53,20 @@ class Frames:
     """Puts the messages of a connection together from what arrives.
 
     Args:
-        codes: those that they have; None: none.
-        take: is given each message's number and body, as soon as it is whole.
+        codes: the codes of the messages; None if they have none.
+        take: called with each message's number and body, as soon as it is complete.
     """
 
     def __init__(self, connection: socket.socket, codes: MessageCodes | None, take: Callable[[int, memoryview], None]):
         self._connection, self._codes, self._take = connection, codes, take
-        self._begun = b""  # of a message that is not known to be long
+        self._begun = b""  # the start of a message whose head is not complete, or that is short
         self._long: _Long | None = None
 
     def read(self, flags: int = 0) -> bool:
-        """Take what is there now, and no more once a message is whole with it; False at the end of the stream.
+        """Read what has arrived, until a message is complete; False at the end of the stream.
 
         Raises:
-            Changed: what has come is not what the other end has sent.
+            Changed: the data is not what the other end has sent.
         """
         while True:
             into = memoryview(_buffer.data) if self._long is None else self._long.rest
@@ -81,7 +81,7 @@ class Frames:
                 return True
 
     def _cut(self, data: memoryview) -> bool:
-        """Whether a message is whole."""
+        """Cut received data into messages; returns whether any is complete."""
         at, codes, whole = 0, self._codes, False
         while len(data) - at >= HEADER.size:
             number, nbytes = HEADER.unpack_from(data, at)
@@ -108,7 +108,7 @@ class Frames:
         return whole
 
     def _lengthen(self, count: int) -> bool:
-        """Note so many more bytes of a long message; whether it is whole."""
+        """Note `count` more bytes of a long message; returns whether it is complete."""
         assert self._long is not None
         whole = self._long.lengthen(count)
         if whole:
@@ -118,10 +118,10 @@ class Frames:
 
 
 class _Long:
-    """A long message whose head fits, while its body comes; its code is made meanwhile.
+    """A long message, with a checked head, while its body arrives; the body's code is computed on the way.
 
     Attributes:
-        rest: where what comes next is to go.
+        rest: the memory for the bytes that come next.
     """
 
     def __init__(self, number: int, nbytes: int, of_body: hmac.HMAC | None):
@@ -134,10 +134,10 @@ class _Long:
         return self._whole[: self._nbytes]
 
     def lengthen(self, count: int) -> bool:
-        """Note that so many bytes have come; whether that is all.
+        """Note that `count` bytes have arrived; returns whether the message is complete.
 
         Raises:
-            Changed: it is, and its code does not fit.
+            Changed: it is, and its code is wrong.
         """
         began = self._got
         self._got += count

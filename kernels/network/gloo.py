@@ -1,9 +1,9 @@
 """The Gloo communicator: ranks of several hosts, or of one host that has no usable shared memory.
 
 Only bytes travel through torch's Gloo (`alltoall` and `allgather` of uint8); the arithmetic is done here, in rank
-order. That sidesteps what Gloo does badly: it corrupts strided tensors silently, lacks int16, uint16/32/64 and
-averages of integers, and adds in ring order. Works are polled, never waited for inside Gloo, so that an abort is
-noticed; each operation is preceded by a header, so that a disagreement is told before bytes of it mix.
+order. That avoids what Gloo does badly: it silently corrupts strided tensors, lacks int16, uint16/32/64 and averages of
+integers, and adds in ring order. Operations are polled, never waited for inside Gloo, so that aborts are noticed.
+Before each operation ranks exchange a header, so that they find a disagreement before any data is mixed up.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .communicator import NetworkedCommunicator
 from .interface import address_of
 from .mailbox import Mailbox
 
-_LONG = datetime.timedelta(days=1)  # as operations go; one that was given up and that Gloo forgot ends then
+_LONG = datetime.timedelta(days=1)  # longer than any operation; ends those that were given up and that Gloo keeps
 
 _all: weakref.WeakSet[GlooCommunicator] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_what_is_under_way() -> None:
-    """Torch would wait for it when the program ends, whoever is gone."""
+    """Close communicators with unfinished operations: torch would wait for these at the end, even for dead peers."""
     for comm in [*_all]:
         comm.end_what_is_under_way()
 
@@ -67,7 +67,7 @@ class GlooCommunicator(NetworkedCommunicator):
         super().__init__(store, watch, ranks, global_rank, timeout=timeout, channel=channel)
         self._interface = interface
         self._owned = Owned()
-        self._group: Any = None  # torch's stubs leave out what is used of it
+        self._group: Any = None  # torch's stubs lack the methods that are used here
         self._sockets: gloo_group.Sockets = set()
         self._under_way: set[dist.Work] = set()
         self._mailbox: Mailbox | None = None
@@ -75,8 +75,8 @@ class GlooCommunicator(NetworkedCommunicator):
         self._open()
 
     def _open(self) -> None:
-        """Connect to the peers; again after every recovery, under a name that no stale message bears."""
-        self._disconnect()  # no more than that: who is opened afresh is not closed for good
+        """Connect to the peers; again after every recovery, under a name that no stale message has."""
+        self._disconnect()  # not `close`, which is final in subclasses
         address = self._address()
         try:
             options = gloo_options(self.timeout, address)
@@ -96,7 +96,7 @@ class GlooCommunicator(NetworkedCommunicator):
         store = dist.PrefixStore(self._name, self._store)
         try:
             self._group, self._sockets = gloo_group.connect(store, self.rank, self.size, options, self._wait)
-            # From here on it is our wait that gives up: it knows of a rank that is in a debugger, and says more.
+            # From now on our own wait times out: it knows of ranks in a debugger, and its error says more.
             set_timeout(self._group, _LONG)
         except RuntimeError as error:
             raise self._unconnected(_reason(error)) from None
@@ -125,7 +125,7 @@ class GlooCommunicator(NetworkedCommunicator):
         super().close()
 
     def end_what_is_under_way(self) -> None:
-        """Close if an operation has begun that nobody has seen the end of."""
+        """Close if an operation has begun and is not known to have ended."""
         if self._under_way:
             self.close()
 
@@ -133,7 +133,7 @@ class GlooCommunicator(NetworkedCommunicator):
         if self._mailbox is not None:
             self._mailbox.close()
             self._mailbox = None
-        if self._group is None or self._owned.foreign:  # a child's connections are its parent's
+        if self._group is None or self._owned.foreign:  # in a fork, the connections belong to the parent
             return
         self._under_way.clear()
         ended, self._group = [self._group], None
@@ -183,7 +183,7 @@ class GlooCommunicator(NetworkedCommunicator):
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
         mailbox = self._open_mailbox()
-        # Messages to one destination keep their order: each waits until those before it are posted.
+        # Messages to one destination keep their order: each waits until the ones before it are posted.
         turn = self._turns.get(dst, 0)
         self._turns[dst] = turn + 1
         yield lambda: self._posted.get(dst, 0) == turn and mailbox.connected(dst)
@@ -212,14 +212,14 @@ class GlooCommunicator(NetworkedCommunicator):
         return source
 
     def poll_messages(self) -> None:
-        # The mailbox's thread appends at any time; receives match what was there at the start of a round.
+        # The mailbox's thread appends at any time; receives match the messages that are there at this moment.
         if self._mailbox is not None:
             self._mailbox.check()
             self._inbox += [self._mailbox.inbox.pop(0) for _ in range(len(self._mailbox.inbox))]
 
 
 def _reason(error: RuntimeError) -> str:
-    """What Gloo says, without where in its sources it says so and what it advises."""
+    """Gloo's error message, without the line in its sources and its advice."""
     text = re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", str(error).splitlines()[0])
     return text.partition(". This is typically")[0]
 

@@ -1,7 +1,7 @@
-"""A group of Gloo's, connected and ended in threads: Gloo notices no abort, and a rank must not wait where it doesn't.
+"""Connects and ends groups of Gloo in threads: Gloo notices no aborts, so a rank must not wait inside it.
 
-Its constructor waits for peers that may have given up, and its destructor for operations that were given up. A thread
-that does not return is left behind. Gloo's own timeout ends it, and what it has made goes with it.
+A group's constructor waits for peers that may have given up, and its destructor for operations that were given up. A
+thread that does not return is left behind, until Gloo's own timeout ends it and frees what it has made.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import torch.distributed as dist
 _END_SECONDS = 0.5
 _PAUSE_SECONDS = 1e-3
 
-Sockets = set[tuple[int, str]]  # descriptors of this process, and which sockets they are: numbers are used again
+Sockets = set[tuple[int, str]]  # descriptors, and which sockets they are, since descriptor numbers are reused
 
 
 def connect(
     store: dist.Store, rank: int, size: int, options: Any, wait: Callable[[Callable[[], bool]], None]
 ) -> tuple[Any, Sockets]:
-    """A group of so many ranks that meet in a store, and its sockets.
+    """A group of `size` ranks that meet in a store, and its sockets.
 
     Args:
-        wait: returns when what it is given says so; what it raises is raised here.
+        wait: waits until the function that it is given returns True; what it raises is raised here.
 
     Raises:
         RuntimeError: Gloo could not connect it.
@@ -65,10 +65,10 @@ def connect(
 
 
 def end(group: list[Any], sockets: Sockets) -> None:
-    """Let go of a group, the only one in a list, whatever is under way in it.
+    """End a group, the only element of a list (which then has the last reference), whatever is under way in it.
 
-    Gloo has no way to give an operation up. Shutting its sockets down ends those under way at once, but for a send of
-    which Gloo misses the end: about one of a thousand that are cut.
+    Gloo has no way to cancel an operation. Shutting down its sockets ends those under way at once, except for about one
+    in a thousand interrupted sends, whose end Gloo misses.
     """
     for number, _ in sockets & _sockets():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
@@ -79,7 +79,7 @@ def end(group: list[Any], sockets: Sockets) -> None:
 
 
 class _PolledStore(dist.Store):
-    """A store in which no wait blocks: another thread asks it meanwhile, and may give up what is waited for."""
+    """A store that polls instead of blocking, so that other threads can use it, and can cancel a wait."""
 
     def __init__(self, store: dist.Store, cancelled: threading.Event):
         super().__init__()
@@ -109,9 +109,9 @@ class _PolledStore(dist.Store):
 
 
 def _own(group: Any, rank: int, size: int, opened: Sockets) -> Sockets:
-    """Which of the sockets that were opened meanwhile are this group's: those whose other end is a peer's.
+    """Which of the newly opened sockets belong to this group: those whose other end a peer has.
 
-    Other threads of the program open theirs whenever they like.
+    Other threads of the program may have opened sockets at the same time.
     """
     ends = {one: found for one in opened for found in _ends(one[0])}
     mine = "\n".join(" ".join(pair) for pair in ends.values()).encode()

@@ -1,15 +1,15 @@
-"""The hierarchical communicator: shared memory within each host, the network among one leader a host.
+"""The hierarchical communicator: shared memory within each host, and the network among leaders, one per host.
 
-An all-reduce sums the ranks of each host in its arena, then the hosts' sums among their first ranks, the leaders, over
-Gloo, and leaves the total in each arena for all to read: 2(h-1)/h of the bytes per host cross the network, for h hosts,
-however many ranks they have. Other collectives send their bytes as `GlooCommunicator` does; only their agreement
-on the call goes this way. Invariants:
+An all-reduce sums the ranks of each host in its arena. The hosts' first ranks, the leaders, then sum these over Gloo,
+and write the total into each arena for all to read. With h hosts, 2(h-1)/h of the bytes per host cross the network,
+however many ranks a host has. Other collectives send their bytes as `GlooCommunicator` does; only their agreement on
+the call takes this way. Invariants:
 
-* the order of additions is that of the ranks on a host, then that of the hosts (by their first rank in the group), so
-  a run repeats exactly; it is not the order of one host with as many ranks, so bits may differ from those.
-* a sum in tree order is that of one host: by hosts where they are nodes of the tree, else from rank to rank.
+* numbers are added in the order of the ranks on a host, then in that of the hosts (by their first rank in the group),
+  so a run repeats exactly; on one host with as many ranks the order, and so the bits, may differ.
+* a sum in tree order has the bits of one host: it goes by hosts if these are nodes of the tree, else by single ranks.
 * 16-bit floats are added in float32 and rounded twice: once for the host's sum, once for the total.
-* every operation begins in the arena and goes on to the network in turn, so that all leaders agree on the order.
+* operations begin in the arena and go on to the network one after another, so that all leaders agree on their order.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ..shm.communicator import ShmCommunicator
 from .gloo import GlooCommunicator
 from .hosts import HostWatch
 
-_LAST_WORDS_SECONDS = 2.0  # what a rank has sent before it went is here by then
+_LAST_WORDS_SECONDS = 2.0  # by then, everything that a rank sent before it died has arrived
 
 
 def communicator(
     store: dist.Store, watch: HostWatch, ranks: Sequence[int], rank: int, *, timeout: float, channel: str
 ) -> Communicator:
-    """The communicator for a group that may lie within a host, have one rank on each, or several on some."""
+    """The communicator for a group: on one host, with one rank on each host, or with several ranks on some."""
     hosts = watch.split(ranks)
     if len(hosts) == 1:
         return ShmCommunicator(watch.arena, ranks, timeout=timeout, channel=channel)
@@ -51,13 +51,14 @@ class HierarchicalCommunicator(GlooCommunicator):
     backend = "hierarchical"
     starts_early = True
     _host: ShmCommunicator | None = None
-    # Operations are started one after another and shared one after another, but mixed as it comes: two sequences.
+    # Operations begin in one order, and share their totals in one order, but ranks may mix the two differently. So
+    # sharing has a communicator of its own.
     _shared: ShmCommunicator | None = None
     _across: GlooCommunicator | None = None  # on leaders
     _lost_at: float | None = None  # when a rank of this host was found to be gone
 
     def _open(self) -> None:
-        """Open the group of all, then that of this host, then that of the leaders."""
+        """Open the group of all ranks, then that of this host, then that of the leaders."""
         super()._open()
         watch: Any = self._watch
         self._hosts = watch.split(self.ranks)
@@ -103,7 +104,7 @@ class HierarchicalCommunicator(GlooCommunicator):
     def _start(self, what: str, steps: Steps, async_op: bool, tensors: Sequence[torch.Tensor] = ()) -> Any:
         started = super()._start(what, steps, async_op, tensors)
         if async_op:
-            self._operations.progress_collectives()  # those started before may go on to the network
+            self._operations.progress_collectives()  # earlier operations may go on to the network
         return started
 
     # -- what the collectives consist of -------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ class HierarchicalCommunicator(GlooCommunicator):
         if isinstance(op, Pairwise):
             if not self._is_subtree():
                 return (yield from super()._all_reduce(call, flat, op))
-            added, across_hosts = Pairwise(1.0), op  # the root is scaled, once
+            added, across_hosts = Pairwise(1.0), op  # only the root is scaled
         self._waits_for = "the ranks of its host"
         partial = yield from host._all_reduce(call, flat, added)
         total: Any = None
@@ -133,14 +134,14 @@ class HierarchicalCommunicator(GlooCommunicator):
             return result
 
         def write(out: torch.Tensor) -> None:
-            if total is not None:  # what the others would add is not used
+            if total is not None:  # the leader's slice holds the total; the other slices are not used
                 out.copy_(total)
 
         shared = yield from self._shared._all_gathered(call, flat.numel(), flat.dtype, write)
         return shared[: flat.numel()]
 
     def _is_subtree(self) -> bool:
-        """Whether each host's ranks are a node of the binary tree over all, so that hosts add up to its bits."""
+        """Whether each host's ranks are one node of the binary tree, so that summing by hosts gives the tree's bits."""
         each = len(self._mine)
         alike = all(len(host) == each for host in self._hosts)
         return alike and each & (each - 1) == 0 and [rank for host in self._hosts for rank in host] == [*self.ranks]
@@ -186,9 +187,9 @@ class HierarchicalCommunicator(GlooCommunicator):
         self._look_for_lost(work)
 
     def _look_for_lost(self, work: Work) -> None:
-        """A rank of this host that is gone, where nobody else tells, won't do its part; unless it has, before it went.
+        """Raise if a rank of this host that is needed has died, where nobody else reports it.
 
-        What it did then reaches this rank within moments.
+        What it did before it died may still arrive, so wait for a moment first.
         """
         arena, now = self._arena, time.monotonic()
         needed = {self.ranks[peer] for peer in work.peers} if self._is_message(work) else set(self._mine)

@@ -1,7 +1,7 @@
-"""Watching ranks of several hosts: through each host's arena, and between hosts through a store.
+"""Watches ranks of several hosts: within each host through its arena, and between hosts through a store.
 
-Invariants: what ends a region on one host ends it on all; and nothing waits for a store that is out of reach, so that
-a host that is cut off from the others finds out, too.
+Invariants: what ends a region on one host ends it on all; and nothing waits for a store that can't be reached, so that
+a host that is cut off from the others notices it, too.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from ..shm.standing import StandingArena
 from .interface import is_loopback
 
 LEADER_SECONDS, OTHERS_SECONDS = 0.05, 0.5  # how often a waiting rank asks the store
-_DIGITS = 18  # of the number of a region
-_CALL_SECONDS = 1.0  # how often who waits says in which call, and asks the other
-_GRACE_SECONDS = 1.0  # a rank that keeps the store may end a moment before the others
+_DIGITS = 18  # a region's number has no more
+_CALL_SECONDS = 1.0  # how often a waiting rank publishes its call, and reads that of another rank
+_GRACE_SECONDS = 1.0  # the rank that runs the store may end a moment before the others
 
 
 class StoreWatch:
-    """Aborts through a store, for ranks that share no memory; asked a few times a second by those who wait.
+    """Aborts through a store, for ranks that share no memory; waiting ranks read it a few times a second.
 
     Args:
-        address: where the other hosts reach this one, as far as that is known.
+        address: where the other hosts reach this one, if that is known.
     """
 
     def __init__(self, store: dist.Store, rank: int, *, address: str | None = None, seconds: float = LEADER_SECONDS):
         self._store, self._rank, self.address, self._seconds = store, rank, address, seconds
         self.generation = self.region = 0
-        self._call, self._waits_from = "", 0.0  # which call the region is, and when a wait in it said so
+        self._call, self._waits_from = "", 0.0  # the region's call; when a wait in it began, or last published it
         self._next_look = self._lost_at = 0.0
-        self.lost: str | None = None  # what is said of a store that did not answer; it is not asked again
+        self.lost: str | None = None  # the error if the store did not answer; then it is not asked again
         self._debugged = False  # some rank was at the prompt of a debugger at the last look
 
     def enter(self, region: int, call: str = "") -> None:
         self.region, self._call, self._waits_from = region, call, 0.0
 
     def leave(self) -> None:
-        """Ranks of other hosts don't see who is in a region."""
+        """Do nothing: ranks of other hosts don't see who is in a region."""
 
     def abort(self, text: str) -> None:
         if self.lost is None:
-            with contextlib.suppress(dist.DistError):  # who can't be told finds that this rank is silent
+            with contextlib.suppress(dist.DistError):  # ranks that this doesn't reach will notice the silence
                 self._store.set(self._key(), f"{self.region} {text}")
 
     def check(self) -> None:
-        """Nothing is cheap enough to look at in every round."""
+        """Do nothing: reading the store is too slow for every round."""
 
     def check_peers(self) -> None:
         now = time.monotonic()
@@ -83,11 +83,11 @@ class StoreWatch:
 
     @property
     def _met(self) -> int:
-        """The rank whose call is compared: what is done on one rank alone is mostly done on the first."""
+        """The rank to compare calls with: rank 0, since a call on one rank alone is mostly there; on rank 0, rank 1."""
         return 0 if self._rank else 1
 
     def _other_call(self, now: float) -> str | None:
-        """Which call another rank waits in instead of this rank's, if it says so."""
+        """The call that another rank waits in, if it has published a different one than this rank's."""
         self._waits_from = self._waits_from or now
         if now - self._waits_from < _CALL_SECONDS:
             return None
@@ -100,7 +100,7 @@ class StoreWatch:
         return call if region == str(self.region) and call != self._call else None
 
     def set_in_debugger(self, there: bool) -> None:
-        """Have the waits of other hosts' ranks, too, not time out meanwhile."""
+        """Keep waits of other hosts' ranks from timing out meanwhile, too."""
         if self.lost is None:
             with contextlib.suppress(dist.DistError):
                 self._store.add(self._debuggers(), 1 if there else -1)
@@ -109,14 +109,14 @@ class StoreWatch:
         return self._debugged
 
     def _debuggers(self) -> str:
-        return f"debuggers/{self.generation}"  # one that is killed at its prompt counts until its mesh goes on
+        return f"debuggers/{self.generation}"  # a rank that is killed at its prompt counts until the next generation
 
     def _key(self) -> str:
         return f"abort/{self.generation}"
 
 
 def out_of_reach(rank: int, error: BaseException) -> str:
-    """What is said when the store does not answer."""
+    """The message for a store that does not answer."""
     return message(
         f"rank {rank} has lost contact with the meeting place of the job, and so with the other hosts",
         got=str(error).splitlines()[0],
@@ -125,12 +125,12 @@ def out_of_reach(rank: int, error: BaseException) -> str:
 
 
 class HostArena(Arena):
-    """The arena of one host of several.
+    """The arena of one of several hosts.
 
     Args:
         members: the ranks of this host.
-        rank: this process's.
-        beyond: how the other hosts are told, and heard.
+        rank: this process's rank.
+        beyond: the watch through which this host tells others of aborts, and hears of theirs.
     """
 
     def __init__(self, fd: int, members: Sequence[int], rank: int, beyond: StoreWatch):
@@ -166,19 +166,19 @@ class HostArena(Arena):
         try:
             self.beyond.check_peers()
         except Aborted as aborted:
-            super().abort(str(aborted))  # the others of this host ask the store less often
+            super().abort(str(aborted))  # tell the other ranks of this host, which read the store less often
             raise
 
 
 class StandingHostArena(StandingArena, HostArena):
-    """As `HostArena`, for ranks that are in no region: see `StandingArena`."""
+    """A `HostArena` for ranks that run outside of regions: see `StandingArena`."""
 
     def check_peers(self) -> None:
         self._check_beyond()
 
 
 class HostWatch:
-    """A rank's watch where ranks of several hosts take part; the arena behind it knows those of its own host only."""
+    """A rank's watch in a mesh of several hosts; the arena behind it knows only the ranks of its own host."""
 
     def __init__(self, arena: HostArena, hosts: Sequence[Sequence[int]]):
         self.arena, self.hosts, self.address = arena, hosts, arena.beyond.address
@@ -205,23 +205,22 @@ class HostWatch:
 
 
 def innermost(store: Any) -> Any:
-    """The store behind those that only put a prefix before its keys."""
+    """The store inside wrappers such as `PrefixStore`."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
 
 
 def leads_nowhere_else(store: Any) -> bool:
-    """Whether a store is reached on this host alone; a file may be on one that hosts share."""
+    """Whether a store can be reached from this host only; a file may be on a file system that hosts share."""
     return is_loopback(getattr(innermost(store), "host", ""))
 
 
 def limit_silence(store: Any, seconds: float) -> None:
-    """End a store's operations with an error when nothing has come from its host, or its process, for so long.
+    """End a store's operations with an error if its host or process is silent for `seconds`.
 
-    torch waits for an answer for as long as the connection stands: on a cut link a quarter of an hour, for ever where
-    the process that keeps the store is stopped. (Waiting for a key that nobody has set yet is something else to torch,
-    and keeps its own timeout.)
+    torch waits for an answer as long as the connection exists: a quarter of an hour on a cut link, and for ever if the
+    process that runs the store is stopped. (Waiting for a key that nobody has set yet has its own timeout in torch.)
     """
     store = innermost(store)
     if not isinstance(store, dist.TCPStore):
@@ -229,7 +228,7 @@ def limit_silence(store: Any, seconds: float) -> None:
     idle = max(1, int(seconds / 2))
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            # Others have no port: pipes of multiprocessing, for one, are sockets of the AF_UNIX kind without a name.
+            # Only TCP sockets have a port; multiprocessing's pipes, for example, are nameless AF_UNIX sockets.
             over_ip = connection.family in (socket.AF_INET, socket.AF_INET6)
             if over_ip and connection.type == socket.SOCK_STREAM and connection.getpeername()[1] == store.port:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))

@@ -1,7 +1,7 @@
-"""Which of a host's addresses the other hosts reach it at.
+"""Finds the address at which other hosts reach this one.
 
-Libraries ask a name service for the host's own name, which on many machines answers 127.0.1.1. Here the user's choice
-comes first, then the kernel's: the address from which it would send to a host that is known to be elsewhere.
+Libraries look up the host's own name, which gives 127.0.1.1 on many machines. Here the user's choice comes first, then
+the kernel's: the address from which it would send to a given other host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def chosen() -> str | None:
-    """The interface, or address, that the user wants: SPMD_INTERFACE, else the first of GLOO_SOCKET_IFNAME."""
+    """The interface, or address, that the user has set: SPMD_INTERFACE, else the first of GLOO_SOCKET_IFNAME."""
     gloo = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     return os.environ.get("SPMD_INTERFACE") or gloo or None
 
@@ -67,7 +67,7 @@ def towards(host: str) -> str | None:
     with contextlib.suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # of a datagram socket: sends nothing
+            probe.connect(address)  # sends nothing, on a datagram socket
             own = probe.getsockname()[0]
         if not ipaddress.ip_address(own.partition("%")[0]).is_loopback:
             return own

@@ -1,15 +1,15 @@
 """Messages between ranks over TCP, matched by (source, tag) in any order.
 
-Why not Gloo's own: a receive there can neither be polled nor given up (its wait closes the connection when it times
-out), and unmatched messages block. Here a thread moves bytes whatever the ranks' main threads do, so that a message
-under way never depends on the receiver asking for it. Each ordered pair of ranks has a connection, made by the sender.
+Why not Gloo's own messages: a receive there can neither be polled nor cancelled (its wait closes the connection when it
+times out), and unmatched messages block. Here a thread moves bytes whatever the ranks' main threads do, so a message
+gets through even if the receiver has not asked for it. Each ordered pair of ranks has a connection, made by the sender.
 
-Invariant: nothing is read from a connection but a hello of a fixed length until that has proved which rank sends it.
-The hello's code is made with the job's key, of a number used once that the receiver has put into the store, and each
-rank may say hello once, so that nothing that was overheard helps anyone. Who says nothing makes room for the next; who
-has said hello is welcomed, and sends nothing before.
-Between hosts each message has a code as well, its head before its length is believed; on loopback nobody but the kernel
-stands between the two ends of a connection.
+Invariant: from a new connection only a hello of a fixed length is read, until it has proved which rank sends it. Its
+code is made with the job's key from a one-time number that the receiver put into the store, and each rank may say hello
+once, so replaying what was overheard is useless. Connections that don't say hello are dropped for newer ones; a sender
+sends messages only after its hello was answered with a welcome.
+Between hosts each message has a code as well, and the code of its head is checked before its length is trusted. On
+loopback nobody but the kernel is between the two ends of a connection.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .frames import Changed
 from .interface import is_loopback
 from .messages import HELLO, Incoming, Outgoing
 
-_STRANGERS = 32  # connections that may stand before they have said hello
-_PAUSE_SECONDS = 0.1  # in which nobody is let in, when this process can open no more files
+_STRANGERS = 32  # how many connections may exist that have not said hello
+_PAUSE_SECONDS = 0.1  # how long nobody is let in when this process can open no more files; and between dials
 
 
 class Mailbox(Owned):
@@ -49,18 +49,18 @@ class Mailbox(Owned):
     def __init__(self, store: Any, name: str, rank: int, host: str):
         super().__init__()
         self._store, self._name, self._rank = store, name, rank
-        self.inbox: list[tuple[int, int, torch.Tensor]] = []  # (source, tag, bytes) not yet asked for
+        self.inbox: list[tuple[int, int, torch.Tensor]] = []  # (source, tag, bytes) not yet received
         self._listener = socket.create_server((host, 0), backlog=1024)
         self._listener.setblocking(False)
         self._key, self._number = key_of(store), secrets.token_bytes(CODE_BYTES)
-        self._strangers: deque[Incoming] = deque()  # have not said hello yet
+        self._strangers: deque[Incoming] = deque()  # connections that have not said hello yet
         self._admitted: set[int] = set()
         self._host = host
         self._outgoing: dict[int, tuple[socket.socket, deque[Outgoing]]] = {}
-        # Who has not let this rank in yet: its codes, and what it will say; and when to dial again who did not.
+        # For peers that have not let this rank in yet: connection, codes and expected welcome; when to dial again.
         self._dialled: dict[int, tuple[socket.socket, MessageCodes | None, bytes]] = {}
         self._again_at: dict[int, float] = {}
-        self._codes: dict[int, MessageCodes | None] = {}  # of what this rank sends, by destination
+        self._codes: dict[int, MessageCodes | None] = {}  # of sent messages, by destination
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
@@ -73,18 +73,18 @@ class Mailbox(Owned):
         self._thread.start()
 
     def _code(self, use: bytes, number: bytes, source: int, destination: int) -> bytes:
-        """For one use between a rank and another, who has put this number into the store."""
+        """The code for one use between two ranks; `number` is what the destination has put into the store."""
         return code(self._key, use, number, self._name.encode(), struct.pack("<qq", source, destination))
 
     def _hello(self, number: bytes, source: int, destination: int) -> bytes:
         return HELLO.pack(source, self._code(b"hello", number, source, destination))
 
     def _welcome(self, number: bytes, source: int, destination: int) -> bytes:
-        """What a rank that has been let in is told."""
+        """The answer to a rank that was let in."""
         return self._code(b"welcome", number, source, destination)
 
     def _codes_between(self, host: str, number: bytes, source: int, destination: int) -> MessageCodes | None:
-        """The codes of one rank's messages to another, who listens at `host`."""
+        """The codes of one rank's messages to another, which listens at `host`."""
         return None if is_loopback(host) else MessageCodes(self._code(b"messages", number, source, destination))
 
     def _codes_of(self, source: int) -> MessageCodes | None:
@@ -108,9 +108,9 @@ class Mailbox(Owned):
         raise PeerLost(message(problem, got=got, remedy=remedy))
 
     def connected(self, peer: int) -> bool:
-        """Whether a peer has let this rank in; dials it, if it listens, and again where it has made room for others.
+        """Whether a peer has let this rank in; dials it if it listens, and again if it dropped the connection.
 
-        Until then nothing is sent but a hello, so that no message can be lost with a connection.
+        Until then only a hello is sent, so that no message can be lost with a connection.
         """
         self.check()
         if peer in self._outgoing:
@@ -119,7 +119,7 @@ class Mailbox(Owned):
             return False
         connection, codes, expected = self._dialled[peer]
         try:
-            # Whole, or not there: it fits one segment.
+            # It arrives as a whole or not at all, since it fits one TCP segment.
             stated = connection.recv(CODE_BYTES)
         except (BlockingIOError, InterruptedError):
             return False
@@ -145,7 +145,7 @@ class Mailbox(Owned):
             connection = socket.create_connection((host, int(port)), timeout=10)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(self._hello(number, self._rank, peer))
-        except (ConnectionError, TimeoutError):  # whether it is gone is for the watch to say
+        except (ConnectionError, TimeoutError):  # if the peer has died, the watch will raise that
             self._again_at[peer] = time.monotonic() + _PAUSE_SECONDS
             return False
         connection.setblocking(False)
@@ -156,10 +156,10 @@ class Mailbox(Owned):
     def post(self, tensor: torch.Tensor, peer: int, tag: int) -> Outgoing:
         """Queue flat uint8 bytes for a connected peer."""
         with self._lock:
-            message = Outgoing(tag, tensor, self._codes[peer])  # codes go by the messages' order
+            message = Outgoing(tag, tensor, self._codes[peer])  # under the lock: codes depend on the messages' order
             connection, queue = self._outgoing[peer]
             queue.append(message)
-            # Most messages fit the socket's buffer: send them here and spare the thread.
+            # Most messages fit into the socket's buffer: send them here, without the thread.
             if len(queue) == 1 and self._write(connection, queue):
                 return message
         os.write(self._wake_write, b"!")
@@ -167,7 +167,7 @@ class Mailbox(Owned):
 
     @staticmethod
     def _write(connection: socket.socket, queue: deque[Outgoing]) -> bool:
-        """Write what the socket takes; whether the queue is empty now."""
+        """Write as much as the socket takes; returns whether the queue is empty now."""
         while queue:
             message = queue[0]
             while message.piece is not None:
@@ -188,7 +188,7 @@ class Mailbox(Owned):
         try:
             self._run()
         except BaseException as error:
-            self._failure = error  # whoever waits is told at once
+            self._failure = error  # `check` raises it in any wait
 
     def _run(self) -> None:
         watched: set[int] = set()
@@ -218,7 +218,7 @@ class Mailbox(Owned):
                             watched.discard(key.data)
 
     def _accept(self) -> None:
-        """Let one in; of those who say nothing the oldest makes room."""
+        """Accept a connection; if too many have not said hello, drop the oldest of these."""
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):
@@ -253,7 +253,7 @@ class Mailbox(Owned):
             self._strangers.remove(incoming)
 
     def close(self) -> None:
-        """Stop the thread and close all connections; in a forked child both are the parent's."""
+        """Stop the thread and close all connections; in a forked child both belong to the parent."""
         self._closed = True
         if self.foreign:
             return

@@ -1,6 +1,6 @@
-"""The two ends of a mailbox's connection: a message on its way out, and what comes in.
+"""The two ends of a mailbox's connection: a message on its way out, and a connection on which messages come in.
 
-Invariant: nothing is read but a hello of a fixed length until that has proved who sends it.
+Invariant: only a hello of a fixed length is read until it has proved who sends it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Outgoing:
     """A message being sent; `sent` once its bytes have left this process's memory, `lost` if they never will.
 
     Attributes:
-        piece: what is to be sent next; None: nothing.
+        piece: the bytes to send next; None when all are sent.
     """
 
     __slots__ = ("_pieces", "_tensor", "lost", "piece", "sent")
@@ -33,7 +33,7 @@ class Outgoing:
         self.sent = self.lost = False
 
     def advance(self, count: int) -> None:
-        """Note that so many bytes have been sent."""
+        """Note that `count` bytes have been sent."""
         assert self.piece is not None
         self.piece = self.piece[count:] if count < len(self.piece) else next(self._pieces, None)
 
@@ -42,8 +42,8 @@ class Incoming:
     """A connection that a peer sends on: whole messages go to the inbox, in order.
 
     Args:
-        admit: the rank that a hello proves to be at the other end; None if it proves nothing.
-        codes_of: what codes a rank's messages have; None: none.
+        admit: gives the rank that a hello proves to be at the other end, or None if it proves nothing.
+        codes_of: gives the codes of a rank's messages, or None if they have none.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Incoming:
         self._frames: Frames | None = None
 
     def read(self) -> bool:
-        """Take what is there; False at the end of the stream, or if it is not a peer's.
+        """Read what has arrived; False at the end of the stream, or if the other end is not a peer.
 
         Raises:
-            Changed: it is a peer's no more.
+            Changed: a message is not what the peer has sent.
         """
         try:
             if self._frames is None:

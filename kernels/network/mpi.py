@@ -1,11 +1,11 @@
-"""The MPI communicator: ranks that mpirun started, over whatever network its MPI knows.
+"""The MPI communicator: ranks that mpirun started, over whatever network its MPI supports.
 
 Bytes travel through mpi4py's nonblocking operations; the arithmetic is done here, in rank order. Invariants: nothing
-is waited for inside MPI, requests are only tested, so that aborts and timeouts are noticed; and memory that MPI may
-still read or write is held until MPI is done with it.
+waits inside MPI, requests are only tested, so that aborts and timeouts are noticed; and memory that MPI may still read
+or write is kept until MPI is done with it.
 
-A message is a packet (tag, length, number) on one MPI tag, which carries a short body with it; a longer one follows on
-the MPI tag of its number. So any integer is a tag here, receives match in any order, and sizes are known beforehand.
+A message is a packet (tag, length, number) on one MPI tag. The packet includes a short body; a longer body follows on
+the MPI tag of its number. So any integer can be a tag, receives match in any order, and sizes are known beforehand.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ..waiting import Watch
 from .communicator import NetworkedCommunicator
 
 _PACKET = struct.Struct("<qQQ")  # tag, bytes, number
-_INLINE = 2048  # a body up to here is in its packet; MPIs send so little without the receiver's doing
+_INLINE = 2048  # a body up to this size is in its packet; MPIs send so little without waiting for the receiver
 _CHUNK = 1 << 30  # MPI before version 4 counts in 32 bits
-_PACKETS, _PIECES, _BODIES = 0, 1, 2  # MPI tags; bodies take all from there on
+_PACKETS, _PIECES, _BODIES = 0, 1, 2  # MPI tags; bodies use this one and all above
 
-# Variables of which mpirun, or srun with an MPI plug-in, sets at least one.
+# mpirun, or srun with an MPI plug-in, sets at least one of these variables.
 _STARTED = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PMI_FD")
 
-# Requests that could not be ended, with what they read and write.
+# Requests that could not be ended, with the memory that they read and write.
 _abandoned: list[Any] = []
 
 
 def _mpi() -> Any:
-    """mpi4py's module; importing it starts MPI, which ends the process where there is none to join."""
+    """mpi4py's module; importing it starts MPI, which ends the process if there is no MPI job to join."""
     if not any(os.environ.get(name) for name in _STARTED):
         raise MeshError(
             message(
@@ -89,13 +89,13 @@ class MpiCommunicator(NetworkedCommunicator):
                 )
             )
         self._comm: Any = None
-        self._under_way: dict[int, tuple[list[Any], list[Any]]] = {}  # sends and receives not known to be over
+        self._under_way: dict[int, tuple[list[Any], list[Any]]] = {}  # sends and receives that may not be over
         self._open()
 
     def _open(self) -> None:
         self.close()
         self._numbers = [0] * self.size  # messages sent, by destination
-        # Making a group waits for its ranks without noticing an abort.
+        # Meet first, since making a group waits for its ranks without noticing an abort.
         self._meet()
         world = self._mpi.COMM_WORLD
         self._comm = world.Create_group(world.group.Incl(self.ranks))
@@ -106,7 +106,7 @@ class MpiCommunicator(NetworkedCommunicator):
         if self._comm is None or self._mpi.Is_finalized():
             return
         for sends, recvs in self._under_way.values():
-            for request in recvs:  # they must not write into a tensor that has another use by now
+            for request in recvs:  # they must not write into memory that is reused by now
                 with contextlib.suppress(self._mpi.Exception):
                     request.Cancel()
             if not self._mpi.Request.Testall([*sends, *recvs]):
@@ -114,7 +114,7 @@ class MpiCommunicator(NetworkedCommunicator):
                 self._comm = None
         self._under_way.clear()
         if self._comm is not None:
-            self._comm.Free()  # collective by name; the standard expects it to be local, and so it is in practice
+            self._comm.Free()  # formally collective, but local in practice, as the standard expects
             self._comm = None
 
     def _done(self, sends: list[Any], recvs: list[Any]) -> Steps:
@@ -191,6 +191,6 @@ class MpiCommunicator(NetworkedCommunicator):
             if packet is None:
                 return
             data = torch.empty(status.Get_count(self._mpi.BYTE), dtype=torch.uint8, device="cpu")
-            packet.Recv(self._raw(data))  # it is here, and short: this does not wait
+            packet.Recv(self._raw(data))  # the packet has arrived, and is short: this does not wait
             tag, nbytes, number = _PACKET.unpack_from(data.numpy().data)
-            self._inbox.append((status.Get_source(), tag, nbytes, number, data[_PACKET.size :]))  # a body, if short
+            self._inbox.append((status.Get_source(), tag, nbytes, number, data[_PACKET.size :]))  # and a short body

@@ -1,9 +1,9 @@
 /* A small all-reduction between the ranks of one host, as `all_reduce.AllReduce` and `slots.Slots` do it in Python.
 
-   Optional: it is the same words in the same order, so that ranks with it and ranks without may take part in one
-   reduction. Here are the copy into the slot, the post, a short wait and the sum in rank order; what lasts longer (a
-   wait, the rings for those that sleep) or fails (a rank that makes another call) is left to the Python code.
-   Stores are seen in program order on x86-64, where alone there is an arena. */
+   Optional: it writes the same words in the same order as the Python code, so ranks with it and ranks without it can
+   take part in one reduction. It copies into the slot, posts, waits for a short time, and sums in rank order. Long
+   waits, waking sleepers, and errors (a rank that makes another call) are left to the Python code.
+   Other ranks see stores in program order on x86-64, the only machine with an arena. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -19,11 +19,11 @@
 #include <time.h>
 
 enum { ASLEEP = 1, UNREADY = 2, KEPT = 4, FULL = 8 };
-enum { BLOCK = 1024 };               /* elements, which stay in the cache while all parts are added */
+enum { BLOCK = 1024 };               /* elements; a block stays in the cache while all parts are added */
 static const double TAKEN = 2e-4;    /* as in `waiting` */
 
 typedef struct {
-    uint64_t *posted; /* how far this rank has posted, then reduced, and read */
+    uint64_t *posted; /* how far this rank has posted; the next words: how far it has reduced, and read */
     char *slots;      /* its first slot's signature */
     char *data;       /* its first slot's data */
     uint64_t *asleep;
@@ -56,7 +56,7 @@ static char *data_of(Small *self, int rank, unsigned long long sequence)
     return self->ranks[rank].data + sequence % self->count * self->data_bytes;
 }
 
-/* Of tensors, which may begin at any byte. */
+/* The tensors of a sum may begin at any byte, hence aligned(1). */
 #define ADD(name, element)                                                                                            \
     typedef element name##_type __attribute__((aligned(1)));                                                          \
     static void name(Small *self, unsigned long long sequence, name##_type *restrict out)                             \
@@ -77,7 +77,7 @@ ADD(add_floats, float)
 ADD(add_doubles, double)
 ADD(add_words, uint64_t) /* two's complement, as torch's int64 wraps around */
 
-/* Wait for the others' parts for a short time, and add all parts into `out`; flags. */
+/* Wait a short time for the others' parts, and add all parts into `out`; returns flags. */
 static int finish(Small *self, unsigned long long sequence, void *out, int yields)
 {
     int flags = 0, rank = 0, spins = self->spins;
@@ -112,7 +112,7 @@ static int finish(Small *self, unsigned long long sequence, void *out, int yield
         add_doubles(self, sequence, out);
     else
         add_words(self, sequence, out);
-    uint64_t *line = self->ranks[self->rank].posted; /* then how far it has reduced, and read */
+    uint64_t *line = self->ranks[self->rank].posted; /* the next two words: how far it has reduced, and read */
     __atomic_store_n(line + 1, sequence, __ATOMIC_RELEASE);
     __atomic_store_n(line + 2, sequence, __ATOMIC_RELEASE);
     return flags;
@@ -147,11 +147,11 @@ static PyObject *small_address(Small *self, PyObject *const *args, Py_ssize_t co
         is(PyObject_CallMethodNoArgs(tensor, is_contiguous), Py_True) &&
         is(PyObject_CallMethodNoArgs(tensor, is_neg), Py_False))
         found = PyObject_CallMethodNoArgs(tensor, data_ptr);
-    PyErr_Clear(); /* of tensors without memory of their own, of which others will say so */
+    PyErr_Clear(); /* a tensor without memory raises here; the Python code handles it */
     return found != NULL ? found : PyLong_FromLong(0);
 }
 
-/* The next operation's number, as `Slots.begin`; 0 if its slot is not free yet. */
+/* Begin the next operation, like `Slots.begin`; returns its number, or 0 if its slot is not free yet. */
 static unsigned long long begin(Small *self)
 {
     uint64_t *begun = self->begun.buf, sequence = *begun + 1;

@@ -1,15 +1,15 @@
 """All-reductions on one host: one state machine, over the slots of a group.
 
-Small: every rank puts its tensor into its slot, and adds all for itself once all have posted. Large: every rank adds
-one slice, all into one block of the first rank's that everyone then reads. What lies in the arena already is read where
-it is. Of any other tensor a rank copies only the slices that others add, and one rank's copies go straight into the
-block, where they are then added to in place: memory that has just been read is cheaper to write than memory that has
-not. Where all ranks reduce in place in the arena, each adds its slice in its own tensor and copies the others'.
-Invariant: contributions are combined in rank order, whoever holds them.
+Small: every rank copies its tensor into its slot, and adds all of them for itself once all ranks have posted. Large:
+every rank adds one slice, and writes it into one block of the first rank that everyone then reads. A tensor that lies
+in the arena is read where it is. Of any other tensor, a rank copies only the slices that other ranks add. Of a slice,
+one rank's copy may go straight into the block, to be added to in place: memory that has just been read is cheaper to
+write than other memory. If all ranks reduce in place in the arena, each adds its slice in its own tensor, and copies
+the other slices. Invariant: contributions are combined in rank order, wherever they lie.
 
-What depends only on the kind of a reduction is worked out once: views of the slots, bounds of the slices, operands. A
-blocking call then goes through the states by itself; any other is driven step by step, with those before it. The words
-written are the same, so that ranks may mix the two.
+What depends only on the kind of a reduction is computed once: views of the slots, bounds of the slices, operands. A
+blocking call then goes through all states at once; any other call is driven step by step, after those before it. Both
+write the same words, so some ranks may block while others don't.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ..reduction import Op, reduce_in_order, slice_bounds
 from .blocks import Result
 from .slots import SLOTS, Part, Slots
 
-_OPERANDS = 256  # kept ready of each kind
-_BLOCK = 1 << 16  # elements; sums that can't be formed in place are formed in the cache
-# Below, to wait until all have copied costs more than the one block that all read, and a copy of it.
+_OPERANDS = 256  # how many are cached for each kind of reduction
+_BLOCK = 1 << 16  # elements; sums that can't be formed in place are formed in the processor's cache
+# For less, waiting until all ranks have copied costs more than the block that all read, and a copy of it.
 _IN_PLACE_BYTES = 1 << 20
 
-Operands = tuple[list[torch.Tensor | None], torch.Tensor]  # of every rank (None: of the tensor itself), the result
+Operands = tuple[list[torch.Tensor | None], torch.Tensor]  # every rank's slice (None: of the tensor), the result's
 
 
 class AllReduce:
-    """The all-reductions of one kind, by one call's signature and op, of tensors of one size and dtype."""
+    """The all-reductions of one kind: one call signature, op, shape and dtype."""
 
     def __init__(self, slots: Slots, call: Call, shape: Sequence[int], dtype: torch.dtype, op: Op):
         self._slots, self._call, self._op, self._dtype = slots, call, op, dtype
@@ -50,7 +50,7 @@ class AllReduce:
         self._operands: dict[tuple, Operands] = {}
 
     def __call__(self, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Tensor | None:
-        """Reduce a tensor of this kind and wait; the result, or None if it has been written to the tensor."""
+        """Reduce a tensor of this kind and wait; returns the result, or None if it was written to the tensor."""
         if self._small:
             slots, call = self._slots, self._call
             sequence = slots.begin(call.text)
@@ -71,7 +71,7 @@ class AllReduce:
             return end.value if self._is_flat or end.value is None else end.value.view(self._shape)
 
     def steps(self, tensor: torch.Tensor, *, in_place: bool = False) -> Steps:
-        """The same of a flat tensor, as steps; others may follow before they are over."""
+        """The same for a flat tensor, as steps; later operations may begin before these are over."""
         if not self._small:
             return (yield from self._large(tensor, in_place, alone=False))
         slots = self._slots
@@ -86,7 +86,7 @@ class AllReduce:
 
     def _new_views(self, slot: int) -> list[torch.Tensor]:
         slots = self._slots
-        with torch.inference_mode(False):  # views that are kept must serve calls outside of it, too
+        with torch.inference_mode(False):  # cached views must work in calls outside of inference mode, too
             self._views[slot] = [
                 slots.arena.tensor(slots.inline(rank, slot), self._numel, self._dtype).view(self._shape)
                 for rank in range(slots.size)
@@ -99,8 +99,8 @@ class AllReduce:
         """Reduce a flat tensor; returns a view of the result, or None if it has been written to `flat`.
 
         Args:
-            alone: no operation follows before this one is over, so that it may wait for the first rank before it tells
-                the others of its part.
+            alone: no other operation begins before this one is over, so it may wait for the first rank before it posts
+                its own part.
         """
         slots, call = self._slots, self._call
         resident = slots.arena.offset_of(flat)
@@ -135,7 +135,7 @@ class AllReduce:
         return view
 
     def _copied(self, sequence: int, flat: torch.Tensor, result: Result | None) -> Part:
-        """Copy the slices that others add: on the first two ranks into the result block, as far as it is known."""
+        """Copy the slices that others add; the first two ranks copy into the result block, if they know it by now."""
         slots = self._slots
         if slots.rank == 0 and result is not None:
             self._copy(result.block, flat, range(1, slots.size))
@@ -148,7 +148,7 @@ class AllReduce:
         return Part(staged=staged, direct=int(result is not None))
 
     def _copy(self, block: int, flat: torch.Tensor, slices: Sequence[int]) -> None:
-        """Copy some slices to where they belong in a block."""
+        """Copy some slices to their places in a block."""
         for first, last in _runs(slices):
             start, end = self._bounds[first], self._bounds[last + 1]
             if start < end:
@@ -161,7 +161,7 @@ class AllReduce:
         """This rank's slice of every rank's part, and of the result."""
         if len(self._operands) >= _OPERANDS:
             self._operands.clear()
-        with torch.inference_mode(False):  # views that are kept must serve calls outside of it, too
+        with torch.inference_mode(False):  # cached views must work in calls outside of inference mode, too
             target = self._view(block, self._start, self._end)
             operands = [
                 self._operand(peer, Part(*parts[4 * peer : 4 * peer + 4]), target) for peer in range(self._slots.size)
@@ -195,11 +195,11 @@ class AllReduce:
             if peer != slots.rank and first < last:
                 copy(flat[first:last], self._view(at, first, last))
         slots.read(sequence)
-        yield slots.all_read(sequence)  # the tensors are their owners' again
+        yield slots.all_read(sequence)  # now no rank reads another's tensor any more
 
 
 def _combination(op: Op, size: int, dtype: torch.dtype) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-    """Into a new tensor; two float32 parts, by far the most common case, with a single call."""
+    """How to combine small parts into a new tensor; the most common case, a sum of two, takes a single call."""
     if op == "sum" and size == 2 and dtype in (torch.float32, torch.float64):
         return lambda parts: torch.add(parts[0], parts[1])
     return lambda parts: reduce_in_order(parts, op, torch.empty_like(parts[0]))

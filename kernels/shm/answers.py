@@ -1,7 +1,7 @@
 """Short answers of ranks to the driver, in shared memory: each rank has a ring of them, on a page of its own.
 
-A message over a socket wakes the driver once for each rank; these are found by whoever waits for them, whom the last
-rank to answer wakes. Invariant: the driver takes a rank's answers after the messages that the rank had sent before.
+A message over a socket would wake the driver once for each rank; these answers wake it once, by the last rank to
+answer. Invariant: the driver takes a rank's answers after the messages that the rank had sent before.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from .bells import Bells, fence
 from .pages import PAGE
 
 _SLOT = 256
-_SLOTS = PAGE // _SLOT - 1  # the first one's room holds the words
+_SLOTS = PAGE // _SLOT - 1  # the words below take the place of one slot
 _HEAD = 24  # bytes of a slot: the task, how many messages the rank had sent, how many bytes follow
 _MOST_BYTES = _SLOT - _HEAD
-# words of a page: how many were put, how many were taken (the driver writes that), the task that was answered last
+# words of a page: how many answers were put, how many were taken (written by the driver), the last answered task
 _PUT, _TAKEN, _LAST = 0, 8, 1
 
 
@@ -28,7 +28,7 @@ class Answers:
     """The rings as one participant sees them; they lie in the arena from the byte `start` on.
 
     Attributes:
-        received: of each rank the messages that the driver, whose this is, has taken.
+        received: in the driver, how many messages it has taken from each rank.
     """
 
     def __init__(self, words: memoryview, memory: memoryview, bells: Bells, start: int, size: int, rank: int):
@@ -40,11 +40,11 @@ class Answers:
             self._others = [page + _LAST for page in self._pages if page != self._mine]
 
     def note(self, task: int) -> None:
-        """Say that this rank is about to answer a task in another way."""
+        """Note that this rank is about to answer a task in another way."""
         self._words[self._mine + _LAST] = task
 
     def put(self, task: int, sent: int, data: bytes) -> bool:
-        """Answer a task, after so many messages; False if there is no room."""
+        """Answer a task, after `sent` messages over the socket; False if there is no room."""
         words, mine = self._words, self._mine
         count = words[mine + _PUT]
         if len(data) > _MOST_BYTES or count - words[mine + _TAKEN] >= _SLOTS:
@@ -56,7 +56,7 @@ class Answers:
             self._memory[at : at + len(data)] = data
         words[mine + _PUT] = count + 1
         words[mine + _LAST] = task
-        fence()  # of two that answer at a time, one at least sees the other's
+        fence()  # if two ranks answer at the same time, at least one sees the other's answer
         for other in self._others:
             if words[other] < task:
                 return True
@@ -64,7 +64,7 @@ class Answers:
         return True
 
     def waiting(self) -> bool:
-        """Whether there are some for the driver to take."""
+        """Whether there are answers for the driver to take."""
         words = self._words
         for page, received in zip(self._pages, self.received, strict=True):
             taken = words[page + _TAKEN]
@@ -73,7 +73,7 @@ class Answers:
         return False
 
     def take(self) -> Iterator[tuple[int, int, bytes]]:
-        """What the ranks have answered since it was last asked: rank, task, data."""
+        """The answers since the last call: (rank, task, data)."""
         words = self._words
         for rank, page in enumerate(self._pages):
             while (taken := words[page + _TAKEN]) != words[page + _PUT]:
@@ -87,5 +87,5 @@ class Answers:
 
 
 def _slot(page: int, count: int) -> int:
-    """Where the answer after so many others lies, as a word."""
+    """The first word of the answer that follows `count` others."""
     return page + (1 + count % _SLOTS) * _SLOT // 8

@@ -1,15 +1,15 @@
 """The arena: one `memfd` that every rank of a host maps, the region of shared memory that blocks are allocated from.
 
-Why a memfd: containers cap /dev/shm at 64 MB, and names there outlive a killed process. The file is sparse:
-its size is address space, pages come with the first touch. It holds the board, the directory, of each rank its answers
-to the driver, a ledger and a heap, and a heap of the driver's. Whoever holds its descriptor keeps it: what is in it
-outlives every rank.
+Why a memfd: containers cap /dev/shm at 64 MB, and names there outlive a killed process. The file is sparse: its size is
+only address space, and pages get memory when they are first touched. It holds the board, the directory, for each rank
+its answers to the driver, a ledger and a heap, and a heap for the driver. It exists as long as any process holds its
+descriptor, so its content outlives every rank.
 Invariants:
 
-* aligned 8-byte stores reach the other processes in program order (x86-64); elsewhere this module refuses;
+* aligned 8-byte stores reach the other processes in program order (x86-64); on other machines this module refuses;
 * memory handed to users as a result is mapped copy-on-write, so an in-place change stays private.
 
-Who owns a block of it is told in `blocks`.
+`blocks` describes who owns a block of it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def supported() -> str | None:
 
 
 def create(size: int) -> int:
-    """A new arena for `size` ranks (and a driver), as a file descriptor; nobody can cut it short any more."""
+    """A new arena for `size` ranks (and a driver), as a file descriptor; sealed, so that nobody can change its size."""
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, _layout(size).end)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -61,16 +61,16 @@ def create(size: int) -> int:
 
 
 def open_of(pid: int, number: int, size: int) -> int:
-    """Open another process's arena for `size` ranks, which that process knows as descriptor `number`.
+    """Open another process's arena for `size` ranks, which that process has as descriptor `number`.
 
     Raises:
-        OSError: there is none, or it is something else than an arena of this user's.
+        OSError: there is no such file, or it is not an arena of this user.
     """
-    # First only named, which reads nothing and waits for nothing, whatever it is.
+    # O_PATH first: whatever the file is, that neither reads nor blocks.
     named = os.open(f"/proc/{pid}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
     try:
         found, link = os.fstat(named), os.readlink(f"/proc/self/fd/{named}")
-        # Files of memfds lie on a device that nothing else does: a path on a disk may be called anything.
+        # All memfds, and nothing else, are on one device; a name alone proves nothing, since any file may have it.
         memfd = stat.S_ISREG(found.st_mode) and found.st_dev == _device_of_memfds()
         if not memfd or link != f"/memfd:{_NAME} (deleted)" or found.st_uid != os.getuid():
             raise OSError(errno.EPERM, "no arena of this user's", link)
@@ -117,7 +117,7 @@ def _device_of_memfds() -> int:
 
 
 class _Layout(NamedTuple):
-    """Where what an arena holds begins, behind the board, and where it ends; ledgers and heaps are each of one size."""
+    """Where the parts of an arena begin, behind the board, where it ends, and the size of each ledger and heap."""
 
     directory: int
     answers: int
@@ -131,7 +131,7 @@ class _Layout(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _layout(size: int) -> _Layout:
-    # Address space, not memory: as much as the host has, so that one rank alone may fill it.
+    # Address space, not memory: each heap is as large as the host's memory, so that one rank alone may use all of it.
     heap = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (1 << 21) * (1 << 21)
     ledger = heap // 8 // PAGE * PAGE
     directory = board_bytes(size)
@@ -151,13 +151,13 @@ class Arena(Board):
         self.directory = Directory(self.words, at.directory, size, rank)
         self.answers = Answers(self.words, self._bytes, self.bells, at.answers, size, rank)
         self.views = Views(fd, self._length, self.words)
-        # Not a method, and so no circle: a driver's mapping goes with its arena, not when garbage is next looked for.
+        # Not a method, to avoid a reference cycle: the mapping is to go with its arena, not at a garbage collection.
         self._remove = functools.partial(_give_back, self._shared)
-        # Of communicators that were closed: each gives back what it can, and says whether that is all.
+        # For each closed communicator, a function that frees what it can, and returns whether that is everything.
         self.closing: list[Callable[[], bool]] = []
         self.registers = [Register(self.words, at.registers + each * Register.NBYTES) for each in range(size + 1)]
         self.heap_start, self._heap_end = (at.heaps + (rank + more) * at.heap_bytes for more in (0, 1))
-        # A rank that replaces a dead one begins above what that one had handed out: others may still read it.
+        # A rank that replaces a dead one begins above all that the dead one had allocated: others may still read it.
         self.heap = self._new_heap(())
         if rank < size:
             self.results = ResultBlocks(self.words, self.heap, self, self.registers[rank])
@@ -168,7 +168,7 @@ class Arena(Board):
             self.given = GivenBlocks(self.words, self._bytes, self.heap, size, self.registers[rank], self._remove)
 
     def entries_of(self, rank: int) -> Entries:
-        """What a rank keeps, for others to read."""
+        """A rank's ledger, for other participants to read."""
         at = _layout(self.size)
         return Entries(self._bytes, at.ledgers + rank * at.ledger_bytes, at.ledger_bytes)
 
@@ -177,7 +177,7 @@ class Arena(Board):
         return Heap(start, self._heap_end - start, self._remove, self.rose, holes, used=used)
 
     def restart_heap(self, holes: Sequence[tuple[int, int]]) -> None:
-        """Give the memory of (offset, bytes) back, and know all else as allocated, by the process before this one."""
+        """Free `holes` of (offset, bytes); all else is allocated, by the process that this one replaces."""
         for offset, nbytes in holes:
             self._remove(offset, nbytes)
         self.heap = self._new_heap(holes, self.top - self.heap_start - sum(nbytes for _, nbytes in holes))
@@ -189,11 +189,11 @@ class Arena(Board):
         super().clear(generation)
 
     def sweep(self) -> None:
-        """Give back what closed communicators held, as far as all ranks have closed theirs."""
+        """Free the memory of closed communicators, as far as all their ranks have closed them."""
         self.closing = [given_back for given_back in self.closing if not given_back()]
 
     def populate(self, at: int, nbytes: int) -> None:
-        """Have memory at hand for so many bytes of this participant's next blocks, `at` bytes behind the last one."""
+        """Map memory in advance for this participant's next blocks: `nbytes`, from `at` bytes behind the last block."""
         start, left = self.heap.untouched
         nbytes = max(0, min(nbytes, left - at))
         populate(self.address + start + at, nbytes)
@@ -201,13 +201,13 @@ class Arena(Board):
             self.lasting.populate(start + at, nbytes)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A view of the arena's own memory at `offset`; the caller sees to it that it stays allocated."""
+        """A view of the arena's memory at `offset`; the caller must keep it allocated."""
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._bytes, dtype=dtype, count=numel, offset=offset)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of this rank's heap; its block is free again when no tensor refers to it."""
+        """A tensor in this rank's heap; its block is freed when no tensor refers to it."""
         numel = int(np.prod(shape, dtype=np.int64))
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
@@ -218,15 +218,15 @@ class Arena(Board):
         return torch.frombuffer(view, dtype=dtype).view(shape)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Where in the arena a contiguous tensor lies, or None if it does not."""
+        """A contiguous tensor's offset in the arena, or None if it lies elsewhere."""
         offset = tensor.data_ptr() - self.address
         return offset if 0 <= offset < self._length and tensor.is_contiguous() else None
 
     def leased(self, leaves: Sequence[Any]) -> list[int]:
-        """Which of some leaves are tensors that `is_leased`."""
+        """The indexes of leaves that are tensors for which `is_leased`."""
         length, own, views = self._length, self.address, self.views.address
         try:
-            # In one go: mostly none is, and of many small leaves it is a price to ask each by itself.
+            # All addresses in one go: mostly no leaf is leased, and asking each by itself is slow for many leaves.
             addresses = list(map(torch.Tensor.data_ptr, leaves))
         except (RuntimeError, TypeError):  # some have no memory, or are no tensors
             return [

@@ -1,9 +1,9 @@
 """Bells: how a rank that sleeps in the kernel is woken by the rank that it waits for.
 
-A rank says that it sleeps, looks once more whether it has to, and waits on the word of its bell (a futex) for a moment
-at most; who has written what others wait for rings the bells of those that sleep. A plain store may be seen after a
-load that follows it, so now and then a ring is missed, unless both sides put a `fence` between: what is lost then is
-the rest of the moment.
+A rank notes that it sleeps, checks once more whether it has to, and waits on the word of its bell (a futex) for at most
+a moment. A rank that has written what others wait for rings the bells of those that sleep. The processor may perform a
+load before an earlier store is visible, so a ring is missed now and then, unless both sides put a `fence` between; then
+the sleeper only loses the rest of the moment.
 Source: futex(2), futex(7).
 """
 
@@ -23,7 +23,7 @@ _FUTEX, _WAIT, _WAKE, _ALL = (
     (1 << 31) - 1,
 )  # the system call's number on x86-64, where alone there is an arena
 _MOMENT = 1_000_000  # nanoseconds
-_WORD = (1 << 32) - 1  # what of a bell the kernel compares
+_WORD = (1 << 32) - 1  # the part of a bell's word that the kernel compares
 
 
 class _Timespec(ctypes.Structure):
@@ -40,27 +40,28 @@ _moment = _Timespec(0, _MOMENT)
 
 
 def fence() -> None:
-    """Have all that was stored so far seen before what follows is loaded: to take a lock is a locked instruction."""
+    """Make earlier stores visible before later loads (a memory barrier): taking a lock is a locked instruction."""
     threading.Lock().acquire(False)
 
 
 class Bells:
-    """The bells of an arena's ranks: of each two words, whether it sleeps, and the bell.
+    """The bells of an arena's ranks; each has two words: whether the rank sleeps, and the bell.
 
     Args:
-        words: the arena's, which lie at `address` in memory.
-        at: the first of a rank's two words, by rank.
+        words: the arena's words, which begin at `address` in memory.
+        at: for each rank, the first of its two words.
     """
 
     def __init__(self, words: memoryview, address: int, at: list[int], rank: int):
         self._words, self._address, self.at, self._rank = words, address, at, rank
-        self._asleep = 0  # threads of this rank
+        self._asleep = 0  # how many threads of this rank sleep
 
     def sleep(self, ready: Ready, seconds: float | None = None) -> None:
-        """Sleep until the bell rings, or a moment has passed; not at all if it is `ready` by now.
+        """Sleep until the bell rings, or a moment has passed; not at all if `ready()` already holds.
 
         Args:
-            seconds: below 1, for who sleeps longer than a moment, since no ring is missed.
+            seconds: sleep for up to so long (less than 1) instead of a moment, and put a `fence`; those who ring must
+                put one, too, so that no ring is missed.
         """
         words, mine = self._words, self.at[self._rank]
         moment = _moment if seconds is None else _Timespec(0, int(1e9 * seconds))
@@ -78,7 +79,7 @@ class Bells:
         words[mine] = int(self._asleep > 0)
 
     def ring(self, ranks: Iterable[int]) -> None:
-        """Wake those that sleep."""
+        """Wake those of the ranks that sleep."""
         for rank in ranks:
             at = self.at[rank]
             if self._words[at]:

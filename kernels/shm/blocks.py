@@ -19,8 +19,8 @@ A block is allocated from the heap of the rank whose part of the arena it lies i
                                                         v
                              donated by its caller: copied, never written in place, since other ranks read it
 
-When a region fails, what was staged, scratch or being written is free again: all ranks have left. A view that was
-taken keeps its block until it is dropped, whatever happens.
+When a region has failed and all ranks have left it, blocks that were staged, scratch or being written are free again. A
+view that was taken keeps its block until it is dropped, whatever happens.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from .pages import MAP_NORESERVE, PAGE, any_copied
 
 
 class Result(NamedTuple):
-    """A result block: where it lies, and the first of its release words."""
+    """A result block: its offset in the arena, and the index of its first release word."""
 
     block: int
     release: int
 
 
 class Extent(NamedTuple):
-    """Memory that a tensor's storage lies in: (where, bytes), and of a view this rank's release word, else 0."""
+    """The memory of a tensor's storage: offset, bytes, and for a view this rank's release word, else 0."""
 
     offset: int
     nbytes: int
@@ -55,15 +55,15 @@ class Extent(NamedTuple):
 
 
 def head_bytes(users: int) -> int:
-    """What a block with counters for so many users begins with: of each what it dropped, what it took, who it is."""
+    """Bytes of the counters at the start of a block: per user, how many views it dropped and took, and which it is."""
     return -(-24 * users // PAGE) * PAGE
 
 
 class Register:
-    """The blocks with counters of one participant's heap, told in the arena, so that they outlive their owner.
+    """A list, in the arena, of the blocks with counters in one participant's heap; so it outlives that process.
 
     Args:
-        start: where in the arena it lies.
+        start: the register's offset in the arena.
     """
 
     NBYTES = 1 << 21
@@ -73,7 +73,7 @@ class Register:
         self._words, self._start = words, start // 8
 
     def add(self, block: int, nbytes: int, members: Sequence[int]) -> None:
-        """Note a block, and begin its counters."""
+        """Add a block, and set its counters to 0."""
         words, count, users = self._words, self._words[self._start], len(members)
         if count >= self._MOST:
             raise MeshError(message("too many results of reductions are kept", remedy="keep copies: tensor.clone()"))
@@ -95,7 +95,7 @@ class Register:
 
 
 class Generations(Protocol):
-    """Where the current generation is known."""
+    """An object that knows the current generation."""
 
     generation: int
 
@@ -104,18 +104,18 @@ class ResultBlocks:
     """Result blocks of one rank's heap, each reused once every rank has dropped its views.
 
     A block starts with two counters per user: how many views it has dropped, and how many it took. The block is free
-    when every user has dropped as many as were due. When a region fails, some that were due are never taken; from the
-    next generation on those that were taken count.
+    when every user has dropped as many views as were due to it. When a region fails, some of these are never taken; so
+    from the next generation on, the views that were taken count instead.
     """
 
     def __init__(self, words: memoryview, heap: Heap, current: Generations, register: Register):
         self._words, self._heap, self._current, self._register = words, heap, current, register
-        self._blocks: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # size class, users
+        self._blocks: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # by size class and users
         self._sizes: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # the same lists by exact size
         self._due: dict[int, tuple[int, list[int]]] = {}  # block -> generation, views due to each user
 
     def take(self, nbytes: int, members: tuple[int, ...]) -> Result:
-        """A free block, of which each of its users (participants of the arena) is due a view; for who leads them."""
+        """A free block, of which each member (a participant of the arena) is due a view; called by their first."""
         users = len(members)
         head = head_bytes(users)
         blocks = self._sizes.get((nbytes, members))
@@ -139,7 +139,7 @@ class ResultBlocks:
         return Result(block + head, block // 8)
 
     def adopt(self, heap: Heap) -> None:
-        """Go on with the blocks of the process that this one replaces; new ones come from this heap."""
+        """Take over the blocks of the process that this one replaces; new blocks come from `heap`."""
         self._heap = heap
         for block, nbytes, members in self._register:
             self._blocks.setdefault((Heap.rounded(nbytes), members), []).append(block)
@@ -158,7 +158,7 @@ class ResultBlocks:
 
 
 class Views(Owned):
-    """This rank's views of result blocks: ref-counted, and copied page by page where they are written to."""
+    """This rank's views of result blocks: reference-counted, and copied page by page when they are written to."""
 
     def __init__(self, fd: int, length: int, words: memoryview):
         super().__init__()
@@ -166,20 +166,20 @@ class Views(Owned):
         self.address = torch.frombuffer(memoryview(self._private)[:PAGE], dtype=torch.uint8).data_ptr()
         self._length, self._words = length, words
         self._taken: dict[int, tuple[weakref.ref, int, int, int]] = {}  # kept alive; offset, bytes, word
-        self._extents: dict[int, Extent] = {}  # of the views last taken, by where they begin
+        self._extents: dict[int, Extent] = {}  # of the views last taken, by their offset
 
     def take(self, result: Result, numel: int, dtype: torch.dtype, *, user: int, users: int) -> torch.Tensor:
-        """A copy-on-write view of a result block; dropping the last reference gives this rank's share of it back."""
+        """A copy-on-write view of a result block; dropping the last reference to it counts it as dropped."""
         return torch.frombuffer(self.show(result, numel * dtype.itemsize, user=user, users=users), dtype=dtype)
 
     def show(self, result: Result, nbytes: int, *, user: int, users: int) -> memoryview:
-        """The same as bytes."""
+        """`take`, as bytes."""
         block, release = result
         self._words[release + user + users] += 1
         return self._shown(block, nbytes, release + user)
 
     def take_again(self, extent: Extent) -> torch.Tensor:
-        """The bytes of a view that the process before this one had taken; its counters know of it."""
+        """The bytes of a view that the process before this one had taken, which the counters already count."""
         return torch.frombuffer(self._shown(*extent), dtype=torch.uint8)
 
     def _shown(self, block: int, nbytes: int, word: int) -> memoryview:
@@ -191,42 +191,42 @@ class Views(Owned):
         return view
 
     def extent_of(self, address: int, *, written: bool = False) -> Extent | None:
-        """The view that begins at an address and shows what all share; None for what this rank has written to.
+        """The view that begins at an address and shows the shared bytes; None if this rank has written to it.
 
         Args:
-            written: that of what it has written to as well, where the others' bytes are.
+            written: give a view that it has written to as well; the shared bytes are at the same place.
         """
         extent = self._extents.get(address - self.address)
         return None if extent is None or (not written and any_copied(address, extent.nbytes)) else extent
 
     def _dropped(self, reference: weakref.ref) -> None:
         _, offset, nbytes, release_word = self._taken.pop(id(reference))
-        if self.foreign:  # the rank that this process was forked from still has its own
+        if self.foreign:  # the rank that this process was forked from still has its view
             return
         self.forget_copies(offset, nbytes)
         self._words[release_word] += 1
 
     def forget_copies(self, offset: int, nbytes: int) -> None:
-        """Show what all share again, where this rank has changed a view."""
+        """Drop this rank's copies of pages, so that a view that it has changed shows the shared bytes again."""
         if any_copied(self.address + offset, nbytes):
             self._private.madvise(mmap.MADV_DONTNEED, offset, -(-nbytes // PAGE) * PAGE)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Where in the arena a view lies, or None if the tensor is none."""
+        """A view's offset in the arena, or None if the tensor is not a view."""
         offset = tensor.data_ptr() - self.address
         return offset if 0 <= offset < self._length else None
 
 
 class Staging:
-    """What one communicator has allocated for operations under way: scratch, and what it has staged for peers."""
+    """The memory of one communicator for operations under way: scratch, and bytes staged for peers."""
 
     def __init__(self, heap: Heap, results: ResultBlocks, *, leads: bool, members: tuple[int, ...]):
         self._heap, self._results, self._leads, self._members = heap, results, leads, members
-        self._scratch: dict[int, int] = {}  # where it lies -> its release word on the first rank, its size elsewhere
+        self._scratch: dict[int, int] = {}  # offset -> on the first rank its release word, on the others its size
         self.staged: deque[tuple[int, int, int]] = deque()  # operation, offset, bytes
 
     def scratch(self, nbytes: int) -> int:
-        """Memory for the next reductions to consume: on the first rank the result takes its place."""
+        """Memory that a later reduction consumes; on the first rank, the result takes its place."""
         if self._leads:
             block, release = self._results.take(nbytes, self._members)
             self._scratch[block] = release
@@ -236,7 +236,7 @@ class Staging:
         return block
 
     def consume(self, sequence: int, offset: int | None, nbytes: int) -> Result | None:
-        """Consume the scratch at `offset`, if one is there; on the first rank, where the result of `nbytes` goes."""
+        """Consume the scratch at `offset`, if there is one; on the first rank, returns the block for the result."""
         known = None if offset is None else self._scratch.pop(offset, None)
         if self._leads:
             return (
@@ -253,13 +253,13 @@ class Staging:
         return offset
 
     def free_through(self, sequence: int) -> None:
-        """All ranks have read the operations up to this one."""
+        """Free what was staged up to an operation, which all ranks have read."""
         while self.staged and self.staged[0][0] <= sequence:
             _, offset, nbytes = self.staged.popleft()
             self._heap.free(offset, nbytes)
 
     def free_all(self) -> None:
-        """After a failure: all ranks have left the region. (The first rank's scratch is free without views, too.)"""
+        """Free everything, after a failure: all ranks have left. (The first rank's scratch is free without views.)"""
         for _, offset, nbytes in self.staged:
             self._heap.free(offset, nbytes)
         for offset, nbytes in () if self._leads else self._scratch.items():

@@ -1,7 +1,7 @@
-"""The board: the arena's first pages, on which ranks and driver tell each other how they are.
+"""The board: the arena's first pages, on which ranks and driver publish their state.
 
 Each participant has a page: the region that it is in, its process, its cores, what it is doing, why it ended a region.
-Invariant: every word has one writer (a rank, or the driver), but for the abort flag, which all set to the same value.
+Invariant: every word has one writer (a rank, or the driver), except the abort flag, which all set to the same value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .pages import MAP_NORESERVE, PAGE
 
 _STATUS = PAGE  # one page per participant
 _TEXT, _REASON, _TEXT_BYTES = 128, 2048, 1920  # where a status page's texts start, and their length
-_CALLS, _CALL_BYTES = PAGE - 128, 32  # the ends of the names of the calls that the last two regions are
+_CALLS, _CALL_BYTES = PAGE - 128, 32  # the last bytes of the names of the calls of the last two regions
 _CORES, _CORES_BYTES = PAGE - 64, 64  # the cores that a participant may use, a bit each
 
 # How a rank's text begins while it waits.
@@ -30,7 +30,7 @@ _WAITING, _OF_GROUP = "waiting in", "\0"
 _ABORT, _GENERATION = 0, 1
 # words of a status page
 _ABORTED, _REGION, _ACTIVE, _PID, _TEXT_LENGTH, _QUIET, _REASON_LENGTH, _TOP, _BELL = 0, 1, 2, 3, 4, 5, 6, 7, 8
-_DEBUGGED, _OVERWRITTEN, _STACKS = 10, 11, 12  # a bell takes two words
+_DEBUGGED, _OVERWRITTEN, _STACKS = 10, 11, 12  # from 10 on, since a bell takes two words
 _BEGUN, _DONE = 13, 14
 
 
@@ -60,15 +60,15 @@ class Board:
 
     @property
     def mesh_rank(self) -> int:
-        """The number by which the mesh knows this rank."""
+        """This participant's rank in the mesh."""
         return self.mesh_rank_of(self.rank)
 
     def mesh_rank_of(self, participant: int) -> int:
-        """The number by which the mesh knows a rank."""
+        """A participant's rank in the mesh."""
         return participant
 
     def participant(self, rank: int) -> int:
-        """The number by which the board knows a rank of the mesh."""
+        """A rank's number on this board; the inverse of `mesh_rank_of`."""
         return rank
 
     def _status(self, participant: int) -> int:
@@ -82,7 +82,7 @@ class Board:
         self._bytes[start : start + _CORES_BYTES] = cores.to_bytes(_CORES_BYTES, "little")
 
     def oversubscribed(self) -> bool:
-        """Whether the ranks are more than the cores that they may use, all together."""
+        """Whether there are more ranks than cores that they may use, all together."""
         cores = 0
         for rank in range(self.size):
             start = PAGE + rank * _STATUS + _CORES
@@ -91,28 +91,28 @@ class Board:
 
     @property
     def top(self) -> int:
-        """Up to where this rank, or one that it replaces, has handed out memory."""
+        """The end of the memory that this rank, or one that it replaces, has ever allocated."""
         return self.words[self._status(self.rank) + _TOP]
 
     @property
     def rose(self) -> Callable[[int], None]:
-        """What notes a new `top`; it does not hold this object."""
+        """A function that notes a new `top`, and does not refer to this object."""
         return functools.partial(self.words.__setitem__, self._status(self.rank) + _TOP)
 
     # -- who is doing what ---------------------------------------------------------------------------------------------
 
     def set_status(self, text: str, group: int = 0) -> None:
-        """Publish what this participant is doing, for the messages of others; in a group, that which has this key."""
+        """Publish what this participant is doing, for error messages of others; `group` is the key of its group."""
         self._write(_TEXT, _TEXT_LENGTH, f"{group}{_OF_GROUP}{text}" if text else "")
 
     def set_waiting(self, what: str) -> None:
-        """Publish what this participant waits in, unless it has said something else since it entered the region."""
+        """Publish what this participant waits in, unless it has published another status in this region."""
         status, text = self.status(self.rank), f"{_WAITING} {what}"
         if status != text and (not status or status.startswith(_WAITING)):
             self.set_status(text)
 
     def status(self, participant: int, group: int | None = None) -> str:
-        """What a participant is doing; of a group, if that is what it said last of itself."""
+        """What a participant is doing; with `group`, only if its last status belongs to that group, else ""."""
         key, _, text = self._read(participant, _TEXT, _TEXT_LENGTH).partition(_OF_GROUP)
         return text if group is None or key == str(group) else ""
 
@@ -134,7 +134,7 @@ class Board:
             self._calls[region % 2] = call
             self._call_at(self.rank, region)[:] = call.encode(errors="replace")[-_CALL_BYTES:].ljust(_CALL_BYTES, b"\0")
         self.words[base + _TEXT_LENGTH] = 0
-        # In this order: a peer that saw the new number of a rank not yet active would take it to have left already.
+        # In this order: if a peer saw the new number while the rank is not active, it would think that it has left.
         self.words[base + _ACTIVE] = 1
         self.words[base + _REGION] = region
 
@@ -146,20 +146,20 @@ class Board:
         return self._bytes[start : start + _CALL_BYTES]
 
     def check_calls(self, ranks: Sequence[int], waits_in: Callable[[], str]) -> None:
-        """Raise if a rank of the mesh that this one waits for has begun another call in its place."""
+        """Raise if a rank that this one waits for has begun another call as the same region."""
         region, active = here = self.region(self.rank)
         ours = bytes(self._call_at(self.rank, region))
         for rank in ranks if active else ():
             peer = self.participant(rank)
             if self.region(peer) != here:
-                continue  # asked first: until it is in this region, its text is that of an earlier one
+                continue  # checked first: until it is in this region, its text belongs to an earlier one
             theirs = bytes(self._call_at(peer, region))
             if ours != theirs and self.region(peer) == here:
                 own, other = (name.rstrip(b"\0").decode(errors="replace") for name in (ours, theirs))
                 raise other_calls({self.mesh_rank: f"{own}, waiting in {waits_in()}", rank: other})
 
     def begin_task(self) -> None:
-        """Count what this rank begins to do, in a region or alone."""
+        """Count a task that this rank begins, in a region or alone."""
         self.words[self._status(self.rank) + _BEGUN] += 1
 
     def end_task(self) -> None:
@@ -167,12 +167,12 @@ class Board:
         self.words[base + _DONE] = self.words[base + _BEGUN]
 
     def tasks(self, rank: int) -> tuple[int, int]:
-        """How much a rank has begun, and done."""
+        """How many tasks a rank has begun, and how many it has done."""
         base = self._status(rank)
         return self.words[base + _BEGUN], self.words[base + _DONE]
 
     def introduce(self, title: str) -> None:
-        """Say which process this one is, a driver, and what its mesh is called."""
+        """Publish this driver's process, and the name of its mesh."""
         self.words[self._status(self.rank) + _PID] = os.getpid()
         self.set_status(title)
 
@@ -182,59 +182,59 @@ class Board:
         return self.words[base + _REGION], bool(self.words[base + _ACTIVE])
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank is past the region that this one is in."""
+        """Whether a rank has left the region that this rank is in."""
         (region, active), (at, inside) = self.region(self.rank), self.region(rank)
         return active and (at > region or (at == region and not inside))
 
     def lost(self, rank: int) -> PeerLost | None:
-        """What is said of a rank that has left because its process ended; None where the watch tells that itself."""
+        """The error for a rank that has left because its process ended; None here, since the watch raises it."""
         return None
 
     def set_in_debugger(self, there: bool) -> None:
-        """Say whether this rank is at the prompt of a debugger."""
+        """Publish whether this rank is at the prompt of a debugger."""
         self.words[self._status(self.rank) + _DEBUGGED] = int(there)
 
     def in_debugger(self) -> bool:
         return any(self.words[self._status(rank) + _DEBUGGED] for rank in range(self.size))
 
     def overwrite(self) -> None:
-        """Say that this rank begins to overwrite what was donated to the region that it is in."""
+        """Publish that this rank begins to overwrite what was donated to its region."""
         base = self._status(self.rank)
         self.words[base + _OVERWRITTEN] = self.words[base + _REGION]
 
     def overwritten(self, region: int) -> bool:
-        """Whether some rank has begun to, in a region or in a later one, to which others may not have come yet."""
+        """Whether some rank has begun to overwrite donated values, in this region or in a later one."""
         return any(self.words[self._status(rank) + _OVERWRITTEN] >= region for rank in range(self.size))
 
     def publish_stacks(self, fd: int) -> None:
-        """Say into which of its descriptors this process writes its stacks when it is asked to."""
+        """Publish the descriptor into which this process writes its stacks when it is asked to."""
         self.words[self._status(self.rank) + _STACKS] = fd + 1
 
     def process(self, rank: int) -> tuple[int, int]:
-        """A rank's process, and the descriptor of its stacks; -1 for one that has offered none."""
+        """A rank's process, and the descriptor of its stacks; -1 if it has published none."""
         base = self._status(rank)
         return self.words[base + _PID], self.words[base + _STACKS] - 1
 
     # -- ending a region, and the next generation ----------------------------------------------------------------------
 
     def abort(self, text: str) -> None:
-        """End the region for every rank of the mesh that waits; `text` says why, and leaves what was said as it is."""
+        """End the region for every rank of the mesh that waits; `text` says why, and does not overwrite the status."""
         self._write(_REASON, _REASON_LENGTH, text)
         self.words[self._status(self.rank) + _ABORTED] = 1
         self.words[_ABORT] = 1
         self.bells.ring(range(self.size))
 
     def aborted(self) -> dict[int, str]:
-        """The participants that aborted the region, and what they said."""
+        """The participants that aborted the region, and their reasons."""
         if not self.words[_ABORT]:
             return {}
         found = [who for who in range(self.size + 1) if self.words[self._status(who) + _ABORTED]]
         return {who: self._read(who, _REASON, _REASON_LENGTH) for who in found}
 
     def check(self) -> None:
-        """Raise if the region is over for this rank: the driver says so, or a rank that is no further than this one.
+        """Raise if the region was aborted for this rank: by the driver, or by a rank that is not in a later region.
 
-        A rank that failed in a later region has done its part in this one, which may end.
+        A rank that failed in a later region has done its part in this one, so this one can end normally.
         """
         if self.words[_ABORT]:
             at, words = self.words[self._status(self.rank) + _REGION], self.words
@@ -261,7 +261,7 @@ class Board:
         return self.words[_GENERATION]
 
     def quiet(self, generation: int) -> None:
-        """Say that this rank has left the failed region and is ready for `generation`."""
+        """Publish that this rank has left the failed region and is ready for `generation`."""
         self.words[self._status(self.rank) + _QUIET] = generation
 
     def quiet_generation(self, rank: int) -> int:
@@ -270,7 +270,7 @@ class Board:
     # -- processes -----------------------------------------------------------------------------------------------------
 
     def watch_processes(self) -> None:
-        """Watch the other ranks' processes (launched mode: there is no driver that would)."""
+        """Watch the other ranks' processes; for launched ranks, which have no driver that does it."""
         for rank in range(self.size):
             pid = self.words[self._status(rank) + _PID]
             if rank != self.rank and pid:
@@ -285,7 +285,7 @@ class Board:
                 raise lost
 
     def _if_dead(self, rank: int) -> PeerLost | None:
-        """What is said of a watched rank whose process has ended."""
+        """The error for a watched rank, if its process has ended."""
         pidfd = self._peers.get(rank)
         if pidfd is None or not (pidfd < 0 or ended(pidfd)):
             return None
@@ -301,7 +301,7 @@ class Board:
 
 
 def ended(pidfd: int, seconds: float = 0.0) -> bool:
-    """Wait for a process to end; whether it has."""
-    waiting = select.poll()  # select() takes no descriptors from 1024 on
+    """Wait for a process to end; returns whether it has."""
+    waiting = select.poll()  # select() takes only descriptors below 1024
     waiting.register(pidfd, select.POLLIN)
     return bool(waiting.poll(1000 * seconds))

@@ -1,7 +1,7 @@
 """The shared-memory communicator: ranks of one host, talking through the arena.
 
-What ranks tell each other is in their slots (`slots`), messages go through rings (`rings`), and reductions are
-`all_reduce`'s. Here these are opened for a group, and its other collectives made of them.
+Ranks publish their operations in slots (`slots`), messages go through rings (`rings`), and `all_reduce` does
+reductions. This file opens these for a group, and makes the other collectives from them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .products import Given, sum_of_products
 from .rings import Rings
 from .slots import Slots, block_bytes
 
-_KINDS = 256  # of reductions, kept ready
+_KINDS = 256  # how many kinds of reductions are cached
 _ALIGN = 64
 
-Pieces = Sequence[torch.Tensor | None]  # flat bytes for each rank, or of each
-Own = tuple[torch.Tensor, torch.Tensor]  # where to, what
+Pieces = Sequence[torch.Tensor | None]  # flat bytes for, or from, each rank
+Own = tuple[torch.Tensor, torch.Tensor]  # target, source
 
 
 class ShmCommunicator(Communicator):
@@ -47,12 +47,12 @@ class ShmCommunicator(Communicator):
         self.sleep = arena.bells.sleep
         self.arena, self.channel = arena, channel
         self._participants = tuple(arena.participant(member) for member in ranks)
-        self._block: int | None = None  # the first rank's
-        self._closed = 0  # how far this rank has got in giving the group up: see `Slots.close`
+        self._block: int | None = None  # on the first rank, the group's block
+        self._closed = 0  # how far closing has got on this rank: see `Slots.close`
         self._meet()
 
     def _open(self) -> None:
-        # All ranks have left the region that failed: nobody reads what was there.
+        # All ranks have left the failed region, so nobody reads this memory any more.
         self._slots.staging.free_all()
         self._rings.free_all()
         if self._block is not None:
@@ -75,8 +75,8 @@ class ShmCommunicator(Communicator):
         self._slots = Slots(arena, self.ranks, self.rank, block, self._key, **how)
         self._rings = Rings(arena, self.ranks, self.rank, self._key)
         self._kinds: dict[tuple, AllReduce] = {}
-        self._last: NativeSum | None = None  # what made the last small sum: the next one is most often alike
-        self._gathered: set[int] = set()  # blocks that this group has written its slices to
+        self._last: NativeSum | None = None  # the last small sum: most often the next one is of the same kind
+        self._gathered: set[int] = set()  # blocks with results of this group's `all_gathered`
 
     def _first_ranks_block(self) -> int:
         found: list[int] = []
@@ -118,7 +118,7 @@ class ShmCommunicator(Communicator):
             self._slots.reclaim()
 
     def close(self) -> None:
-        """Begin nothing any more; what this holds of the arena is free again when all ranks have closed theirs."""
+        """Stop using the group; its memory in the arena is freed when all ranks have closed it."""
         with turn:
             if self._closed or self.arena.heap.foreign:
                 return
@@ -129,13 +129,13 @@ class ShmCommunicator(Communicator):
             self.arena.sweep()
 
     def _given_back(self) -> bool:
-        """Give back what no other rank reads any more; whether that is all."""
-        stale = self.stale  # where a region has failed, nobody reads what was before it
+        """Free the memory that no other rank reads any more; returns whether that is everything."""
+        stale = self.stale  # after a failed region, nobody reads what was before it
         if self._closed == 1 and (stale or self._all_closed(1)):
             self._slots.staging.free_all()
             self._rings.free_all()
             self._closed = 2
-            self._slots.close(2)  # from here on the first rank may give the lines away
+            self._slots.close(2)  # from now on the first rank may free the lines
         if self._closed < 2 or self._block is None:
             return self._closed == 2
         if not (stale or self._all_closed(2)):
@@ -153,14 +153,14 @@ class ShmCommunicator(Communicator):
     # -- what ends a wait ----------------------------------------------------------------------------------------------
 
     def on_stall(self, work: Work) -> None:
-        self.poll_messages()  # so that no sender waits for a place while this rank waits for something else
+        self.poll_messages()  # so that no sender waits for room in a ring while this rank waits for something else
         super().on_stall(work)
 
     def _took_part(self, rank: int, work: Work) -> bool:
         if self._is_message(work):
-            self._operations.progress_messages()  # what it sent before it left is here by now
+            self._operations.progress_messages()  # what the peer sent before it left has arrived by now
             return work.done
-        # The operation that is waited for is the first in the queue, or a blocking call that is in none.
+        # The awaited operation is the first in the queue, or a blocking call that is not in the queue.
         first = self._slots.begun[0] - max(1, sum(each.begun for each in self._operations.queue)) + 1
         return self._slots.took_part(rank, first)
 
@@ -184,7 +184,7 @@ class ShmCommunicator(Communicator):
         self._slots.read(sequence)
 
     def _without_own(self, sends: Pieces, recvs: Pieces) -> tuple[Pieces, Pieces, Own | None]:
-        """The pieces but the one that a rank has for itself, and that, which need not be staged: where to, what."""
+        """The pieces without the one that this rank sends to itself, and that one, which needs no staging."""
         here, (target, piece) = self.rank, (recvs[self.rank], sends[self.rank])
         if target is None or piece is None or target.numel() != piece.numel():
             return sends, recvs, None
@@ -194,7 +194,7 @@ class ShmCommunicator(Communicator):
         return (*sends[:here], None, *sends[here + 1 :]), (*recvs[:here], None, *recvs[here + 1 :]), (target, piece)
 
     def _staged(self, call: Call | None, sends: Pieces, recvs: Pieces, own: Own | None = None) -> Steps:
-        """Stage what others are to read; returns the operation, and (where it lies, bytes) of what each has for us."""
+        """Stage pieces for others to read; returns the operation, and (offset, bytes) of each rank's piece for us."""
         slots, arena = self._slots, self.arena
         sequence = slots.begin("a collective")
         pieces = {id(piece): piece for piece in sends if piece is not None}
@@ -208,7 +208,7 @@ class ShmCommunicator(Communicator):
         slots.post_table(sequence, [(0, 0) if sent is None else (lies[id(sent)], sent.numel()) for sent in sends])
         slots.post(sequence, call)
         if own is not None and own[0].data_ptr() != own[1].data_ptr():
-            copy_bytes(*own)  # while others are at theirs
+            copy_bytes(*own)  # while other ranks are still posting
         yield slots.posted(sequence, call)
         entries = [slots.entry(sequence, rank) for rank in range(self.size)]
         what = call.text if call else "a collective"
@@ -216,7 +216,7 @@ class ShmCommunicator(Communicator):
         return sequence, entries
 
     def _reduce_scatter(self, call: Call, output: torch.Tensor, ins: Sequence[torch.Tensor], op: Op) -> Steps:
-        """Each rank adds what the others have staged for it where that lies."""
+        """Each rank adds the others' pieces right where these are staged."""
         mine = contiguous(ins[self.rank]).view(-1)
         sends = [as_bytes(contiguous(piece)) if rank != self.rank else None for rank, piece in enumerate(ins)]
         expected = [as_bytes(mine) if rank != self.rank else None for rank in range(self.size)]
@@ -226,7 +226,7 @@ class ShmCommunicator(Communicator):
             mine if rank == self.rank else self.arena.tensor(at, mine.numel(), mine.dtype)
             for rank, (at, _) in enumerate(entries)
         ]
-        # Into the output at once, unless that is (part of) what is added.
+        # Write directly into the output, unless it shares memory with this rank's input.
         buffer = writable(output)
         if output.untyped_storage().data_ptr() == ins[self.rank].untyped_storage().data_ptr():
             buffer = torch.empty_like(buffer)
@@ -235,7 +235,7 @@ class ShmCommunicator(Communicator):
         copy_back([output], [buffer])
 
     def all_reduced(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: bool = False) -> Any:
-        # Where nothing is under way a blocking call needs no place in the queue, which costs more than a small one.
+        # If nothing is under way, a blocking call skips the queue, which would cost more than a small reduction.
         operations = self._operations
         if async_op or self._debug or operations.queue or operations.generation != self.arena.generation:
             return super().all_reduced(tensor, op, async_op=async_op)
@@ -281,7 +281,7 @@ class ShmCommunicator(Communicator):
         return kind.steps(flat, in_place=in_place)
 
     def sum_of_products(self, rows: int, columns: int, dtype: torch.dtype, given: Given, async_op: bool = False) -> Any:
-        """The sum of matrices that ranks give as a `scratch` or as factors, flat; as `all_reduced`'s result."""
+        """The flat sum of matrices that ranks give as a `scratch` or as factors; a result like `all_reduced`'s."""
         return self._start("sum_of_products", sum_of_products(self._slots, rows, columns, dtype, given), async_op)
 
     def all_gathered(
@@ -297,7 +297,7 @@ class ShmCommunicator(Communicator):
         if result is None:
             return -1
         at = self.arena.views.offset_of(result)
-        # What another group has made, its ranks may still read.
+        # A result of another group may still be read by ranks of that group.
         return 0 if at is None else at if at in self._gathered else -1
 
     def _all_gathered(
@@ -313,7 +313,7 @@ class ShmCommunicator(Communicator):
         if self.rank == 0 and into is None:
             slots.announce(sequence, call, arena.results.take(self.size * nbytes, self._participants))
         slots.post(sequence, call)
-        yield slots.posted(sequence, call)  # and so all are done with the values that are overwritten
+        yield slots.posted(sequence, call)  # now no rank reads the old values any more
         if into is None:
             made, numel = slots.result(sequence), self.size * length
             self._gathered.add(block := made.block)

@@ -1,7 +1,7 @@
 """The directory: each rank publishes where its blocks lie, under keys that other ranks look up.
 
-Invariant: a rank writes only its own part; an entry's key is written last and taken away first, so that who finds a key
-before and after reading the offset has read the key's own.
+Invariant: a rank writes only its own part; an entry's key is written last and removed first, so a reader that finds the
+key both before and after it reads the offset has read the right offset.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from ..errors import MeshError, message
 from .pages import PAGE
 
 _BYTES = 16 * PAGE  # of each rank
-_ENTRIES = _BYTES // 16 - 1  # the first pair of words holds how many have been used
+_ENTRIES = _BYTES // 16 - 1  # the first pair of words holds how many entries have been used
 
 
 def directory_bytes(size: int) -> int:
@@ -26,7 +26,7 @@ class Directory:
         self._parts = [(start + each * _BYTES) // 8 for each in range(size)]
 
     def publish(self, key: int, offset: int) -> None:
-        """Say where something of this rank's lies."""
+        """Publish the offset of a block of this rank."""
         words, part = self._words, self._parts[self._rank]
         count = words[part]
         entry = next((index for index in range(1, count + 1) if not words[part + 2 * index]), count + 1)
@@ -37,14 +37,14 @@ class Directory:
         words[part] = max(count, entry)
 
     def forget(self, key: int) -> None:
-        """Take an entry of this rank's back."""
+        """Remove an entry of this rank."""
         words, part = self._words, self._parts[self._rank]
         for index in range(1, words[part] + 1):
             if words[part + 2 * index] == key:
                 words[part + 2 * index] = 0
 
     def lookup(self, owner: int, key: int) -> int | None:
-        """Where something of a rank's lies, if it has been published."""
+        """The offset that a rank has published under a key, if it has."""
         words, part = self._words, self._parts[owner]
         for index in range(1, words[part] + 1):
             at = part + 2 * index

@@ -1,7 +1,7 @@
-"""What the driver gives all ranks to read: one copy in its own part of the arena, until nobody shows it any more.
+"""Values that the driver gives to all ranks to read: one copy, in the driver's part of the arena.
 
-Invariant: a block is used again when the driver has let go of it and every rank has dropped as many views as it took.
-Its memory is given back if it is not used again soon: a program may give all it has but once.
+Invariant: a block is reused only when the driver has dropped it and every rank has dropped as many views as it took.
+A block that is not reused soon gives its memory back, since a program may put all its data once.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class GivenBlocks:
         self._members = tuple(range(size))
         self._head = head_bytes(size)
         self._blocks: dict[int, list[int]] = {}  # by size class
-        self._needed: set[int] = set()  # by the driver
-        self.dropped: dict[int, int] = {}  # those that have memory all the same: how often one was found free
+        self._needed: set[int] = set()  # blocks that the driver has not dropped
+        self.dropped: dict[int, int] = {}  # dropped blocks that still have memory: how often each was found free
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Result:
-        """A block for so many bytes, until it is dropped here and everywhere."""
+        """A block of `nbytes`, which stays until the driver and all ranks have dropped it."""
         size = Heap.rounded(nbytes + self._head)
         with self._lock:
             blocks = self._blocks.setdefault(size, [])
@@ -51,11 +51,11 @@ class GivenBlocks:
         return Result(block + self._head, block // 8)
 
     def memory(self, result: Result, nbytes: int) -> memoryview:
-        """A block's bytes, to be written before anybody is told of it."""
+        """A block's bytes, to be written before any rank learns of the block."""
         return self._bytes[result.block : result.block + nbytes]
 
     def drop(self, result: Result) -> None:
-        """The driver needs a block no more; called by the garbage collector, too."""
+        """Note that the driver needs a block no more; the garbage collector calls this, too."""
         block = 8 * result.release
         self._needed.discard(block)
         self.dropped[block] = 0

@@ -1,8 +1,8 @@
-"""Blocks of one rank's part of the arena: size classes with free lists above a rising top.
+"""Blocks of one rank's part of the arena: size classes with free lists, and a top that rises when these are empty.
 
-Free blocks keep their memory, since a step that writes new values wants as much again as the next one frees, and a page
-costs more to map than to write. It is given back if nobody has taken it for a while, if there is more of it than has
-been in use at once, or if the host runs short of memory; then a block keeps only its address.
+Free blocks keep their memory: each step needs about as much for new values as it frees, and mapping a page costs more
+than writing it. The memory is given back to the system if nobody has taken it for a while, if there is more of it than
+was lately in use at once, or if the host runs short of memory; then a block keeps only its address.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..errors import MeshError, message
 from ..processes import Owned, available_bytes
 from .pages import PAGE
 
-_KEPT_FREE_BYTES = 256 << 20  # kept for however long
+_KEPT_FREE_BYTES = 256 << 20  # so much free memory is kept for any length of time
 
 
 class Heap(Owned):
@@ -22,9 +22,9 @@ class Heap(Owned):
 
     Args:
         discard: gives the memory of (offset, bytes) back to the system.
-        rising: told the new top.
-        holes: (offset, bytes) below `start` that are free as well, for when there is nothing above.
-        least: the smallest size, of which all sizes are multiples.
+        rising: is called with each new top.
+        holes: (offset, bytes) below `start` that are free as well, used when nothing is left above.
+        least: the smallest size; all sizes are multiples of it.
         used: bytes of the blocks below `start` that are in use.
     """
 
@@ -44,9 +44,9 @@ class Heap(Owned):
         self._kept: dict[int, list[int]] = {}
         self._emptied: dict[int, list[int]] = {}
         self._kept_bytes, self._used_bytes = 0, used
-        # Before `trim` was last called, and since: the most bytes in use at once.
+        # The most bytes in use at once: between the last two calls of `trim`, and since the last one.
         self._peaks = 0, used
-        self._untaken: dict[int, int] = {}  # of each size, the fewest blocks kept at once since then
+        self._untaken: dict[int, int] = {}  # by size, the fewest blocks kept at once since the last `trim`
         self._discard = discard
         self._lock = threading.Lock()
 
@@ -104,11 +104,11 @@ class Heap(Owned):
 
     @property
     def untouched(self) -> tuple[int, int]:
-        """(offset, bytes) of what has never been handed out."""
+        """(offset, bytes) of the part that was never allocated."""
         return self._top, self._end - self._top
 
     def free(self, offset: int, nbytes: int) -> None:
-        if self.foreign:  # a child drops its copy of a tensor; the parent's is in use
+        if self.foreign:  # a forked child drops its copy of a tensor, while the parent still uses it
             return
         size = self.rounded(nbytes, self._least)
         self._used_bytes -= size
@@ -120,7 +120,7 @@ class Heap(Owned):
             self._kept.setdefault(size, []).append(offset)
 
     def trim(self) -> None:
-        """Give back what nobody has taken since the last call; to be called now and then."""
+        """Give back memory of blocks that nobody has taken since the last call; to be called now and then."""
         with self._lock:
             for size, blocks in list(self._kept.items()):  # finalizers may free some meanwhile
                 surplus = max(0, self._kept_bytes - _KEPT_FREE_BYTES)

@@ -1,7 +1,7 @@
-"""Memory for values: blocks of a rank's heap that outlive it, since they are the mesh's and not the process's.
+"""Memory for values that outlive their rank: blocks of the rank's heap, which belong to the mesh, not to the process.
 
-The heap's part of the arena is mapped a second time for them: what lies there is the value's own, and no rank's to
-reduce or to reuse (`Arena.is_leased`). Invariant: a block is free again when no tensor of this rank shows it.
+The heap's part of the arena is mapped a second time for them. A tensor in this second mapping owns its memory: ranks
+don't share or reuse it (`Arena.is_leased`). Invariant: a block is freed when no tensor of this rank uses it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Lasting(Owned):
     """The blocks for values in one rank's part of the arena.
 
     Args:
-        start, length: of that part.
+        start, length: where that part begins, and its bytes.
     """
 
     def __init__(self, fd: int, start: int, length: int, heap: Heap):
@@ -37,7 +37,7 @@ class Lasting(Owned):
         return self.hold(self._heap.allocate(nbytes), nbytes)
 
     def hold(self, offset: int, nbytes: int) -> torch.Tensor:
-        """The bytes of a block that is allocated."""
+        """The bytes of a block that is already allocated."""
         view = self._bytes[offset - self._start : offset - self._start + nbytes]
         reference = weakref.ref(view, self._dropped)
         self._held[id(reference)] = (reference, offset, nbytes)
@@ -48,7 +48,7 @@ class Lasting(Owned):
         self._heap.free(offset, nbytes)
 
     def extent_of(self, address: int, nbytes: int) -> Extent | None:
-        """Where a storage lies, if it is a block of these."""
+        """Where a storage lies, if it is in one of these blocks."""
         offset = address - self._base
         return Extent(offset + self._start, nbytes, 0) if 0 <= offset < self._length else None
 

@@ -1,8 +1,8 @@
-"""The ledger: what a rank keeps, told in shared memory, so that a process in its place can go on with it.
+"""The ledger: a list, in shared memory, of the values that a rank keeps, so that a replacement process can keep them.
 
-An entry has a number, the places that it refers to, some words, and bytes of its own: what is small lies in the entry
-itself. Invariants: an entry counts from the moment at which its word in the table is written, after all else of it; and
-one that is written anew by a successor counts for all of them at once, since the table changes with a single word.
+An entry has a number, the memory that it refers to, some words, and bytes of its own: small values lie in the entry
+itself. Invariants: an entry is valid once its word in the table is written, which happens last; and a successor's new
+entries all become valid at once, since a single word switches to the new table.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .blocks import Extent
 from .heap import Heap
 from .pages import PAGE
 
-_TABLE = 1 << 20  # entries at a time, a word each, of which the first says how many have been used
-_FEW = 4  # pieces, which are copied one by one; more of them by one system call
-_MOST = 1024  # that one takes: IOV_MAX
-_HEAD = 5  # words: all bytes, number, places, words, bytes of `data`
+_TABLE = 1 << 20  # entries, a word each; the first word says how many have been used
+_FEW = 4  # so many pieces are copied one by one, more of them by one system call
+_MOST = 1024  # pieces that one call takes: IOV_MAX
+_HEAD = 5  # words: bytes of the entry, its number, how many extents, how many words, bytes of `data`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """An entry as it is read.
+    """An entry, as read.
 
     Attributes:
-        number: names it to who wrote it.
+        number: the writer's name for it.
         extents: memory that it refers to.
         words, data: as written.
         pieces: the bytes that were copied, one after another.
@@ -53,14 +53,14 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 
-# Of `os.pwritev`, which wants an object with a buffer for each piece, and of tensors would have to make one.
+# Instead of `os.pwritev`, which needs a buffer object for each piece.
 _pwritev = ctypes.CDLL(None, use_errno=True).pwritev
 _pwritev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_long)
 _pwritev.restype = ctypes.c_ssize_t
 
 
 class Entries:
-    """What the ledger of a rank says that lies in the arena from `start` on; of its two halves one counts."""
+    """Reads a rank's ledger, which lies in the arena from `start` on; one of its two halves is valid."""
 
     def __init__(self, shared: memoryview, start: int, nbytes: int) -> None:
         self._bytes, self._start = shared, start
@@ -126,10 +126,10 @@ class Ledger(Entries):
         addresses: Sequence[int] = (),
         sizes: Sequence[int] = (),
     ) -> int:
-        """Add an entry; where it is in the table.
+        """Add an entry; returns its index in the table.
 
         Args:
-            addresses, sizes: of pieces of memory to copy.
+            addresses, sizes: pieces of memory to copy into the entry.
         """
         flat = [value for extent in extents for value in extent]
         count = _HEAD + len(flat) + len(words)
@@ -147,7 +147,7 @@ class Ledger(Entries):
         return entry
 
     def _copy(self, target: int, addresses: Sequence[int], sizes: Sequence[int]) -> None:
-        """Copy pieces of memory one behind the other to a place in the arena."""
+        """Copy pieces of memory, end to end, to an offset in the arena."""
         if len(sizes) > _FEW:
             pieces = array.array("Q", bytes(16 * len(sizes)))
             pieces[::2], pieces[1::2] = array.array("Q", addresses), array.array("Q", sizes)
@@ -179,7 +179,7 @@ class Ledger(Entries):
 
     @contextlib.contextmanager
     def anew(self) -> Iterator[None]:
-        """Begin with no entries; those that are written within count from its end on, and no others."""
+        """Replace all entries: those written inside this block become valid at its end, instead of the old ones."""
         half = self._all_words[self._start // 8]
         first = self._start + PAGE
         self._remove(first + (1 - half) * self._half_bytes, self._half_bytes)

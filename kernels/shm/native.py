@@ -1,7 +1,7 @@
-"""Small sums by a few hundred lines of C, where these could be compiled when the library was installed.
+"""Small sums by a few hundred lines of C, if these could be compiled when the library was installed.
 
-They take the place of most of the Python of a small all-reduction, which costs several times what is done. Nothing
-needs them: the bits are the same, ranks with and without may sum together, and `SPMD_NATIVE=0` leaves them out.
+They replace most of the Python of a small all-reduction, which takes several times as long as the sum itself. They are
+optional: the bits are the same, ranks with and without them can sum together, and `SPMD_NATIVE=0` turns them off.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KINDS = {torch.float32: "f", torch.float64: "d", torch.int64: "q"}
 
 
 def all_reduction(slots: Slots, shape: Sequence[int], dtype: torch.dtype, op: Op) -> AllReduce:
-    """What makes the all-reductions of one kind.
+    """The object that does the all-reductions of one kind.
 
     Raises:
         SpecError: there is no such op, or not of this dtype.
@@ -44,10 +44,11 @@ def all_reduction(slots: Slots, shape: Sequence[int], dtype: torch.dtype, op: Op
 
 
 class NativeSum(AllReduce):
-    """Small sums, of tensors whose bytes can be read where they lie.
+    """Small sums of tensors whose bytes can be read in place.
 
     Attributes:
-        address: of (tensor, op, label of the call) where the tensor's bytes are, if this sums such; else 0.
+        address: function of (tensor, op, label of the call): the address of the tensor's bytes if this is the kind of
+            sum for it, else 0.
     """
 
     def __init__(self, slots: Slots, call: Call, shape: Sequence[int], dtype: torch.dtype, op: Op):
@@ -73,12 +74,12 @@ class NativeSum(AllReduce):
 
     def __call__(self, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Tensor | None:
         source = self.address(tensor, self._op, self._label)
-        if not source:  # it may also be a tensor of zeros that has no memory
+        if not source:  # for example a tensor of zeros without memory
             return super().__call__(tensor, in_place=in_place)
         return self.summed(tensor, source, in_place)
 
     def summed(self, tensor: torch.Tensor, source: int, in_place: bool) -> torch.Tensor | None:
-        """As a call of this, of a tensor whose bytes are at an address."""
+        """Like a call, for a tensor whose bytes are at address `source`."""
         result = tensor if in_place else torch.empty_like(tensor)
         target = source if in_place else result.data_ptr()
         slots, small = self._slots, self._small_sum

@@ -1,4 +1,4 @@
-"""Which pages of a copy-on-write mapping were written, and so no longer show the file that they map."""
+"""Finds out which pages of a copy-on-write mapping were written, and so no longer show the mapped file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PAGEMAP_SCAN = 0xC0606610
 _FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
 _region = (ctypes.c_uint64 * 3)()
 _START, _RANGE = 16, struct.Struct("2Q")
-# Which pages: present or swapped, and not the file's.
+# Asks for pages that are present or swapped, and are not the file's.
 _request = bytearray(
     struct.pack(
         "12Q",
@@ -37,7 +37,7 @@ os.register_at_fork(after_in_child=_pagemap.cache_clear)
 
 
 def any_copied(address: int, nbytes: int) -> bool:
-    """Whether some page in the range is private memory by now; if that can't be found out, it may be.
+    """Whether some page in the range is private memory by now; True if that can't be found out.
 
     Source: Documentation/admin-guide/mm/pagemap.rst of the Linux kernel (PAGEMAP_SCAN since 6.7).
     """
@@ -53,7 +53,7 @@ def any_copied(address: int, nbytes: int) -> bool:
 
 
 def _any_copied_by_entry(pagemap: int, address: int, nbytes: int) -> bool:
-    """The same for older kernels, from one 64-bit entry a page: bit 63 present, 62 swapped, 61 file-backed."""
+    """The same for older kernels, from one 64-bit entry per page: bit 63 present, 62 swapped, 61 file-backed."""
     try:
         data = os.pread(pagemap, -(-nbytes // PAGE) * 8, address // PAGE * 8)
     except OSError:
@@ -69,5 +69,5 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Have the pages of a range in memory, as far as that can be: their first touch costs more than a copy to them."""
+    """Map the pages of a range in advance, as far as possible: first touching a page costs more than a copy to it."""
     _madvise(address, nbytes, _POPULATE_WRITE)

@@ -1,9 +1,9 @@
-"""Sums of matrices that ranks give as products, of which each rank computes some rows out of the factors of all.
+"""Sums of matrices that ranks give as products: each rank computes some rows of the sum from the factors of all ranks.
 
-A weight's gradient is `left.t() @ right`, with as many rows in each as the layer had. Where these are few, the factors
-are far less than the matrix: ranks exchange them, and each writes its rows of the sum, once, straight into the block
-that all read. Nothing is added. A rank may give its matrix instead, and is added in its place; so that what each gives
-is its own affair, and the order is that of the ranks. Invariant: the same bits for the same pieces, whoever reads them.
+A weight's gradient is `left.t() @ right`, where both factors have a row for each row of the layer's input. If these are
+few, the factors are much smaller than the matrix. So ranks exchange factors, and each writes its rows of the sum, once,
+straight into the block that all read, as one product. Whatever the others give, a rank may give its matrix instead;
+then the ranks' pieces are added in rank order. Invariant: the same pieces give the same bits, whoever reads them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Piece(NamedTuple):
     """What a rank gives to a sum, in words of its slot.
 
     Attributes:
-        matrix: where in the arena its matrix lies; 0 if it gives factors.
-        left, right: where these lie.
-        length: how many rows they have.
+        matrix: the offset of its matrix in the arena; 0 if it gives factors.
+        left, right: the offsets of its factors.
+        length: how many rows the factors have.
     """
 
     matrix: int = 0
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 
 def sum_of_products(slots: Slots, rows: int, columns: int, dtype: torch.dtype, given: Given) -> Steps:
-    """The sum as a flat tensor; what is given as a matrix is a `scratch` of the communicator, which this consumes."""
+    """The sum as a flat tensor; a given matrix must be a `scratch` of the communicator, which this consumes."""
     arena, size, call = slots.arena, dtype.itemsize, Call("sum_of_products", dtype, (rows, columns))
     sequence = slots.begin(call.text)
     if isinstance(given, torch.Tensor):

@@ -1,8 +1,8 @@
-"""Messages between ranks of one host: a ring of a few places from each rank to each other, in the sender's memory.
+"""Messages between ranks of one host: for each ordered pair of ranks a ring with a few places, in the sender's memory.
 
-The sender copies the bytes into a block of its own and posts where they lie; the receiver notes what has arrived, so
-that the ring has room again, and marks the block when it has copied it. Invariant: of a ring's two counters one is the
-sender's, one the receiver's, each on a cache line of its own.
+The sender copies the bytes into a block of its own and posts its offset. The receiver takes posts out of the ring as
+they arrive, so that it has room again, and marks the block when it has copied it. Invariant: of a ring's two counters
+one is written by the sender and one by the receiver, each on its own cache line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..word_key import word_key
 from .arena import Arena
 
 _RING = 32  # messages under way from one rank to another
-_LARGE = 1 << 15  # bytes; before memory is taken for more, all blocks that were read are freed
+_LARGE = 1 << 15  # bytes; before a larger block is allocated, all blocks that were read are freed
 # words of a message in a ring, and of the ring's own head; bytes before a message's data
 _TAG, _AT, _NBYTES, _MESSAGE = 0, 1, 2, 4
 _SENT, _PULLED, _HEAD = 0, 8, 16
@@ -32,7 +32,7 @@ class Rings:
 
     Args:
         ranks: the group's ranks in the mesh.
-        key: the group's, under which rings are published.
+        key: the group's key, under which rings are published.
     """
 
     def __init__(self, arena: Arena, ranks: Sequence[int], rank: int, key: int):
@@ -45,7 +45,7 @@ class Rings:
         self._arrived: list[tuple[int, int, int, int]] = []  # (source, tag, block, bytes) not yet asked for
 
     def free_all(self) -> None:
-        """Give back all memory; only when no peer looks at it any more."""
+        """Free all memory; only when no peer reads it any more."""
         for key, offset in self._made.items():
             self._arena.directory.forget(key)
             self._arena.heap.free(offset, _RING_BYTES)
@@ -55,7 +55,7 @@ class Rings:
         self._unread.clear()
 
     def _ring(self, src: int, dst: int) -> int | None:
-        """First word of the ring of messages from `src` to `dst`, or None while the sender has not made it."""
+        """The first word of the ring from `src` to `dst`, or None if the sender has not made it yet."""
         ring = self._rings.get((src, dst))
         if ring is None:
             key = word_key("ring", self._key, src, dst)
@@ -75,7 +75,7 @@ class Rings:
         assert ring is not None
         turn = self._turns.get(dst, 0)  # messages to one destination keep their order
         self._turns[dst] = turn + 1
-        # A few in turn, as some may never be asked for; all of them before memory is taken for a large one.
+        # Check a few blocks in turn, since some may never be received; all of them before a large block is allocated.
         for _ in range(len(self._unread) if nbytes > _LARGE else min(2, len(self._unread))):
             taken, its_bytes = self._unread.popleft()
             if words[taken // 8]:
@@ -93,7 +93,7 @@ class Rings:
         self._unread.append((block, _BLOCK_HEAD + nbytes))
 
     def poll(self) -> None:
-        """Note what has arrived, so that the senders' rings never fill up with messages nobody asks for yet."""
+        """Take arrived messages out of the rings, so that these never fill up with messages nobody asks for yet."""
         words = self._words
         for src in range(len(self._participants)):
             ring = self._ring(src, self._rank)

@@ -1,9 +1,9 @@
 """The slots: what the ranks of a group tell each other about their operations, in words of one block.
 
-Each rank has a line: how far it has posted, reduced and read (all counting the group's operations), and for each of the
-last few operations a slot. There it says which call it makes (a signature), where its part lies, and on the first rank
-where the result goes, which may be announced before it has posted. Invariants: a rank writes only its own line, the
-slot before the word that says so; and it uses a slot again only when every peer has read past its last use.
+Each rank has a line: up to which of the group's operations it has posted, reduced and read, and a slot for each of the
+last few operations. The slot says which call the rank makes (a signature), where its part lies, and on the first rank
+where the result goes, which it may announce before it posts. Invariants: a rank writes only its own line, and fills a
+slot before it counts the operation as posted; and it reuses a slot only when every peer has read past its last use.
 See docs/architecture.md, section 9.
 """
 
@@ -24,12 +24,12 @@ from .pages import PAGE
 
 SLOTS = 8
 SPINS = 400
-_MOMENT_SECONDS = 0.5  # for a rank that is not held up to say which call it makes instead
-_LOOK_NANOSECONDS = 50e6  # of a processor, in which a rank that waits would have looked
+_MOMENT_SECONDS = 0.5  # how long ranks that aren't held up get to say which call they made instead
+_LOOK_NANOSECONDS = 50e6  # of processor time; a waiting rank that had so much has looked
 
 # words of a rank's line
 _POSTED, _REDUCED, _READ, _ANNOUNCED, _CLOSED, _LINE = 0, 1, 2, 3, 4, 8
-# words of a slot; from `_TENSOR` on those of `Part`, from `_TABLE` on two for each rank
+# words of a slot: from `_TENSOR` on those of `Part`, from `_TABLE` on two for each rank
 _SIGNATURE, _RESULT, _RELEASE, _TENSOR, _TABLE = 0, 1, 2, 3, 7
 
 
@@ -37,9 +37,9 @@ class Part(NamedTuple):
     """Where a rank's part of a large reduction lies, in words of its slot.
 
     Attributes:
-        tensor: where in the arena its tensor lies, whole; 0 elsewhere.
-        in_place: whether that is to be overwritten with the result.
-        staged: where the slices lie that it has copied for others; 0 if it hasn't.
+        tensor: the offset of the whole tensor in the arena; 0 if it is not there.
+        in_place: whether this tensor is to be overwritten with the result.
+        staged: the offset of the slices that it has copied for others; 0 without any.
         direct: whether its first slice is in the result block, to be added to there.
     """
 
@@ -50,14 +50,14 @@ class Part(NamedTuple):
 
 
 def block_bytes(size: int) -> tuple[int, int]:
-    """(bytes of the lines of `size` ranks, bytes of all that their slots need)."""
+    """(bytes of the lines of `size` ranks, bytes of lines and slots' data together)."""
     lines = size * _line_words(size) * 8
     return lines, lines + size * SLOTS * small_bytes(size)
 
 
 def small_bytes(size: int) -> int:
-    """Bytes of data in each slot of `size` ranks: of a reduction up to there every rank adds all parts by itself."""
-    # Above, slices are cheaper: for two ranks sooner than for four, and for many, who would have much to add.
+    """Bytes of data in each slot of `size` ranks; in a reduction up to this size every rank adds all parts itself."""
+    # Above, slices are cheaper: with two ranks sooner than with four, and with many, since each would add much.
     return 1 << 17 if size < 3 else max(1 << 15, (1 << 20) // size // PAGE * PAGE)
 
 
@@ -70,9 +70,10 @@ class Slots:
 
     Args:
         ranks: the group's ranks in the mesh.
-        block, key: where the lines lie, zeroed; what no other group has, nor this one in another generation.
-        operations: those under way, which go on while a call waits for a condition.
-        site: where the user called the operation at work.
+        block: the offset of the lines, which are zeroed.
+        key: a number that no other group has, nor this one in another generation.
+        operations: the operations under way, which go on while a call waits for a condition.
+        site: tells where the user called the running operation.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Slots:
         self.arena, self.ranks, self.rank, self.size = arena, ranks, rank, len(ranks)
         self.words = arena.words
         self.staging = Staging(arena.heap, arena.results, leads=rank == 0, members=tuple(map(arena.participant, ranks)))
-        self.begun = array.array("Q", [0])  # how many operations; not in the line, which peers read
+        self.begun = array.array("Q", [0])  # how many operations were begun; not in the line, which peers read
         self._key, self._operations, self._wait, self._site = key, operations, operations.wait_until, site
         self.spins, self._tries = spin, range(SPINS if spin else 1)
         self._free_through = SLOTS  # operations whose slots are known to be free
@@ -102,7 +103,7 @@ class Slots:
         self._others = [arena.participant(member) for member in ranks if member != ranks[rank]]
         self._sleeping = [arena.bells.at[other] for other in self._others]
         self._own = [self._slot(rank, slot) for slot in range(SLOTS)]
-        # By slot, for the others: the word that says how far it has posted, and its signature.
+        # By slot, for each peer: the word that says how far it has posted, and the word of its signature.
         self._peers = [
             [(line + _POSTED, self._slot(peer, slot)) for peer, line in enumerate(self._lines) if peer != rank]
             for slot in range(SLOTS)
@@ -112,15 +113,15 @@ class Slots:
         return self._lines[rank] + _LINE + (sequence % SLOTS) * self._slot_words
 
     def inline(self, rank: int, sequence: int) -> int:
-        """Where a rank's data lies that is small enough for its slot."""
+        """The offset of a rank's data that is small enough for its slot."""
         return self._inline + (rank * SLOTS + sequence % SLOTS) * self.small_bytes
 
     def reserve(self, sequence: int, nbytes: int) -> int:
-        """Where this rank stages so much, for the others to read."""
+        """The offset at which this rank stages `nbytes` for others to read."""
         return self.inline(self.rank, sequence) if nbytes <= self.small_bytes else self.staging.stage(sequence, nbytes)
 
     def offsets(self) -> tuple[tuple[int, int, int, int], ...]:
-        """Of each rank, in bytes: where it says how far it has posted, its first slot, the data of that, its bell."""
+        """For each rank the offsets of its word of how far it has posted, first slot, that slot's data, and bell."""
         bells = [self.arena.bells.at[self.arena.participant(member)] for member in self.ranks]
         return tuple(
             (8 * (line + _POSTED), 8 * self._slot(rank, 0), self.inline(rank, 0), 8 * bells[rank])
@@ -128,13 +129,13 @@ class Slots:
         )
 
     def strides(self) -> tuple[int, int, int]:
-        """How many slots a rank has, and in bytes what each takes, and its data."""
+        """How many slots a rank has, the bytes of each slot, and the bytes of its data."""
         return SLOTS, 8 * self._slot_words, self.small_bytes
 
     # -- beginning and end of an operation -----------------------------------------------------------------------------
 
     def begin(self, what: str) -> int:
-        """The next operation's number, once its slot is free."""
+        """Begin the next operation; returns its number, once its slot is free."""
         self.begun[0] = sequence = self.begun[0] + 1
         if sequence > self._free_through and not self._is_free(sequence):
             self._wait(lambda: self._is_free(sequence), what)
@@ -150,22 +151,22 @@ class Slots:
         return min(self.words[line + _READ] for line in self._lines)
 
     def reclaim(self) -> None:
-        """Free what was staged for operations that all have read."""
+        """Free what was staged for operations that all ranks have read."""
         if self.staging.staged:
             self.staging.free_through(self._read_by_all())
 
     def reduced(self, sequence: int) -> None:
-        """This rank's slice of the result is there."""
+        """Publish that this rank's slice of the result is written."""
         self.words[self._line + _REDUCED] = sequence
         self.wake()
 
     def read(self, sequence: int) -> None:
-        """This rank reads nothing of this operation any more."""
+        """Publish that this rank reads nothing of this operation any more."""
         self.words[self._line + _READ] = sequence
         self.wake()
 
     def finish_small(self, sequence: int) -> None:
-        """Both, of an operation without a second half, for which nobody waits."""
+        """`reduced` and `read` in one, for an operation without a second half; wakes no rank, since none waits."""
         self.words[self._line + _REDUCED] = self.words[self._line + _READ] = sequence
 
     def all_reduced_by(self, sequence: int) -> Ready:
@@ -184,7 +185,7 @@ class Slots:
         return True
 
     def took_part(self, rank: int, sequence: int) -> bool:
-        """Whether a rank has done what an operation needs of it by now: in its second half a sum, before it a post."""
+        """Whether a rank has done its part of an operation so far: posted, or in the second half, reduced."""
         word = _REDUCED if self.words[self._line + _REDUCED] >= sequence else _POSTED
         return self.words[self._lines[rank] + word] >= sequence
 
@@ -195,42 +196,42 @@ class Slots:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self, stage: int) -> None:
-        """Say how far this rank has got in giving the group up: 1, begins nothing any more; 2, reads nothing of it."""
+        """Publish how far this rank has closed the group: 1, it begins nothing any more; 2, it reads nothing of it."""
         self.words[self._line + _CLOSED] = stage
 
     def closed(self, rank: int) -> int:
-        """How far a rank has got in giving the group up."""
+        """How far a rank has closed the group."""
         return self.words[self._lines[rank] + _CLOSED]
 
     # -- posting -------------------------------------------------------------------------------------------------------
 
     def post(self, sequence: int, call: Call | None) -> None:
-        """Say which call this is."""
+        """Publish which call this rank makes."""
         self.words[self._own[sequence % SLOTS]] = 0 if call is None else call.signature
         self.words[self._line + _POSTED] = sequence
         self.wake()
 
     def wake(self) -> None:
-        """Wake who sleeps until this rank writes what it has just written."""
+        """Wake peers that sleep, since this rank has written something that they may wait for."""
         for sleeping in self._sleeping:
             if self.words[sleeping]:
                 self.arena.bells.ring(self._others)
                 return
 
     def post_part(self, sequence: int, call: Call, part: tuple[int, int, int, int]) -> None:
-        """Say which call this is, and where this rank's part lies: a `Part`, or what else its kind of call has."""
+        """Publish which call this rank makes, and its part: a `Part`, or four other words for another kind of call."""
         at, words = self._own[sequence % SLOTS] + _TENSOR, self.words
         words[at], words[at + 1], words[at + 2], words[at + 3] = part
         self.post(sequence, call)
 
     def post_table(self, sequence: int, entries: Sequence[tuple[int, int]]) -> None:
-        """Before posting: (where it lies, bytes) of the piece for each rank."""
+        """Before posting, write (offset, bytes) of the piece for each rank."""
         at, words = self._slot(self.rank, sequence) + _TABLE, self.words
         for rank, (offset, nbytes) in enumerate(entries):
             words[at + 2 * rank], words[at + 2 * rank + 1] = offset, nbytes
 
     def entry(self, sequence: int, rank: int) -> tuple[int, int]:
-        """(where it lies, bytes) of what a rank has for this one."""
+        """(offset, bytes) of the piece that a rank has for this one."""
         at = self._slot(rank, sequence) + _TABLE + 2 * self.rank
         return self.words[at], self.words[at + 1]
 
@@ -250,7 +251,7 @@ class Slots:
         return ready
 
     def await_posted(self, sequence: int, call: Call) -> None:
-        """Wait until every peer has posted this operation, in a call that makes no steps."""
+        """Wait until every peer has posted this operation, in a call that is not driven by steps."""
         words, signature = self.words, call.signature
         if not self.spins and yielded(self.posted(sequence, call)):
             return
@@ -265,7 +266,7 @@ class Slots:
                 self._disagree(sequence, call)
 
     def await_ready(self, ready: Ready, call: Call) -> None:
-        """Wait for a step's condition, in a call that is not among the operations under way."""
+        """Wait for a step's condition, in a call that is not in the queue of operations."""
         for _ in self._tries:
             if ready():
                 cores.lost -= SAVED_SECONDS
@@ -274,7 +275,7 @@ class Slots:
             self._wait(ready, call.text)
 
     def parts(self, sequence: int) -> list[int]:
-        """The words of the parts of all ranks, four of each."""
+        """The words of all ranks' parts, four per rank."""
         words, at = self.words, _LINE + (sequence % SLOTS) * self._slot_words + _TENSOR
         found: list[int] = []
         for line in self._lines:
@@ -284,7 +285,7 @@ class Slots:
     # -- where the result goes -----------------------------------------------------------------------------------------
 
     def announce(self, sequence: int, call: Call, result: Result) -> None:
-        """The first rank: say where the result goes, before it posts."""
+        """On the first rank, publish where the result goes, before it posts."""
         slot, words = self._slot(self.rank, sequence), self.words
         words[slot + _SIGNATURE] = call.signature
         words[slot + _RESULT], words[slot + _RELEASE] = result
@@ -296,7 +297,7 @@ class Slots:
         words, leader, slot = self.words, self._lines[0], self._slot(0, sequence)
 
         def ready() -> bool:
-            # A call of another kind is posted without an announcement.
+            # A different kind of call is posted without an announcement.
             if words[leader + _ANNOUNCED] < sequence and words[leader + _POSTED] < sequence:
                 return False
             if words[slot + _SIGNATURE] != call.signature:
@@ -314,7 +315,7 @@ class Slots:
     # -- disagreement --------------------------------------------------------------------------------------------------
 
     def _disagree(self, sequence: int, call: Call | None) -> NoReturn:
-        """Tell the others what this rank called, wait to learn what they did, and raise."""
+        """Publish what this rank called, wait to learn what the others called, and raise."""
         arena = self.arena
         mine = f"{call.text if call else 'the second half of an operation'}, call {sequence}, at {self._site()}"
         arena.set_status(mine, self._key)
@@ -328,7 +329,7 @@ class Slots:
             over = now - held_up > _MOMENT_SECONDS or now - began > self._operations.timeout or bool(arena.aborted())
             for rank, member in enumerate(self.ranks):
                 stated = arena.status(arena.participant(member), self._key)
-                if rank != self.rank and stated:  # not of a wait, nor of another group
+                if rank != self.rank and stated:  # of this group, and not the text of a wait
                     sides[rank] = stated
             time.sleep(1e-3)
         for rank in range(self.size):
@@ -336,10 +337,10 @@ class Slots:
         raise disagreement(self.ranks, sides)
 
     def _held_up(self, rank: int, computed: dict[int, int]) -> bool:
-        """Whether a rank could not look yet: it waits for a core, or is stopped.
+        """Whether a rank has had no chance to look yet: it waits for a core, or is stopped.
 
         Args:
-            computed: by rank for how many nanoseconds it had computed when it was first asked about.
+            computed: by rank, its nanoseconds of processor time when it was first asked about.
         """
         pid, _ = self.arena.process(self.arena.participant(self.ranks[rank]))
         status, now = status_of(pid), nanoseconds_of(pid)

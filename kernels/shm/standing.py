@@ -1,7 +1,7 @@
-"""The arena of ranks that are in no region: they stay together until each ends its part, or its process.
+"""The arena of ranks that run outside of regions: they stay together until each calls `end`, or its process ends.
 
-So nobody tells them of a death: whoever waits for a rank looks whether that is still there. Invariant: a rank that has
-done its part in an operation before it went is not missed in it.
+Nobody tells them that a rank died: a rank that waits for another one checks whether its process still exists.
+Invariant: an operation does not fail because of a rank that had done its part in it before it ended or died.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from .arena import Arena
 
 
 class StandingArena(Arena):
-    """As `Arena`, for ranks that are together from `begin` to `end`."""
+    """An `Arena` for ranks that are together from `begin` to `end`."""
 
     def begin(self) -> None:
-        """All ranks have mapped it."""
+        """Call this when all ranks have mapped the arena."""
         self.watch_processes()
         self.enter(1)
 
     def end(self) -> None:
-        """This rank takes part in nothing any more."""
+        """Call this when this rank takes part in nothing any more."""
         self.leave()
         super().close()
 
     def check_peers(self) -> None:
-        """Nothing: the death of a rank is nothing to those that don't wait for it; see `lost`."""
+        """Do nothing: a rank's death concerns only ranks that wait for it; see `lost`."""
 
     def has_left(self, rank: int) -> bool:
         return super().has_left(rank) or self.lost(rank) is not None

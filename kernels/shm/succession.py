@@ -1,8 +1,8 @@
-"""How a process takes over the part of the arena of a rank that died, whose place it has: what is kept, it keeps.
+"""How a process that replaces a dead rank takes over its part of the arena, with the values that the rank kept.
 
-What the dead rank's ledger names stays as it is; of the views that it had taken of other ranks' results, all but those
-are dropped; and the rest of its heap is given back. Invariant: this is over before the new rank enters a region, and
-the survivors only ever see counters move on.
+The memory that the dead rank's ledger names stays as it is; all its other views of results count as dropped, and the
+rest of its heap is freed. Invariant: this is over before the new rank enters a region, and the survivors only see
+counters grow.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .ledger import Record
 
 
 def take_over(arena: Arena) -> list[tuple[Record, list[torch.Tensor]]]:
-    """What the process before this one kept: each entry of the ledger, and the bytes of its places."""
+    """What the process before this one kept: each entry of the ledger, and the bytes of its extents."""
     records = arena.ledger.read()
     named = {extent for one in records for extent in one.extents}
     again = Counter(extent.release for extent in named if extent.release)
     for register in arena.registers:
         for block, _, members in register:
-            if arena.rank in members:  # all views of it count as dropped but those that are taken again
+            if arena.rank in members:  # its views count as dropped, except those that are taken again
                 dropped = block // 8 + members.index(arena.rank)
                 arena.words[dropped] = arena.words[dropped + len(members)] - again[dropped]
     own = arena.registers[arena.rank]
@@ -40,7 +40,7 @@ def take_over(arena: Arena) -> list[tuple[Record, list[torch.Tensor]]]:
 
 
 def kept_by(arena: Arena, rank: int) -> list[tuple[Record, list[torch.Tensor]]]:
-    """What a rank keeps, for another participant to read while the rank does nothing, or is no more."""
+    """What a rank keeps, for another participant to read while the rank does nothing, or has died."""
     found = []
     for one in arena.entries_of(rank).read():
         found.append((one, [arena.tensor(extent.offset, extent.nbytes, torch.uint8) for extent in one.extents]))
@@ -48,7 +48,7 @@ def kept_by(arena: Arena, rank: int) -> list[tuple[Record, list[torch.Tensor]]]:
 
 
 def _gaps(kept: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
-    """What lies between (offset, bytes) in order, from `start` to `end`.
+    """The gaps between sorted pieces of (offset, bytes), from `start` to `end`.
 
     >>> _gaps([(4, 2), (6, 1)], 0, 10)
     [(0, 4), (7, 3)]
@@ -64,7 +64,7 @@ def _gaps(kept: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[i
 
 
 def extent_of(arena: Arena, storage: torch.UntypedStorage, *, written: bool = False) -> Extent | None:
-    """Where a storage lies, if that outlives this process; None for memory of its own, and for what it has changed.
+    """Where a storage lies, if its memory outlives this process; None for private memory, and for changed views.
 
     Args:
         written: see `Views.extent_of`.

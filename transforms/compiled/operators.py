@@ -1,11 +1,11 @@
-"""The collectives as operators that are registered with torch, which its compiler puts into a graph as they are.
+"""The collectives as operators registered with torch, which its compiler puts into graphs as they are.
 
-Each takes a tensor and a token, and gives a tensor and a token (see `_tokens`): what a graph does is sorted by what
-depends on what, and the tokens keep all ranks' collectives, and all their transposes, in the order of the program.
+Each takes a tensor and a token, and gives a tensor and a token (see `_tokens`). A compiler may reorder operations that
+don't depend on each other; tokens keep the collectives of all ranks, and their transposes, in the program's order.
 An operator names its axes; which ranks these are, and how much this rank's samples weigh, it finds out when it runs.
-The first leaf of a tree comes with the keys of all, which ranks compare.
-Invariant: values and gradients are those of `_operations`; only traced code comes here, for which torch's own dispatch
-of such an operator costs nothing.
+The first leaf of a tree comes with the keys of the whole tree, which ranks compare.
+Invariant: values and gradients are those of `_operations`. Only traced code uses these operators, since torch's
+dispatch of a custom operator is slow in eager mode.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _communicator(name: str, axes: Sequence[str], size: int) -> Communicator:
 
 
 def _done(operation: Operation, x: Tensor, backward: bool) -> Tensor:
-    """What an operation gives, dense and in memory that is not the input's, as its fake says."""
+    """The result of an operation, contiguous and in memory of its own, as the operator's fake promises."""
     x = forget_undefined(x, current_plan()) if backward else x
     result = perform(operation, x.detach())
     if result.data_ptr() == x.data_ptr() and result.numel():
@@ -56,7 +56,7 @@ def _done(operation: Operation, x: Tensor, backward: bool) -> Tensor:
 
 
 def _register(name: str, more: str, forward: Callable[..., Tensor], shape: Shape, backward: Callable[..., Any]) -> Any:
-    """One operator: what it does, the shape of what it gives, and its gradient."""
+    """Register one operator: `forward`, the shape of its result, and its gradient."""
 
     def run(x: Tensor, token: Tensor, axes: Sequence[str], size: int, back: bool, keys: Any, *rest: Any) -> Pair:
         comm = _communicator(name, axes, size)
@@ -91,7 +91,7 @@ def _same(x: Tensor, size: int) -> Sequence[int]:
 
 
 def _linear(name: str, kind: Callable[..., Any], more: str = "", shape: Shape = _same, transpose: str = "") -> Any:
-    """An operation that is determined by what follows `backward`; its transpose takes the same."""
+    """The operator of a linear operation, whose transpose takes the same further arguments (`more`)."""
 
     def forward(comm: Communicator, x: Tensor, backward: bool, axes: Any, *rest: Any) -> Tensor:
         return _done(kind(comm, *rest), x, backward)
@@ -132,7 +132,7 @@ ppermute = _register("ppermute", ", int[] sources, int[] targets", _permuted, _s
 
 
 def _mean(comm: Communicator, x: Tensor, backward: bool, axes: tuple[str, ...], transposed: bool) -> Tensor:
-    """`pmean`, or its transpose: where ranks have unequal shares, the weight comes before the sum, or after it."""
+    """`pmean` or its transpose: with unequal shares, ranks are weighted before the sum, in the transpose after it."""
     plan, sizes = current_plan(), require("pmean").session.layout.axes
     if not any(total % sizes[name] for name, (_, total) in plan.samples.items() if name in axes):
         return _done(Sum(comm, "avg"), x, backward)
@@ -159,7 +159,7 @@ def _extreme(op: str) -> Any:
         return _done(Extreme(comm, op), x, backward)
 
     def gradient(of_result: Tensor, of_token: Tensor, axes: Any, size: int, rest: Any, saved: Any) -> Pair:
-        """To the ranks that hold the extreme, shared alike."""
+        """Divide the gradient equally among the ranks that hold the extreme."""
         x, extreme = saved
         total, token = torch.ops.spmd.psum(of_result, of_token, axes, size, True, [])
         holds = (x.detach() == extreme.detach()).to(x.dtype)

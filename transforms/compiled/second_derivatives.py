@@ -1,9 +1,9 @@
-"""Second derivatives of what `torch.compile` has made are refused: its graphs have first derivatives only.
+"""Refuses second derivatives of compiled functions: graphs of `torch.compile` have first derivatives only.
 
-Torch refuses them as well, but only where it comes to the node that says so, which a backward pass to some leaves goes
-around: what comes out lacks a part, without a word. Invariant: the tape of each gradient of a step is looked at, also
-where several are of one code (a helper that is given losses), and again after graphs were compiled (the first call of a
-signature runs in eager mode).
+Torch refuses them too, but only when it reaches the node that raises. A backward pass to some leaves does not reach
+it, and silently gives a gradient that lacks a part. Invariant: the autograd graph of each gradient in a step is
+checked, even if several gradients run the same code (a helper that is passed the loss), and again after graphs were
+compiled (the first call of a signature runs in eager mode).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ...kernels.errors import SpecError, message
 from .._call import Call
 from ..first_call.samples import nodes
 
-_NODE = "CompiledFunctionBackwardBackward"  # on a tape, the gradient of a compiled graph's gradient
+_NODE = "CompiledFunctionBackwardBackward"  # the autograd node that differentiates a compiled graph's gradient
 
 
 def check_differentiated_once(call: Call, value: Tensor) -> None:
-    """Refuse a value that was computed of a gradient of a compiled function."""
+    """Refuse a value that was computed from the gradient of a compiled function."""
     graphs = torch_compiled.graphs()
     if not graphs:
         return

@@ -1,9 +1,9 @@
 """The named-axis collectives as `torch.compile` traces them: one operator of `operators` for each leaf.
 
-What the eager functions do is not to be traced: communicators, locks, memory of other processes. While a compiler
-traces, they come here, and the graph goes on; guards hold the size of the axis that it was compiled for. What is not
-simple enough (`traceable`) is left to the eager function, before which the graph breaks, and so are all errors.
-Invariant: the state of `_tokens` is before and after a graph what it would be if its collectives had been run eagerly.
+What the eager functions use can't be traced: communicators, locks, memory of other processes. While a compiler traces,
+they call this file instead, and the graph goes on; its guards hold the axis size that it was compiled for. Calls that
+are not `traceable`, and all errors, are left to the eager function, before which the graph breaks.
+Invariant: before and after a graph the state of `_tokens` is as if its collectives had run eagerly.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def traceable(x: Any, axis: Any, *, replicates: bool, fits: Callable[[Tensor, int], bool] | None = None) -> bool:
-    """Whether a compiler, which traces what is called now, finds all that it needs.
+    """Whether the compiler can trace this collective.
 
     Args:
         replicates: whether the result is the same on all ranks of the axis.
-        fits: whether a leaf is one for so many ranks.
+        fits: whether the collective accepts a leaf, on this number of ranks.
     """
     region = current()
     if region is None or in_torch_func() or torch.compiler.is_exporting():
@@ -44,7 +44,7 @@ def traceable(x: Any, axis: Any, *, replicates: bool, fits: Callable[[Tensor, in
     for leaf in _leaves(x):
         if type(leaf) not in _PLAIN or leaf.is_sparse or leaf.device.type == "meta":
             return False
-        # A mark of what the result differs over can't be put on a tensor that is only traced.
+        # The result would need a mark of the axes that it differs over, which a traced tensor can't carry.
         marked = None if replicates and in_gradient else getattr(leaf, "_spmd_axes", None)
         if marked is not None and (not replicates or marked - set(names)):
             return False
@@ -54,9 +54,9 @@ def traceable(x: Any, axis: Any, *, replicates: bool, fits: Callable[[Tensor, in
 
 
 def each(operator: str, x: Any, axis: Any, *rest: Any, before: Any = None, after: Any = None) -> Any:
-    """An operator for each leaf of a tree, with what is to be done to the leaf before, and to the result."""
+    """Call an operator for each leaf of a tree; `before` is applied to the leaf, and `after` to the result."""
     names = [axis] if isinstance(axis, str) else list(axis)
-    keys = _keys(x, "") if type(x) in (dict, list, tuple) else []  # which go with the first leaf
+    keys = _keys(x, "") if type(x) in (dict, list, tuple) else []  # sent along with the first leaf
 
     def one(leaf: Any) -> Any:
         nonlocal keys
@@ -72,7 +72,7 @@ def each(operator: str, x: Any, axis: Any, *rest: Any, before: Any = None, after
 
 
 def _keys(x: Any, path: str) -> list[str]:
-    """Where the leaves are in a tree, as `trees.keys_text` has it."""
+    """The path of each leaf in a tree, written as by `trees.keys_text`."""
     if type(x) is dict:
         return [key for name, one in x.items() for key in _keys(one, f"{path}[{trees.key_text(name)}]")]
     if type(x) in (list, tuple):
@@ -81,7 +81,7 @@ def _keys(x: Any, path: str) -> list[str]:
 
 
 def _call(name: str, x: Tensor, names: list[str], keys: list[str], *rest: Any) -> Tensor:
-    from . import operators  # whose registration takes milliseconds, on every rank
+    from . import operators  # here, since registering them takes milliseconds on every rank
 
     operator, here = getattr(operators, name), state()
     size = _size(names)
@@ -91,7 +91,7 @@ def _call(name: str, x: Tensor, names: list[str], keys: list[str], *rest: Any) -
         here.order = token.detach()
     elif torch.is_grad_enabled():
         result, here.token = operator(x, here.token, names, size, False, keys, *rest)
-    else:  # the chain goes on, though nothing is to be differentiated here
+    else:  # under no_grad: the chain must still go on
         result, token = operator(x, here.token, names, size, False, keys, *rest)
         with torch.enable_grad():
             here.token = here.token + token

@@ -1,11 +1,11 @@
-"""Gradients of linear layers' weights in graphs that Inductor compiles, computed where they are summed.
+"""Gradients of linear layers' weights in graphs that Inductor compiles, computed in their buckets.
 
-What `_linear_weights` does with a tape, for a graph, which is one node of it: in the graph of forward and backward the
-product that is a large weight's gradient becomes an operator, `weight_gradient`. When it runs, it gives the factors to
-the sum over ranks that wants them. Which gradients of a graph such operators make is noted when its backward first
-runs; from the next time on torch is not asked for them. Invariants: factors are given to a sum only where the tape
-shows that the graph is all that uses the leaf; everywhere else, and the first time, the operator is the product that it
-stands for.
+`_linear_weights` does this for the nodes of an autograd graph; a graph that Inductor compiled is a single node there.
+So in the compiler's joint graph of forward and backward, the product that is a large weight's gradient is replaced by
+an operator, `weight_gradient`. When it runs, it gives its factors to the sum over ranks that asked for them. Which
+gradients of a graph come from such operators is noted when its backward first runs; from then on torch is not asked for
+them. Invariants: factors go to a sum only where the autograd graph shows that nothing else uses the leaf; otherwise,
+and the first time, the operator computes the product itself.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from ...kernels import torch_compiled, torch_private
 from ...kernels.torch_private import Node
 
 Fill = Callable[..., None]
-"""`fill(left, right, borrowed=True)`: whose memory the graph uses again when the call is over."""
+"""`fill(left, right, borrowed=True)`: the graph reuses the factors' memory as soon as the call returns."""
 
-NODE = "CompiledFunctionBackward"  # a compiled graph on the tape
+NODE = "CompiledFunctionBackward"  # the autograd node of a compiled graph
 _SOURCE = Path(__file__)
-LARGE = 1 << 17  # bytes of a weight; below, a copy costs less than finding out
+LARGE = 1 << 17  # bytes of a weight; a smaller gradient is copied faster than its node is looked for
 
 _made: weakref.WeakKeyDictionary[type, set[int]] = weakref.WeakKeyDictionary()
-"""By the type of a graph's node, of which each has its own, the edges to leaves whose gradients operators make."""
+"""For the type of a graph's node (each graph has its own), the edges to leaves whose gradients operators compute."""
 
 
 class _Running(threading.local):
-    """Of the graph whose backward runs on this thread, by the `id` of weights: what takes factors, and what was met."""
+    """For the backward of a graph that runs on this thread: who takes a weight's factors, and which weights were met.
+
+    Weights are named by their `id`.
+    """
 
     def __init__(self) -> None:
         self.fills: dict[int, Fill] = {}
@@ -50,14 +53,14 @@ _running = _Running()
 
 
 def prepare() -> None:
-    """Have graphs rewritten from now on, in a program that has imported Inductor."""
+    """Rewrite all graphs that Inductor compiles from now on; for programs that have imported Inductor."""
     torch_compiled.rewrite_graphs(_rewrite, _SOURCE)
     _operator()
 
 
 @functools.cache
 def _operator() -> Any:
-    """The operator, registered when it is first wanted, which takes milliseconds on every rank."""
+    """The operator, registered only when it is first needed: that takes milliseconds on every rank."""
     name, schema = "spmd::weight_gradient", "(Tensor left, Tensor right, Tensor weight) -> Tensor"
     registered = torch.library.custom_op(name, _weight_gradient, mutates_args=(), schema=schema)
     registered.register_fake(lambda left, right, weight: torch.empty_like(weight))
@@ -65,10 +68,10 @@ def _operator() -> Any:
 
 
 def _weight_gradient(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
-    """`left.t() @ right`, or memory that nobody looks at where a sum has taken the factors.
+    """`left.t() @ right`; if a sum has taken the factors, uninitialized memory that nobody reads.
 
     Args:
-        weight: the very leaf that the graph was given, of which torch keeps no copy.
+        weight: the very leaf that the graph was given, since torch passes it on without a copy.
     """
     _running.met.add(id(weight))
     fill = _running.fills.pop(id(weight), None)
@@ -79,11 +82,11 @@ def _weight_gradient(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
 
 
 def _rewrite(graph: fx.Graph) -> None:
-    """Put the operator where a product is all of the gradient of a large matrix that the graph is given."""
+    """Replace products that are the whole gradient of a large matrix among the graph's inputs by the operator."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     primals = [node for node in inputs if str(node.target).startswith("primals")]
     tangents = [node for node in inputs if str(node.target).startswith("tangents")]
-    if not primals or not tangents or len(primals) + len(tangents) < len(inputs):  # not what torch differentiates
+    if not primals or not tangents or len(primals) + len(tangents) < len(inputs):  # no joint graph
         return
     (results,) = next(node for node in graph.nodes if node.op == "output").args
     for primal, gradient in zip(primals, results[-len(primals) :], strict=True):
@@ -111,10 +114,10 @@ def _is_large_matrix(node: fx.Node) -> bool:
 
 
 def _factors(gradient: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """What a gradient is the product of, `left.t() @ right`, if it is one and nothing else wants it."""
+    """The factors of a gradient that is a product `left.t() @ right`, if nothing else uses this product."""
     aten, turned, product = torch.ops.aten, False, cast(Any, gradient)
     while product.target is aten.permute.default and len(product.users) == 1:
-        product, turned = product.args[0], not turned  # of two dimensions, or it would not be a matrix
+        product, turned = product.args[0], not turned  # a transpose: the matrix has only two dimensions
     if product.target is not aten.mm.default or len(product.users) != 1:
         return None
     left, right = product.args
@@ -136,17 +139,17 @@ def _transposed(matrix: fx.Node) -> fx.Node:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GraphWeight:
-    """A leaf whose gradient an operator of a graph makes, and nothing else; `node` is the graph's."""
+    """A leaf whose gradient comes from an operator of a graph alone; `node` is the graph's autograd node."""
 
     leaf: Tensor
     node: Node
 
     def hook(self, fill: Fill) -> Any:
-        """Have the backward pass give the factors of the gradient to `fill(left, right)`; the handle that ends it."""
+        """Have the backward pass call `fill` with the factors of the gradient; returns a handle to remove this."""
         key = id(self.leaf)
 
         def begin(_: Any) -> None:
-            # A backward of the function's own, within this one and over the same tape, has to keep it.
+            # A backward pass that the function itself runs inside this one, over the same graph, retains the graph.
             if not torch_private.backward_keeps_tape():
                 _running.fills[key] = fill
 
@@ -158,13 +161,13 @@ class GraphWeight:
 
 
 def graph_weights(node: Node, leaves: dict[int, Tensor]) -> list[GraphWeight]:
-    """Those of the leaves, by the edge of the graph's node that alone leads to each, of which it is known."""
+    """The leaves whose gradients are known to come from operators; `leaves` is keyed by the one edge to each leaf."""
     known = _made.get(type(node), ())
     return [GraphWeight(leaf, node) for edge, leaf in leaves.items() if edge in known]
 
 
 def learn(node: Node, leaves: dict[int, Tensor]) -> list[Any]:
-    """Note which leaves' gradients operators make when this node runs, if it is not known; the handles that end it."""
+    """If it isn't known yet, note which leaves' gradients come from operators when this node runs; returns handles."""
     if type(node) in _made:
         return []
 
@@ -178,7 +181,7 @@ def learn(node: Node, leaves: dict[int, Tensor]) -> list[Any]:
 
 
 class _Hook:
-    """Torch's handles of what a node does for a leaf, and what is left of that if the node has failed."""
+    """Removes a node's two hooks, and the `fill` that is left over if the node has failed."""
 
     def __init__(self, before: Any, after: Any, key: int):
         self._before, self._after, self._key = before, after, key

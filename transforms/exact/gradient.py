@@ -1,7 +1,7 @@
 """The gradient of a function over virtual shards: one evaluation and one backward pass for each, sums by position.
 
-Invariant: what a shard computes depends on its samples, its place and the step alone, and whatever crosses shards goes
-through the tree (`_tree_sums`) or is put in the order of the shards.
+Invariant: what a shard computes depends only on its samples, its place and the step; results of shards are combined by
+the tree (`tree_sums`) or in the order of the shards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .virtual_shards import after_shards, cut, running
 
 
 def applies(region: Region, plan: Plan, over: tuple[str, ...], nested: bool, args: Any, name: str) -> bool:
-    """Whether a gradient in a step over virtual shards is one; refuses what would differ by the number of ranks."""
+    """Whether a gradient is over the step's virtual shards; refuses one whose bits depend on the number of ranks."""
     virtual = plan.virtual
     assert virtual is not None
     problem = remedy = ""
@@ -59,11 +59,11 @@ def applies(region: Region, plan: Plan, over: tuple[str, ...], nested: bool, arg
 
 
 class Exact:
-    """The shards of a rank run one after another; what crosses shards is put together by position."""
+    """Runs the shards of a rank one after another, and combines their results by position."""
 
     def primals(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         others = iter(Plain(nested=False).primals([leaf for leaf in leaves if not isinstance(leaf, Tracked)]))
-        # A leaf of the batch that is also another argument is to be told from it.
+        # A new tensor for each: the same leaf of the batch may also be passed as another argument.
         return [as_tracked(leaf) if isinstance(leaf, Tracked) else next(others) for leaf in leaves]
 
     def solve(self, call: Call) -> Solution:
@@ -95,7 +95,7 @@ class Exact:
 
 
 class _Solution:
-    """What the shards that have run come to. What is summed is announced when the first one has been evaluated."""
+    """Collects the results of the shards that have run; what is summed is announced after the first evaluation."""
 
     def __init__(self, call: Call, region: Region, virtual: VirtualShards):
         self._call, self._region, self._virtual = call, region, virtual
@@ -111,7 +111,7 @@ class _Solution:
         self._share = call.weight(tuple(name for name in call.over if name != virtual.axis))[0]
 
     def begin(self, first: _Described, *, described: bool = False) -> None:
-        """Announce what is summed, now that one knows what the function returns."""
+        """Announce what is summed, now that the first shard shows what the function returns."""
         call, virtual = self._call, self._virtual
         self._scale = virtual.scale * self._share if first.out.count is None else 1.0
         self._slots = [
@@ -193,7 +193,7 @@ class _Inputs:
         self._leaves, self._treedef = trees.flatten(self._tree)
         tracked = {index: leaf for index, leaf in enumerate(self._leaves) if isinstance(leaf, Tracked)}
         paths = trees.paths(self._tree) if tracked else []
-        # The primal of a leaf of the batch stands for it.
+        # In the arguments a leaf of the batch that is differentiated is replaced by its primal.
         primals = [(number, a) for number, a in enumerate(call.arguments) if isinstance(a.primal, Tracked)]
         stands_for = {id(a.primal): (number, a.leaf) for number, a in primals}
         self._numbers: dict[int, int] = {}
@@ -205,7 +205,7 @@ class _Inputs:
         self._shared = {number: a.primal for number, a in enumerate(call.arguments) if isinstance(a.primal, Tensor)}
 
     def of(self, which: int) -> tuple[list, dict, dict[int, Tensor]]:
-        """Of a shard of this rank: args, kwargs, and the leaves to differentiate by."""
+        """For one shard of this rank: args, kwargs, and the leaves to differentiate by."""
         leaves, primals = list(self._leaves), {n: t for n, t in self._shared.items() if not isinstance(t, Tracked)}
         for index, parts in self.parts.items():
             leaves[index] = parts[which]
@@ -215,7 +215,7 @@ class _Inputs:
         return list(args), kwargs, primals
 
     def of_none(self) -> tuple[list, dict]:
-        """For a batch without samples."""
+        """args and kwargs for a batch without samples."""
         leaves = [plain(leaf)[:0] if isinstance(leaf, Tracked) else leaf for leaf in self._leaves]
         args, kwargs = trees.unflatten(self._treedef, leaves)
         return list(args), kwargs
@@ -223,14 +223,14 @@ class _Inputs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Described:
-    """What a function returned, and what is noted on the leaves of its aux, which does not travel with them."""
+    """What a function returned, and the notes on the leaves of its aux, since pickling loses these."""
 
     out: Output
     notes: list[tuple[Any, frozenset[str] | None]]
 
 
 def _describe(region: Region, virtual: VirtualShards, out: Output) -> None:
-    """Have ranks without samples know what the function returns: the first that has some tells them."""
+    """Tell ranks without samples what the function returns; the first rank with samples does it."""
     if not _some_have_none(virtual):
         return
     description = b""
@@ -241,7 +241,7 @@ def _describe(region: Region, virtual: VirtualShards, out: Output) -> None:
 
 
 def _described(call: Call, inputs: _Inputs, region: Region, virtual: VirtualShards) -> _Described:
-    if virtual.total == 0:  # nobody has samples: what comes of none shows what the results look like
+    if virtual.total == 0:  # nobody has samples: evaluating an empty batch shows what the results look like
         out = call.evaluate(*inputs.of_none())
         return _Described(out, _notes(out.aux))
     descriptions = region.session.comm(virtual.axis).all_gather_bytes(b"")
@@ -250,7 +250,7 @@ def _described(call: Call, inputs: _Inputs, region: Region, virtual: VirtualShar
 
 
 def _first_with_samples(virtual: VirtualShards) -> int:
-    """Of the ranks: in a batch of a stream it need not be rank 0, whose virtual streams may have ended."""
+    """The first rank with samples: not always rank 0, whose virtual streams may have ended in a stream's batch."""
     return next(position for position in range(len(virtual.owners)) if virtual.filled(position))
 
 
@@ -259,10 +259,10 @@ def _some_have_none(virtual: VirtualShards) -> bool:
 
 
 def _notes(aux: Any) -> list[tuple[Any, frozenset[str] | None]]:
-    """What is noted on the leaves of aux, and does not travel with them: how they are carried on, where they differ."""
+    """The notes on aux's leaves, which pickling loses: how to carry them on, and the axes that they differ over."""
     return [(carry_of(leaf), differs_over(leaf)) for leaf in trees.leaves(aux)]
 
 
 def _is_summed(argument: Argument) -> bool:
-    """Whether a leaf is differentiated by that is no part of the batch."""
+    """Whether a leaf is to be differentiated by and is no part of the batch."""
     return argument.primal is not None and not isinstance(argument.primal, Tracked)

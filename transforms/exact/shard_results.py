@@ -1,8 +1,8 @@
-"""What a function over virtual shards returns: its value and aux, gathered shard by shard and put together at the end.
+"""What a function over virtual shards returns: its value and aux, collected shard by shard and combined at the end.
 
-Floating-point leaves are averaged by the tree, as the value is. Running statistics (`mesh.region.note_carry`) are
-folded in the order of the shards, as if one shard had begun with what the last one left. What is sharded over the
-batch's axis is laid end to end, and everything else must agree.
+Floating-point leaves are averaged by the tree, like the value. Running statistics (`mesh.region.note_carry`) are
+folded in the order of the shards, as if each shard had begun where the one before it ended. Leaves that are sharded
+over the batch's axis are laid end to end, and everything else must agree.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .tree_sums import HALVES, TreeSums
 
 @dataclasses.dataclass(slots=True)
 class _Leaf:
-    """A leaf of aux: in which of the three ways shards are put together (none of them: they must agree)."""
+    """A leaf of aux. Shards are summed (`slot`), folded (`carry`) or laid end to end (`dim`); else they must agree."""
 
     path: str
     first: Any
@@ -40,11 +40,11 @@ class _Leaf:
 
 
 class Results:
-    """One use: `take` every shard's value and aux (or `take_structure`), and `finish` when the sums are known.
+    """For one use: `take` every shard's value and aux (or `take_structure`), and `finish` when the sums are known.
 
     Args:
-        sums: is told of the leaves at the first shard, and opened.
-        share: this rank's in the mean over the axes besides that of the shards.
+        sums: leaves are added to these at the first shard, which also opens them.
+        share: this rank's share in the mean over all axes but that of the shards.
     """
 
     def __init__(self, call: Call, region: Region, virtual: VirtualShards, sums: TreeSums, share: float):
@@ -132,7 +132,7 @@ class Results:
                         )
                     )
         made.check_parts(self._region)
-        # Carried and cut leaves may differ; `check` compares what is averaged, and what must agree.
+        # Carried and cut leaves may differ; `check` compares only leaves that are averaged or must agree.
         kept = [() if its.dim is not None or its.carry is not None else its.axes for its in self._leaves]
         Auxiliary(made.leaves, made.treedef, kept, made.numbers).check(self._region, self._over)
         self._sums.open()
@@ -155,7 +155,7 @@ class Results:
         return self._plan.weight(axes, self._region.session.layout.axes)[0]
 
     def finish(self, found: list[Tensor]) -> tuple[Tensor, float | None, Any]:
-        """The value of all shards, what gradients are still to be multiplied by, and aux; `found` are the sums."""
+        """The value of all shards, the factor that is still missing in gradients, and aux; `found` are the sums."""
         assert self._aux is not None
         folded = self._fold([leaf for leaf in self._leaves if leaf.carry is not None])
         leaves = []
@@ -174,13 +174,13 @@ class Results:
         return value, factor, self._aux.tree(leaves)
 
     def _mean(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
-        """Over axes that are not that of the shards."""
+        """The mean over axes other than that of the shards."""
         if not axes or not x.dtype.is_floating_point:
             return x
         return summed(self._region, self._plan, [(x * self._weight(axes), axes)])[0]
 
     def _fold(self, leaves: list[_Leaf]):
-        """Every rank sees all shards' running statistics, and folds them in the order of the shards."""
+        """Gather all shards' running statistics on every rank, and fold them in the order of the shards."""
         counts = [len(self._virtual.filled(position)) for position in range(len(self._virtual.owners))]
         comm = self._region.session.comm(self._virtual.axis)
         groups: dict[torch.dtype, list[_Leaf]] = {}
@@ -204,7 +204,7 @@ class Results:
 
 
 def _folded(results: list[Tensor], decay: float, base: Tensor) -> Tensor:
-    """Results that all began at `base`, as if each had begun at the one before it."""
+    """Fold results that all began at `base`, as if each had begun where the one before it ended."""
     if not results:
         return base.detach().clone()
     wide = torch.float32 if base.dtype in HALVES else base.dtype

@@ -17,10 +17,10 @@ class VirtualShards:
     """The virtual shards of one step, as one rank sees them.
 
     Attributes:
-        axis: over which the batch is split.
-        sizes: samples of every shard.
-        owners: for each rank along the axis the shards that it runs, contiguous.
-        position: which of the ranks this one is.
+        axis: the axis over which the batch is split.
+        sizes: number of samples of every shard.
+        owners: for each rank along the axis, the contiguous range of shards that it runs.
+        position: this rank's index along the axis.
         batch: this rank's part of the batch, leaf by leaf.
         tree: the same, as the step is given it.
         calls: how many functions have been differentiated over them in this step.
@@ -38,7 +38,7 @@ class VirtualShards:
     def of(
         layout: Layout, rank: int, axis: str, count: int, total: int, sizes: Sequence[int] | None = None
     ) -> VirtualShards:
-        """Those of a batch of `total` samples on a mesh; `sizes` where they are not dealt one by one."""
+        """The shards of a batch of `total` samples on a mesh; `sizes` if samples are not dealt to shards one by one."""
         owners, start = [], 0
         for owned in split_sizes(count, layout.axes[axis]):
             owners.append(range(start, start + owned))
@@ -58,7 +58,7 @@ class VirtualShards:
 
     @property
     def scale(self) -> float:
-        """What the root of the tree is multiplied by, where a shard of the full size counts as 1."""
+        """What the root of the tree is multiplied by to give a mean; a shard of full size has weight 1 in the tree."""
         return max(self.sizes) / self.total if self.total else 0.0
 
     def weight(self, shard: int) -> float:
@@ -69,6 +69,6 @@ class VirtualShards:
         return [shard for shard in self.owners[position] if self.sizes[shard]]
 
     def deal(self, leaf: Tensor) -> Tensor:
-        """This rank's shards, end to end, of a whole leaf."""
+        """This rank's shards of a whole leaf, end to end."""
         count = len(self.sizes)
         return torch.cat([leaf[:0], *(leaf[shard::count] for shard in self.owners[self.position])])

@@ -1,10 +1,10 @@
 """`Tracked`: a rank's own part of a batch, outside of the virtual shards that it will be cut into.
 
-What a rank computes from it there depends on how many ranks there are. So it is followed: whatever an operation makes
-of a tracked tensor is tracked, too, and where it would get out of sight (as a number, in another tensor's memory,
-through torch's own gradients) it is refused. Operations are seen below autograd and the transforms of torch.func
-(`__torch_dispatch__`), which compute with tracked tensors as with any others; a step that leaves its batch alone pays
-nothing. Invariant: `t.data = batch`, pickles and raw memory aside, no tensor that isn't tracked holds what a rank
+What a rank computes from it there depends on how many ranks there are. So it is tracked: the result of an operation on
+a tracked tensor is tracked too, and operations that would lose track (numbers, writes into other tensors, torch's own
+gradients) are refused. Operations are intercepted below autograd and the transforms of torch.func
+(`__torch_dispatch__`), which work with tracked tensors as with any others; a step that leaves its batch alone pays
+nothing. Invariant: apart from `t.data = batch`, pickles and raw memory, no untracked tensor holds anything that a rank
 computed from its part.
 """
 
@@ -23,7 +23,7 @@ from ...mesh.region import Region, current
 from .._plan import plan_of
 from .shards import VirtualShards
 
-# What makes of tensors the numbers, booleans, lists, arrays and memory that nothing follows.
+# Operations that turn tensors into numbers, booleans, lists, arrays and raw memory, which can't be tracked.
 _READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__bool__", "__complex__"}
 _READS |= {"__contains__", "__dlpack__", "__float__", "__index__", "__int__", "apply_", "map_", "map2_"}
 _READS |= {"storage", "untyped_storage"}
@@ -68,12 +68,12 @@ class Tracked(Tensor):
         return result if written else _followed(result)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """As that of any tensor: a batch may be looked at."""
+        """Like that of any tensor, so that a batch can be printed."""
         return "Tracked" + repr(plain(self)).removeprefix("tensor")
 
 
 def as_tracked(tensor: Tensor) -> Tracked:
-    """A tensor, in the same memory, as one that is followed."""
+    """A tracked view of a tensor, in the same memory."""
     with torch_private.below_subclasses():
         return tensor.detach().as_subclass(Tracked)
 
@@ -143,7 +143,7 @@ def _refuse_gradient(name: str, region: Region) -> NoReturn:
 
 
 def _refuse_to_write(name: str, written: list[Tensor], region: Region) -> None:
-    """Refuse what no longer could be followed, and a change of the batch itself, which is still to be cut."""
+    """Refuse to write into an untracked tensor, and to change the batch itself, which is still to be cut."""
     if not written:
         return
     with torch_private.below_subclasses():

@@ -1,6 +1,6 @@
 """A binary tree over virtual shards, by position: node (level, i) is the sum of 2**level shards from i * 2**level on.
 
-A sum by position has one order of additions however the shards lie on ranks.
+The order of additions depends on the positions only, however the shards lie on ranks.
 
 Source: pairwise summation, Higham, "The accuracy of floating point summation", SIAM J. Sci. Comput. 14 (1993).
 """
@@ -32,7 +32,7 @@ def maximal_nodes(shards: Iterable[int]) -> list[Node]:
 
 
 class Partials:
-    """The sums of one leaf over the shards that have run: those of `maximal_nodes`, so about log2 of their number."""
+    """The sums of one leaf over the shards that have run, one for each of `maximal_nodes`: about log2 of the shards."""
 
     __slots__ = ("nodes",)
 
@@ -40,18 +40,18 @@ class Partials:
         self.nodes: list[tuple[Node, Tensor]] = []
 
     def push(self, shard: int, value: Tensor) -> None:
-        """Add the next shard's."""
+        """Add the next shard's value."""
         level, index = 0, shard
         while self.nodes and index % 2 and self.nodes[-1][0] == (level, index - 1):
             _, left = self.nodes.pop()
-            # What the backward pass gave may share memory with another leaf's gradient; sums are our own.
+            # At level 0 the gradient may share memory with another leaf's, so it is not changed; sums are our own.
             value = torch.add(left, value) if level == 0 else left.add_(value)
             level, index = level + 1, index // 2
         self.nodes.append(((level, index), value))
 
 
 def combine(nodes: Mapping[Node, Tensor]) -> Tensor:
-    """The root's sum, from nodes that do not overlap; what is missing adds nothing.
+    """The root's sum, from nodes that do not overlap; missing nodes add nothing.
 
     >>> float(combine({(1, 0): torch.tensor(1.0), (0, 2): torch.tensor(2.0), (0, 3): torch.tensor(4.0)}))
     7.0

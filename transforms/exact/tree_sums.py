@@ -1,8 +1,8 @@
 """Sums of many leaves over virtual shards, in the order of the tree: `_sums.Sums` for exact steps.
 
-Where every rank fills one node of the tree and all nodes are of one level, the nodes travel in the buckets of an
-all-reduce that adds neighbours, under way while the last shard's backward runs. Otherwise each rank is sent a slice of
-all nodes, adds them by position, and sends the sums round. Invariant: both give the bits that one rank gives.
+If every rank fills exactly one node of the tree and all these nodes have the same level, they travel in the buckets of
+an all-reduce that adds neighbours, while the last shard's backward pass runs. Otherwise each rank receives one slice of
+all nodes, adds them by position, and sends the sums to all. Invariant: both give the bits that one rank gives.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class _Sum:
     partials: Partials = dataclasses.field(default_factory=Partials)
     in_group: int = 0
     axes: tuple[str, ...] = ()
-    varying: Varying = NOWHERE  # how this rank's values differ from others', where that is followed
+    varying: Varying = NOWHERE  # with a net, how this rank's values may differ
 
     def alone(self) -> Tensor:
-        """The root's sum, scaled, of partial sums that are let go of: leaf by leaf, or both would be held of all."""
+        """The root's sum, scaled. Frees the partial sums at once, so that memory holds both for one leaf only."""
         total = combine(dict(self.partials.nodes))
         self.partials.nodes.clear()
         return total * self.scale
 
 
 class TreeSums:
-    """One use: `add` every leaf, `open`, then for each shard `fill` what there is and `end_shard`, `finish`.
+    """For one use: `add` every leaf, `open`; for each shard `fill` its leaves and `end_shard`; then `finish`.
 
     Args:
         label: what the leaves are of, for ranks to compare.
@@ -61,8 +61,8 @@ class TreeSums:
     def add(self, like: Tensor, axes: tuple[str, ...], scale: float, *, exact: bool = False) -> int:
         """Announce a leaf, to be summed over `axes` and multiplied by `scale`.
 
-        Sixteen-bit floats are added in float32, and what travels as a narrower dtype in that dtype: the partial sums
-        that a rank has would be rounded on the way, if there is one, and at no other time.
+        Sixteen-bit floats are added in float32. A leaf that travels as a narrower dtype is added in that dtype, or its
+        partial sums would be rounded only where they travel, which depends on the number of ranks.
         """
         dtype, wire = like.dtype, None if exact else self._plan.wire_dtype
         if wire is not None and dtype.is_floating_point and dtype.itemsize > wire.itemsize:
@@ -76,7 +76,7 @@ class TreeSums:
         return len(self._sums) - 1
 
     def open(self) -> None:
-        """All leaves are announced, the same on all ranks."""
+        """Call this when all leaves are announced; they must be the same on all ranks."""
         nodes = self._nodes
         alike = all(len(its) == 1 and its[0][0] == nodes[0][0][0] for its in nodes)
         if len(nodes) == 1 or not alike:
@@ -117,7 +117,7 @@ class TreeSums:
             one.partials.nodes.clear()
 
     def end_shard(self) -> None:
-        """A leaf that the shard did not use gets zeros: 0 + -0 is 0, and -0 with nothing added stays -0."""
+        """Fill leaves that the shard did not use with zeros: 0 + -0 is 0, while -0 with nothing added would stay -0."""
         for slot in set(range(len(self._sums))) - self.filled:
             leaf = self._sums[slot].like
             self.fill(slot, torch.zeros((), dtype=leaf.dtype, device="cpu").expand(leaf.shape))
@@ -145,7 +145,7 @@ class TreeSums:
         else:
             found = self._exchanged()
         found = [total.to(one.dtype) for one, total in zip(self._sums, found, strict=True)]
-        # Over other axes ranks are what they always are: added in rank order.
+        # Over other axes the sums are added in rank order, as always.
         others = [one.others for one in self._sums]
         return summed(self._region, self._plan, list(zip(found, others, strict=True)))
 

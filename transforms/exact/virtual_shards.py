@@ -1,8 +1,8 @@
 """Virtual shards: a batch that is computed in V parts of fixed shape, one after another, on however many ranks.
 
-Which samples share a shard, the shape it runs at and its random numbers follow from the batch and V alone. Invariant:
-between the ranks' parts and the shards nothing is computed from the batch: what a step takes of it are tensors that
-are followed (`tracked`), which are of use only as arguments of `value_and_grad`.
+Which samples share a shard, the shape it runs at and its random numbers depend on the batch and V alone. Invariant:
+no result is computed from a rank's part of the batch before it is cut into shards: a step gets `Tracked` tensors, whose
+only use is as arguments of `value_and_grad`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def cut(virtual: VirtualShards, leaf: Tracked, name: str, path: str) -> list[Ten
             )
         )
     parts = plain(leaf).split([virtual.sizes[shard] for shard in virtual.filled(virtual.position)])
-    # How a kernel adds may depend on where its memory begins.
+    # The order in which a kernel adds may depend on the alignment of its memory.
     return [mark(part.clone(), frozenset({virtual.axis}), "the batch") for part in parts]
 
 
 def agreed(outer: VirtualShards, axis: str, count: Any) -> bool:
-    """Whether a step runs in the virtual shards of the step around it; refuses one that can't.
+    """Whether a step shares the virtual shards of the step around it; refuses one that can't run inside it.
 
     Raises:
         SpecError: the two disagree.
@@ -79,7 +79,7 @@ def check_count(count: Any) -> int | None:
 
 @contextlib.contextmanager
 def stepping(region: Region, virtual: VirtualShards) -> Iterator[None]:
-    """The body of a step over virtual shards: outside them all ranks of the axis compute, and draw, the same."""
+    """Run a step over virtual shards: outside the shards all ranks of the axis compute and draw the same."""
     threads, wanted = torch.get_num_threads(), getattr(region.mesh, "pinned_threads", 1)
     state, random = generators(), (region.random, region.alike)
     others = np.random.get_state(), python_random.getstate()
@@ -106,9 +106,9 @@ def _reseed(region: Region, *more: Any, alike: frozenset[str] = frozenset()) -> 
 
 
 def after_shards(region: Region, virtual: VirtualShards, state: Any) -> None:
-    """Go on with torch's generator from a state, and with NumPy's and Python's from the number of gradients.
+    """Restore torch's generators from a state, and reseed NumPy's and Python's from the number of gradients.
 
-    The shards have left them elsewhere on every rank; to have saved the latter would cost more than to seed them.
+    The shards left them in another state on every rank; saving the latter would cost more than seeding them.
     """
     restore_generators(state)
     seed_others(word_key("rng", *region.random, "after", virtual.calls))
@@ -116,7 +116,7 @@ def after_shards(region: Region, virtual: VirtualShards, state: Any) -> None:
 
 @contextlib.contextmanager
 def running(region: Region, virtual: VirtualShards, shard: int) -> Iterator[None]:
-    """One virtual shard, with random numbers of its own; `after_shards` is for those that come afterwards."""
+    """Run one virtual shard, with random numbers of its own; `after_shards` restores the generators."""
     plan = plan_of(region)
     coords = region.session.layout.coords(region.session.rank)
     random = region.random, region.alike
@@ -132,7 +132,7 @@ def running(region: Region, virtual: VirtualShards, shard: int) -> Iterator[None
 
 
 def without_batch(result: Any, name: str) -> Any:
-    """A step's results, refused where they were computed from the batch and don't say that ranks differ."""
+    """A step's results; refuses those that were computed from the batch and are not `Sharded`."""
 
     def one(node: Any) -> Any:
         if is_sharded(node):

@@ -1,9 +1,9 @@
-"""What a function is given that makes another thing of a mean over samples: statistics of a rank's, and single samples.
+"""Two kinds of arguments that make a mean over samples wrong: statistics of one rank's samples, and single samples.
 
-Advantages that are normalised in the step, or the share of a class: the function may well be a mean over samples, but
-what it is given is not that of the whole batch. A gradient within a gradient, for one sample at a time (a task of
-MAML), is not the mean over ranks of those for different ones. Invariant: what was reduced over the ranks is no
-statistic of one of them.
+A function may be a mean over samples and still be given advantages that the step normalised over this rank's samples,
+or the share of a class among them: values that are not those of the whole batch. And an inner gradient for one sample
+at a time (a task of MAML) becomes a mean over ranks, which have different samples. Invariant: a value that was reduced
+over the ranks does not count as a statistic of one of them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .repeated import given_to
 
 
 def warn_of_statistics(call: Call, args: Any, kwargs: Any, out: Output, axis: str) -> bool:
-    """Warn of a function that is given, or holds, what was computed of this rank's samples together; whether it was.
+    """Warn if a function is given, or holds, a statistic of this rank's samples; returns whether it warned.
 
     Args:
-        axis: along which the batch is split.
+        axis: the axis along which the batch is split.
     """
     net = active()
     if net is None or call.region is None or call.region.session.rank != 0:
@@ -51,7 +51,7 @@ def warn_of_statistics(call: Call, args: Any, kwargs: Any, out: Output, axis: st
 
 
 def warn_of_single_samples(call: Call, args: Any, kwargs: Any) -> None:
-    """Warn of a gradient within a gradient for a single row of the batch, another one on each rank."""
+    """Warn of an inner gradient for a single row of the batch, which is another sample on each rank."""
     if call.region is None or call.region.session.rank != 0:
         return
     rows = {(torch_private.storage(leaf), leaf.shape[1:]) for leaf in call.plan.batch if leaf.shape[0] > 1}

@@ -1,8 +1,8 @@
 """Axes that a gradient's mean leaves out, though its function communicates over them.
 
-With `axes="data"` each rank's backward pass begins with its share along "data". What a `psum` over "model" then gives
-back is the derivative of all the values along "model", one for each rank: their sum. A tensor-parallel weight gets a
-gradient that is as many times too large as "model" has ranks, and what is added behind the `psum` does not.
+With `axes="data"` each rank's backward pass begins with its share along "data". The transpose of a `psum` over "model"
+then sums the derivatives of the values of all ranks along "model". So a tensor-parallel weight gets a gradient that is
+too large by a factor of the size of "model", while a bias that is added after the `psum` gets the right one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .._tokens import state
 
 
 def solve(strategy: Strategy, call: Call) -> Solution:
-    """`strategy.solve`, with a warning of axes that are left out; for calls that are followed."""
+    """`strategy.solve`, with a warning if axes are left out; for calls that a net follows."""
     here = state()
     outer, here.crossed = here.crossed, set()
     try:

@@ -1,7 +1,7 @@
-"""What is looked at when a function is first differentiated in a region: mistakes that would go on without a word.
+"""Checks that run when a function is first differentiated in a region, for mistakes with silently wrong results.
 
-Here are parameters that the function has besides its arguments, and chunks of the batch; what depends on the samples is
-in `samples`. Invariant: functions that communicate are evaluated once only, or ranks would wait for each other.
+This file checks for captured parameters and for chunks of the batch; `samples` checks what depends on the samples.
+Invariant: functions that communicate are evaluated only once, or ranks would wait for each other.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from .repeated import given_to
 from .samples import look_at_samples, nodes
 
 _EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
-_MOST = 4096  # functions that are remembered of those that were looked at
-_looked_at: set[Any] = set()  # in regions that have no signature: of `mesh.run`
-_SIGNATURES = 8  # at which a function is judged; there may be as many as there are batches
+_MOST = 4096  # how many functions are remembered as checked
+_looked_at: set[Any] = set()  # for regions without a signature, those of `mesh.run`
+_SIGNATURES = 8  # how many signatures of a function are judged; every batch may have its own
 _judged: collections.Counter[Any] = collections.Counter()
 
 
 def look(
     call: Call, args: Any, kwargs: Any, out: Output, aux: Auxiliary, batch: Sequence[Any], communicates: bool
 ) -> None:
-    """Look at what a function returned, unless one with the same code has been looked at in calls of this signature.
+    """Check what a function returned, unless a function with the same code was checked at this signature.
 
     Args:
         args, kwargs: what it was called with.
         batch: those of their leaves that have a row for each sample.
 
     Raises:
-        SpecError: it captures parameters, its value is a sum over samples, a leaf of aux has a row for each, or it is
-            given a part of the samples, and such parts are not the same share of them on all ranks.
+        SpecError: the function captures parameters, its value is a sum over samples, a leaf of aux has a row for each
+            sample, or it is given a chunk of the samples that is not the same share of them on all ranks.
     """
     if call.region is None:
         return
@@ -54,7 +54,7 @@ def look(
     lookup: Any = None
     if not batch and not call.nested and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in aux.leaves):
         call.region.looks += 1
-        # What is cut of the arguments follows from the signature of the call, and is looked for once.
+        # Which arguments are cut follows from the signature of the call, so it is determined once.
         lookup = (call.region.looks, *_code(call.function), call.over, len(aux.leaves))
         if lookup in call.region.looked_at:
             return
@@ -75,14 +75,14 @@ def look(
     if split and batch and batch[0].shape[0] and not communicates:
         is_judged = not was_warned and _is_judged(call, out)
         if look_at_samples(call, args, kwargs, out, aux, batch, split, is_judged=is_judged):
-            _judged[_code(call.function)] = _SIGNATURES  # it is not told again for the next signature
+            _judged[_code(call.function)] = _SIGNATURES  # no second warning at the next signature
     if len(looked_at) >= _MOST:
         looked_at.clear()
     looked_at.add(key)
 
 
 def _is_judged(call: Call, out: Output) -> bool:
-    """Whether to ask now if a step's function is a mean over samples."""
+    """Whether to find out now if a step's function is a mean over samples."""
     if call.nested or not call.plan.samples or torch_private.is_fake(out.value):
         return False
     if len(_judged) >= _MOST:
@@ -93,7 +93,7 @@ def _is_judged(call: Call, out: Output) -> bool:
 
 
 def _code(function: Any) -> tuple[Any, ...]:
-    """What functions have in common that compute alike: their code, and the words that they, or their objects, hold."""
+    """A key of what a function computes: its code, and the strings, flags and functions that it or its object holds."""
     words: list[Any] = []
     while isinstance(function, functools.partial):
         words += [*function.args, *function.keywords.values()]
@@ -114,7 +114,7 @@ def _code(function: Any) -> tuple[Any, ...]:
 
 
 def _look_at_tape(call: Call, out: Output, has_part: bool) -> bool:
-    """Refuse what the tape tells of; whether it was warned of weights."""
+    """Refuse mistakes that the autograd graph shows; returns whether it warned of a mean with weights."""
     has_weights = False
     given = {id(argument.primal) for argument in call.arguments}
     held = frozenset() if call.region is None else call.region.captured
@@ -146,7 +146,7 @@ def _look_at_tape(call: Call, out: Output, has_part: bool) -> bool:
         if has_part and call.plan.samples and out.count is None:
             has_weights = warn_of_weights(call.name, node) or has_weights
         leaf = getattr(node, "variable", None) if name == "AccumulateGrad" else None
-        if leaf is None or id(leaf) in given or not call.plan.samples:  # else in a train step
+        if leaf is None or id(leaf) in given or not call.plan.samples:  # checked in train steps only
             continue
         if isinstance(leaf, nn.Parameter) or id(leaf) in held:
             kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor with requires_grad=True"
@@ -171,7 +171,7 @@ def check_trains(call: Call, differentiable: bool, gradients: Sequence[Tensor]) 
     """Refuse gradients that are zero for every leaf, where this rank's value depends on none of them.
 
     Args:
-        differentiable: whether the value depends on anything that requires gradients.
+        differentiable: whether the value requires gradients.
     """
     within_step = call.region is not None and bool(call.plan.samples) and not call.plan.without_samples
     if gradients and (within_step or differentiable) and not any(bool(g.any()) for g in gradients):
@@ -183,7 +183,7 @@ def check_trains(call: Call, differentiable: bool, gradients: Sequence[Tensor]) 
 
 
 def _check_parts(call: Call, args: Any, kwargs: Any, split: set[str]) -> None:
-    """Refuse a chunk of the batch, for accumulation, where ranks or chunks differ in their number of samples."""
+    """Refuse gradient accumulation over chunks of the batch if ranks or chunks have unequal numbers of samples."""
     assert call.region is not None
     sizes = call.region.session.layout.axes
     rows = {(torch_private.storage(leaf), leaf.shape[1:]) for leaf in call.plan.batch}
@@ -209,9 +209,9 @@ def _check_parts(call: Call, args: Any, kwargs: Any, split: set[str]) -> None:
 
 
 def _cut_by_specs(call: Call, args: Any, kwargs: Any, sizes: Mapping[str, int]) -> tuple[list[Tensor], set[str]]:
-    """What in_specs cut into rows, of all that a function is given or holds; and the axes of the mean that it is over.
+    """The leaves, given to or held by a function, that in_specs cut into rows over axes of the mean; and these axes.
 
-    Of those as long as the first: others may be anything, a sharded parameter for instance.
+    Only leaves as long as the first one are taken: others may be anything, such as a sharded parameter.
     """
     found: list[Tensor] = []
     axes: set[str] = set()

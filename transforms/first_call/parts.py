@@ -1,11 +1,11 @@
-"""What is no mean over samples: a function whose value for all is not the mean of its values for two parts of them.
+"""Finds functions that are not a mean over samples: the value for all samples is not the mean of those for two parts.
 
-A step differentiates the mean over ranks of what each computes of its part of the batch. Of a mean over samples that is
-the value for the whole batch; of a deviation, a median, a mean with weights or a contrast between samples it is not.
-Two parts of one rank's samples tell as much. What pairs samples by their places (each with the next one) is judged by
-two halves that are cut as the batch was. Invariant: a mean over samples passes, whatever is added to it, and so does
-what can't be judged: what orders samples at random, depends on batch norm or on a number of samples that it was given,
-and what fails for other numbers of samples.
+A step differentiates the mean over ranks of what each computes from its part of the batch. If the function is a mean
+over samples, this is the value for the whole batch; if it is a deviation, a median, a mean with weights or a contrast
+between samples, it is not. Two parts of one rank's samples show the difference. A function that pairs samples by their
+places (each with the next one) is judged by two halves that are cut as the batch was. Invariant: a mean over samples
+passes, whatever is added to it. So does a function that can't be judged: one that puts samples in a random order, that
+depends on batch norm or on a given number of samples, or that fails for other numbers of samples.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from ...mesh.put import number_or_tensor
 from .._call import Call, Output
 from .repeated import Repeated
 
-FEWEST = 4  # samples that make two parts of which neither is a single one
+FEWEST = 4  # samples from which two parts can be made with more than one sample each
 _TOLERANCE = 1e-4
 _COARSE_TOLERANCE = 5e-3
-_SMALLEST = 1e-6  # what is smaller is zero but for rounding
+_SMALLEST = 1e-6  # a smaller difference is rounding
 _FEW = 32
-_ORDERS = 3  # of few samples, one may do what another does by chance
+_ORDERS = 3  # how many orders are tried: for few samples, two may agree by chance
 _SUMS = ("total", "count")  # of a mean_of
 
 
 def look_at_parts(
     call: Call, again: Repeated, once: Output, count: int, axis: str, aux: Mapping[int, str], *, is_counted: bool
 ) -> bool:
-    """Warn of a function that is no mean over its samples, or has such aux; whether it is such a one.
+    """Warn if a function, or an averaged leaf of its aux, is not a mean over its samples; returns whether it warned.
 
     Args:
-        once: what it returned for all of them, of which there are so many.
-        axis: along which the batch is split.
-        aux: those leaves of aux that are averaged, by number, and what each is called.
-        is_counted: whether the count of a mean_of comes of all samples, be it that the step has counted them before.
+        once: what the function returned for all samples.
+        count: the number of samples.
+        axis: the axis along which the batch is split.
+        aux: the leaves of aux that are averaged, by index, with the name of each.
+        is_counted: whether the count of a mean_of was computed from all samples, even if the step did so before.
     """
     judge = _Judge(call, again, axis, aux, is_counted)
     samples = torch.arange(count, device="cpu")
-    here = max(2, 2 * count // 5)  # parts of unequal size have equal weights less often by chance
+    here = max(2, 2 * count // 5)  # unequal parts are less likely to have equal weights by chance
     for first in _first_parts(count, here):
         others = torch.ones(count, dtype=torch.bool, device="cpu").index_fill(0, first, False)
         parts = judge.of(first, samples[others])
@@ -63,11 +64,11 @@ def look_at_parts(
         return False
     half = count // 2
     even = samples[: 2 * half]  # it may fail for an odd number, as where each sample is paired with the next
-    # All with one sample's random numbers: it may have put samples in another order before it drew any.
+    # All samples get the same random numbers, since the function may have reordered samples before it drew any.
     whole, same = judge.of(even, alike=True), judge.of(even, alike=True)
     halves = (even[::2], even[1::2]) if judge.is_dealt else (even[:half], even[half:])
     parts = judge.of(*halves, alike=True)
-    if whole and same and parts and judge.compared(whole[0][1], same) is None:  # else it is random in ways of its own
+    if whole and same and parts and judge.compared(whole[0][1], same) is None:  # else it draws other numbers
         found = judge.compared(whole[0][1], parts)
         if found:
             judge.warn(found, by_places=judge.goes_by_places(found, alike=True))
@@ -76,7 +77,7 @@ def look_at_parts(
 
 
 def _first_parts(count: int, size: int) -> list[Tensor]:
-    """So many of the samples, chosen in several ways: more of few, of which ranks do by chance what all do."""
+    """Choices of `size` samples; more choices if there are few samples, where one may agree by chance."""
     samples = torch.arange(count, device="cpu")
     found = [samples[:size], samples[::2][:size]]
     if count <= _FEW:
@@ -84,17 +85,17 @@ def _first_parts(count: int, size: int) -> list[Tensor]:
     return found
 
 
-Parts = list[tuple[int, Output]]  # of how many samples, and what it returned for them
+Parts = list[tuple[int, Output]]  # for each part the number of samples, and what the function returned
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Found:
-    """What is not the mean, or the sum, of what it is for parts of the samples.
+    """A number that is not the mean, or the sum, of the same number for parts of the samples.
 
     Attributes:
-        name: of the value, or of the leaf of aux.
-        whole, joined: what it is, and what the parts come to.
-        away: by how much they differ.
+        name: "value", "total", "count", or the name of a leaf of aux.
+        whole, joined: the number for all samples, and what those for the parts come to.
+        away: by how much these differ.
         sizes: of the parts.
     """
 
@@ -113,12 +114,12 @@ class _Judge:
         self.is_dealt = call.region is not None and call.region.is_dealt
 
     def of(self, *parts: Tensor, alike: bool = False) -> Parts | None:
-        """What it returns for parts of the samples; None if it fails for one."""
+        """What the function returns for parts of the samples; None if it fails for one of them."""
         found = [(len(part), out) for part in parts if (out := self._again.of(part, alike=alike)) is not None]
         return found if len(found) == len(parts) else None
 
     def compared(self, whole: Output, parts: Parts) -> _Found | None:
-        """The first of its values that is not made of those of the parts."""
+        """The first number that is not the mean, or the sum, of those of the parts; None if all are."""
         coarse, sizes = self._again.seen.is_coarse, tuple(size for size, _ in parts)
         numbers = [self._numbers(out) for _, out in parts]
         for name, value in self._numbers(whole).items():
@@ -132,12 +133,12 @@ class _Judge:
             assert isinstance(joined, Tensor)
             away = float((joined - value).abs().max())
             size = float(torch.stack([value, *values]).abs().sum(0).max())
-            if away > (_COARSE_TOLERANCE if coarse else _TOLERANCE) * size + _SMALLEST:  # NaN is not
+            if away > (_COARSE_TOLERANCE if coarse else _TOLERANCE) * size + _SMALLEST:  # False for NaN
                 return _Found(name, value, joined, away, sizes)
         return None
 
     def goes_by_places(self, found: _Found, *, alike: bool = False) -> bool:
-        """Whether it is another value for the same samples in another order."""
+        """Whether the number changes when the same samples come in another order."""
         generator = torch.Generator().manual_seed(0)
         allowed = found.away * (0.1 if self._again.seen.is_coarse else 0.01)
         for _ in range(_ORDERS):
@@ -147,14 +148,14 @@ class _Judge:
         return False
 
     def _numbers(self, out: Output) -> dict[str, Tensor]:
-        """What is averaged, or what is added up, by name."""
+        """The numbers that are averaged or summed over ranks, by name."""
         found = {"value": out.value} if out.count is None else {"total": out.value, "count": out.count}
         leaves = trees.leaves(out.aux)
         found |= {path: number_or_tensor(leaves[index]) for index, path in self._aux.items()}
         return {name: value.detach().double() for name, value in found.items()}
 
     def warn(self, found: _Found, *, by_places: bool = False) -> None:
-        """Tell what it is, on the first rank: others' numbers would make another warning of it."""
+        """Give the warning, on rank 0 only: with other ranks' numbers it would count as a different one."""
         call, name = self._call, found.name
         if call.region is None or call.region.session.rank != 0:
             return

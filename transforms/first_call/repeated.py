@@ -1,8 +1,8 @@
-"""A function again, with other samples than it had: every one several times, some of them, or all in another order.
+"""Evaluates a function again with other samples: each one several times, some of them, or all in another order.
 
-A mean over samples stays what it is for every sample twice, and is that of its parts; a sum grows, rows become more.
-Invariant: nothing of it is seen outside. What it prints, logs and warns of has been said before, it talks to no other
-rank, random numbers go on as if there had been no second time, and samples get those that they had.
+A mean over samples does not change if every sample comes twice, and is the mean of its parts; a sum grows, and rows
+become more. Invariant: nothing of this is visible outside. Prints, logs and warnings are suppressed, no other rank is
+talked to, random generators go on as if nothing had been drawn, and samples get the random numbers that they had.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Repeated:
     """What a function returns for other samples.
 
     Args:
-        call: of which function.
+        call: the call that differentiates the function.
         args, kwargs: what it was called with.
-        rows: tensors among these, or leaves to differentiate by, with a row for each sample. Others with as many have
-            them, too, if they are known to be computed of the batch.
+        rows: tensors among these, or leaves to differentiate by, with a row for each sample. Other tensors of the same
+            length count as rows, too, if a net knows that they were computed from the batch.
         split: the axes that the batch is cut over.
 
     Attributes:
-        count: of the samples.
-        seen: what the function did with every sample once.
-        knows_count: whether it is given the number of samples, as a plain number that stays what it is.
+        count: number of samples.
+        seen: what the function did when it got every sample once.
+        knows_count: whether it is given the number of samples as a plain integer, which does not change with them.
     """
 
     def __init__(self, call: Call, args: Any, kwargs: Any, rows: Sequence[Tensor], split: Set[str]):
@@ -55,21 +55,21 @@ class Repeated:
         self.seen, self.knows_count, self._with_grad = Seen(), False, False
 
     def times(self, count: int, more: Sequence[Tensor] = ()) -> Output | None:
-        """For every sample so many times, at first once; None if that can't be had.
+        """What it returns if every sample comes `count` times (call it with 1 first); None if it can't be evaluated.
 
         Args:
-            more: leaves to differentiate by that have a row for each, too.
+            more: further leaves to differentiate by that have a row for each sample.
         """
         return self.of(torch.arange(self.count, device="cpu").repeat(count), more, record=count == 1)
 
     def of(
         self, samples: Tensor, more: Sequence[Tensor] = (), *, record: bool = False, alike: bool = False
     ) -> Output | None:
-        """For these samples, by number; None if that can't be had.
+        """What it returns for the samples of these indexes; None if it can't be evaluated.
 
         Args:
-            record: they are all of them in their order, and later ones are to get the same random numbers.
-            alike: all of them get the random numbers of the first one, so that it doesn't matter which are whose.
+            record: these are all samples in their order; record the random numbers that later evaluations get.
+            alike: all samples get the random numbers of the first one, so that it doesn't matter whose is which.
         """
         rows = {id(leaf) for leaf in (*self._rows, *more)}
         rows |= {id(argument.primal) for argument in self._call.arguments if id(argument.leaf) in rows}
@@ -84,7 +84,7 @@ class Repeated:
                     return leaf
             used.add(id(leaf))
             chosen, axes = leaf.detach().index_select(0, samples.to(leaf.device)), marked(leaf)
-            return chosen if axes is None else mark(chosen, axes)  # an @spmd function would cut them again
+            return chosen if axes is None else mark(chosen, axes)  # unmarked, an @spmd function would cut them again
 
         if record:
             self.seen = Seen()
@@ -99,20 +99,20 @@ class Repeated:
                 with eagerly(), mode:
                     call = dataclasses.replace(self._call, function=function)
                     out = call.evaluate(list(args), kwargs, grad=self._with_grad)
-                    if not mode.is_over:  # it goes through samples by turns, and those were for others
+                    if not mode.is_over:  # it drew fewer times (it loops over samples?): the numbers were not theirs
                         return None
                     return dataclasses.replace(out, value=out.value.detach(), aux=trees.map(_detached, out.aux))
-        except Exception as error:  # it may well want so many samples and no others
+        except Exception as error:  # it may work for one number of samples only
             if not record or self._with_grad or not isinstance(error, RuntimeError):
                 return None
         finally:
             mode.restore_generators()
-        self._with_grad = True  # it may take a gradient itself: a penalty on one, a force, a differential equation
+        self._with_grad = True  # it may take a gradient itself (gradient penalty, force, differential equation)
         return self.of(samples, more, record=True)
 
     @contextlib.contextmanager
     def _unseen(self) -> Iterator[None]:
-        """Keep what is done within from the user, from other ranks, and from the random numbers that come later."""
+        """Hide what is done inside from the user and from other ranks, and put random generators back afterwards."""
         region = self._call.region
         assert region is not None
         keys, ask, logged = region.keys, sys.breakpointhook, logging.root.manager.disable
@@ -147,10 +147,10 @@ class Seen:
     """What a function did.
 
     Attributes:
-        drawn: what random operations gave, in their order.
-        by_sample: along which dimensions of these the samples lie, known once some samples were left out.
-        normalises: whether a batch norm went by the batch.
-        draws_elsewhere: whether NumPy's generator or Python's own gave random numbers, too, or it has a key for others.
+        drawn: the results of random operations, in order.
+        by_sample: for each of these the dimensions with an entry for each sample, known once samples were left out.
+        normalises: whether a batch norm used the statistics of the batch.
+        draws_elsewhere: whether it also drew from NumPy's or Python's generator, or took a `random_key`.
         is_coarse: whether anything was computed in fewer than 32 bits, or on a GPU, which may multiply in fewer.
     """
 
@@ -161,15 +161,15 @@ class Seen:
     is_coarse: bool = False
 
     def may_order(self, count: int) -> bool:
-        """Whether what was drawn may be an order of so many samples: whole numbers, or one number for each."""
+        """Whether what was drawn may be a random order of `count` samples: integers, or one number for each sample."""
         whole_numbers = (not one.is_floating_point() and one.dtype is not torch.bool for one in self.drawn)
         return self.draws_elsewhere or any(whole_numbers) or any(one.numel() == count for one in self.drawn)
 
 
 class _Draws(DispatchMode):
-    """Notes where random operations found the generators that they were given, the user's own."""
+    """Notes the states of generators that the user passes to random operations, to restore them."""
 
-    is_over = True  # nothing is left to be drawn
+    is_over = True  # whether everything recorded was drawn again
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class _Draws(DispatchMode):
 
 
 class _Records(_Draws):
-    """Notes what a function does."""
+    """Records what a function does, in `Seen`."""
 
     def __init__(self, seen: Seen):
         super().__init__()
@@ -217,11 +217,12 @@ def _normalises(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 class _Replays(_Draws):
-    """Gives samples the random numbers that were drawn for them.
+    """Gives samples the random numbers that were drawn for them before.
 
     Args:
-        seen: what was drawn for all of them, each once.
-        samples: which they are now, of so many.
+        seen: what was drawn when every sample came once.
+        samples: the indexes of the present samples.
+        count: how many samples there were then.
     """
 
     def __init__(self, seen: Seen, samples: Tensor, count: int):
@@ -246,7 +247,7 @@ class _Replays(_Draws):
         drawn = seen.drawn[index]
         sizes = list(zip(shape, drawn.shape, strict=True))
         rows = [dim for dim, (now, once) in enumerate(sizes) if now != once]
-        if len(self._samples) == self._count:  # in another order
+        if len(self._samples) == self._count:  # all, in another order
             rows = seen.by_sample[index]
         elif len(self._samples) < self._count:
             seen.by_sample[index] = rows
@@ -260,7 +261,7 @@ class _Replays(_Draws):
 
 
 def given_to(function: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The leaves of all that a function is given and that it holds."""
+    """The leaves of everything that a function is given or holds."""
     found: list[Any] = []
 
     def note(leaf: Any) -> Any:
@@ -273,10 +274,10 @@ def given_to(function: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def holding(function: Any, replace: Callable[[Any], Any], depth: int = 4) -> Any:
-    """A function that holds other tensors: of functools.partial, those that it captures, and its defaults.
+    """A copy of a function with the leaves that it holds replaced: in functools.partial, closures and defaults.
 
     Args:
-        depth: how many functions that hold each other are gone through; two may do so in a circle.
+        depth: how deep to follow functions that hold functions; they may do so in a circle.
     """
 
     def replaced(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What is found by evaluating a function again, on every sample twice: sums, and aux with rows or counts of samples.
+"""Finds sums over samples, and aux with rows or counts of samples, by evaluating a function with every sample twice.
 
-The tape, shapes and whole numbers raise a suspicion; evaluating proves it. Invariant: what stays as it is for every
-sample twice, as a mean does, passes. What is found by evaluating it on parts of the samples is in `parts`.
+The autograd graph, shapes and whole numbers raise a suspicion; evaluating again proves it. Invariant: a result that
+does not change when every sample comes twice, such as a mean, passes. `parts` evaluates on parts of the samples.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def look_at_samples(
     *,
     is_judged: bool,
 ) -> bool:
-    """`look` at what depends on the samples, of which this rank has some; whether it is known to be no mean over them.
+    """The checks of `look` that depend on the samples; returns whether it warned that this is not a mean over them.
 
     Args:
-        is_judged: whether to warn of it if so.
+        is_judged: whether to find that out.
     """
     rows = batch[0].shape[0]
     with_rows = [] if call.plan.virtual is not None else [a for a in call.arguments if _has_rows(a, rows)]
@@ -86,7 +86,7 @@ def _made_alike(call: Call, leaf: Tensor, rows: int, split: set[str]) -> SpecErr
 
 
 def nodes(end: Node | None) -> Iterator[Node]:
-    """Those of a graph of torch's, each once."""
+    """The nodes of an autograd graph, each once."""
     left, seen = [end], {end}
     while left:
         node = left.pop()
@@ -100,7 +100,7 @@ def nodes(end: Node | None) -> Iterator[Node]:
 
 
 def _may_be_sum(end: Node | None, rows: int) -> bool:
-    """Whether something that may have so many rows is added up anywhere on the way to a value."""
+    """Whether anything on the way to a value sums a tensor that may have a row for each sample."""
     for node in nodes(end):
         name = type(node).__name__
         if name in ("SumBackward0", "SumBackward1"):
@@ -115,7 +115,7 @@ _ADD_UP = {"DotBackward0", "LinalgVectorNormBackward0", "NormBackward0", "NormBa
 
 
 def _may_have_rows(aux: Auxiliary, rows: int, split: set[str]) -> bool:
-    """Whether a leaf of aux may have something for each of so many samples, going by its shape."""
+    """Whether a leaf of aux may have an entry for each of `rows` samples, judged by its shape."""
     if rows > 1 and aux.leaves and len(aux.leaves) % rows == 0:
         return True
     return any(
@@ -127,7 +127,7 @@ def _may_have_rows(aux: Auxiliary, rows: int, split: set[str]) -> bool:
 
 
 def _may_be_counts(aux: Auxiliary, split: set[str]) -> list[int]:
-    """The leaves of aux that are averaged and have whole numbers only."""
+    """The indexes of averaged leaves of aux that hold whole numbers only."""
     return [
         index
         for index, (leaf, axes) in enumerate(zip(aux.leaves, aux.over, strict=True))
@@ -141,7 +141,7 @@ def _may_be_counts(aux: Auxiliary, split: set[str]) -> list[int]:
 
 
 def _averaged(out: Output, aux: Auxiliary, split: set[str]) -> dict[int, str]:
-    """The leaves of aux that are averaged, by number, with what messages call them."""
+    """The leaves of aux that are averaged, by index, with what messages call them."""
     paths = trees.paths(out.aux)
     return {
         index: f"aux{paths[index]}"
@@ -151,13 +151,13 @@ def _averaged(out: Output, aux: Auxiliary, split: set[str]) -> dict[int, str]:
 
 
 def _moves(once: Output, twice: Output) -> bool:
-    """Whether a value is another one for every sample twice, by more than rounding makes it."""
+    """Whether a value changes, by more than rounding, when every sample comes twice."""
     value = float(once.value)
     return abs(float(twice.value) - value) > 1e-3 * abs(value)
 
 
 def _check_sum(call: Call, once: Output, twice: Output, thrice: Output | None, by_samples: bool) -> None:
-    """Refuse a value to which every sample adds: it grows by as much from once to twice as from twice to thrice."""
+    """Refuse a sum over samples: it grows by as much from once to twice as from twice to thrice."""
     if thrice is None:
         return
     first, second, third = float(once.value), float(twice.value), float(thrice.value)
@@ -175,7 +175,7 @@ def _check_sum(call: Call, once: Output, twice: Output, thrice: Output | None, b
 
 
 def _check_rows(call: Call, out: Output, aux: Auxiliary, twice: Output, split: set[str]) -> None:
-    """Refuse leaves of aux that have more for every sample twice, but for those that say whose rows they are."""
+    """Refuse leaves of aux that get longer when every sample comes twice, unless they are `Sharded`."""
     again, paths = [as_tensor(leaf) for leaf in trees.leaves(twice.aux)], trees.paths(out.aux)
     remedy = f'return Sharded(value, P("{min(split)}")), whose rows stay those of the samples, or reduce it, '
     if len(again) != len(aux.leaves):
@@ -203,7 +203,7 @@ def _check_rows(call: Call, out: Output, aux: Auxiliary, twice: Output, split: s
 def _warn_of_counts(
     call: Call, out: Output, aux: Auxiliary, twice: Output, counts: Sequence[int], split: set[str]
 ) -> bool:
-    """Warn of a leaf of aux that is twice as many for every sample twice; whether it was."""
+    """Warn of a leaf of aux that doubles when every sample comes twice; returns whether it warned."""
     again = trees.leaves(twice.aux)
     for index in counts:
         leaf, more = aux.leaves[index], number_or_tensor(again[index])
