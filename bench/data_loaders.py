@@ -121,7 +121,7 @@ def paths_of(folder: Path, case: str) -> list[Path]:
 
 
 def mesh_of(case: str, folder: Path, rank: int | None) -> Any:
-    """Of a driver, or of a launched rank."""
+    """The mesh of a driver, or that of a launched rank."""
     from spmd import Mesh, initialize
 
     if rank is not None:

@@ -104,7 +104,7 @@ def _summed(x: Tensor, axes: tuple[str, ...]) -> Tensor:
 
 
 def decays(module: nn.Module) -> dict[str, float]:
-    """By name, the share of its old value that a running statistic keeps in a batch; without those that average all."""
+    """By name, what part of its old value a running statistic keeps in a batch; without those that average all."""
     found: dict[str, float] = {}
     for prefix, submodule in module.named_modules():
         if isinstance(submodule, _RUNNING) and submodule.momentum is not None:

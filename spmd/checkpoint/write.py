@@ -199,7 +199,7 @@ class Writing:
         if asked is not None and not asked.settled.is_set():
             return asked
         with aside():
-            # Errors are told by the checkpoint's future.
+            # The checkpoint's future reports the errors.
             return driver.submit(protocol.PassThrough, ranks=[rank], name="a checkpoint", reported=True)
 
     def _write_for(self, rank: int) -> None:

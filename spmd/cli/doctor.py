@@ -230,7 +230,7 @@ def _nccl() -> list[tuple[str, ...]]:
 
 
 def _reduced_by_nccl(ranks: int, environ: dict[str, str]) -> tuple[bool, str]:
-    """Whether so many ranks can reduce on GPUs, and what they say."""
+    """Whether this many ranks can all-reduce on GPUs, and what they print."""
     return _run([sys.executable, "-c", _NCCL_TEST, str(ranks)], environ, 2 * SECONDS)
 
 

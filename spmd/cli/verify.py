@@ -154,7 +154,7 @@ def _run(
 
 
 def compare(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> Parting | None:
-    """Where two runs first part.
+    """Where two runs first differ; None if they don't.
 
     >>> call = {"name": "step", "leaves": [["[0]", "ab", "1.0", None]]}
     >>> compare([call, call], [call, {"name": "step", "leaves": [["[0]", "cd", "1.5", None]]}])

@@ -59,7 +59,7 @@ class Shards:
     def __init__(self, shards: Sequence[Any], opened: Callable[..., Any], position: Position, state: State):
         self._shards, self._open = shards, opened
         count = len(shards)
-        # With too few shards, each is read in parts, as many for every stream; else no shard is read by two.
+        # With fewer shards than streams, each is read in parts, equally many by every stream; else no two share one.
         self._parts = 1 if count >= position.streams else position.streams // math.gcd(count, position.streams)
         whole = Position(position.seed, position.epoch, -1, position.streams, position.shuffle, position.path)
         order = permutation(count, whole.key("shards")) if position.shuffle else range(count)

@@ -34,7 +34,7 @@ _RUNS_KEPT = 2  # iterations under way that a reader remembers
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    """One iteration over an epoch: the cursors of a reader's streams, and the step that they have come to."""
+    """One iteration over an epoch: the cursors of a reader's streams, and the step that they are at."""
 
     step: int
     open: dict[int, Any]

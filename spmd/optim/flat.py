@@ -94,14 +94,14 @@ Spans = tuple[tuple[int, int], ...]
 
 @functools.lru_cache(maxsize=256)
 def stretches(sizes: tuple[int, ...], width: int, start: int, stop: int) -> Spans:
-    """The parts of a run, from its start on, that are stepped as one: each ends with a leaf of partial vectors.
+    """The parts of a run that are stepped as one each: they end with the leaves that are no whole number of vectors.
 
     >>> stretches((32, 64, 65, 3), 4, 0, 259), stretches((32, 64, 65, 3), 4, 64, 128)
     (((0, 193), (256, 259)), ((0, 64),))
 
     Args:
         width: bytes of an element.
-        start, stop: of the run.
+        start, stop: of the run; the parts are counted from its start.
     """
     found = [(max(begin, start) - start, min(end, stop) - start) for begin, end in _stretches(sizes, width)]
     return tuple((low, high) for low, high in found if low < high)
