@@ -1,7 +1,7 @@
 """Batch norm by the statistics of the whole batch, while each rank has only a part of it.
 
-Sums and counts are added up by a `psum` over the axes that `data_parallel` splits the batch over, and differentiated
-like any collective. So the result is exact for uneven and empty parts, too.
+Sums and counts are added up by a `psum` over the axes that `data_parallel` splits the batch over; the sums are
+differentiated like any collective. So the result is exact for uneven and empty parts, too.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
     Args:
         step: what `spmd` returned, whatever its mesh, or a plain function.
         axes: the axes and their sizes, as for `Mesh`.
-        args: the arguments of a call. Only shapes and dtypes of tensors matter, so they may be on torch's meta device.
+        args: the arguments of a call. Of tensors only shapes and dtypes matter (and an Array's spec), so that they may
+            be on torch's meta device.
 
     Returns:
         The tree of the results: for a tensor its global `shape` (-1 where ranks differ), `dtype` and `spec`.

@@ -300,7 +300,7 @@ def _skeleton(module: nn.Module, *emptied: dict[str, Tensor]) -> nn.Module:
 
 
 def _duplicate(skeleton: nn.Module) -> nn.Module:
-    """A copy with the same tensors: nothing writes to them, and a copied storage would pickle differently.
+    """A copy with the same tensors: nothing writes to them, and a copied storage would pickle with another address.
 
     Within a transform of `torch.func`, copies of them would be tensors of that transform.
     """

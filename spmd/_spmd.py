@@ -53,7 +53,7 @@ def spmd(
         donate: names of arguments whose memory the results may reuse, such as parameters and optimizer state; the
             Arrays passed can't be read afterwards, not even if the call fails.
         check: when to check that results without a spec are the same on all ranks. "first": the first call of each
-            signature follows what each tensor is computed from; later calls compare values: numbers on every call,
+            signature follows what each tensor is computed from; values are compared, too: numbers on every call,
             other tensors on calls 1, 2, 4, 8 and so on (on launched ranks arguments as well). "always": compare all
             values on every call, and wait for it. "never": no check. See docs/replication.md.
 

@@ -25,7 +25,7 @@ ON = bool(_FILE)
 VALUES = ".values"  # added to the first file's name
 _MOST_VALUES = 256 << 20  # bytes
 _warned: set[str] = set()
-_WARNS = not os.environ.get("SPMD_VERIFY_SAID")  # an earlier run has warned
+_WARNS = not os.environ.get("SPMD_VERIFY_SAID")  # unless an earlier run has warned
 
 
 def note(name: str, results: Any, settings: Mapping[str, Any] | None) -> None:

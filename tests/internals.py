@@ -228,11 +228,11 @@ def gathered(msg: list[tuple[str, int, int]], due: dict[int, list[int]]) -> list
     """What the process of a host sends its driver when its ranks send these messages.
 
     Args:
-        said: (the message's class, the task, the rank), one after another; ("lost", 0, rank) is that rank's end.
+        msg: (the message's class, the task, the rank), one after another; ("lost", 0, rank) is that rank's end.
         due: the ranks that were given each task.
 
     Returns:
-        (class and task, ranks) of each message; those after ("held", ()) were held for `MOMENT_SECONDS`.
+        (class and task, ranks) of each message; those after ("held", ()) would wait up to `MOMENT_SECONDS`.
     """
     from spmd.mesh import protocol, wire
     from spmd.mesh.hosts.coded import unframed

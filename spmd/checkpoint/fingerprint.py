@@ -20,7 +20,7 @@ from ..kernels.callsite import warn
 from ..mesh.mesh import Mesh
 from ..mesh.run_state import RunState
 
-# Backends that all reduce in the same order, with this library's own arithmetic.
+# Backends that share one order of reduction, and this library's own arithmetic.
 _IN_ORDER = ("shm", "gloo", "mpi")
 
 Position = tuple[int, int]  # as `RunState.position`

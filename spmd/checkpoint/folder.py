@@ -170,7 +170,7 @@ def keep_last(path: Path, count: int, written: Path) -> None:
 
 
 def _written_at(folder: Path) -> float | None:
-    """When a checkpoint was written; None if its files have other lengths than it says. No checksums are computed."""
+    """When a checkpoint was written; None if it can't be read, or its files' lengths are wrong. Checks no checksums."""
     try:
         with open_plain(MANIFEST, folder) as file:
             about = os.fstat(file.fileno())

@@ -1,6 +1,6 @@
 """`spmd verify`: run a script at several numbers of ranks, and say whether all computed the same bits, or where not.
 
-The script is run as it is, each time with another SPMD_RANKS; what its @spmd functions return is compared by call.
+The script runs unchanged, each time with another SPMD_RANKS; what its @spmd functions return is compared call by call.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Columns:
         self.arrays: dict[str, np.ndarray] = {}
         for name, column in zip(self.names, table.columns, strict=True):
             if column.null_count == 0 and str(column.type) in _PLAIN:
-                # A table's column is in chunks, which are joined; a record batch's must be asked for a copy.
+                # A table's column is in chunks, which are joined; a record batch's raises unless a copy is allowed.
                 chunked = hasattr(column, "chunks")
                 self.arrays[name] = column.to_numpy() if chunked else column.to_numpy(zero_copy_only=False)
         alike: dict[Any, list[str]] = {}

@@ -161,7 +161,7 @@ Block = tuple[Job, int, int]  # where it starts and stops
 
 
 def batches(jobs: Sequence[Job], length: int | None) -> Iterator[list[Block]]:
-    """The blocks of all jobs, in groups of up to `length` elements."""
+    """The blocks of all jobs, in groups of up to `length` elements (a larger block is alone); None: all in one."""
     size, together = 0, list[Block]()
     for job in jobs:
         for start, stop in job.blocks(length):

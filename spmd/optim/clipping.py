@@ -25,7 +25,7 @@ def check(clip: Any) -> None:
 
 @torch.no_grad()
 def scale_of(clip: float, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor | None:
-    """The factor for every gradient that brings their common norm down to `clip`; None instead of 1.
+    """The factor for every gradient that brings their common norm down to `clip`; None if it is known to be 1.
 
     It is that of `torch.nn.utils.clip_grad_norm_`. Other ranks have the rest of a leaf that is cut, so its squared norm
     is summed over the axes that cut it.

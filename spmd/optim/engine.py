@@ -188,7 +188,7 @@ class Engine:
         return True
 
     def _check_flat(self, state: State) -> None:
-        """Refuse nested tensors in the state: they can't be joined over the pieces, and only the last would remain."""
+        """Refuse tensors within lists or dicts of the state: of these, only the last piece's would remain."""
         for name, value in state.items():
             if isinstance(value, Tensor | numbers.Number):
                 continue

@@ -67,14 +67,14 @@ def _layouts(shapes: tuple[Sequence[int], ...]) -> list[tuple[Sequence[int], tup
 
 
 class Run(NamedTuple):
-    """Leaves viewed as one flat tensor, one for each of the columns, and where it begins."""
+    """Leaves laid end to end: where the first one begins, and one flat tensor of them for each column."""
 
     start: int
     columns: list[Tensor]
 
 
 def runs(sizes: tuple[int, ...], columns: Sequence[Sequence[Tensor]], start: int, stop: int) -> Iterator[Run]:
-    """All leaves from `start` to `stop`, multiples of 64, as flat tensors: views of what lies end to end, else copies.
+    """All leaves from `start` to `stop`, multiples of 64, as flat tensors: views, or small leaves copied end to end.
 
     Args:
         columns: each has one tensor per leaf, all of one dtype: gradients, say, and parameters.

@@ -274,7 +274,7 @@ def _ranks(shard: Axis | None, leaf: Leaf) -> Ranks | None:
 
 
 def _together(leaf: Leaf) -> Ranks | None:
-    """For leaves not worth slicing, as too few or on one rank: each rank steps them all, laid end to end as well."""
+    """For leaves too few to slice, or with no ranks to share them: each rank steps all, laid end to end as well."""
     whole = leaf.param.layout is torch.strided and not layout_of(leaf.param).axes
     return ALONE if whole and _known_axes(leaf) is not None else None
 

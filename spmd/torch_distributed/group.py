@@ -60,7 +60,7 @@ class ProcessGroup(_Base):
         return self._name
 
     _device_types = property(lambda self: list(map(torch.device, DEVICES)))
-    supports_splitting = False  # torch asks if groups are made on a bound device; `new_group` then works as on others
+    supports_splitting = False  # asked when a group is made on a bound device; `new_group` then works as on others
 
     def _get_backend(self, device: Any) -> Any:
         return self  # torch asks of what kind it is

@@ -155,7 +155,7 @@ class _Futures:
     """The threads that advance works whose futures somebody may wait for: one waits, others run callbacks.
 
     A callback may start an operation and wait for its future. So a thread that is about to run callbacks leaves the
-    waiting to another; there are as many threads as callbacks that wait at one time.
+    waiting to another, which is started if none is idle.
     """
 
     def __init__(self) -> None:
