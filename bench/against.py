@@ -2,8 +2,9 @@
 
     python bench/against.py ../before/.venv/bin/python [--only calls] [--rounds 15]
 
-The argument is the Python in which the other checkout is installed for editing. Prints of each case the median and the
-quartiles of both, and of the rounds' ratios: the other's time by this one's, so that below 1 this one is slower.
+The argument is the Python in which the other checkout is installed for editing. For each case, prints the median and
+the quartiles of both times, and of the rounds' ratios: the other's time divided by this one's, so below 1 this one is
+slower.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ SUITES: dict[str, tuple[str, int, int, str, list[tuple[str, dict, Any]], float]]
 
 
 def bench_package(python: str) -> str:
-    """Where a checkout keeps what runs in the processes of a bench."""
+    """The package in which a checkout has what runs in the processes of a bench."""
     code = (
         "import importlib.util as u; n = 'spmd.cli'; "
         "print('spmd.cli.bench' if u.find_spec(n) and u.find_spec(n + '.bench') else 'spmd._bench')"

@@ -1,6 +1,6 @@
 """What `against.py` has either checkout do from a driver: calls that do nothing, and steps whose loss is fetched.
 
-It is imported in the processes of both, beside each one's own `peers.py`.
+The processes of both import it, beside their own `peers.py`.
 """
 
 from __future__ import annotations

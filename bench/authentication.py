@@ -3,10 +3,10 @@
     python bench/authentication.py > bench/results/authentication.txt
 
 One mesh whose messages have codes, as between hosts (though its connections are on loopback, the fastest and so the
-hardest case). Each operation is made with codes and without in turn, thousands of times, over the same connections and
-threads: between two meshes, or two runs, which threads share a core makes more of a difference than codes do. The
-figures are medians, the ratio is that of the two, and its spread that of nine parts of the run. Last, a short message's
-way through this library alone, in one thread that waits for nobody.
+hardest case). Each operation is done with codes and without in turn, thousands of times, over the same connections and
+threads: between two meshes, or two runs, it matters more which threads share a core than whether there are codes. The
+figures are medians, the ratio is that of the two, and its spread that of nine parts of the run. Last comes the time
+that a short message takes in this library alone, in one thread that waits for nobody.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Codes:
 
 
 def ping(mesh: Mesh, nbytes: int) -> Callable[[], float]:
-    """A message from rank 0 to rank 1, half of one there and one back."""
+    """A message from rank 0 to rank 1: half of a round trip."""
     comm, data = mesh.comm(), torch.zeros(nbytes, dtype=torch.uint8)
 
     def once() -> float:
@@ -125,7 +125,7 @@ def rank() -> None:
         once = make(mesh)
         for turn in range(20):
             both(once, bool(turn % 2))
-        # Who goes first takes turns too: what follows another operation finds its threads awake.
+        # The two take turns in going first, too: what follows another operation finds its threads awake.
         taken = [both(once, bool(turn % 2)) for turn in range(rounds)]
         with_codes, without = (statistics.median(column) for column in zip(*taken, strict=True))
         parts = [
@@ -145,7 +145,7 @@ def rank() -> None:
 
 
 def both_ends(*, codes: bool) -> Callable[[], None]:
-    """What a message takes of this library's code, sent and received, in one thread that waits for nobody."""
+    """Send and receive a message with this library's code, in one thread that waits for nobody."""
     here, there = socket.socketpair()
     sending, receiving = (MessageCodes(b"a key") if codes else None for _ in range(2))
     found: list[int] = []

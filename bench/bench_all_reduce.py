@@ -2,7 +2,7 @@
 
 Gloo and Open MPI overwrite what they are given. So do two of ours: "overwritten" leaves the sum in every rank's own
 buffer, "given up" leaves one sum that all ranks read, as a train step does with its gradients. "kept" changes nothing.
-"adding alone" is what the memory allows: every rank adds one slice of its own in place, and waits for nobody.
+"adding alone" is the bound that memory sets: every rank adds one slice of its own in place, and waits for nobody.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONTENDERS = (
     Contender("ours, in the arena, overwritten", "ours", {"kind": "overwritten"}),
     Contender("ours, any tensor", "ours", {"kind": "any"}),
     Contender("gloo", "gloo"),
-    # Gloo is faster where both its ranks share a core, as long as there is little to add: both ways are measured.
+    # With little to add, Gloo is faster if both of its ranks share a core: both ways are measured.
     Contender("gloo, placed as woken", "gloo", {"spread": False}),
     Contender("open mpi", "open mpi"),
     Contender("adding alone", "floor"),

@@ -1,6 +1,6 @@
 """What a driver costs with four ranks: calls that do nothing, starting, and replacing a rank.
 
-"four bare pipes" is what a call of four processes costs where nothing is said: a byte to each, and one back.
+"four bare pipes" is the least that a call of four processes can cost: a byte to each, and one back.
 """
 
 from __future__ import annotations

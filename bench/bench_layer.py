@@ -1,7 +1,7 @@
 """The functional layer alone: one rank, `value_and_grad` and `opt.step` against plain `backward()` and `step()`.
 
-The plain program runs in a process of its own, and once more within our rank's process, so that what the library does
-to its process can be told from what its layer costs.
+The plain program runs in a process of its own, and once more within our rank's process: so what the library does to its
+process can be told apart from what its layer costs.
 """
 
 from __future__ import annotations

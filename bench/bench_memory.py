@@ -41,7 +41,7 @@ def tree(roots: list[int]) -> list[int]:
 
 
 def proportional_set_size(pids: list[int]) -> int:
-    """Bytes; a process that has ended counts nothing."""
+    """The sum in bytes; a process that has ended counts as 0."""
     total = 0
     for pid in pids:
         try:

@@ -26,7 +26,7 @@ PASSES = 3
 def scaling(groups: Groups, work: str, ranks: int, rounds: int = 4, seconds: float = 0.02) -> list[dict]:
     """A record for every size that fits the memory.
 
-    Sizes are gone through in turn, several times: a burst of noise is not all that is known of one.
+    All sizes are measured in turn, several times, so that a burst of noise does not spoil one of them.
     """
     limit = MOST_BYTES if work == "all_reduce" else MOST_STEP_BYTES
     samples: dict[int, list[float]] = {size: [] for size in PARAMETERS[work] if 4 * size * ranks <= limit}

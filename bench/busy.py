@@ -2,8 +2,8 @@
 
     python bench/busy.py [--busy 2] [--ranks 2]
 
-Prints for each size the mean time of a blocking all-reduce on the slowest rank (a mean, since what waiting costs is in
-the few that wait long) and the ratio; the same without busy processes for comparison.
+Prints for each size the mean time of a blocking all-reduce on the slowest rank (a mean, since the cost of waiting is in
+the few calls that wait long) and the ratio; then the same without busy processes, for comparison.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def timed(mesh: Mesh, store: str) -> dict[int, list[tuple[float, float]]]:
-    """In a rank: of each size, for some turns, (seconds a call of ours, of Gloo's)."""
+    """In a rank: for each size and turn, the seconds of (a call of ours, one of Gloo's)."""
     comm = mesh.comm()
     gloo = dist.ProcessGroupGloo(dist.FileStore(store, comm.size), comm.rank, comm.size)
     found: dict[int, list[tuple[float, float]]] = {}

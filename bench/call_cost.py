@@ -4,10 +4,10 @@
     python bench/call_cost.py --profile 40   # where the time of a call with 40 leaves goes, in the driver and on rank 0
 
 The argument is the Python in which the other checkout is installed for editing; both take turns, a process each time.
-Printed are microseconds of a call: by the clock, of the driver's processor time, and of that of the busiest rank, each
-the least of the rounds within a process and the median of the processes, with the ratios of processor times, which
-other programs disturb least. A call is answered if it gives a number that is fetched, and in flight if nothing is; a
-tree goes in and comes out, as it is or with new tensors.
+Prints microseconds per call: on the clock, and of the driver's and of the busiest rank's processor time. Each is the
+least of a process's rounds, and the median over processes; the ratios are of processor times, which other programs
+disturb least. A call is "answered" if its number is fetched, and "in flight" if nothing is; a tree goes in and comes
+out, as it is or with new tensors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def cases(side: Calls) -> dict[str, Callable[[], Any]]:
 
 
 def measure() -> dict[str, list[float]]:
-    """Of each case the clock's, the driver's and the busiest rank's microseconds."""
+    """For each case, the microseconds of the clock, of the driver and of the busiest rank."""
     torch.set_num_threads(1)
     side, found = Calls(0, 1, ""), {}
     for label, step in cases(side).items():

@@ -43,9 +43,9 @@ def entered(found: set[str]) -> Iterator[None]:
 
 
 def noted_on_rank(begin: bool) -> list[str]:
-    """Begin to note which files this rank enters, or end it: those.
+    """Begin to note which files this rank enters, or end that and return them.
 
-    One function for both, which the rank has from the beginning on, so that nothing but the step comes between.
+    It is one function for both, so that the rank has it from the beginning, and only the step comes between the calls.
     """
     if not begin:
         sys.setprofile(None)

@@ -1,6 +1,6 @@
 """What `call_cost.py` has either checkout do: calls with trees of small tensors.
 
-It is imported in the processes of both, beside each one's own `peers.py`.
+The processes of both import it, beside their own `peers.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import spmd
 
 
 class Calls(Programs):
-    """Calls that compute nothing; those of trees are each given the last one's result."""
+    """Calls that compute nothing; a call with a tree gets the last one's result."""
 
     def tree(self, options: Mapping[str, Any], leaves: int) -> Any:
-        """A body that gives its argument back, or (`made`) a new tensor for each leaf, beside a number."""
+        """A body that returns its argument, or (`made`) a new tensor for each leaf, and a number."""
         made, fetched = options.get("made", False), options.get("fetched", False)
         carried = spmd.put({f"layer{index}": torch.ones(4) for index in range(leaves)}, mesh=self.mesh)
 
@@ -37,7 +37,7 @@ class Calls(Programs):
         return step
 
     def capturing(self, options: Mapping[str, Any], layers: int) -> Any:
-        """A body that refers to a module, which is looked at for changes before every call."""
+        """A body that refers to a module, which is checked for changes before every call."""
         module = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers))).requires_grad_(False)
         carried = spmd.put(torch.ones(4), mesh=self.mesh)
         call = spmd.spmd(lambda x: (module, x)[1], mesh=self.mesh)

@@ -1,4 +1,4 @@
-"""Ranks come to grief at random moments of a training run, which must be the undisturbed one, bit for bit.
+"""Ranks fail at random moments of a training run, which must equal the undisturbed one, bit for bit.
 
     make chaos    # python bench/chaos.py [--seconds 600] [--kills 0] [--steps 200] [--seed 0] [--peer] [--hosts]
 
@@ -6,8 +6,8 @@ Runs follow each other on one mesh, of 2 ranks, and then with `shards=4` of 3, w
 there is a fault (`chaos_faults.py`). The oracle is the undisturbed run: the hash of parameters and loss after every
 step, and the ids of the samples of every batch. Prints for each fault, and for each moment at which it came: trials;
 hangs (nothing for `HANG_SECONDS`, which ends it all); steps with another hash; batches with lost or repeated samples;
-errors that a program should not see; processes that were left; by how much shared memory was more than ever before; and
-the milliseconds from the fault to the end of the first step that those do who are there afterwards. Stopped and stuck
+errors that a program should not see; processes that were left; how far shared memory exceeded its previous maximum; and
+the milliseconds from the fault to the end of the first step with the ranks that are there afterwards. Stopped and stuck
 ranks count as dead after `GRACE` seconds, which are part of that. `--peer` does the same to torchrun (`chaos_peer.py`),
 `--hosts` cuts the wire between two hosts (`chaos_hosts.py`) and kills hosts whose values have copies
 (`chaos_copies.py`), in the same run.
@@ -47,11 +47,11 @@ CALM_STEPS = 2  # between two faults
 GRACE = 0.5
 WAITS = {"a batch read": 0.003, "values fetched": 0.005, "a checkpoint written": 0.02, "a resize": 0.3}
 NUMBERS = itertools.count()  # of checkpoints
-TRIES = 3  # of a program that calls again
+TRIES = 3  # by a program that repeats a failed call
 
 
 class Tally:
-    """What became of the trials of one fault."""
+    """The outcomes of one fault's trials."""
 
     def __init__(self) -> None:
         self.trials = self.hashes = self.samples = self.errors = self.orphans = 0
@@ -94,7 +94,7 @@ class Watch(threading.Thread):
 
 
 class Chaos:
-    """Faults on one mesh, and what becomes of them."""
+    """Faults on one mesh, and their outcomes."""
 
     def __init__(self, mesh: Mesh, shards: int | None, options: Any, draw: random.Random, folder: Path, watch: Watch):
         self.mesh, self._shards, self._options, self._draw, self._watch = mesh, shards, options, draw, watch
@@ -104,12 +104,12 @@ class Chaos:
         self.steps = self.killed = 0
         self._names = [fault.name for fault in FAULTS if fault.name not in options.without]
         self._typical = 0.01
-        self._most: dict[int, int] = {}  # by the mesh's size the most shared memory that was seen
-        self._past: tuple[list[int], Tally] = ([], Tally())  # of the last fault the processes that must be gone
+        self._most: dict[int, int] = {}  # the most shared memory that was seen, by the mesh's size
+        self._past: tuple[list[int], Tally] = ([], Tally())  # the processes that the last fault must have ended
         watch.mesh = mesh
 
     def expected(self) -> list[tuple[str, list[int]]]:
-        """The undisturbed run, with checkpoints, too; what memory it takes is what it may take."""
+        """The undisturbed run, with checkpoints, too; the memory that it takes is the limit for the others."""
         run, found = Run(self.mesh, self._shards, self._folder), []
         batches = run.batches()
         for turn in range(self._options.steps):
@@ -120,7 +120,7 @@ class Chaos:
         return found
 
     def disturb(self, seconds: float, disk: Path | None) -> None:
-        """Provoke faults for so long, and as often as is wanted, in runs from the beginning."""
+        """Provoke faults for at least this time and the wanted number of kills, in runs from the beginning."""
         expected, end = self.expected(), time.monotonic() + seconds
 
         def over() -> bool:
@@ -167,7 +167,7 @@ class Chaos:
         return strike
 
     def _turn(self, run: Run, batches: Any, strike: Strike | None, turn: int, disk: Path | None) -> tuple[str, list]:
-        """A step, with all that a program does besides."""
+        """A step, with everything else that a program does."""
         begins = strike.begin if strike is not None else lambda what: None
         if strike is not None and strike.during == "a resize" and strike.at is None:
             begins("a resize")
@@ -203,7 +203,7 @@ class Chaos:
             raise AssertionError("the checkpoint has other values")
 
     def _is_over(self, strike: Strike) -> bool:
-        """Whether a step has been done since by those that go on from here; then it is noted."""
+        """Whether a step was finished since the fault without the ranks that it ended; if so, notes the time."""
         now = time.monotonic()
         strike.join()
         if strike.at is None or set(strike.pids) & set(self.mesh.driver.pids) or strike.at > now:
@@ -217,7 +217,7 @@ class Chaos:
         return True
 
     def _look_at_what_is_left(self) -> None:
-        """Of the last fault, some steps after it: processes, and shared memory that was never needed before."""
+        """Some steps after a fault, note what it left: processes, and more shared memory than ever before."""
         pids, tally = self._past
         end = time.monotonic() + 2.0
         while (left := [*filter(runs, pids)]) and time.monotonic() < end:

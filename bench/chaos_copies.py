@@ -45,7 +45,7 @@ def kill_host(mesh: Mesh, host: int) -> None:
 
 
 def run(mesh: Mesh, draw: random.Random | None) -> tuple[list[str], float]:
-    """The hashes of a run's steps and, of one in which a host dies at some moment, the seconds to the next step."""
+    """The hashes of a run's steps, and, if a host dies in it, the seconds from then to the end of the next step."""
     torch.manual_seed(0)
     x = torch.randn(400, 16)
     data = {"x": x, "y": (x @ torch.randn(16, 4)).argmax(1), "id": torch.arange(400)}
@@ -83,7 +83,7 @@ def run(mesh: Mesh, draw: random.Random | None) -> tuple[list[str], float]:
 
 
 def report(kills: int = 20, seed: int = 0) -> int:
-    """Print it; how many runs were other than the undisturbed one, or failed."""
+    """Print the results; returns how many runs differed from the undisturbed one, or failed."""
     draw, wrong, errors, times = random.Random(seed), 0, 0, []
     with Mesh({"data": 4}, **SIZE) as mesh:
         expected, _ = run(mesh, None)

@@ -1,7 +1,7 @@
 """The faults that `chaos.py` provokes: what is done to ranks, when, and what a program may see of it.
 
-What a step's own rank does to itself lies in `chaos_run.py`; the rest is done from a thread of the driver at a random
-moment of something that is under way (`DURING`).
+What a rank does to itself within a step is in `chaos_run.py`; the rest is done by a thread of the driver, at a random
+moment during one of `DURING`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Fault:
     Attributes:
         inside: what a rank does to itself, at one of `chaos_run.MOMENTS`.
         outside: what the driver does to ranks, during one of `DURING`.
-        raises: what the program may see, and answers by calling again.
+        raises: what the program may see, and answers by repeating the call.
         rare: it takes seconds.
-        kills: ranks end by it.
+        kills: it ends ranks.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Strike:
     """One fault that is about to happen.
 
     Args:
-        wait: seconds that what it happens during takes, about.
+        wait: about how many seconds the thing takes during which it happens.
 
     Attributes:
         at: when it has happened; None before.
@@ -69,7 +69,7 @@ class Strike:
             chaos_run.fault_file(folder, during, draw.randrange(mesh.size)).write_text(fault.inside)
 
     def begin(self, during: str) -> None:
-        """Something begins, during which it may be to happen."""
+        """Something begins; if the fault is to happen during it, start its thread."""
         if self.fault.outside is not None and during == self.during and self._thread is None:
             self._thread = threading.Thread(target=self._happen)
             self._thread.start()
@@ -92,7 +92,7 @@ class Strike:
 
     def signal(self, ranks: list[int], number: int) -> None:
         for rank in ranks:
-            with contextlib.suppress(ProcessLookupError, IndexError):  # it has ended, or the mesh is smaller by now
+            with contextlib.suppress(ProcessLookupError, IndexError):  # it has ended, or the mesh has shrunk
                 pid = self.mesh.driver.pids[rank]
                 os.kill(pid, number)
                 if number not in (signal.SIGCONT, signal.SIGSTOP):
@@ -192,12 +192,12 @@ def drawn(draw: random.Random, names: list[str], *, resizes: bool) -> tuple[Faul
         return fault, draw.choice(chaos_run.MOMENTS)
     if fault.outside is None:
         return fault, "another mesh made" if fault.kills else "a checkpoint written"
-    moments = [moment for moment in DURING if resizes or moment != "a resize"]  # else the bits are others
+    moments = [moment for moment in DURING if resizes or moment != "a resize"]  # else the bits would differ
     return fault, draw.choice(moments)
 
 
 def make_a_mesh(ranks: int, draw: random.Random) -> list[int]:
-    """Make a mesh, and kill what is started for it at random: the ranks that were killed; it must work."""
+    """Make a mesh while killing processes started for it at random; it must work. Returns the killed ranks."""
     before, done, pids = set(_children()), threading.Event(), list[int]()
 
     def kill() -> None:
@@ -215,7 +215,7 @@ def make_a_mesh(ranks: int, draw: random.Random) -> list[int]:
     try:
         with Mesh({"data": ranks}) as mesh:
             thread.join()
-            for _ in range(3):  # `run` is not run again
+            for _ in range(3):  # a failed `run` is not repeated by the library
                 with contextlib.suppress(PeerLost):
                     if mesh.run(lambda: 1) == [1] * ranks:
                         return pids
@@ -248,14 +248,14 @@ def small_disk() -> Iterator[Path | None]:
 
 
 def save_on_a_full_disk(run: Any, disk: Path, numbers: Iterator[int], expected: str) -> None:
-    """Have a checkpoint meet a full disk: that is said, the one before is whole, and the next is written."""
+    """Have a checkpoint meet a full disk: it must raise, the one before must be whole, and the next must be written."""
     run.save(disk, next(numbers), background=False)
     free = os.statvfs(disk)
     with (disk / "full").open("wb") as file:
         file.write(bytes(free.f_bavail * free.f_bsize - (1 << 20)))
     try:
         run.save(disk, next(numbers), background=True).result()
-    except (OSError, SpmdError):  # the latter where there was no room for what to say, either
+    except (OSError, SpmdError):  # the latter if there was no room for the message, either
         pass
     else:
         raise AssertionError("a checkpoint was written on a full disk")

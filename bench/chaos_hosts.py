@@ -4,7 +4,7 @@
 
 Two network namespaces (`namespaces.py`) with two ranks each, launched, and driven by a program in the first of them
 (`Mesh(hosts=, on_loss="raise")`; for one that goes on see `chaos_copies.py`). They train until the fault; then all that
-still run must end, with an `SpmdError`, within the timeout and a few seconds. Prints how long that took, and how many
+still run must end with an `SpmdError`, at most a few seconds after the timeout. Prints how long that took, and how many
 processes were left.
 """
 
@@ -92,7 +92,7 @@ def started(places: list[namespaces.Node], driven: bool, marks: Path) -> list[su
 
 
 def lost(fault: str, driven: bool) -> tuple[float, int, str]:
-    """Seconds until all have ended, how many had not, and what the first that said something said."""
+    """Seconds until all have ended, how many have not, and the first message."""
     with namespaces.nodes(2) as places, tempfile.TemporaryDirectory() as name:
         marks = Path(name)
         processes = started(places, driven, marks)
@@ -127,7 +127,7 @@ def lost(fault: str, driven: bool) -> tuple[float, int, str]:
 
 
 def report() -> int:
-    """Print it; how many were left, or ended without a word."""
+    """Print the results; returns how many were left, or ended without a message."""
     if (why := namespaces.unavailable()) is not None:
         print(f"left out, two hosts: {why}")
         return 0

@@ -1,4 +1,4 @@
-"""What `chaos.py` measures, of torchrun: a rank of a DDP run is killed, and all begin again at the last checkpoint.
+"""What `chaos.py` measures, for torchrun: a rank of a DDP run is killed, and all begin again at the last checkpoint.
 
     python bench/chaos_peer.py [--kills 10] [--ranks 2]
 
@@ -77,7 +77,7 @@ def seconds_to_train_again(kills: int, ranks: int, seed: int = 0) -> list[float]
                     time.sleep(draw.uniform(0.0, 0.05))
                     began = time.monotonic()
                     os.kill(int((folder / f"pid{draw.randrange(ranks)}").read_text()), signal.SIGKILL)
-                    time.sleep(0.02)  # what was about to end has ended
+                    time.sleep(0.02)  # a step that was about to end has ended
                     before = _steps(folder)
                     while _steps(folder) == before:
                         _check(job)
@@ -99,7 +99,7 @@ def _steps(folder: Path) -> int:
 
 
 def line(times: list[float], ranks: int) -> str:
-    """A line that stands under those of `chaos.py`."""
+    """A line to print under those of `chaos.py`."""
     times = sorted(times)
     middle, most = statistics.median(times), times[min(len(times) - 1, int(0.99 * len(times)))]
     what = f"torchrun --max-restarts, {ranks} ranks, kill one"

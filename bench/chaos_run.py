@@ -1,7 +1,7 @@
 """The training run that `chaos.py` disturbs: after every step a hash of its parameters, and the samples it took.
 
-A step asks at five moments (`MOMENTS`) whether its rank is to come to grief there: a file in a folder says so, which
-the rank removes, so that the call that runs again goes through. Invariant: undisturbed, a run has the same hashes.
+At five moments (`MOMENTS`) a step looks for a file that tells its rank to fail there. The rank removes the file, so
+that the repeated call succeeds. Invariant: undisturbed, a run always has the same hashes.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Run:
     """A training run on a mesh, from its beginning.
 
     Args:
-        folder: where a file says what is to happen on a rank.
+        folder: where a file says which fault is to happen on a rank.
     """
 
     def __init__(self, mesh: Mesh, shards: int | None, folder: Path):
         torch.manual_seed(0)
         x = torch.randn(SAMPLES, 16)
         data = {"x": x, "y": (x @ torch.randn(16, 4)).argmax(1), "id": torch.arange(SAMPLES)}
-        # Above and below what the ledger takes, and with random numbers.
+        # Values above and below the size that the ledger takes, and random numbers.
         layers = nn.Linear(16, 1200), nn.Dropout(0.1), nn.ReLU(), nn.Linear(1200, 200), nn.ReLU(), nn.Linear(200, 4)
         apply, self.params = functional(nn.Sequential(*layers))
         opt = optimizer(torch.optim.AdamW, lr=1e-3)
@@ -77,15 +77,15 @@ class Run:
             yield from self._loader
 
     def step(self, batch: Any, begins: Callable[[str], None]) -> tuple[str, list[int]]:
-        """Go on by one step, or stay where it was if that raises: its hash, and its samples.
+        """Do one step, which changes nothing if it raises; returns its hash, and its samples.
 
         Args:
-            begins: told of what begins.
+            begins: called with the name of what begins.
         """
         begins("a step")
         params, state, loss = self._step(self.params, self.state, batch)
         if random.random() < 0.5:
-            float(loss)  # a program that waits for each step, and one that does not
+            float(loss)  # like a program that waits for each step, or one that does not
         begins("values fetched")
         found = digest(params, loss), batch["id"].full().tolist()
         self.params, self.state, self.loss = params, state, loss
@@ -120,7 +120,7 @@ def fault_file(folder: Path | str, moment: str, rank: int) -> Path:
 
 
 def strike_if_told(folder: str, mesh: Mesh, moment: str) -> None:
-    """On a rank that has come to a moment: what a file says is to happen there."""
+    """On a rank that has come to a moment: do what a file says is to happen there."""
     path = f"{folder}/{moment} {mesh.rank}"
     if not os.path.exists(path):
         return
@@ -131,7 +131,7 @@ def strike_if_told(folder: str, mesh: Mesh, moment: str) -> None:
 
 
 def killed() -> None:
-    """At once, or within the next milliseconds, whatever is done then."""
+    """Kill this process at once, or within the next milliseconds, whatever it does then."""
     if random.random() < 0.5:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 3e-3))  # SIGALRM ends a process
@@ -150,7 +150,7 @@ def exit_of_python() -> None:
 
 
 def lock_of_python_held_in_c() -> None:
-    """Signals come back from the sleep, and it goes to sleep again."""
+    """A signal ends the sleep, and the next one begins."""
     while True:
         ctypes.PyDLL(None).sleep(1000)
 
@@ -167,7 +167,7 @@ def limit_of_memory() -> None:
 
 
 def killed_for_memory() -> None:
-    """By the kernel: a group of its own has 64 MB."""
+    """Have the kernel kill this process: it gets a memory group of its own, of 64 MB."""
     group = CGROUP / f"spmd-chaos-{os.getppid()}"
     group.mkdir(exist_ok=True)
     (group / "memory.limit_in_bytes").write_text(str(64 << 20))

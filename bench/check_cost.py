@@ -1,8 +1,8 @@
-"""What looking at results costs: steps with `check="first"`, the default, against `check="never"`, in turn in one run.
+"""What checking results costs: steps with `check="first"`, the default, against `check="never"`, in turn in one run.
 
     python bench/check_cost.py [ranks] > bench/results/check_cost.txt
 
-Each round is a stretch of steps of both kinds, the order changing from round to round; the ratio is the median of the
+Each round has some steps of both kinds, in an order that changes from round to round; the ratio is the median of the
 rounds' own ratios, with their quartiles.
 """
 

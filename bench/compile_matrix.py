@@ -61,7 +61,7 @@ def cross_entropy(apply: Callable, params: Any, batch: Any) -> Tensor:
 
 
 def tensor_parallel(apply: Callable, params: Any, batch: Any) -> Tensor:
-    """Each rank has a half of the hidden features: its rows of the first weight, its columns of the second."""
+    """Each rank has half of the hidden features: its rows of the first weight, its columns of the second."""
     hidden = F.gelu(F.linear(batch["x"], params["0.weight"], params["0.bias"]))
     return F.cross_entropy(psum(hidden @ params["2.weight"].t(), "model") + params["2.bias"], batch["y"])
 
@@ -70,7 +70,7 @@ CUT = {"0.weight": P("model"), "0.bias": P("model"), "2.weight": P(None, "model"
 
 
 def at_module_level(compiled: Loss) -> Loss:
-    """As a loss that the program's module defines: what the step refers to is a name."""
+    """As a loss that is defined in the program's module: the step refers to it by name."""
     global _loss
     _loss = compiled
     return lambda params, batch: _loss(params, batch)
@@ -80,7 +80,7 @@ def nothing(function: Any) -> Any:
     return function
 
 
-# Where the compiler is put: of the module, of apply, of the loss, of the gradient, of the update, of the step, outside.
+# Where the compiler is put: around the module, apply, the loss, the gradient, the update, the step, or outside.
 PLACES = {
     "eager": {},
     "module.compile()": {"module": lambda module, **options: (module.compile(**options), module)[1]},
@@ -133,7 +133,7 @@ def train(mesh: Mesh, model: str, place: str, backend: str) -> list[Tensor]:
 
 
 def graphs() -> tuple[int, int]:
-    """On a rank: how many graphs were compiled, and how often one broke, since this was last asked."""
+    """On a rank: how many graphs were compiled, and how many breaks there were, since the last call of this."""
     counters = torch._dynamo.utils.counters
     found = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     counters.clear()
@@ -143,7 +143,7 @@ def graphs() -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
-    """What came of one way to compile one model."""
+    """The outcome of one way to compile one model."""
 
     verdict: str
     graphs: int = 0
@@ -174,7 +174,7 @@ def column(backend: str, places: Iterable[str], models: Iterable[str]) -> Iterat
             expected = train(mesh, model, "eager", backend)
             for place in places:
                 if model.startswith("tensor") and ("module" in place or "apply" in place):
-                    continue  # its loss calls none
+                    continue  # its loss calls neither
                 yield model, place, cell(mesh, model, place, backend, expected)
 
 

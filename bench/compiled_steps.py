@@ -1,9 +1,9 @@
 """A training step whose loss is compiled by `torch.compile`, beside the same step in eager, in turn, on the same ranks.
 
 `python bench/compiled_steps.py | tee bench/results/compiled_steps.txt`: milliseconds a step, median and quartiles of
-rounds, and how often as fast the compiled one is. The GPT has many small operations, the others few large ones. Beside
-it is what torch's compiler makes of the loss by itself: its forward and backward pass over half of the batch, in this
-process, with one thread.
+rounds, and how many times as fast the compiled one is. The GPT has many small operations, the others few large ones.
+Beside it is the speed-up that torch's compiler gives the loss by itself: forward and backward over half of the batch,
+in this process, with one thread.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def gpt(sequences: int) -> tuple[nn.Module, Tensor, Tensor]:
 
 @dataclasses.dataclass(slots=True)
 class Contender:
-    """A step and the values that it goes on from."""
+    """A step, and the values that it starts from."""
 
     step: Callable[..., Any]
     params: Any
@@ -102,7 +102,7 @@ def contender(mesh: Mesh, *, model: Callable[[], Any], compiled: bool) -> Conten
 
 
 def alone(model: Callable[[], Any]) -> float:
-    """How often as fast the compiled loss is without a mesh."""
+    """How many times as fast the compiled loss is without a mesh."""
     module, x, y = model()
     x, y = x[: len(x) // 2], y[: len(y) // 2].flatten()
     params = dict(module.named_parameters())

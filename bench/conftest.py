@@ -1,7 +1,7 @@
-"""How pytest-benchmark is fed: a case is measured once, all contenders in turn, and each is then an entry of its own.
+"""Feeds pytest-benchmark: a case is measured once, all contenders in turn, and each then becomes an entry of its own.
 
-pytest-benchmark by itself would run one contender to its end before the next begins, and all of them in its own
-process. So its entries replay what the harness has measured: their clock is set forward by one sample a round.
+By itself, pytest-benchmark would run one contender to its end before the next begins, and all in its own process. So
+its entries replay what the harness has measured: each round sets their clock forward by one sample.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a driver costs that has many hosts: calls, the start, the death of a host, memory; on stub hosts, fitted.
+"""What a driver with many hosts costs: calls, the start, the death of a host, memory; on stub hosts, and fitted.
 
     python bench/control_plane.py [--hosts 64] > bench/results/control_plane.txt
 
-Beyond 32 hosts some relay to the others; there each row is measured without relays, too, one after the other.
+Beyond 32 hosts some relay to the others; there each row is measured without relays as well.
 
 Stub hosts (`stub_host`) are forked from one process, so that none imports torch. They share the cores of this machine
-with the driver: what they take of them is part of the latency, and would not be on hosts of their own; so the driver's
-own processor time, of all its threads, is given too.
+with the driver, which adds to the latency, as real hosts would not; so the processor time of all of the driver's
+threads is given, too.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def relayed(mesh: Any) -> list[int]:
 
 
 def death_of(stubs: Stubs, name: str, mesh: Any) -> float:
-    """Seconds from a host's death until a call goes well again."""
+    """Seconds from a host's death until a call succeeds again."""
     from spmd import PeerLost
 
     os.kill(stubs.running[name].pid, signal.SIGKILL)
@@ -113,7 +113,7 @@ def death_of(stubs: Stubs, name: str, mesh: Any) -> float:
 
 
 def fitted(rows: dict[int, dict[str, float]], name: str) -> tuple[float, float]:
-    """Seconds a mesh, and seconds a host more: a line by least squares."""
+    """Seconds for a mesh, and for each further host: a line by least squares."""
     return statistics.linear_regression([*rows], [row[name] for row in rows.values()])[::-1]  # type: ignore[return-value]
 
 
@@ -125,7 +125,7 @@ def relays_of(hosts: int) -> int:
 
 
 def print_relays(rows: dict[int, dict[str, float]], hosts: int, spent: float) -> None:
-    """What the driver takes with relays, carried to 1,000 hosts: a message a relay, and what it notes of a host."""
+    """What the driver takes with relays, carried to 1,000 hosts: a message to each relay, and notes of each host."""
     base, a_host = fitted(rows, "spent")
     noted = (spent - base - relays_of(hosts) * a_host) / hosts
     total = base + relays_of(1000) * a_host + 1000 * noted

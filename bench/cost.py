@@ -130,10 +130,10 @@ def measured(suite: dict[str, Any]) -> list[str]:
 
 
 def way_table(way: dict[str, Any], unit: str, *, edges: bool) -> list[str]:
-    """Latency and bandwidths of operations that are done in one way, a row for each number of ranks.
+    """Latency and bandwidths of operations that take one code path, a row for each number of ranks.
 
     Args:
-        edges: also say above which size they are done so.
+        edges: also say above which size they take it.
     """
     lines = [f"| ranks |{' above |' * edges} latency | bandwidth |", f"|---|{'---|' * edges}---|---|"]
     for ranks, own in way["by_ranks"].items():
@@ -176,7 +176,7 @@ def amount(size: float, unit: str) -> str:
 
 
 def rate(seconds: float, unit: str) -> str:
-    """How many a second; a stretch that costs nothing is as fast as its latency."""
+    """How many a second; a stretch that costs no time is "free"."""
     if not seconds:
         return "free"
     return f"{1e-9 / seconds:.3g} GB/s" if unit == "bytes" else f"{1e-6 / seconds:.3g} million/s"

@@ -2,8 +2,8 @@
 
     python bench/data_loaders.py [memory|memmap|parquet|tar ...] > bench/results/data_loaders.txt
 
-Two ranks each, batches of 128 samples a rank, shuffled. Nothing is computed with them. A peer that is not installed is
-left out, and named. Each figure is the median of the rounds, with their range.
+Two ranks each, batches of 128 samples a rank, shuffled. Nothing is computed with them. Peers that are not installed are
+named and left out. Each figure is the median of the rounds, with their range.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def paths_of(folder: Path, case: str) -> list[Path]:
 
 
 def mesh_of(case: str, folder: Path, rank: int | None) -> Any:
-    """Of a driver, or of a launched rank."""
+    """The mesh of a driver, or that of a launched rank."""
     from spmd import Mesh, initialize
 
     if rank is not None:
@@ -130,7 +130,7 @@ def mesh_of(case: str, folder: Path, rank: int | None) -> Any:
 
 
 def by_spmd(case: str, folder: Path, mesh: Any, **options: int) -> Iterator[int]:
-    """In the driver how many samples the batches have over all ranks, in a launched rank its share of them."""
+    """The number of samples of each batch: in the driver over all ranks, in a launched rank its share."""
     from spmd import Loader, Stream
 
     share = 1 if mesh.is_driver else RANKS
@@ -190,7 +190,7 @@ def by_torch(case: str, folder: Path, rank: int, batched: bool = False) -> Itera
 
 
 def shuffled(records: Iterator[Any], window: int) -> Iterator[Any]:
-    """As WebDataset and datasets do it: a buffer, of which a random one is given for each that comes."""
+    """As WebDataset and datasets do it: for each record that comes, a random one of a buffer is given."""
     held = list(itertools.islice(records, window))
     for record in records:
         at = np.random.randint(len(held))
@@ -296,7 +296,7 @@ def contend(peer: str, case: str, folder: Path, rank: int) -> None:
 
 
 def over(mesh: Any, mine: bool) -> bool:
-    """Whether a turn is over; ranks that read each batch of a stream together end it together, as soon as one would."""
+    """Whether a turn is over; ranks that read a stream's batches together end it together, as soon as one would."""
     if mesh is None:
         return mine
     flag = torch.tensor([int(mine)])
@@ -349,7 +349,7 @@ def measured(case: str, folder: Path) -> dict[str, list[float] | str]:
 
 
 def come_to_rest() -> None:
-    """Wait for what reads ahead after its turn, Grain above all, lest it takes the cores of the next."""
+    """Wait for contenders that read ahead after their turn, Grain above all, lest they take the next one's cores."""
     end = time.monotonic() + REST_SECONDS
     while time.monotonic() < end:
         before = idle_ticks()
@@ -359,7 +359,7 @@ def come_to_rest() -> None:
 
 
 def idle_ticks() -> int:
-    """Of all cores so far, as the kernel counts them."""
+    """Idle time of all cores so far, as the kernel counts it."""
     return int(Path("/proc/stat").read_text().split(maxsplit=5)[4])
 
 

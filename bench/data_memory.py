@@ -2,8 +2,8 @@
 
     python bench/data_memory.py [--workers 1] > bench/results/data_memory.txt
 
-Private memory is what no other process shares and no file backs. Pages of the mapped file that a rank has read belong
-to the system's cache, which takes them back when memory is wanted; they are listed beside it.
+Private memory is shared with no other process and backed by no file. Pages of the mapped file that a rank has read
+belong to the system's cache, which takes them back when memory is wanted; they are listed beside it.
 """
 
 from __future__ import annotations

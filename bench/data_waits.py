@@ -2,9 +2,9 @@
 
     python bench/data_waits.py > bench/results/data_waits.txt
 
-One rank trains on one core and leaves the other to who reads. Each sample takes a while to read, as from a disk or over
-a network, in the rank itself or in a worker beside it. Shown is a step of the loop over a step on a batch that is
-there, medians of the same run: 1.00 is no wait.
+One rank trains on one core and leaves the other to the reader. Each sample takes a while to read, as from a disk or
+over a network, in the rank itself or in a worker beside it. Prints the time of a step of the loop divided by that of a
+step on a batch that is there, medians of the same run: 1.00 is no wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from spmd import Loader, Mesh, data_parallel, functional, optimizer, spmd, value_and_grad
 
 BATCH, STEPS, ROUNDS = 32, 30, 5
-PARTS = (0.1, 0.25, 0.5, 0.75, 0.9)  # of a step's time that it takes a rank to read its part of a batch
+PARTS = (0.1, 0.25, 0.5, 0.75, 0.9)  # the time to read a rank's part of a batch, as a part of a step's time
 
 
 class Slow(Dataset):

@@ -3,8 +3,8 @@
     python bench/exact_mode.py [ranks]
 
 Every contender takes its steps on the same global batch, in turn, round after round, on meshes with one thread a rank.
-It prints a table: for every model the median (and quartiles) of milliseconds per step, and how much more memory than
-the fast step a fresh rank needs at most, in sizes of the gradient.
+It prints a table: for every model the median (and quartiles) of milliseconds per step, and by how much a fresh rank's
+peak of memory exceeds that of the fast step, in sizes of the gradient.
 """
 
 import statistics

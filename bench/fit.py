@@ -1,11 +1,10 @@
 """A model of cost, fitted to the scaling bench: time = latency(ranks) + bytes / bandwidth(ranks).
 
-What a byte costs depends on where it lies (in which cache, or in memory), so that the bytes of one operation are
-charged in stretches, each at its own bandwidth, and time is a chain of straight lines over bytes. A small all-reduce
-has one phase and a larger one two, so each kind has a latency and a chain of its own. For each number of ranks latency
-and bandwidths are those that make the squared *relative* errors smallest, none of them negative. The knees between
-stretches, which depend on how many ranks share a cache, are of the sizes measured those, three at most, that predict
-left-out points best.
+What a byte costs depends on where it lies (in which cache, or in memory). So the bytes of one operation are charged in
+stretches, each at its own bandwidth, and time is a chain of straight lines over bytes. A small all-reduce has one phase
+and a larger one two, so each kind has a latency and a chain of its own. For each number of ranks, latency and
+bandwidths minimise the squared *relative* errors, and none is negative. The knees between stretches depend on how many
+ranks share a cache; they are those measured sizes, at most three, that predict left-out points best.
 Invariant: an error called unseen is that of a point which the straight lines were not fitted to.
 """
 
@@ -54,13 +53,13 @@ def predicted(coefficients: np.ndarray, size: float, knees: Sequence[float]) -> 
     return float(coefficients @ np.array(parts(size, knees)))
 
 
-# From which size on, by the number of ranks, an operation is done in another way, and so has another latency.
+# The size, by the number of ranks, above which an operation takes another path, and so has another latency.
 WAYS: dict[str, Callable[[int], float] | None] = {"all_reduce": small_bytes, "train_step": None}
 MOST_KNEES = 3
 
 
 def add_fits(cases: list[Record]) -> dict[str, Any]:
-    """Fit every kind of work; every case gets what the fit says of it, as "predicted".
+    """Fit every kind of work; every case gets the fit's time for it as "predicted".
 
     Returns:
         By kind of work `ways`, a list of `{"by_ranks": {ranks: {"above", "knees", "coefficients": [latency, seconds per
@@ -88,7 +87,7 @@ def add_fits(cases: list[Record]) -> dict[str, Any]:
 
 
 def _fit_way(points: list[Record], above: Callable[[int], float]) -> Record:
-    """The fit of operations that are all done in one way: for each number of ranks the knees that serve it best."""
+    """The fit of operations that all take one path: for each number of ranks, with the knees that fit it best."""
     found, unseen = {}, []
     for ranks in sorted({case["ranks"] for case in points}):
         group = [case for case in points if case["ranks"] == ranks]
@@ -109,7 +108,7 @@ def _fit_way(points: list[Record], above: Callable[[int], float]) -> Record:
 
 
 def _score(errors: Sequence[float]) -> float:
-    """The mean square, the same for what differs by rounding: then the first, with the fewest knees, is best."""
+    """The mean square, rounded, so that among near equals the first wins, which has the fewest knees."""
     return round(statistics.fmean(error**2 for error in errors), 9) if errors else 0.0
 
 

@@ -8,9 +8,9 @@ and memory over 1,000 steps. Then it says of every target (`gpu_targets.py`) whe
 measured, and why. Writes `gpu.json` and `gpu.txt` into the folder (default: bench/results). Without a GPU it says so
 and exits with 1.
 
-Every suite (`gpu_suites.py`) runs in a process of its own: what one leaves broken on the GPU the next does not meet,
-and one that hangs inside CUDA is killed when its time is up. Invariant: the files have all that was measured so far,
-after every suite, whatever becomes of the next.
+Every suite (`gpu_suites.py`) runs in a process of its own: if one breaks its CUDA context the next is not affected, and
+one that hangs inside CUDA is killed when its time is up. Invariant: after every suite the files have all that was
+measured so far, whatever happens in the next.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gpu_targets import verdicts
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """A generator of `gpu_suites`, and how many seconds it may take with all that starting it takes."""
+    """A generator of `gpu_suites`, and how many seconds it may take, its start included."""
 
     name: str
     seconds: float
@@ -67,7 +67,7 @@ def within(name: str, seconds: float, out: Path, quick: bool) -> None:
 
 
 def run(suite: Suite, limit: float, quick: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A suite's results, and how it went: how long it took, and what ended it if it did not end by itself."""
+    """A suite's results, how long it took, and what ended it if it did not end by itself."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         out, said = Path(folder) / "results", Path(folder) / "said"
@@ -93,7 +93,7 @@ def run(suite: Suite, limit: float, quick: bool) -> tuple[dict[str, Any], dict[s
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """End a suite and all that it started; one that the kernel holds is left behind."""
+    """End a suite and all that it started; a process that hangs in the kernel is left behind."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -178,7 +178,7 @@ def main() -> int:
     given = arguments.parse_args()
     if given.suite is not None:
         within(given.suite, given.seconds, given.folder, given.quick)
-        os._exit(0)  # what is measured is written; taking NCCL down is no part of it, and may hang
+        os._exit(0)  # everything is written; shutting NCCL down is not measured, and may hang
     found = measure(given.folder, given.quick)
     missing = found.get("environment", {}).get("missing")
     if missing is not None:

@@ -4,7 +4,7 @@
     python bench/gpu_page.py --extra       which extra of this package fits the installed torch: cuda12 or cuda13
     python bench/gpu_page.py               tests on GPUs, `spmd doctor` and bench/gpu.py; writes bench/results/gpu.md
 
-Invariant: the page says of every test and every target what became of it, also of those that did not run.
+Invariant: the page gives the outcome of every test and every target, also of those that did not run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def extra() -> str:
 
 
 def tests() -> tuple[dict[str, list[str]], str]:
-    """The tests on GPUs by what became of them, each with the reason; and the last line of pytest."""
+    """The tests on GPUs by outcome, each with the reason; and the last line of pytest."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "gpu", f"--junitxml={report}"]

@@ -1,7 +1,7 @@
-"""What is measured on a GPU, suite by suite; each yields results as it has them, so that a later failure costs nothing.
+"""What is measured on a GPU, suite by suite; each yields results as it gets them, so that a later failure loses none.
 
-A suite is a generator of (name, result); a name that comes again replaces what it had. A contender that raises has the
-error for its result, and the others go on.
+A suite is a generator of (name, result); a repeated name replaces the earlier result. If a contender raises, its result
+is the error, and the others go on.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def packers(lengths: list[int], wire: torch.dtype, moved: int) -> dict[str, Run]
 
 
 def measured(run: Run, launches: int) -> dict[str, Any]:
-    """On the GPU alone, and on the clock with the host's share; or the error."""
+    """Times on the GPU alone, and on the clock with the host's share; or the error."""
     try:
         return {**spread(on_gpu(run, launches)), "wall": statistics.median(wall(run, 5, 20))}
     except Exception as error:
@@ -226,7 +226,7 @@ def memory(end: float, quick: bool) -> Results:
 
 
 def in_use() -> dict[str, int]:
-    """Bytes that torch has given out, and bytes of the device that nobody has."""
+    """Bytes that torch has allocated, and bytes of the device that are free."""
     torch.cuda.synchronize()
     return {"allocated": torch.cuda.memory_allocated(), "free": torch.cuda.mem_get_info()[0]}
 
@@ -263,7 +263,7 @@ def captured(quick: bool) -> str:
         return (*opt.step(params, grads, state), loss)
 
     state = opt.init(params)
-    torch.cuda.synchronize()  # what the other stream reads has been made
+    torch.cuda.synchronize()  # the other stream's inputs are ready
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(3):
             params, state, _ = step(params, state)

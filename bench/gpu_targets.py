@@ -1,6 +1,6 @@
-"""What is wanted on a GPU, and whether a run of `gpu.py` shows it: each target is met, missed, or not measured and why.
+"""The targets on a GPU, and what a run of `gpu.py` says of each: met, missed, or not measured and why.
 
-Invariant: nothing is met by what was not measured. A target over several cases is missed as soon as one case misses it,
+Invariant: no target is met without a measurement. A target over several cases is missed as soon as one case misses it,
 and met only if all were measured.
 """
 
@@ -161,7 +161,7 @@ def _flat(its: Found) -> tuple[bool, str]:
 
 def _over(its: Found, peer: str, most: float) -> tuple[bool, str]:
     errors, ratio = "; ".join(_errors(its, ("spmd", peer))), its.get(f"spmd over {peer}")
-    if errors or ratio is None:  # of a contender that failed in a later round there is a ratio
+    if errors or ratio is None:  # a contender that failed in a later round has a ratio, too
         raise Unmeasured(errors)
     if its["rounds"] < LEAST_ROUNDS:
         raise Unmeasured(f"there was time for {its['rounds']} rounds only")

@@ -1,4 +1,4 @@
-"""How long something takes on a GPU. Invariant: every time is of finished work, never of launching it."""
+"""How long something takes on a GPU. Invariant: every time is that of finished work, never of launching it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 Run = Callable[[], Any]
-# CUDA takes about a thousand launches that are not over; at the next the host waits, and its time would be measured.
+# CUDA queues about a thousand launches; at the next one the host waits, and its time would be measured.
 QUEUE = 512
 
 
@@ -25,12 +25,12 @@ def failure(error: Exception) -> dict[str, str]:
 
 
 def on_gpu(run: Run, launches: int = 1, samples: int = 15) -> list[float]:
-    """Seconds that the GPU needs for one run, several times over, without those that the host needs to launch it.
+    """Samples of the seconds that the GPU needs for one run, without those that the host needs to launch it.
 
     The launches of a sample are queued behind a kernel that only waits, and run back to back between two events.
 
     Args:
-        launches: that one run makes, at most; of many, a sample has fewer runs, so that they fit CUDA's queue.
+        launches: the most that one run makes; with many, a sample has fewer runs, so that they fit CUDA's queue.
     """
     repeats = max(1, min(20, QUEUE // launches))
     for _ in range(5):

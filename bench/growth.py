@@ -32,7 +32,7 @@ MODEL = "growth:many"
 
 
 class Many(nn.Module):
-    """One sum of each of its parameters: as little arithmetic as there can be."""
+    """Sums each of its parameters: as little arithmetic as possible."""
 
     def __init__(self, leaves: int, parameters: int):
         super().__init__()

@@ -23,9 +23,9 @@ class Contender:
     """One way of doing a case's work.
 
     Args:
-        name: as the tables say it.
-        peer: whose group of processes does it, one of `start`'s.
-        options: what the side's method gets.
+        name: its name in the tables.
+        peer: the group of processes that does it, one of those in `start`.
+        options: for the side's method.
     """
 
     name: str
@@ -113,7 +113,7 @@ def measure(
     """
     without = {c.name: why for c in contenders if (why := missing(c.peer)) is not None}
     present = [c for c in contenders if c.name not in without]
-    for each in present:  # all start before the first is waited for
+    for each in present:  # start all before waiting for the first
         groups.get(each.peer, ranks)
     turns = {c.name: (groups.get(c.peer, ranks), c.name, c.options) for c in present}
     samples = in_turn(turns, work, case, rounds=rounds, seconds=seconds)

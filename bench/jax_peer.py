@@ -1,7 +1,7 @@
 """The same train steps in plain jax.numpy: `shard_map` over host devices of one process, AdamW by hand.
 
-Parameters start as those of the torch models. Arguments are donated, and compiling is not counted: a turn's first step
-comes before its clock starts.
+Parameters start as those of the torch models. Arguments are donated. Compiling is not counted: a turn's first step runs
+before its clock starts.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def adamw(param: jax.Array, grad: jax.Array, m: jax.Array, v: jax.Array, count: 
 class Jax:
     """One process whose host devices, `--xla_force_host_platform_device_count` of them, are the ranks."""
 
-    rank, threads = 0, 1  # that the harness places; XLA places its own
+    rank, threads = 0, 1  # the threads that the harness places; XLA places its own
 
     def __init__(self, rank: int, size: int, meeting: str):
         self.mesh = jax.make_mesh((len(jax.devices()),), ("data",))

@@ -1,8 +1,8 @@
 """Several "hosts" on one machine: network namespaces, each with an address of its own, joined by a bridge.
 
-Needs root and iproute2. What runs in a node has its own interfaces (`eth0`, ..., and a `/sys/class/net` that shows only
-them), so that bytes on the wire can be counted and the wire be cut. Memory, files and the host name are shared: what
-tells the nodes apart is the network namespace. Invariant: at the end nothing is left, whatever happened in between.
+Needs root and iproute2. A program in a node has its own interfaces (`eth0`, ..., and a `/sys/class/net` that shows only
+them), so bytes on the wire can be counted, and the wire can be cut. Memory, files and the host name are shared: only
+the network namespace tells the nodes apart. Invariant: at the end nothing is left, whatever happened in between.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class Node:
         return subprocess.Popen(["ip", "netns", "exec", self.name, *command], **options)  # type: ignore[call-overload]
 
     def cut(self) -> None:
-        """Take the node's links down at the far end, as a pulled cable; processes go on, and hear nothing any more."""
+        """Take the node's links down at the far end, like a pulled cable; processes go on, but receive nothing."""
         for port in self._ports:
             ip("-n", self._switch, "link", "set", port, "down")
 
     def deafen(self, other: Node) -> None:
-        """Have what this one sends to another be lost on the way, while it goes on to hear that one."""
+        """Lose what this node sends to another on the way, while it still receives from that one."""
         nobody = "02:00:00:00:00:99"
         ip("-n", self.name, "neighbor", "replace", other.address, "lladdr", nobody, "dev", "eth0", "nud", "permanent")
 
     def limit(self, rate: str) -> None:
-        """Let no more leave than so much, such as "1gbit"."""
+        """Limit the rate at which the node sends, to "1gbit", say."""
         shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
         subprocess.run(
             ["tc", "-n", self.name, "qdisc", "add", "dev", "eth0", "root", *shape], check=True, capture_output=True
@@ -96,7 +96,7 @@ def _remove_stale() -> None:
         prefix, _, rest = line.split()[0].partition("-")
         pid = rest.partition("-")[0]
         if prefix == _PREFIX and pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
-            with contextlib.suppress(RuntimeError):  # another process may be at it too
+            with contextlib.suppress(RuntimeError):  # another process may do the same
                 ip("netns", "delete", line.split()[0])
 
 

@@ -2,9 +2,9 @@
 
     python bench/nodes.py [--nodes 2 3] [--ranks 2] [--mib 4 25] [--rate 1gbit] [--json]
 
-Needs root and iproute2: the nodes are network namespaces of this machine (see namespaces.py). On every node run so many
+Needs root and iproute2: the nodes are network namespaces of this machine (see namespaces.py). Each node runs `--ranks`
 ranks; each size is reduced by backend "hierarchical" and by "gloo" over all ranks, in turn, and the bytes that a node
-sends for one reduction are set against the theory: 2(h-1)/h of the buffer with one leader on each of h nodes, and
+sends for one reduction are compared with the theory: 2(h-1)/h of the buffer with one leader on each of h nodes, and
 2k(n-k)/n with n ranks, k on each node. Then a network is trained with float32 and with bfloat16 on the wire.
 """
 
@@ -38,7 +38,7 @@ def reductions(meshes: dict[str, Mesh], mib: float) -> dict[str, dict[str, float
         buffer = comm.empty(nbytes // 4, dtype=torch.float32).fill_(1.0)
         comm.all_reduced(buffer)
         comm.barrier()
-        time.sleep(0.02)  # what is on its way arrives
+        time.sleep(0.02)  # until messages on their way have arrived
         before, took = namespaces.sent_bytes(), []
         for _ in range(REPEATS):
             began = time.perf_counter()

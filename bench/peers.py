@@ -63,7 +63,7 @@ class PlainThread(Plain):
 
 
 class Floor(Ours):
-    """What no library can go below: the same ranks with the arithmetic alone, of which nothing is exchanged."""
+    """The lower bound for any library: the same ranks do the arithmetic alone, and exchange nothing."""
 
     def all_reduce(self, options: Mapping[str, Any], size: int) -> Step:
         """Every rank adds one slice in place."""
@@ -91,7 +91,7 @@ class OursAndPlain(Ours):
 
 
 class FromDriver:
-    """The process that drives a mesh of `SPMD_RANKS` ranks, which a turn ends by fetching the last loss."""
+    """The process that drives a mesh of `SPMD_RANKS` ranks; a turn ends by fetching the last loss."""
 
     rank, threads = 0, 1
 
@@ -120,7 +120,7 @@ class Programs(FromDriver):
     """What a driver costs: calls that do nothing, starting, and a rank that is killed and replaced."""
 
     def no_op(self, options: Mapping[str, Any], case: None) -> Step:
-        """A call with two resident arguments. One that returns a number is answered when the call returns."""
+        """A call with two resident arguments. If it returns a number, it returns only once the ranks have answered."""
         if "bare" in options:
             return self._echo()
         answered = options["answered"]
@@ -136,7 +136,7 @@ class Programs(FromDriver):
         return step
 
     def _echo(self) -> Step:
-        """A byte to each of as many processes of bare Python, and one back from each; they end with this one."""
+        """A byte to each of as many bare Python processes, and one back from each; they end with this process."""
         command = [sys.executable, "-c", "import os\nwhile byte := os.read(0, 1): os.write(1, byte)"]
         pipes = [os.pipe() for _ in range(2 * self.mesh.size)]
         for (stdin, _), (_, stdout) in zip(pipes[::2], pipes[1::2], strict=True):
@@ -166,7 +166,7 @@ class Programs(FromDriver):
         return step
 
     def replacement(self, options: Mapping[str, Any], case: None) -> Step:
-        """Kill a rank that rests, and ask all ranks until all have answered."""
+        """Kill an idle rank, and call all ranks until all have answered."""
 
         def step() -> None:
             os.kill(self.mesh.run(os.getpid)[1], signal.SIGKILL)

@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from targets import size_text
 
 Record = dict[str, Any]
-# What the contenders of the suites are called where one sees them without their documentation.
+# What the plots call the contenders of the suites, for readers who have only the plots.
 SHOWN = {
     "ours, in the arena, given up": "spmd, a buffer that its sum replaces (gradients)",
     "ours, in the arena, kept": "spmd, a buffer in shared memory, kept",
@@ -24,7 +24,8 @@ SHOWN = {
     "open mpi": "Open MPI",
     "adding alone": "the additions alone",
 }
-# The train step's: first what a program without options runs, then the rest. `optimizer` shards and fuses by default.
+# Those of the train step: first what a program runs without options, then the rest. `optimizer` shards and fuses by
+# default.
 DEFAULTS = {"ours, sharded, fused": "spmd", "ddp": "DDP", "one process": "one process", "jax": "JAX"}
 OPTIONS = {
     "ours, sharded, fused, donated": "spmd, donated",

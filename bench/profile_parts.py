@@ -2,8 +2,8 @@
 
     spmd run -n 1 bench/profile_parts.py encoder --fused --donate
 
-Without a profiler, which makes Python slower and C not. Parts that lie within others are indented. Below stand what
-Python's search for garbage takes, and how many calls of functions a step makes, which noise does not change.
+It does not use a profiler, which slows Python down and C not at all. Parts within others are indented. Below is the
+time of Python's garbage collections, and the number of function calls in a step, which noise does not change.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def clocked(function: Callable, taken: list[float]) -> Callable:
 
 
 class Garbage:
-    """The time that searches for garbage take while it is listed in `gc.callbacks`."""
+    """The time of garbage collections while this is in `gc.callbacks`."""
 
     seconds = began = 0.0
 

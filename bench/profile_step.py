@@ -3,9 +3,9 @@
     spmd run -n 2 bench/profile_step.py mlp_1k
     spmd run -n 2 bench/profile_step.py encoder --shard data --fused --donate --steps 20
 
-The breakdown adds up the time that each function takes itself, by the file that it is in; what C functions take (a
-copy, a matmul, autograd's backward) counts for the file that calls them. cProfile slows Python down and C not at all,
-so that shares of Python are upper bounds; the first line has the step's time without it.
+The breakdown adds up each function's own time, by the file that it is in; the time of C functions (a copy, a matmul,
+autograd's backward) counts for the file that calls them. cProfile slows Python down and C not at all, so shares of
+Python are upper bounds; the first line has the step's time without it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from spmd import Mesh
 from spmd.cli.bench.contenders import ours_step
 
-# The first entry whose text a file's path contains says which part of the step it belongs to.
+# The first entry whose text is in a file's path gives the part of the step that the file belongs to.
 PARTS = (
     ("transforms/_backward", "forward and backward"),
     ("transforms/_linear_weights", "forward and backward"),
@@ -60,7 +60,7 @@ def breakdown(stats: pstats.Stats) -> dict[str, float]:
 
 
 def asked(parser: argparse.ArgumentParser, *, steps: int) -> tuple[argparse.Namespace, dict[str, Any], Mesh]:
-    """What is asked of a profile of one model's step: all arguments, those of `ours_step`, and the launched mesh."""
+    """What is to be profiled, from the command line: all arguments, those for `ours_step`, and the launched mesh."""
     parser.add_argument("model", help="a function of bench/models.py")
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--shard", help="axis over which the optimizer's state is cut")

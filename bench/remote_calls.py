@@ -3,7 +3,7 @@
     python bench/remote_calls.py [--peers PYTHON] > bench/results/remote_calls.txt
 
 The peers, Ray and ipyparallel, are measured in the same run by an interpreter that has them; those that it lacks are
-left out, and named. Each figure is the median of the rounds, with the middle half of them.
+named and left out. Each figure is the median of the rounds, with their quartiles.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def of_ipyparallel() -> dict[str, list[float]]:
         return measured(
             lambda: view.apply_async(remote, add, 1).get(),
             lambda count: [result.get() for result in [view.apply_async(remote, add, 1) for _ in range(count)]],
-            # It has no references to results: the driver fetches and sends.
+            # ipyparallel has no references to results: the driver fetches the array and sends it on.
             lambda: view.apply_async(
                 lambda array: float(array.sum()),
                 view.apply_async(lambda: __import__("numpy").ones(1 << 20)).get(),

@@ -1,10 +1,10 @@
-"""The stall of a resize: how long no step is finished when a mesh gets another size while it trains.
+"""The stall of a resize: how long no step finishes when a mesh changes its size during training.
 
     python bench/resize.py [--megabytes 4 64] [--turns 6]
 
-A run of steps on parameters of so many megabytes (AdamW, three times that with its state) goes on while new ranks get
+A run of steps on parameters of so many megabytes (AdamW: three times that with its state) goes on while new ranks get
 ready (`mesh.resize(..., wait=False)`), between 1 and 2 ranks, up and down. The stall is the switch and the first step
-at the new size, less a usual step there. Beside it stands what moving the bytes takes: one copy of all values to fresh
+at the new size, minus a usual step there. Beside it is the time to move the bytes: one copy of all values to fresh
 shared memory.
 """
 

@@ -5,8 +5,8 @@
 Both train the model of `chaos.py` on batches of the same size and make a checkpoint after every step: one with `save`
 in the background and `restore`, the other with DistributedDataParallel and `torch.distributed.checkpoint`. A random
 rank is killed at a random moment; the launchers look at their ranks every 0.1 s, and start all of them again, which
-import torch and go on from the last checkpoint. The jobs take turns, kill by kill, and the one that does not is
-stopped. Prints the milliseconds from each kill to the end of the next step, most of which are imports.
+import torch and resume from the last checkpoint. The jobs take turns, kill by kill, and the other one is stopped
+meanwhile. Prints the milliseconds from each kill to the end of the next step, most of which are imports.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ KINDS = {"spmd run, save in the background": with_spmd, "torchrun, torch.distrib
 
 
 class Job:
-    """One of the two, in a session of its own: `killed` gives how long a kill stops it."""
+    """One of the two jobs, in a session of its own: `killed` measures how long a kill stops it."""
 
     def __init__(self, name: str, folder: Path, ranks: int, kills: int):
         folder.mkdir()
@@ -122,7 +122,7 @@ class Job:
         launcher = ["spmd", "run"] if KINDS[name] is with_spmd else ["torch.distributed.run"]
         options = ["--nproc-per-node", str(ranks), "--max-restarts", str(kills + 1), "--monitor-interval", "0.1"]
         command = [sys.executable, "-m", *launcher, *options, __file__, "--train", name, "--folder", str(folder)]
-        environ = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or restarted ranks find old addresses
+        environ = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else restarted ranks find old addresses
         self._log = (folder / "log").open("w+")
         self._job = subprocess.Popen(
             command, env=environ, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
@@ -157,7 +157,7 @@ class Job:
         return time.monotonic() - began
 
     def signal(self, number: int) -> None:
-        """To the launcher and to its ranks, each of which leads a session."""
+        """Send a signal to the launcher and to its ranks, each of which leads a session."""
         pids = [int((self._folder / f"pid{rank}").read_text()) for rank in range(self._ranks)]
         for pid in (self._job.pid, *pids):
             with contextlib.suppress(ProcessLookupError):

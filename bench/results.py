@@ -56,6 +56,6 @@ def save(suite: str, cases: list[dict[str, Any]], folder: Path = FOLDER, **more:
 
 
 def load(folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
-    """All suites that were measured, by name; what `gpu.py` writes beside them has a form of its own."""
+    """All suites that were measured, by name; without what `gpu.py` writes there, which has another form."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     return {name: suite for name, suite in found.items() if "cases" in suite}

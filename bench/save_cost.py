@@ -4,9 +4,9 @@
 
 Two ranks (`spmd run -n 2`) train the benches' encoder; all of parameters and optimizer state is written after every
 step, and the last two checkpoints are kept. Rounds with and without take turns, in an order that changes. Prints the
-medians of a step, and the median over rounds of the ratio of two medians, with its quartiles; the same of whole
-rounds, which end when their last checkpoint is on disk; and of the processor time that the first rank takes, which
-says least of what else the machine does.
+median step of each, and the median over rounds of their ratio, with its quartiles; the same for whole rounds, which end
+when their last checkpoint is on disk; and for the first rank's processor time, which depends least on what else the
+machine does.
 """
 
 from __future__ import annotations

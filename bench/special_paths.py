@@ -1,8 +1,8 @@
-"""What the special paths of a train step earn: steps with and without each, in turn, in one run on the same ranks.
+"""What the special paths of a train step gain: steps with and without each, in turn, in one run on the same ranks.
 
     spmd run -n 2 bench/special_paths.py [model ...] [--paths WORD]
 
-Printed are medians of time, and the ratio of processor time, which tells more on a machine that has other work. A path
+Prints median times, and the ratio of processor times, which says more on a machine that does other work, too. A path
 that makes no model's step 5% faster is not worth its lines.
 """
 
@@ -49,9 +49,9 @@ def without_donation() -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_journal() -> Iterator[None]:
-    """Each block of donated memory is copied aside before it is stepped, to a place that stays in the cache.
+    """Copy each block of donated memory aside before it is stepped, to a place that stays in the cache.
 
-    With that, and the sums of the gradients, a step could be finished for a rank that dies while it overwrites.
+    With these copies and the sums of gradients, a step could be finished for a rank that dies while it overwrites.
     """
     kept: dict[str, torch.Tensor] = {}
     lend = blocks.FlatJob.lend

@@ -1,6 +1,6 @@
 """A stub host: it speaks the protocol of `spmd host`, has no ranks behind it, and answers for all of them at once.
 
-What it needs is imported here, so that the process that all of them are forked from does so once.
+Imports are here, so that the process that all stub hosts are forked from does them once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOTHING = wire.dumps(None).data
 
 
 def stub(stdin: bytes) -> None:
-    """A stub host, until the driver goes."""
+    """Be a stub host until the driver goes."""
     told = json.loads(stdin)
     connection = socket.create_connection((told["address"], told["port"]))
     secret = bytes.fromhex(told["secret"])

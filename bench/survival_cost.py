@@ -1,14 +1,14 @@
-"""What it costs an undisturbed step that its ranks may die: `on_loss="rerun"` beside "raise", in turns.
+"""What survival costs an undisturbed step: `on_loss="rerun"` beside "raise", in turns.
 
     python bench/survival_cost.py [--rounds 40] [--ranks 2]
-    python bench/survival_cost.py --copies [--rounds 20]    # what it costs that a host may: Mesh(copies=1) beside 0
+    python bench/survival_cost.py --copies [--rounds 20]    # surviving a host's death: Mesh(copies=1) beside 0
 
-Meshes train the same model, some steps each in turn, whose order changes every round; one waits for every step's
-loss. Prints the median step of each, and the median over rounds of their ratio, with its quartiles. Two meshes with
-the same setting say how far two equals are apart. Copies are those of AdamW's state, cut over all ranks of two hosts
-on this machine (`hosts="local:2x2"`): they go over its loopback, and take the processors that the steps take. With
---copies then a host is killed, in the middle of steps, a few times: the seconds until the next `STEPS` are done, beyond
-what they take undisturbed, most of which is a new process that imports torch.
+Meshes train the same model, some steps each in turn, in an order that changes every round; every step's loss is waited
+for. Prints the median step of each, and the median over rounds of their ratio, with its quartiles. Two meshes with the
+same setting show how far two equals are apart. Copies are of AdamW's state, cut over all ranks of two hosts on this
+machine (`hosts="local:2x2"`): they go over loopback, and compete with the steps for the cores. With --copies a host is
+then killed in the middle of steps, a few times: printed are the seconds until the next `STEPS` are done, beyond what
+they take undisturbed, mostly for a new process that imports torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MODELS = {
 
 
 def stepper(mesh: Mesh, module: nn.Module, shard: str) -> Callable[[], float]:
-    """Does `STEPS` steps; the seconds of one."""
+    """A function that does `STEPS` steps and returns the seconds of one."""
     apply, params = functional(module)
     opt = optimizer(torch.optim.AdamW, lr=1e-4, shard=shard)
     state = opt.init(params)
@@ -103,13 +103,13 @@ def main() -> None:
 
 
 def recovery(mesh: Mesh, some: Callable[[], float]) -> float:
-    """Seconds that some steps take in which a host and all its ranks are killed."""
+    """Seconds that some steps take during which a host and all its ranks are killed."""
 
     def kill() -> None:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
 
-    some()  # its copies are there
+    some()  # afterwards copies are there
     ranks = [row.pid for row in mesh.status()][2:]
     pids = [_parent(_parent(ranks[0])), *ranks]
     timer = threading.Timer(0.05, kill)

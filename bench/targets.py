@@ -13,7 +13,7 @@ FASTER_THAN_DDP = {"mlp_1k": 2.0, "mlp_4k": 2.0, "encoder": 1.1, "cnn": 1.05}
 
 
 class Row(NamedTuple):
-    """One target: what was measured, in words; the target; whether it is met (None: reported without a target)."""
+    """One target: what was measured, as text; the target; whether it is met (None: reported without a target)."""
 
     what: str
     measured: str
@@ -46,7 +46,7 @@ def rows(suites: dict[str, Record]) -> list[Row]:
 
 
 def size_text(size: int) -> str:
-    """In bytes, short.
+    """A number of bytes, with a short unit.
 
     >>> size_text(4), size_text(65536), size_text(1 << 26)
     ('4 B', '64 KiB', '64 MiB')
@@ -58,7 +58,7 @@ def size_text(size: int) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """With three digits.
+    """A time with three digits and its unit.
 
     >>> time_text(2.5e-6), time_text(0.0123), time_text(3)
     ('2.5 us', '12.3 ms', '3 s')

@@ -2,9 +2,9 @@
 
     python bench/torch_steps.py [--only steps | bytes] [--busy 0 2] [--ranks 2] [--rounds 15] [--bound]
 
-Prints of each case the median and the quartiles of both, and of the rounds' ratios, Gloo's time by ours: below 1 ours
-is the slower. `--busy` is how many processes compute beside the ranks, each amount in turn. With `--bound` a
-second line has in our place torch's backend "fake", which does nothing: what no backend can be faster than.
+For each case, prints the median and the quartiles of both, and of the rounds' ratios, Gloo's time divided by ours:
+below 1 ours is slower. `--busy` is how many processes compute beside the ranks, each number in turn. With `--bound` a
+second line has torch's backend "fake" in our place, which does nothing: no backend can be faster.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Side:
         return plain_step(DistributedDataParallel(module, gradient_as_bucket_view=True), *batch, fused=True)
 
     def fsdp2(self, options: Mapping[str, Any], model: str) -> Step:
-        """The same, each layer of the model sharded for itself."""
+        """The same, with each layer of the model sharded by itself."""
         from torch.distributed.fsdp import fully_shard
 
         module, batch = self._mine(model)

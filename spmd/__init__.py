@@ -116,7 +116,7 @@ else:
     def __getattr__(name):
         if name not in _HOME_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        # Of what is loaded nothing is garbage, and to find that out among torch's objects takes 0.1 s.
+        # Garbage collections during an import find nothing, and take 0.1 s to walk all of torch's objects.
         collects = _gc.isenabled()
         _gc.disable()
         try:

@@ -1,7 +1,7 @@
-"""Batch norm by the statistics of the whole batch, of which every rank has a part.
+"""Batch norm by the statistics of the whole batch, while each rank has only a part of it.
 
-Sums are added up over the axes that `data_parallel` splits the batch over, and differentiated like any collective; so
-uneven and empty parts are exact.
+Sums and counts are added up by a `psum` over the axes that `data_parallel` splits the batch over; the sums are
+differentiated like any collective. So the result is exact for uneven and empty parts, too.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _own_forward(norm: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def synced(module: nn.Module) -> nn.Module:
-    """A copy of a module whose batch norms look at the whole batch; parameters and buffers are the same ones."""
+    """A copy of a module, with the same parameters and buffers, whose batch norms look at the whole batch."""
     memo = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     module = copied(module, memo)
     made = {module: _synced(module)}
@@ -157,7 +157,7 @@ def _summed(x: Tensor, axes: tuple[str, ...]) -> Tensor:
 
 
 def decays(module: nn.Module) -> dict[str, float]:
-    """By name, what is left of a running statistic after a batch; not of one that averages all batches."""
+    """By name, what part of its old value a running statistic keeps in a batch; without those that average all."""
     found: dict[str, float] = {}
     for prefix, submodule in module.named_modules():
         if isinstance(submodule, _RUNNING) and submodule.momentum is not None:

@@ -1,8 +1,8 @@
 """`check`: a step's types on a mesh of any size, in this process: shapes, specs, and a forgotten `psum`.
 
-The step runs as on the first rank and as on the last, on fake tensors, which have shapes and no values, under the net
-of `mesh.replication`. Its communicators only make shapes. Where it asks for a number it gets 1, and goes where that
-leads.
+The step runs once as the first rank and once as the last, on fake tensors, which have shapes but no values, under the
+net of `mesh.replication`. Its communicators only work out shapes. A number that it takes out of a tensor is 1, and it
+takes the branch that follows from that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .mesh.spec import RAGGED, REPLICATED, Layout
 
 
 class _PlannedMesh:
-    """A mesh without ranks, as far as arguments and bodies look at one."""
+    """Stands in for a mesh, without ranks: it has what arguments and bodies look at."""
 
     is_driver, device, backend = False, "cpu", "planned"
 
@@ -47,16 +47,17 @@ class _PlannedMesh:
 
 
 def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
-    """What a step gives on a mesh of any size, or the error that it would raise there, without a rank.
+    """What a step returns on a mesh of any size, or the error that it raises there, without starting a rank.
 
     >>> step = spmd(lambda x: psum(x.sum(), "data"), in_specs=P("data"))
     >>> check(step, {"data": 4096}, torch.empty(8192, 3, device="meta"))
     Meta(shape=(), dtype=torch.float32, spec=P())
 
     Args:
-        step: what `spmd` returned, of whatever mesh, or a function for it.
+        step: what `spmd` returned, whatever its mesh, or a plain function.
         axes: the axes and their sizes, as for `Mesh`.
-        args: as of a call; of tensors only shapes and dtypes count, so that they may be on torch's meta device.
+        args: the arguments of a call. Of tensors only shapes and dtypes matter (and an Array's spec), so that they may
+            be on torch's meta device.
 
     Returns:
         The tree of the results: for a tensor its global `shape` (-1 where ranks differ), `dtype` and `spec`.
@@ -64,8 +65,8 @@ def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
     Raises:
         SpecError: a spec does not fit, a replicated result may differ between ranks. Whatever the step raises.
 
-    The step runs as on the first rank and as on the last. Values are not seen: a number that it takes out of a tensor
-    is 1.
+    The step runs once as the first rank and once as the last. Values are not seen: a number that it takes out of a
+    tensor is 1.
     """
     if not isinstance(axes, Mapping):
         got, remedy = type(axes).__name__, 'check(step, {"data": 8}, ...), or check(step, mesh.axes, ...)'
@@ -104,7 +105,7 @@ def _plain(leaf: Any, fakes: FakeTensors) -> Any:
 
 
 def _keep_specs(wanted: Request, leaves: Sequence[Any]) -> None:
-    """Give the leaves that were Arrays the specs that these have, where a call would leave them as they are."""
+    """Give leaves that were Arrays their own specs again, unless in_specs name others."""
     for index, leaf in enumerate(leaves):
         spec = leaf.hint().spec if isinstance(leaf, Array) else REPLICATED
         if spec.entries and wanted.specs[index] is None:
@@ -126,7 +127,7 @@ def _run(step: Spmd, mesh: Any, wanted: Request, rank: int, fakes: FakeTensors) 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch logs the traceback of what its fake tensors raise, which the caller is told anyway."""
+    """Silence torch's log of errors in fake tensors: the caller gets them as exceptions."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -136,7 +137,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _whole(layout: Layout, about: OutputMeta, shapes: Sequence[tuple[int, ...]]) -> Any:
-    """The global value of which the first rank's and the last one's parts have these shapes."""
+    """The global value whose parts on the first and the last rank have these shapes."""
     spec = about.spec or REPLICATED
     sizes = [
         size * layout.parts(spec.dim_axes(dim)) if all(shape[dim] == size for shape in shapes) else RAGGED

@@ -1,7 +1,7 @@
-"""Modules that were compiled in place, `module.compile()`: which parts, with what, and their copies compiled alike.
+"""Modules compiled in place by `module.compile()`: which parts were, with which options, and the same for copies.
 
-torch's copies of a module forget it, and so would what is shipped to the ranks. Invariant: where nothing was compiled,
-torch's compiler is not imported.
+A deep copy of a module is no longer compiled, and neither would be what is shipped to the ranks. Invariant: if nothing
+was compiled, torch's compiler is not imported.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .kernels import torch_compiled, torch_private
 
 
 def compiled_parts(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """By the name of each part that was compiled, the module itself has none, what `compile` was given.
+    """The options that `compile` was given, by the name of each compiled part (empty for the module itself).
 
     Raises:
-        TypeError: this version of torch keeps it elsewhere.
+        TypeError: this version of torch keeps them elsewhere.
     """
     calls = {name: torch_private.compiled_call(part) for name, part in module.named_modules()}
     return {name: torch_compiled.options_of(call) for name, call in calls.items() if call is not None}

@@ -20,15 +20,15 @@ def count_collectives() -> Iterator[Counts]:
     ({'all_reduce': 1}, 4, {'data': 1})
 
     Returns:
-        A context manager that gives counts of one rank (around calls of a driver: of rank 0, at the end of the block,
-        which waits for them): `operations`, how many of each; `bytes`, what the rank gave to them; `axes`, how many
-        along each axis of the mesh; `collectives`, one by one. `forward` and `backward` are the same of either; sums of
-        gradients belong to the latter. They are a communicator's operations: a `psum` is an all_reduce, a `ppermute` an
-        all_to_all, and the gradients of a step are as many all_reduces as there are buckets. What the library exchanges
-        for its own checks within the body is counted as well; groups of one rank are not.
+        A context manager that gives the counts of one rank. In a driver that is rank 0, and the counts are there at the
+        end of the block, which waits for them. `operations`: how many of each; `bytes`: what the rank passed to them;
+        `axes`: how many along each axis of the mesh; `collectives`: each one by itself. `forward` and `backward` have
+        the same for each pass; sums of gradients are in the latter. Counted are a communicator's operations: a `psum`
+        is an all_reduce, a `ppermute` an all_to_all, and a step's gradients take one all_reduce for each bucket. What
+        the library exchanges for its own checks within the body counts as well; groups of one rank don't.
 
     Raises:
-        what a call of the block has raised that nobody has seen.
+        the error of a call in the block that was not raised before.
     """
     counts = Counts()
     if current() is not None:
@@ -48,7 +48,7 @@ def count_collectives() -> Iterator[Counts]:
 
 
 def _collect(into: Sequence[Counts]) -> None:
-    """Ask the ranks of a driver what they have counted, rank 0 for all; a launched rank has counted here."""
+    """Ask rank 0 of each of a driver's meshes for its counts; a launched rank counts in this process."""
     with asked_in():
         for mesh in taken_meshes():
             if not mesh.is_driver or mesh.closed:

@@ -43,8 +43,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]
         `apply(params, *args, **kwargs)`, which gives what `module(*args, **kwargs)` would, and can be pickled; and the
         parameters by name: copies, a tied one once under its first name, a frozen one (`requires_grad=False`) still an
         `nn.Parameter`. Buffers are constants of `apply`: batch norm in train mode normalises by the batch and updates
-        nothing (`functional_with_buffers` does). `apply.to_module(params)` and `apply.state_dict(params)` lead back,
-        and `apply.params(state_dict)` takes a plain one.
+        nothing (`functional_with_buffers` does). `apply.to_module(params)` and `apply.state_dict(params)` turn
+        parameters back into a module or its state_dict, and `apply.params(state_dict)` makes parameters of one.
 
     Raises:
         SpecError: `module` is no module, or has uninitialised lazy parameters; later, `params` has other names.
@@ -69,8 +69,8 @@ def functional_with_buffers(
 
     Args:
         module: any module; it stays as it is. `apply` keeps the train/eval mode that every submodule has now.
-        sync: batch norms look at the whole batch of a `data_parallel` step, with one more exchange in each direction,
-            so that the step means what it does on one device. Without it they look at the part on their rank.
+        sync: batch norms use the statistics of the whole batch of a `data_parallel` step, as on one device, which takes
+            exchanges in the forward and the backward pass. Without it they use those of their rank's part.
 
     Returns:
         `apply(params, buffers, *args, **kwargs) -> (out, new_buffers)`, which leaves `buffers` as they are; the
@@ -103,8 +103,8 @@ class Apply:
     """The function that `functional` returns: a skeleton, and runnable copies of it made on demand.
 
     Args:
-        compiled: the parts that `module.compile()` was called of, and with what.
-        origin: the module that it was made of; elsewhere whether that was to evaluate when the function was sent.
+        compiled: by name, the parts on which `compile()` was called, and its options.
+        origin: the module that it was made from; in another process, what `_evaluates` was when the function was sent.
     """
 
     def __init__(self, skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]], origin: Origin | bool):
@@ -120,7 +120,7 @@ class Apply:
 
     @property
     def _evaluates(self) -> bool:
-        """Whether it is in training mode, and its module in that of evaluation."""
+        """Whether this function is in train mode while its module is in eval mode by now."""
         return self._origin.evaluates if isinstance(self._origin, Origin) else self._origin
 
     def __getattr__(self, name: str) -> Any:
@@ -142,10 +142,10 @@ class Apply:
 
         Args:
             params: as `functional` gave them, tensors or `Array`s.
-            buffers: as `functional_with_buffers` did; without them the module has those of its start.
+            buffers: as `functional_with_buffers` gave them; without them the module has its initial ones.
 
         Returns:
-            A module of its own, with copies.
+            A new module, with copies of the tensors.
 
         Raises:
             SpecError: `params` or `buffers` have other names.
@@ -162,7 +162,7 @@ class Apply:
         return compile_parts(copied(self.skeleton, memo), self._compiled)
 
     def state_dict(self, params: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """What `load_state_dict` of such a module takes, tied names and all."""
+        """The `state_dict` of the module with these parameters, tied names included."""
         return dict(self.to_module(params, buffers).state_dict())
 
     def params(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -205,8 +205,8 @@ class Apply:
                     warn_of_dropped(self.skeleton, new)
             return out, new
         finally:
-            # Layers that are computed again in the backward pass (torch.utils.checkpoint) find what they had.
-            # What a transform of torch.func gives them must not outlive it.
+            # torch.utils.checkpoint computes layers again in the backward pass, and needs the same parameters there.
+            # Tensors of a transform of torch.func must not outlive it.
             keeps = torch.is_grad_enabled() and not torch_private.in_torch_func()
             if not keeps or not after_gradient(functools.partial(self._reclaim, runner)):
                 self._reclaim(runner)
@@ -224,7 +224,7 @@ class ApplyWithBuffers(Apply):
     ) -> Any:
         out, new = self._call(params, buffers, args, kwargs)
         if current_plan().shard is not None:
-            # Virtual shards all begin with the same running statistics; this says how to put theirs together.
+            # Virtual shards all begin with the same running statistics; this notes how to combine their results.
             for name, decay in decays(self.skeleton).items():
                 if name in new:
                     note_carry(new[name], buffers[name], decay)
@@ -234,8 +234,8 @@ class ApplyWithBuffers(Apply):
 class _Runner:
     """A copy of a skeleton that is lent parameters and buffers for the length of a call.
 
-    It does what `torch.func.functional_call` does with the look-up of every name done once, and also puts back
-    what `forward` assigned: otherwise a cached activation would keep the graph of one call alive until the next.
+    It is `torch.func.functional_call` with every name looked up only once. It also undoes what `forward` assigned:
+    otherwise a cached activation would keep the graph of one call alive until the next.
     """
 
     def __init__(self, module: nn.Module):
@@ -311,15 +311,15 @@ def _skeleton(module: nn.Module, *emptied: dict[str, Tensor]) -> nn.Module:
 
 
 def _duplicate(skeleton: nn.Module) -> nn.Module:
-    """A copy with the same tensors in its tables: nothing writes to them, and storage pickles with its address.
+    """A copy with the same tensors: nothing writes to them, and a copied storage would pickle with another address.
 
-    A copy of them, made while a transform of `torch.func` is at work, would be one of the transform's own.
+    Within a transform of `torch.func`, copies of them would be tensors of that transform.
     """
     return copied(skeleton, {id(tensor): tensor for tensor in (*skeleton.parameters(), *skeleton.buffers())})
 
 
 def _without_parametrized_classes(skeleton: nn.Module) -> nn.Module:
-    """A copy with the classes from before `register_parametrization`, whose own made-up ones refuse to be pickled."""
+    """A copy with the classes from before `register_parametrization`, which generates ones that can't be pickled."""
     plain = _duplicate(skeleton)
     for submodule in list(plain.modules()):
         submodule.__class__ = parametrize.type_before_parametrizations(submodule)

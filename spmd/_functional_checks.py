@@ -1,4 +1,4 @@
-"""What `functional` refuses, things that are no modules and parameters under other names, and what it warns of."""
+"""What `functional` refuses, such as non-modules and parameters under other names, and what it warns of."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def check_names(argument: str, given: Any, expected: Mapping[str, Any]) -> None:
 
 
 class Origin:
-    """The module that a function was made of, which may have gone from training to evaluation since.
+    """The module that a function was made from, which may have been switched to eval mode since.
 
-    Torch's modules do so in place; the function keeps the mode that its module had.
+    Torch's modules switch in place, but the function keeps the mode that its module had.
     """
 
     def __init__(self, module: nn.Module):
@@ -105,16 +105,16 @@ class Origin:
 
     @property
     def evaluates(self) -> bool:
-        """Whether it is in evaluation mode now, and no function was ever made of it in that."""
+        """Whether the module is in eval mode now, and no function was ever made from it in eval mode."""
         module = self._module()
         return module is not None and not module.training and False not in self._modes
 
 
-_modes: weakref.WeakKeyDictionary[nn.Module, set[bool]] = weakref.WeakKeyDictionary()  # in which there are functions
+_modes: weakref.WeakKeyDictionary[nn.Module, set[bool]] = weakref.WeakKeyDictionary()  # that functions were made in
 
 
 def warn_of_training(skeleton: nn.Module) -> None:
-    """Of a call to evaluate by a function in training mode, whose module is in that of evaluation."""
+    """Warn when a function in train mode is called to evaluate, while its module is in eval mode."""
     if _others_warn():
         return
     warn(
@@ -127,9 +127,9 @@ def warn_of_training(skeleton: nn.Module) -> None:
 
 
 def warn_of_frozen(skeleton: nn.Module, params: Mapping[str, torch.Tensor]) -> None:
-    """Of parameters that are frozen where those of the module are not, or the other way round.
+    """Warn of parameters that are frozen while the module's are not, or the other way round.
 
-    If all are frozen, of either, that is meant: a teacher with the function of its student, say.
+    If all parameters of either are frozen, that is on purpose: a teacher that uses its student's function, say.
     """
     if _others_warn():
         return
@@ -153,13 +153,13 @@ def warn_of_frozen(skeleton: nn.Module, params: Mapping[str, torch.Tensor]) -> N
 
 
 def _others_warn() -> bool:
-    """Whether this is a rank other than 0, which would say the same."""
+    """Whether this is a rank other than 0: rank 0 gives the same warning."""
     region = current()
     return region is not None and region.session.rank != 0
 
 
 def warn_of_dropped(skeleton: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Of buffers that a call has changed, as batch norm does: `functional` keeps them as they were."""
+    """Warn when a call changes buffers, as batch norm does: `functional` drops the new values."""
     if planned_session() is not None or in_torch_func():
         return
     changed = [name for name, before in skeleton.named_buffers() if not _are_equal(before, buffers[name])]

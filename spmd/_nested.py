@@ -46,10 +46,10 @@ def check_alike(name: str, tree: Any, region: Region) -> None:
 
 
 def cut_here(leaf: Any, spec: P, region: Region, where: str) -> Any:
-    """This rank's part of a tensor that is the same on all ranks; a tensor that is cut so already stays as it is.
+    """This rank's part of a tensor that is the same on all ranks; a tensor that is already cut this way stays as it is.
 
-    What came in cut is known on every call. What was computed of it is known only on a call that is followed, and is
-    refused there.
+    Which tensors came in cut is known on every call. A tensor computed from one is recognised only on a call in which
+    replication is followed, and is refused there.
     """
     if not isinstance(leaf, torch.Tensor):
         raise SpecError(
@@ -77,7 +77,7 @@ def cut_here(leaf: Any, spec: P, region: Region, where: str) -> Any:
 
 
 def join_here(leaf: Any, spec: P, shared: set[str]) -> Any:
-    """A result's parts of all ranks along the axes of its spec, but for those shared with the caller."""
+    """Gather a result along the axes of its spec, except those that are shared with the caller."""
     for dim in range(len(spec.entries)):
         axes = tuple(name for name in spec.dim_axes(dim) if name not in shared)
         if axes:
@@ -96,7 +96,7 @@ def declared_like(gradient: Any, argument: Any) -> Any:
 
 
 def declared_aux(result: Any, out_specs: Any, what: str) -> Any:
-    """(value, aux) with the specs of aux declared: what is cut is no mean over the ranks."""
+    """(value, aux) with the specs of aux declared, so that a sharded aux is not averaged over ranks."""
     if out_specs is None or not isinstance(result, tuple) or len(result) != 2:
         return result
     specs = iter(specs_for(out_specs, result, what)[len(trees.leaves(result[0])) :])

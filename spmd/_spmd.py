@@ -50,20 +50,20 @@ def spmd(
         in_specs: how the arguments are cut: one P for all, a tuple with a prefix tree for each positional argument, or
             a dict by argument name. None (everywhere the default): Arrays as they are, other tensors replicated.
         out_specs: how results form global values, a prefix tree; None is replicated.
-        donate: names of arguments whose memory the results may take over, as parameters and optimizer state in
-            `opt.step`; the Arrays passed can't be read afterwards, not even if the call fails.
-        check: when it is looked at whether results without a spec are the same on all ranks. "first": on the first
-            call of each signature by following what each tensor is computed of, later by value: numbers on every call,
-            other tensors on calls 1, 2, 4, 8 and so on (on launched ranks arguments as well). "always": values on every
-            call, which is waited for. "never". See docs/replication.md.
+        donate: names of arguments whose memory the results may reuse, such as parameters and optimizer state; the
+            Arrays passed can't be read afterwards, not even if the call fails.
+        check: when to check that results without a spec are the same on all ranks. "first": the first call of each
+            signature follows what each tensor is computed from; values are compared, too: numbers on every call,
+            other tensors on calls 1, 2, 4, 8 and so on (on launched ranks arguments as well). "always": compare all
+            values on every call, and wait for it. "never": no check. See docs/replication.md.
 
     Returns:
         A function of the same arguments, whose tensors come back as `Array`.
 
     Raises:
-        SpecError: a spec does not fit, a result differs between ranks, `f` would write to its arguments or to tensors
-            that it captures (of a module, by `backward()` or a torch optimizer's step). Whatever `f` raises on a rank,
-            as its own type.
+        SpecError: a spec does not fit; a result differs between ranks; `f` would write to its arguments or to tensors
+            that it captures (a module's, say, by `backward()` or by a torch optimizer's step). Whatever `f` raises on a
+            rank is raised with its own type.
     """
     if f is None:
         return functools.partial(spmd, mesh=mesh, in_specs=in_specs, out_specs=out_specs, donate=donate, check=check)
@@ -129,7 +129,7 @@ class Spmd(Transformable):
 
     def _outside(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         mesh = resolve(self._mesh)
-        if kwargs:  # an argument has one place in a call, however it is passed
+        if kwargs:  # so that an argument has the same place in every call, however it is passed
             bound = self._bound(args, kwargs)
             args, kwargs = bound.args, bound.kwargs
         begin_step(mesh, self._name, None if self._parallel is None else self._parallel.settings)
@@ -161,7 +161,7 @@ class Spmd(Transformable):
         return wanted
 
     def _keys(self, bound: inspect.BoundArguments, name: str) -> list[int | str]:
-        """Where an argument is: positions or keywords."""
+        """The positions or keywords under which an argument was passed."""
         kind = self._signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
             return list(bound.arguments.get(name, ()))
@@ -215,10 +215,10 @@ class Spmd(Transformable):
         return names
 
     def _inside(self, bound: inspect.BoundArguments) -> Any:
-        """A call within a region: arguments are cut here, the body runs on what this rank has, results are joined.
+        """A call within a region: cut the arguments, run the body on this rank's parts, and join the results.
 
-        Over an axis along which an argument is cut already the caller and this function share one region: nothing
-        is cut there again, nor joined.
+        If an argument is already cut along an axis, the caller works on shards there as well: nothing is cut or joined
+        along that axis.
         """
         region = current()
         assert region is not None
@@ -250,7 +250,7 @@ class Spmd(Transformable):
         return self._joined(self._f(*tree[0], **tree[1]), shared)
 
     def _joined(self, result: Any, shared: set[str]) -> Any:
-        """Results as the caller, within a region, sees them: whole along the axes that this call cut over."""
+        """Results as the caller, within a region, sees them: whole along the axes that this call cut."""
 
         declared: list[bool] = []
 

@@ -1,7 +1,7 @@
-"""What every call of an @spmd function returned, as checksums in a file: what `spmd verify` compares.
+"""Checksums of what every call of an @spmd function returned, in a file that `spmd verify` compares.
 
-Written where SPMD_VERIFY names a file, one line of JSON for each call. Beside it, in another file, are the values
-themselves of the first calls, as many as fit: two runs mostly part early, and then it can be said by how much.
+If SPMD_VERIFY names a file, each call adds one line of JSON to it. A second file holds the values themselves of the
+first calls, as many as fit: runs that differ mostly do so early, and then `verify` can say by how much.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .mesh.put import is_array
 
 _FILE = os.environ.get("SPMD_VERIFY", "")
 ON = bool(_FILE)
-VALUES = ".values"  # the other file's name is that of the first, and this
+VALUES = ".values"  # added to the first file's name
 _MOST_VALUES = 256 << 20  # bytes
 _warned: set[str] = set()
-_WARNS = not os.environ.get("SPMD_VERIFY_SAID")  # by a run before this one
+_WARNS = not os.environ.get("SPMD_VERIFY_SAID")  # unless an earlier run has warned
 
 
 def note(name: str, results: Any, settings: Mapping[str, Any] | None) -> None:
     """Add a call.
 
     Args:
-        settings: of a `data_parallel` function.
+        settings: those of `data_parallel`, if the function is one.
     """
     if _WARNS and settings is not None and settings["shards"] is None and name not in _warned:
         _warned.add(name)
@@ -50,12 +50,12 @@ def note(name: str, results: Any, settings: Mapping[str, Any] | None) -> None:
 
 
 def _seen(leaf: Any) -> tuple[str, str, Any]:
-    """A leaf's checksum, how it is shown, and where its values are: the place in the file, their dtype and shape."""
+    """A leaf's checksum, a short text, and where its values are: the offset in the file, dtype and shape."""
     if not isinstance(leaf, Array):
         return hashlib.sha256(repr(leaf).encode()).hexdigest(), repr(leaf)[:40], None
     value = leaf.full()
     data = as_bytes(value).numpy()
-    # Slices of a sharded optimizer are padded to equal length, by as much as there are ranks.
+    # A sharded optimizer's slices are padded to equal lengths, by an amount that depends on the number of ranks.
     its = np.trim_zeros(data, "b") if leaf.spec.entries and value.ndim == 1 else data
     checksum = hashlib.sha256(f"{value.dtype}".encode() + its.tobytes()).hexdigest()
     shown = repr(value.flatten()[:3].tolist()) + ("..." if value.numel() > 3 else "")

@@ -28,12 +28,11 @@ def visualize(value: Any, *, mesh: Mesh | None = None, epoch: int = 0) -> None:
     Args:
         value: an Array or a tree of them (which rank holds what), a Sampler or a Loader (which rank takes which
             sample), or a Mesh.
-        mesh: for a Sampler, whose ranks share the minibatches; None is the one that `mesh=None` means elsewhere, or
-            the newest that there is.
+        mesh: for a Sampler: whose ranks share the minibatches. None is the enclosing or default mesh, else the newest.
         epoch: of a Sampler or a Loader.
 
     Raises:
-        SpecError: there is nothing in the value that has a place on a mesh.
+        SpecError: nothing in the value is on a mesh.
     """
     grids, size = _grids(value, mesh, epoch)
     if shell() is None:

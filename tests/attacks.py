@@ -67,13 +67,13 @@ class Job:
             time.sleep(0.05)
 
     def trains_on(self) -> None:
-        """It makes steps still."""
+        """It still makes steps."""
         for rank in range(2):
             (self.folder / f"trains-{rank}").unlink(missing_ok=True)
         self.wait_until_it_trains()
 
     def end(self) -> list[str]:
-        """Have it stop: what each rank printed, after its last step."""
+        """Have it stop after its current step; returns what each rank printed."""
         (self.folder / "stop").touch()
         return ["".join(process.communicate()) for process in self.ranks]
 
@@ -90,7 +90,7 @@ def job(server: ForkServer, folder: Path, backend: str = "gloo", **environ: str)
 
 
 def listening(pids: list[int]) -> set[tuple[str, int]]:
-    """Where the processes listen, as the kernel tells: (address, port)."""
+    """The (address, port) at which these processes listen, as the kernel says."""
     inodes = set()
     for pid in pids:
         for name in os.listdir(f"/proc/{pid}/fd"):
@@ -108,13 +108,13 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
 
 
 def allow_files(pid: int, *, more: bool) -> None:
-    """Have a process be able to open more files, or not one more."""
+    """Let a process open more files, or not one more."""
     most, opened = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1], {*map(int, os.listdir(f"/proc/{pid}/fd"))}
     free = next(number for number in range(most) if number not in opened)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (most if more else free, most))
 
 
-# What a scanner sends, and what one who knows the wire sends: a hello as rank 0 and a message from it.
+# What a scanner sends, and what somebody sends who knows the protocol: a hello as rank 0, and a message from it.
 GREETINGS = {
     "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "tls": bytes.fromhex("16030100c8010000c40303") + bytes(200),
@@ -128,7 +128,7 @@ GREETINGS = {
 
 @contextlib.contextmanager
 def scanned(address: tuple[str, int], idle: int) -> Iterator[None]:
-    """Send all that to a port, then keep many connections open within that say nothing; all on loopback."""
+    """Send all that to a port; then, within the block, keep many silent connections open. All on loopback."""
     for greeting in GREETINGS.values():
         with contextlib.suppress(OSError), socket.create_connection(address, timeout=5) as connection:
             connection.sendall(greeting)

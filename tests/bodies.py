@@ -1,4 +1,4 @@
-"""What ranks do with their communicator in the tests of every backend; each body gives what a rank found."""
+"""What ranks do with their communicator in the tests of every backend; each body returns what a rank found."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def reduce_all_ways(mesh: Mesh, cases: list[tuple[str, torch.dtype]]) -> list[An
 
 
 def length(sender: int, receiver: int) -> int:
-    """Some nothing, some past the threshold of one phase."""
+    """Some are empty, some past the threshold of one phase."""
     return (0, 3, 70, LARGE)[(sender + 2 * receiver) % 4]
 
 
@@ -229,5 +229,5 @@ def amid_collectives(mesh: Mesh) -> list[float]:
 
 
 def never_finish_writing() -> None:
-    """Of a checkpoint, so that this rank can be killed meanwhile."""
+    """Never finish writing a checkpoint, so that this rank can be killed meanwhile."""
     os.fsync = lambda *_: time.sleep(60)  # type: ignore[assignment]

@@ -19,14 +19,14 @@ from scripts import left_in_shm
 from spmd import Mesh
 
 torch.set_num_threads(1)
-# An example that takes long says how busy the machine is, and nothing else.
+# A slow example only shows how busy the machine is.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
-# A shell that starts the suite in the background has it ignore Ctrl-C, and all that it starts with it.
+# Started by a shell in the background, the suite and all that it starts would ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# The files that take longest, in order. Workers begin with them (see the Makefile), so that none is left to one alone.
+# The slowest files, in order. Workers begin with them (see the Makefile), so that none is left for the end.
 LONG = (
     "nodes notebooks bench launchers readme same_bits verify hierarchical checkpoint launch cuda_kernels failures "
     "fingerprint mismatch examples communicator doctor mpi restore rendezvous"
@@ -34,7 +34,7 @@ LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order files, and leave the tests of each in its own order."""
+    """Order the files; within a file, tests keep their order."""
     place = {f"test_{name}.py": number for number, name in enumerate(LONG.split())}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
@@ -77,7 +77,7 @@ def shared_mesh() -> Iterator[Callable[..., Mesh]]:
 
 @pytest.fixture(autouse=True)
 def nothing_taken_up() -> Iterator[None]:
-    """No test's mesh goes on from what another has restored on it, or as plain tensors, or has run on it."""
+    """No test's mesh resumes from what another test has restored, or has run on it."""
     yield
     forget_runs()
 

@@ -58,7 +58,7 @@ COPIED = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.float64, tor
 
 
 def extremes(dtype: torch.dtype) -> Tensor:
-    """Where casts go wrong: ties and their neighbours, subnormal numbers, both ends, zeros, infinities, NaN."""
+    """Values at which casts go wrong: ties and their neighbours, subnormals, both ends, zeros, infinities, NaN."""
     if dtype in (torch.float16, torch.bfloat16):
         return torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
     # Half of them lie in the middle between two 16-bit numbers, or next to it; the rest are the ends of float32.

@@ -1,9 +1,9 @@
 """Python processes that have imported spmd already: forks of one that has, and that has run nothing.
 
-For tests of what programs do; each process that imports torch anew costs more than most of these tests, and one that
-makes a mesh costs it twice, as its zygote does so as well: a program has a zygote that was forked with it. What a start
-from nothing does is tested by those that use `subprocess`. Invariant: a program can't tell, but by how soon it begins,
-and ends (see `_quickly`).
+For tests of what programs do. A process that imports torch costs more than most of these tests, and one that makes a
+mesh would import it twice, in its zygote, too; so a program gets a zygote that was forked with it. Tests that use
+`subprocess` cover a start from nothing. Invariant: a program can tell only by how soon it begins, and ends (see
+`_quickly`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LENGTH = struct.Struct("I")
 class Program(subprocess.Popen):
     """A program that a server runs: `[sys.executable, *options, script or "-c" or "-m", ...]`.
 
-    The options of this are those of `subprocess.Popen`; what is said of users, groups and signals is not heard.
+    It takes the options of `subprocess.Popen`, but ignores those for users, groups and signals.
     """
 
     def __init__(self, command: Sequence[str], *, server: ForkServer, **options: Any):
@@ -124,7 +124,7 @@ class ForkServer:
 
 
 class Forked(Program):
-    """A program whose outputs nobody has to read for it to go on."""
+    """A program that goes on even if nobody reads its output."""
 
     def __init__(self, server: ForkServer, code: str, *arguments: str, environ: Mapping[str, str]):
         self._files = out, err = os.memfd_create("out"), os.memfd_create("err")
@@ -192,7 +192,7 @@ def _send(channel: socket.socket, text: bytes, fds: Sequence[int]) -> None:
 
 
 def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
-    """A message and what came with it; nothing once the other end is closed."""
+    """A message and the descriptors that came with it; empty once the other end is closed."""
     head, fds, _, _ = socket.recv_fds(channel, _LENGTH.size, 3)
     if not head:
         return b"", []
@@ -208,7 +208,7 @@ def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _served(channel: socket.socket) -> dict[str, Any] | None:
-    """Fork a program for each request; in a fork, what it is asked for, and None at the end."""
+    """Fork a program for each request. Returns the request in a fork, and None in the server at its end."""
     gc.collect()
     gc.freeze()  # pages of long-lived objects stay shared with the programs
     running: set[int] = set()
@@ -297,10 +297,10 @@ _end: Callable[[], None] | None = None  # of a program: what it does in the end
 
 
 def _quickly() -> None:
-    """Of the functions that Python calls at exit the last: end before it takes all modules apart.
+    """The last function that Python calls at exit: end before Python tears down all modules.
 
-    That writes to every page shared with the server: half a second of work, where most programs take a tenth.
-    Threads have ended by now, what others registered has run, and what the program itself holds is let go as ever.
+    The teardown writes to every page shared with the server: half a second of work, while most programs take a tenth.
+    By now threads have ended and other exit functions have run, and what the program itself holds is freed as usual.
     """
     if _end is None or "ENDS_WHOLLY" in os.environ:
         return
@@ -312,7 +312,7 @@ def _quickly() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     except Exception:
-        return  # Python has something to say of that
+        return  # let Python report it
     _end()
 
 

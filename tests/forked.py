@@ -2,9 +2,9 @@
 
     python forked.py 3 program.py argument ...
 
-For tests of what ranks do once they have been launched; each process that imports torch anew costs more than most of
-them. Ends as `spmd run` does, with the status of the rank that failed first. They are the whole job, unless SPMD_SIZE
-and SPMD_INIT_METHOD say of which they are a part; then SPMD_RANK is the first of them.
+For tests of what ranks do once they have been launched; a process that imports torch anew costs more than most of them.
+Ends as `spmd run` does, with the status of the rank that failed first. The ranks are the whole job, unless SPMD_SIZE
+and SPMD_INIT_METHOD name a larger one; then SPMD_RANK is the first of them.
 """
 
 from __future__ import annotations

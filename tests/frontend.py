@@ -1,4 +1,4 @@
-"""Notebook kernels as a front end drives them: cells run one by one, and what each shows is looked at."""
+"""Notebook kernels as a front end drives them: cells run one by one, and tests look at what each shows."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from patience import HANGS
 
 @dataclasses.dataclass
 class Cell:
-    """What came of a cell: the texts of its streams, when each piece came, results and widgets, its error's text.
+    """The outcome of a cell: the texts of its streams, when each piece came, results and widgets, its error's text.
 
-    `updates` are those of anything shown, here or before, that came while it ran.
+    `updates` came while it ran, to anything shown here or before.
     """
 
     status: str = ""

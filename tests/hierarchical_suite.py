@@ -1,8 +1,8 @@
-"""Run by test_hierarchical.py on every rank: backend "hierarchical", the ranks of one machine taken for several hosts'.
+"""Run by test_hierarchical.py on every rank: backend "hierarchical", with one machine's ranks posing as several hosts'.
 
     SPMD_RANK=0 SPMD_SIZE=3 SPMD_INIT_METHOD=file:///tmp/meet python tests/hierarchical_suite.py '[[0, 1], [2]]'
 
-For each layout that it is given rank 0 says how many checks held.
+Rank 0 prints for each layout given how many checks held.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ check = suite.check
 
 
 def pretend(hosts: list[list[int]]) -> None:
-    """Let each rank say that it is on the host that it is given here."""
+    """Have each rank pretend to be on the host that this list gives it."""
     mine = next(index for index, host in enumerate(hosts) if int(os.environ["SPMD_RANK"]) in host)
     pretend_host(f"pretended host {mine}")
 
@@ -75,7 +75,7 @@ def order_of_additions(mesh: Mesh, hosts: list[list[int]]) -> None:
 
 
 def sums_in_tree_order(mesh: Mesh) -> None:
-    """They have the bits of one host, whatever the hosts, and the root is scaled once."""
+    """They have the same bits as on one host, whatever the hosts, and only the root is scaled."""
 
     def body() -> list[bool]:
         comm, found = mesh.comm(), []
@@ -155,7 +155,7 @@ def along_axes(hosts: list[list[int]]) -> None:
 
 
 def silence(hosts: list[list[int]]) -> None:
-    """Who waits too long says for whom, and what the others of its host do."""
+    """A rank that waits too long says for whom, and what the other ranks of its host do."""
     given_up = Path(os.environ["SPMD_INIT_METHOD"].removeprefix("file://")).with_name(f"given up {hosts}")
     with Mesh(timeout=4.0) as mesh:
         mesh.run(lambda: mesh.comm().barrier())

@@ -1,4 +1,4 @@
-"""The processes of a mesh over several hosts: what starts them, who holds a host's ranks, and what it holds open."""
+"""The processes of a mesh over several hosts: what starts them, which holds a host's ranks, and what it holds open."""
 
 from __future__ import annotations
 

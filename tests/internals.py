@@ -1,6 +1,6 @@
-"""What tests do to the inside of the library, by name: the one helper that knows private modules.
+"""What tests do to the library's internals, by name: the one helper that knows private modules.
 
-Tests that would otherwise speak through the public interface use these for the few things that it has no word for.
+Tests that otherwise use the public interface only take from here the few things that it does not offer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def no_own_folders() -> None:
 
 
 def local_hosts(run: Callable[..., Any]) -> contextlib.AbstractContextManager:
-    """Python processes of hosts that this machine pretends to be are begun so, as by `subprocess.Popen`."""
+    """Start the Python processes of pretended hosts with `run`, which is called like `subprocess.Popen`."""
     from spmd.mesh.hosts import launchers
 
     def popen(command: Sequence[str], **options: Any) -> Any:
@@ -46,7 +46,7 @@ def local_hosts(run: Callable[..., Any]) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def without_shared_memory() -> Iterator[None]:
-    """As where no arena can be made."""
+    """Pretend that no arena can be made here."""
     from spmd.kernels.shm.arena import Arena
 
     def refuse(*_: object) -> None:
@@ -60,14 +60,14 @@ def without_shared_memory() -> Iterator[None]:
 
 
 def mpi_chunks(nbytes: int) -> contextlib.AbstractContextManager:
-    """What goes through MPI goes in pieces of so many bytes."""
+    """Send everything that goes through MPI in pieces of so many bytes."""
     from spmd.kernels.network import mpi
 
     return mock.patch.object(mpi, "_CHUNK", nbytes)
 
 
 def change_partial_sums(push: Callable[[Any, int, Tensor], None]) -> None:
-    """In this process a rank's sums over virtual shards take in a shard's value so."""
+    """In this process, have `push` add a shard's value to a rank's sums over virtual shards."""
     from spmd.transforms.exact import tree_sums
 
     tree_sums.Partials.push = push  # type: ignore[method-assign]
@@ -94,7 +94,7 @@ def add_in_rank_order() -> None:
 
 
 def share_a_gpu(monkeypatch: Any) -> str | None:
-    """Let several ranks be on one GPU; why that can't be here, or None."""
+    """Let several ranks share one GPU; returns why that isn't possible here, or None."""
     from spmd.kernels.cuda import nccl_library
 
     for name, text in nccl_library.SHARED_GPU_ENVIRONMENT.items():
@@ -104,7 +104,7 @@ def share_a_gpu(monkeypatch: Any) -> str | None:
 
 
 def pretend_nccl(monkeypatch: Any, version: int, path: str, cupy: str) -> None:
-    """A driver, and an NCCL of this version, are there."""
+    """Pretend that a driver and an NCCL of this version are installed."""
     from spmd.kernels.cuda import nccl_library
 
     library = nccl_library.Library(None, version, path, cupy)
@@ -113,12 +113,12 @@ def pretend_nccl(monkeypatch: Any, version: int, path: str, cupy: str) -> None:
 
 
 def compare_late_output(set_attribute: Callable[[Any, str, Any], None]) -> None:
-    """However late a rank shows what others show, too, it is known as the same; of meshes made from now on its lines.
+    """Recognise output that all ranks show as the same, however late a rank shows it; in meshes made from now on.
 
-    A line, or a bar, that is of one rank alone is then shown with the end of the call.
+    A line or a bar of one rank alone is then shown at the end of the call.
 
     Args:
-        set_attribute: `monkeypatch.setattr`, or `setattr` where it is so to the end of the process.
+        set_attribute: `monkeypatch.setattr`, or `setattr` to keep it so to the end of the process.
     """
     from patience import HANGS
 
@@ -145,7 +145,7 @@ def close_all_meshes() -> None:
 
 
 def forget_runs() -> None:
-    """No mesh goes on from what was restored, and those that there are, which tests share, have run no step so far."""
+    """No mesh resumes from what was restored, and the open ones, which tests share, count as having run no step."""
     from spmd.checkpoint import fingerprint
     from spmd.mesh.driver import open_sessions
 
@@ -183,7 +183,7 @@ def zygote_of(mesh: Any) -> int:
 
 
 def zygote_that_stands_by(mesh: Any) -> int:
-    """The process that takes its place."""
+    """The process that will take the zygote's place."""
     return mesh.driver.ranks.all[0]._zygote._next._process.pid
 
 
@@ -211,7 +211,7 @@ def newcomers_bytes(mesh: Any) -> int | None:
 
 
 def pretend_memory_is_short(monkeypatch: Any) -> None:
-    """So that new ranks of a resize take none before they need it."""
+    """So that new ranks of a resize reserve no memory before they need it."""
     from spmd.mesh.resizing import newcomers
 
     monkeypatch.setattr(newcomers, "available_bytes", lambda: 0)
@@ -225,14 +225,14 @@ def arenas_mapped() -> int:
 
 
 def gathered(msg: list[tuple[str, int, int]], due: dict[int, list[int]]) -> list[tuple[str, tuple[int, ...]]]:
-    """What the process of a host tells its driver of what ranks say.
+    """What the process of a host sends its driver when its ranks send these messages.
 
     Args:
-        said: (the message's class, the task, the rank), one after another; ("lost", 0, rank) is that rank's end.
+        msg: (the message's class, the task, the rank), one after another; ("lost", 0, rank) is that rank's end.
         due: the ranks that were given each task.
 
     Returns:
-        (class and task, ranks) of each message; those behind ("held", ()) had to wait for the moment's end.
+        (class and task, ranks) of each message; those after ("held", ()) would wait up to `MOMENT_SECONDS`.
     """
     from spmd.mesh import protocol, wire
     from spmd.mesh.hosts.coded import unframed
@@ -275,7 +275,7 @@ def _said_of(kind: str, task: int) -> Any:
 
 
 def taken(msg: list[tuple[str, int, tuple[int, ...]]]) -> list[tuple[str, tuple[int, ...]]]:
-    """What a driver takes of what hosts tell it: (the message's class, the task, the ranks that said so), in order."""
+    """What a driver takes from hosts' messages, in order: (the message's class, the task, the ranks that sent it)."""
     from spmd.mesh import protocol
     from spmd.mesh.hosts.coded import framed
     from spmd.mesh.hosts.hearing import Inbox
@@ -294,7 +294,7 @@ def taken(msg: list[tuple[str, int, tuple[int, ...]]]) -> list[tuple[str, tuple[
 
 
 def asked_of_a_lost_zygote(mesh: Any) -> tuple[str, int | None]:
-    """A rank is forked from a zygote that has been killed and closed, and is asked for: the error, and the answer."""
+    """Fork a rank from a zygote that was killed and closed, and ask for it: the error, and the answer."""
     import os
     import signal
 
@@ -315,7 +315,7 @@ def asked_of_a_lost_zygote(mesh: Any) -> tuple[str, int | None]:
 
 
 def at_the_switch(monkeypatch: Any, do: Callable[[list[int]], None]) -> None:
-    """As a mesh over several hosts is about to move its values to new ranks, call this with the ranks' processes."""
+    """Call `do` with the new ranks' processes when a mesh over several hosts is about to move its values to them."""
     from spmd.mesh.resizing import newcomers
 
     take = newcomers.Newcomers.take
@@ -328,7 +328,7 @@ def at_the_switch(monkeypatch: Any, do: Callable[[list[int]], None]) -> None:
 
 
 def ask_while_ranks_start(monkeypatch: Any) -> None:
-    """Another thread asks a host for its status when that has just said which ranks it has started anew."""
+    """Have another thread ask a host for its status just when the host has said which ranks it restarted."""
     import threading
 
     from patience import HANGS
@@ -355,7 +355,7 @@ def ask_while_ranks_start(monkeypatch: Any) -> None:
 
 
 def relays_beyond(hosts: int) -> contextlib.AbstractContextManager:
-    """Meshes that are made meanwhile have relays if they have more hosts than this."""
+    """Meshes that are made within the block have relays if they have more hosts than this."""
     from spmd.mesh.hosts.relaying import tree
 
     return mock.patch.object(tree, "DIRECT_HOSTS", hosts)
@@ -368,7 +368,7 @@ def with_relays(mesh: Any) -> list[int]:
 
 @contextlib.contextmanager
 def links_sent_on(mesh: Any) -> Iterator[list[int]]:
-    """How many messages the driver sends meanwhile to each host itself."""
+    """Count the messages that the driver sends to each host over its own link, within the block."""
     from spmd.mesh.hosts.link import Link
 
     links = [host.link for host in mesh.driver.ranks._hosts]

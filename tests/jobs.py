@@ -14,7 +14,7 @@ from patience import HANGS
 
 
 def environ_without(*prefixes: str) -> dict[str, str]:
-    """This process's environment, less the variables that begin so."""
+    """This process's environment without the variables that begin with these prefixes."""
     return {name: text for name, text in os.environ.items() if not name.startswith(prefixes)}
 
 

@@ -3,8 +3,8 @@
     python tests/launchers.py
 
 The script and the commands are the blocks of docs/launching.md, word for word but for host names; mpirun gets the
-options that a small machine and root need. Slurm is a real one, started for this (see slurm.py), else its environment
-is replayed.
+options that a small machine and root need. Slurm is a real one, started for this (see slurm.py); without one, its
+environment is replayed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def blocks(kind: str) -> list[str]:
 
 
 def name_of(block: str) -> str:
-    """What a block starts the script with."""
+    """The launcher with which a block starts the script."""
     known = ("srun", "spmd run -n 2 --nnodes", "spmd run", "torchrun", "mpirun", "SPMD_RANK=1", "SPMD_RANKS=2 python")
     return next(name for name in known if name in block)
 
@@ -48,7 +48,7 @@ def reason_against(way: str) -> str | None:
 
 
 def prepare(folder: Path) -> dict[str, str]:
-    """Put train.py, and the commands of this environment, where the blocks find them: the environment for them."""
+    """Put train.py and this environment's commands where the blocks find them; returns the blocks' environment."""
     (folder / "train.py").write_text(blocks("python")[0])
     commands = folder / "bin"
     commands.mkdir()
@@ -65,7 +65,7 @@ def prepare(folder: Path) -> dict[str, str]:
 
 
 def losses(way: str, folder: Path, running: dict[str, str] | None = None) -> list[str]:
-    """Run a block, in the Slurm that is `running` if one is: the losses that rank 0, and nobody else, printed."""
+    """Run a block, in the Slurm `running` if there is one; returns the losses, which rank 0 alone printed."""
     environ, block = prepare(folder), WAYS[way]
     if way == "srun":
         if running is not None:
@@ -96,7 +96,7 @@ def under_slurm(block: str, folder: Path, environ: dict[str, str]) -> str:
 
 
 def submitted(job: str, folder: Path, environ: dict[str, str]) -> str:
-    # Its end is told by a file: `sbatch --wait` asks every few seconds only.
+    # A file tells when the job ends: `sbatch --wait` only asks every few seconds.
     (folder / "job.sh").write_text(f"{job}\necho $? > status.new; mv status.new status\n")
     (folder / "status").unlink(missing_ok=True)
     told(["sbatch", "--output=job.out", "job.sh"], folder, environ)

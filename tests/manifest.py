@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, changed by hand: as older versions wrote it, or under other circumstances."""
+"""Changes a checkpoint's manifest by hand: as older versions wrote it, or under other circumstances."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def check(holds: bool, what: str) -> None:
 
 
 def operations(mesh: Mesh, size: int) -> list[dict[tuple[str, torch.dtype], str]]:
-    """The table's cells, which want three ranks; empty on fewer."""
+    """The table's cells, which need three ranks; empty on fewer."""
     if size < table.RANKS:
         return []
     found = mesh.run(table.run_all, mesh)
@@ -92,7 +92,7 @@ def messages(mesh: Mesh, size: int) -> None:
 
 
 def outstanding(mesh: Mesh) -> list[int]:
-    """Short and long ones, received in another order than sent."""
+    """Short and long messages, received in another order than sent."""
     comm = mesh.comm()
     numel = [1 if i % 3 else 2000 for i in range(200)]
     sends = [comm.isend(torch.full((numel[i],), i), (comm.rank + 1) % comm.size, i % 10) for i in range(200)]
@@ -105,7 +105,7 @@ def outstanding(mesh: Mesh) -> list[int]:
 
 
 def chunks(mesh: Mesh, size: int) -> None:
-    """Pieces past MPI's 32-bit counts travel in chunks; small chunks show it with little memory."""
+    """Pieces past MPI's 32-bit counts travel in chunks; small chunks test that with little memory."""
     with mpi_chunks(1000):
         everyone = (
             mesh.run(around_the_ring, mesh),

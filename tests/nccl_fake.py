@@ -1,12 +1,12 @@
 """A fake of `cupy.cuda.nccl` and of CUDA's streams, for machines without a GPU.
 
-It writes down every call, with its arguments, and does what the call says to the memory that the pointers point to,
-through a store: so wrong counts, dtypes, roots or pointers give wrong values. Tensors of the CPU play those of GPUs.
+It logs every call with its arguments, and does through a store what the call says with the memory behind the pointers:
+so wrong counts, dtypes, roots or pointers give wrong values. CPU tensors stand in for those of GPUs.
 
-It is as strict as the real thing where that hurts. What first sends bytes between two ranks waits, in the thread that
-calls, until the other is there. A communicator is for one thread at a time, and freed under none (`Nccl.faults`). What
-is received is there when the stream that waits for it says so, not before (`streams_fake`). Ranks share a GPU only if
-they are told to, and only as long as the blocks of all of them fit on it.
+It is as strict as the real thing where that hurts. The first call that sends bytes between two ranks waits, in its
+thread, until the other rank is there. A communicator is for one thread at a time, and must not be freed while one is in
+it (`Nccl.faults`). Received data is there only once the stream that waits for it says so (`streams_fake`). Ranks share
+a GPU only if they are told to, and only as long as the blocks of all of them fit on it.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ VALUES = {
 }
 OPS = {0: "sum", 1: "product", 2: "max", 3: "min", 4: "avg"}
 DTYPES = {VALUES[name]: dtype for dtype, name in NAMES.items()}
-# Of a GPU that ranks share, a small one, and the blocks of a kernel of NCCL's where nobody says that it take fewer.
+# A small GPU that ranks share, and the blocks that a kernel of NCCL's takes unless told to take fewer.
 MULTIPROCESSORS, BLOCKS = 40, 32
-SECONDS = 5.0  # after which who waits in NCCL for a rank is taken to wait for ever
+SECONDS = 5.0  # a longer wait for a rank within NCCL counts as a deadlock
 
 
 def at(pointer: int, count: int, kind: int) -> torch.Tensor:
@@ -71,7 +71,7 @@ def at(pointer: int, count: int, kind: int) -> torch.Tensor:
 
 
 def let_others_go_on() -> None:
-    """NCCL's host goes on and sends; here it has to do so in between. A thread that NCCL has to itself does not."""
+    """With NCCL the host goes on and sends; the fake does so in between, except in threads that are NCCL's alone."""
     if not threading.current_thread().name.startswith("spmd-nccl"):
         for comm in tuple(operations._active):
             comm.progress()
@@ -132,7 +132,7 @@ class Nccl:
         self.run(calls)
 
     def run(self, calls: Sequence[Call]) -> None:
-        """Connect those that the calls are between, put the calls on their streams as one, and do what they say."""
+        """Connect the ranks that the calls are between, put the calls on their streams as one, and do what they say."""
         with _disable_current_modes():
             self._run(calls)
 
@@ -218,7 +218,7 @@ class Raw:
             self._inside.remove(thread)
 
     def fits(self) -> None:
-        """See that the kernels of all ranks can be on their GPU at once: each waits there for the others."""
+        """Check that the kernels of all ranks fit on their GPU at once, since each waits there for the others."""
         blocks = self.size * int(os.environ.get("NCCL_MAX_CTAS", BLOCKS))
         if self.nccl.shared and blocks > MULTIPROCESSORS:
             self._fault(f"{self.size} ranks take {blocks} blocks of a GPU that has {MULTIPROCESSORS}")

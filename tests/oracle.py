@@ -13,7 +13,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-# Ranks get these functions with what uses them, and need not import this module.
+# These functions are pickled by value, so that ranks need not import this module.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")

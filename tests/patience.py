@@ -1,7 +1,7 @@
-"""How long tests wait: until something is so, rather than for a while, and longer where the machine is slow.
+"""How long tests wait: for conditions, not for fixed times, and longer on a slow machine.
 
-Nothing here fails for slowness alone. What must come at once is measured against the load there was; what must come
-at all is given up after `HANGS` seconds only, which is a guard against hanging and no measure of speed.
+Nothing here fails for slowness alone. What must come at once is judged by the machine's load; what must come at all is
+given up only after `HANGS` seconds, a guard against hanging and no measure of speed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _free = min(_work() for _ in range(20))  # what it takes at best
 
 
 def slowness() -> float:
-    """How many times longer all takes here than where cores are free, for reasons that are not ours.
+    """How many times longer everything takes than on free cores, for reasons that are not ours.
 
-    The load is that of the last minute and of this moment; what another machine takes of ours shows in the work alone.
-    A job of several processes that wait for each other is late as often as one of them is, so a load counts fourfold.
+    The load is that of the last minute and of this moment; if another virtual machine takes our cores, only the timed
+    work shows it. A job of several processes that wait for each other is as late as the latest of them, so a load
+    counts fourfold.
     """
     last_minute, _, _, runnable, _ = Path("/proc/loadavg").read_text().split()
     load = max(float(last_minute), int(runnable.partition("/")[0])) / len(os.sched_getaffinity(0))
@@ -39,7 +40,7 @@ def slowness() -> float:
 
 
 def quick(passed: float, seconds: float) -> bool:
-    """Whether what took so long is within a limit, if cores were free."""
+    """Whether `passed` seconds would be within a limit if cores were free."""
     return passed < seconds or passed < seconds * slowness()
 
 
@@ -49,7 +50,7 @@ def soon(seconds: float, began: float) -> bool:
 
 
 def until(condition: Callable[[], object], seconds: float = HANGS) -> bool:
-    """Wait until a condition holds: whether it did within so many seconds, if cores are free."""
+    """Wait until a condition holds; returns whether it did within so many seconds, stretched by `slowness`."""
     began = time.monotonic()
     while not condition():
         if not soon(seconds, began):
@@ -59,7 +60,7 @@ def until(condition: Callable[[], object], seconds: float = HANGS) -> bool:
 
 
 def running(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""Ports for those who are told beforehand where to meet."""
+"""Ports for processes that are told beforehand where to meet."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """A port of loopback that nobody has; nor does anybody get it by chance before it is used.
+    """A free loopback port, which nobody else gets by chance before it is used.
 
-    Whoever asks the system for any port, as all that connect do, gets one of another range, where it has its usual one.
+    A process that asks the system for any port, as every outgoing connection does, gets one of another range by
+    default.
     """
     by_chance = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:

@@ -1,7 +1,7 @@
-"""Training runs whose bits must not depend on the number of ranks: what `test_same_bits` and the table are made of.
+"""Training runs whose bits must not depend on the number of ranks: for `test_same_bits` and the table.
 
 `python tests/same_bits.py` prints the rows of docs/same_bits.md: the whole matrix, 200 steps a run. Arguments choose
-from it: `cnn`, `cnn:8`, `cnn:8:0` are a model, one with V = 8, and that in the first mode. `resume` prints the rows of
+from it: `cnn`, `cnn:8`, `cnn:8:0` are a model, that with V = 8, and that in the first mode. `resume` prints the rows of
 runs that were stopped and resumed.
 """
 
@@ -96,7 +96,7 @@ def unpadded(state: Any, numel: int) -> Any:
 
 
 def digests(numel: int, after: list[tuple[Any, ...]]) -> list[str]:
-    """On a rank: of all that each step gave."""
+    """On a rank: the digests of what each step returned."""
     return [digest(params, buffers, unpadded(state, numel), *metrics) for params, buffers, state, *metrics in after]
 
 
@@ -150,7 +150,7 @@ class Run:
                     return
 
     def run(self, steps: int, save_to: Path | None = None) -> list[str]:
-        """The digest after every step; with a checkpoint after every step, if it is said where."""
+        """The digest after every step; also writes a checkpoint after every step, if `save_to` is given."""
         after: list[tuple[Any, ...]] = []
         found: list[str] = []
         for batch in self.batches(steps):
@@ -205,7 +205,7 @@ STOPS = 10  # two epochs
 
 
 def taken_up(mesh: Mesh, paths: dict[int, Path], stops: list[int], whole: list[str]) -> dict[tuple[int, int], bool]:
-    """(steps before it was stopped, ranks before) -> whether each run on this mesh went on with the bits of `whole`."""
+    """(steps before the stop, ranks before it) -> whether the run, resumed on this mesh, had the bits of `whole`."""
     found = {}
     for ranks, path in paths.items():
         run = Run(mesh, RESUMED[0], RESUMED[1], **MODES[RESUMED[2]])

@@ -14,8 +14,8 @@ from fork_server import shared_server
 from jobs import environ_without
 from patience import HANGS, until
 
-HERE = str(Path(__file__).parent)  # programs find what tests share
-ENDS_WHOLLY = {"ENDS_WHOLLY": "1"}  # `env` of a fork that takes all modules apart at its end, as a new Python does
+HERE = str(Path(__file__).parent)  # so that programs find the tests' helpers
+ENDS_WHOLLY = {"ENDS_WHOLLY": "1"}  # `env` of a fork that tears down all modules at its end, as a new Python does
 
 
 @contextlib.contextmanager
@@ -24,12 +24,12 @@ def started(
 ) -> Iterator[subprocess.Popen]:
     """A Python process with these arguments, killed at the end if it is still there.
 
-    It has imported spmd already, unless it is to be `fresh`, or is asked for what only a new one does.
+    It has imported spmd already, unless it is `fresh` or its arguments need a new interpreter.
 
     Args:
-        without: how variables begin that it gets from `env` only.
+        without: prefixes of variables that it gets only from `env`.
     """
-    # A fork of torch's threads, rather than OMP_NUM_THREADS, decides how long imports take; one thread is enough here.
+    # Starting torch's threads is what makes imports slow; one thread is enough here.
     environ = {
         **environ_without(*without),
         "OMP_NUM_THREADS": "1",
@@ -89,7 +89,7 @@ def script(folder: Path, text: str) -> str:
 
 
 def left_in_shm(before: set[str]) -> set[str]:
-    """The files in /dev/shm that were not there before, and stay: those of tests that run beside this one go."""
+    """The files in /dev/shm that were not there before and stay; those of tests that run at the same time disappear."""
     names = set(os.listdir("/dev/shm")) - before
     until(lambda: not names & set(os.listdir("/dev/shm")), 60)
     return names & set(os.listdir("/dev/shm"))

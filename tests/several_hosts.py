@@ -1,4 +1,4 @@
-"""A program on several hosts, which are network namespaces of this machine: so many, with so many ranks each.
+"""A program on several hosts, which are network namespaces of this machine: their number, and the ranks of each.
 
     python several_hosts.py 2 2 program.py argument ...
 
@@ -24,7 +24,7 @@ def started(places: list[namespaces.Node], ranks: int, program: str, *arguments:
     """The processes, one a host; each is the leader of a process group that its ranks are in.
 
     Args:
-        environ: that the ranks of all hosts get.
+        environ: variables for the ranks of all hosts.
     """
     bare = {name: text for name, text in os.environ.items() if not name.startswith("SPMD_")}
     job = {"SPMD_SIZE": str(ranks * len(places)), "SPMD_INIT_METHOD": f"tcp://{places[0].address}:{PORT}"}

@@ -1,4 +1,4 @@
-"""A Slurm on this machine, of one node or of several that it pretends to be: the real `srun`, `salloc` and `sbatch`.
+"""A Slurm on this machine, with one node or several pretended ones: the real `srun`, `salloc` and `sbatch`.
 
 Needs the programs (Debian: slurmd, slurmctld) and root. It listens on ports of its own, asks for no keys, and counts
 on no cores: jobs get what they ask for.
@@ -54,7 +54,7 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def slurm(folder: Path, nodes: int = 1) -> Iterator[dict[str, str]]:
-    """Start it: the environment for `srun` and the others.
+    """Start it, and give the environment for `srun` and the other commands.
 
     Args:
         nodes: how many; if there are several they are called node1 and so on.

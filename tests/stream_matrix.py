@@ -4,8 +4,8 @@
     python tests/stream_matrix.py mix     # the rows of one pipeline
 
 A run trains on a stream with random augmentation and notes, after every step, the ids of the batch's samples in order
-and a SHA-256 of loss, parameters and optimizer state. The run on one rank that never stops is what all others must be:
-those that go on from a checkpoint of any batch, on any number of ranks, and those whose processes are killed.
+and a SHA-256 of loss, parameters and optimizer state. All other runs must equal the one on one rank that never stops:
+those that resume from a checkpoint of any batch, on any number of ranks, and those whose processes are killed.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ class Run:
         self._step = step
 
     def steps(self, begin: Path | None = None, saved: Path | None = None) -> Iterator[tuple[int, Any, str]]:
-        """Of each step its number, the ids of its batch, and the hash after it.
+        """For each step, its number, the ids of its batch, and the hash after it.
 
         Args:
             begin: a checkpoint to go on from.
-            saved: where one is written after each step, once that has been looked at.
+            saved: where a checkpoint is written after each step, once the step was yielded.
         """
         loader = Loader(self._stream, BATCH, mesh=self._mesh, seed=3, shards=SHARDS, workers=self._workers)
         state: dict[str, Any] = {"params": START, "opt": OPT.init(START), "loader": loader, "done": 0}
@@ -112,7 +112,7 @@ def loss_fn(params: Any, batch: Any) -> torch.Tensor:
 
 
 def digest(tree: Any) -> str:
-    """Of all numbers in it, without what pads the state of a sharded optimizer to what its ranks divide."""
+    """A hash of all numbers in a tree, without the padding of a sharded optimizer's state."""
     found = hashlib.sha256()
     for leaf in optree.tree_leaves(tree, none_is_leaf=True, namespace="spmd"):
         flat = torch.as_tensor(leaf).reshape(-1)
@@ -121,7 +121,7 @@ def digest(tree: Any) -> str:
 
 
 def resumed(name: str, stream: Stream, meshes: dict[int, Mesh], folder: Path, every: int = 1) -> Resumed:
-    """Stop after each batch on each mesh, go on from there on each; which of these runs were the undisturbed one.
+    """Stop after each batch on each mesh and resume on each; which of these runs equal the undisturbed one.
 
     Args:
         every: only one batch of so many.
@@ -145,7 +145,7 @@ def resumed(name: str, stream: Stream, meshes: dict[int, Mesh], folder: Path, ev
 
 @dataclasses.dataclass
 class Resumed:
-    """What came of resuming one pipeline."""
+    """The outcome of resuming one pipeline."""
 
     name: str
     steps: int
@@ -159,7 +159,7 @@ class Resumed:
 
 
 def killed(name: str, folder: Path, chain: tuple[int, ...]) -> dict[int, set]:
-    """One run in several processes, all but the last of which are killed (SIGKILL): what each step was said to be."""
+    """One run in several processes, all but the last of which are killed (SIGKILL): what was printed for each step."""
     found: dict[int, set] = {}
     for turn, ranks in enumerate(chain, 1):
         command = [sys.executable, __file__, "--train", name, "--ranks", str(ranks), "--folder", str(folder)]
@@ -177,7 +177,7 @@ def killed(name: str, folder: Path, chain: tuple[int, ...]) -> dict[int, set]:
 
 
 def train(name: str, ranks: int, folder: Path) -> None:
-    """A process of `killed`: on from the last checkpoint that is there, with a worker beside each rank."""
+    """A process of `killed`: continue from the last checkpoint, if there is one, with a worker for each rank."""
     saved = folder / f"run of {name}"
     with Mesh({"data": ranks}) as mesh:
         begin = saved if any(saved.glob("step-*")) else None

@@ -1,8 +1,8 @@
-"""A fake of CUDA's streams and events, for machines without a GPU; tensors of the CPU play those of GPUs.
+"""A fake of CUDA's streams and events, for machines without a GPU; CPU tensors stand in for those of GPUs.
 
-What is received is there when the stream that waits for it says so, not before; `watched` finds every use of a tensor
-on a stream that is not ordered after what NCCL did to it. `replay` runs what several ranks put on their streams as GPUs
-do, where a stream that waits holds up all that it was given later, and finds circles.
+Received data is there only once the stream that waits for it says so; `watched` finds every use of a tensor on a stream
+that is not ordered after what NCCL did to it. `replay` runs what several ranks put on their streams as GPUs do, where a
+stream that waits holds up everything that it was given later, and finds deadlocks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class Coming:
-    """What is received: asked whether it is there, it takes it."""
+    """Data to be received: when asked whether it has arrived, takes it."""
 
     def __init__(self, finish: Callable[[], bool]):
         self._finish, self._turn, self.over = finish, threading.Lock(), False
@@ -42,7 +42,7 @@ class Coming:
 
 
 class Event:
-    """What a stream was given before it: `past` has the launches, `coming` what is received among them."""
+    """A point in a stream: `past` has the launches before it, `coming` the data to be received among them."""
 
     def __init__(self, streams: Streams, number: int, past: frozenset[int], coming: tuple[Coming, ...]):
         self._streams, self.number, self.past, self.coming = streams, number, past, coming
@@ -54,10 +54,10 @@ class Event:
 
 
 class Streams:
-    """The streams: what they are told is written down among NCCL's calls; `stuck` events are never over.
+    """The streams: what they are told is logged among NCCL's calls; `stuck` events are never over.
 
     Args:
-        go_on: what the host does while it would otherwise wait for what is received.
+        go_on: what the host does instead of waiting for data.
 
     Attributes:
         queue: what the streams were given, in the order of the host, for `replay`.
@@ -81,7 +81,7 @@ class Streams:
 
     @property
     def now(self) -> int:
-        """The current stream, which is a thread's own affair."""
+        """The current stream; each thread has its own."""
         return getattr(self._local, "now", CURRENT)
 
     @now.setter
@@ -131,14 +131,14 @@ class Streams:
         self._newest = self._event()
 
     def launched(self, stream: int, keys: list[tuple[str, int]], writes: Sequence[tuple[int, int]]) -> None:
-        """NCCL has put a kernel on a stream, which changes memory."""
+        """Note that NCCL has put a kernel on a stream, and the memory that it writes."""
         self._numbers += 1
         self._past[stream] = self._past.get(stream, frozenset()) | {self._numbers}
         self.queue.append(("launch", stream, keys))
         self._writes += [(*span, self._numbers) for span in writes]
 
     def later(self, stream: int, finish: Callable[[], bool]) -> None:
-        """What a stream was given ends when `finish` says so."""
+        """Note that what a stream was given ends when `finish` says so."""
         self._coming[stream] = (*self._left(stream), Coming(finish))
 
     def _left(self, stream: int) -> tuple[Coming, ...]:
@@ -178,13 +178,13 @@ class Streams:
         assert not late, f"{what} on stream {self.now:#x} is not ordered after NCCL's launch {late[0]}"
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Memory is given out anew."""
+        """Forget the writes to memory that is allocated anew."""
         start, end = span(tensor)
         self._writes = [one for one in self._writes if not (one[0] < end and start < one[1])]
 
 
 class watched(TorchDispatchMode):
-    """Has every operation of torch within use what NCCL has written on streams that are ordered after it."""
+    """Checks that torch's operations use what NCCL wrote only on streams that are ordered after it."""
 
     def __init__(self, streams: Streams):
         super().__init__()
@@ -204,7 +204,7 @@ class watched(TorchDispatchMode):
 
 
 def replay(queues: Sequence[list[tuple[str, int, Any]]]) -> None:
-    """Run what ranks put on their streams: each stream in its order, a launch when all its ranks have come to it.
+    """Run what ranks put on their streams: each stream in order, a launch once all of its ranks have reached it.
 
     Raises:
         AssertionError: they wait for each other.

@@ -1,11 +1,11 @@
-"""Programs of torch's stack, as users write them, on the process group "spmd": each looks whether it is right.
+"""Programs of torch's stack, as users write them, on the process group "spmd": each checks its own results.
 
     python forked.py 2 torch_programs.py               # those that the suite runs
     python forked.py 4 torch_programs.py ddp fsdp2     # these
     python forked.py 3 torch_programs.py all
     python several_hosts.py 2 2 torch_programs.py all  # on two hosts, two ranks each: see there
 
-Each begins with a process group of its own, and destroys it. Prints "name: ok", or what went wrong. What is right is
+Each makes a process group of its own, and destroys it. Prints "name: ok", or what went wrong. Expected results are
 computed in the same process without communication.
 """
 
@@ -60,7 +60,7 @@ def batch(size: int, rows: int = 4) -> torch.Tensor:
 
 
 def plain(steps: int, size: int, lr: float = 0.1, momentum: float = 0.9) -> dict[str, torch.Tensor]:
-    """What the model is after so many steps on the whole batch."""
+    """The model's parameters after so many steps on the whole batch."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     for _ in range(steps):
@@ -191,7 +191,7 @@ def local_sgd(rank: int, size: int) -> None:
 
 
 class Wide(nn.Module):
-    """With several buckets in DDP, whose compiler wants the first to have at most a MiB, and the others no less."""
+    """Has several buckets in DDP, whose compiler wants at most a MiB in the first, and no less in the others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def of_wide(steps: int, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def compiled_steps(rank: int, size: int, backend: str) -> int:
-    """Compiled DDP learns what one process learns; how many graphs there are, to which it is cut by buckets."""
+    """Compiled DDP learns what one process learns; returns the number of graphs, which are cut by buckets."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -239,7 +239,7 @@ def compiled_ddp_in_other_ways(rank: int, size: int) -> None:
 
 @slow
 def compiled_ddp_whole_step(rank: int, size: int) -> None:
-    """A step of which the compiler is given all: what it leaves to Python runs as written."""
+    """A step that is compiled as a whole: what the compiler leaves to Python runs as written."""
     torch._dynamo.reset()
     model = DistributedDataParallel(Wide(), bucket_cap_mb=1)
     x = torch.randn(2 * size, 600, generator=torch.Generator().manual_seed(2))
@@ -264,7 +264,7 @@ def compiled_fsdp2(rank: int, size: int) -> None:
 
 @slow
 def compiled_collectives(rank: int, size: int) -> None:
-    """Of functional collectives, and of those that compile to them, one graph."""
+    """Functional collectives, and those that compile to them, give one graph."""
 
     def f(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         y = functional.all_reduce(x * 2, "sum", group)
@@ -527,7 +527,7 @@ def messages(rank: int, size: int) -> None:
 
 @program
 def groups_in_any_order(rank: int, size: int) -> None:
-    """Each rank makes the pairs that it is in, beginning with another one."""
+    """Each rank makes the groups of two that it is in, each beginning with another one."""
     pairs = [(one, other) for one in range(size) for other in range(one + 1, size) if rank in (one, other)]
     pairs = pairs[rank % max(1, len(pairs)) :] + pairs[: rank % max(1, len(pairs))]
     groups = {pair: dist.new_group(list(pair), use_local_synchronization=True) for pair in pairs}
@@ -573,7 +573,7 @@ def coalesced(rank: int, size: int) -> None:
 
 @program
 def refused_before_it_begins(rank: int, size: int) -> None:
-    """On one rank alone: nobody else hears of it, and the group goes on."""
+    """Bad arguments on one rank alone: the others don't notice, and the group goes on."""
     wrong = {"expanded": torch.zeros(1).expand(3), "meta": torch.zeros(3, device="meta")}
     for word, x in wrong.items() if rank == 0 else ():
         try:
@@ -605,7 +605,7 @@ def futures(rank: int, size: int) -> None:
 
 @program
 def a_wait_with_a_limit(rank: int, size: int) -> None:
-    """Of its own, which is what its error tells."""
+    """A wait with its own time limit, which its error names."""
     group, store = dist.new_group(), dist.group.WORLD.get_group_store()
     if rank:
         store.wait(["waited"])
@@ -670,7 +670,7 @@ def disagreement(rank: int, size: int) -> None:
 
 @program
 def disagreement_that_nobody_has_waited_for(rank: int, size: int) -> None:
-    """Other groups go on, whether a thread sees to the operation or who waits for another group does."""
+    """Other groups go on, whether a background thread advances the operation or a wait for another group does."""
     for by_a_thread in (False, True):
         group = dist.new_group()
         work = dist.all_reduce(torch.ones(2 + rank), group=group, async_op=True)
@@ -703,7 +703,7 @@ def monitored_barrier(rank: int, size: int) -> None:
 
 @program
 def a_launched_mesh(rank: int, size: int) -> None:
-    """Its device mesh takes the process group that there is, or makes one on the mesh's own arena."""
+    """Its device mesh takes an existing process group, or makes one on the mesh's own arena."""
     for _ in range(2):
         with spmd.Mesh({"data": -1}) as mesh:
             total = torch.ones(1)
@@ -730,7 +730,7 @@ def events(rank: int, size: int) -> None:
 
 
 def meeting_place(name: str, rank: int, size: int) -> dist.Store:
-    """A part of it for each program; at a TCPStore where the ranks are on several hosts."""
+    """A store for each program; part of a TCPStore if the ranks are on several hosts."""
     method = os.environ["SPMD_INIT_METHOD"]
     kind, _, place = method.partition("://")
     if kind == "file":

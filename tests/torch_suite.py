@@ -3,8 +3,8 @@
     python tests/torch_suite.py --ranks 2 3 4                    # both backends, and what differs
     python tests/torch_suite.py --backends spmd --only barrier   # those with "barrier" in the name
 
-The suite asks by name what a backend is able to do. So for "spmd" the questions "is it Gloo?" and "does it have CPU
-all_to_all, as MPI has?" are answered with yes, and tests are left out that assert the name "gloo" itself: each of them
+The suite decides by name what a backend can do. So for "spmd" the questions "is it Gloo?" and "does it have CPU
+all_to_all, as MPI has?" are answered with yes, and tests that assert the name "gloo" itself are left out: each of them
 is in `NAMED`, with the reason.
 """
 
@@ -59,14 +59,14 @@ def suite(backend: str) -> types.ModuleType:
 
 
 def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-    """The group's, for `dist.monitored_barrier` takes no backend that is not called "gloo"."""
+    """Calls the group's own, since `dist.monitored_barrier` accepts only a backend called "gloo"."""
     if dist.get_rank(group) >= 0:
         seconds = datetime.timedelta(seconds=timeout) if isinstance(timeout, float) else timeout
         (group or dist.group.WORLD).monitored_barrier(seconds, wait_all_ranks)
 
 
 def run(backend: str, size: int, only: str) -> dict[str, str]:
-    """The suite at one size, in this process: what became of each test."""
+    """Run the suite at one size, in this process; returns the outcome of each test."""
     os.environ.update(BACKEND=backend, WORLD_SIZE=str(size), TEMP_DIR=tempfile.mkdtemp(), INIT_METHOD="env://")
     if importlib.util.find_spec("expecttest") is None:  # torch's tests are written with it, these don't use it
         stub: Any = types.ModuleType("expecttest")
@@ -110,7 +110,7 @@ def run(backend: str, size: int, only: str) -> dict[str, str]:
 
 
 def compare(sizes: list[int], backends: list[str], only: str) -> bool:
-    """Print what passes on each backend and where they differ; whether all that passes on Gloo does on "spmd"."""
+    """Print what passes on each backend, and where they differ; whether all that passes on Gloo does on "spmd"."""
     good = True
     for size in sizes:
         found: dict[str, dict[str, str]] = {}

@@ -1,9 +1,9 @@
-"""Undo what was mended in the use of NCCL, one thing at a time, and see that the tests notice: `python undo_nccl.py`.
+"""Undo the fixes in the use of NCCL one at a time, and check that the tests notice: `python undo_nccl.py`.
 
-Fake and product were made together, so that the tests pass says little of either. Here each mending is taken out of
-a copy of the tree by replacing a few lines, and the tests of it run against the copy: they have to fail, for the reason
-given, and to pass in a copy from which nothing was taken out. Prints a table, which docs/gpu.md has; the exit status is
-1 if a line of it is not as it has to be. Takes about two minutes.
+The fake and the product were written together, so passing tests say little about either. Here each fix is taken out of
+a copy of the tree by replacing a few lines, and its tests run against the copy: they have to fail, for the reason
+given, and to pass in a copy from which nothing was taken out. Prints the table in docs/gpu.md; the exit status is 1 if
+a line of it is not as it should be. Takes about two minutes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SECONDS = 120
 
 @dataclasses.dataclass(frozen=True)
 class Undo:
-    """One mending, and how it is taken out.
+    """One fix, and how it is taken out.
 
     Attributes:
         point: its number in docs/gpu.md.
-        what: how it is without the mending.
+        what: what happens without the fix.
         edits: file, text that is there once, and what takes its place.
         tests: those that have to fail, as pytest names them.
-        because: a part of what each of them then says.
+        because: a part of the message that each of them then gives.
     """
 
     point: int
@@ -208,7 +208,7 @@ def copied(folder: Path, edits: Sequence[tuple[str, str, str]] = ()) -> Path:
 
 
 def outcomes(tree: Path, tests: Sequence[str]) -> dict[str, str]:
-    """Of each test "passed", or what it said."""
+    """For each test, "passed" or its message."""
     environ = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "1000", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "--tb=short", "-p", "no:cacheprovider", *tests]
     try:

@@ -1,7 +1,7 @@
 """What launched ranks are about to save, compared before anything is written.
 
-Each rank runs the whole script, and one of them may have come to another tree, step or number to keep. Invariant: all
-ranks go on, or all raise the same error, which says which ranks differ in what.
+Each rank runs the whole script, so one of them may come with another tree, step or number to keep. Invariant: all ranks
+go on, or all raise the same error, which says which ranks differ in what.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SHOWN = 5  # of what differs
 def agree(
     mesh: Mesh, problem: Exception | None, asked: Mapping[str, Any], leaves: Mapping[str, Any], path: Path
 ) -> Any:
-    """Begin a checkpoint, or raise what went wrong on a rank, or what the ranks differ in.
+    """Begin a checkpoint, or raise the error of a rank that failed, or one that says how the ranks differ.
 
-    It is called by all ranks of a launched mesh, which meet once.
+    All ranks of a launched mesh call it; they wait for each other once.
 
     Args:
         problem: why this rank can't save.
@@ -40,7 +40,7 @@ def agree(
         path: where checkpoints are.
 
     Returns:
-        The folder and the number of it, or why the first rank can't make one.
+        The folder and its number, or the error if the first rank can't make one.
     """
     mine = {**{name: repr(value) for name, value in asked.items()}, **_kinds(leaves)}
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
@@ -74,7 +74,7 @@ def itself(x: Any) -> Any:
 
 
 def mesh_among(leaves: Sequence[Any]) -> Mesh | None:
-    """The mesh of a run, as far as its values, or else its Loaders, say."""
+    """The mesh of the first Array among these, or else of the first Loader that was given one."""
     of_arrays = (leaf.mesh for leaf in leaves if isinstance(leaf, Array))
     of_loaders = (leaf.mesh for leaf in leaves if isinstance(leaf, Loader) and leaf.mesh is not None)
     return next(of_arrays, None) or next(of_loaders, None)
@@ -85,7 +85,7 @@ def _kinds(leaves: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _kind(leaf: Any) -> str:
-    """What the ranks must agree on; of times and other fractions the first rank's are saved."""
+    """What the ranks must agree on. Floats, such as times, may differ: the first rank's are saved."""
     if isinstance(leaf, Array):
         return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}, {leaf.spec}"
     if isinstance(leaf, torch.Tensor):

@@ -32,7 +32,7 @@ class Saved(Future):
         return found
 
     def failed(self) -> BaseException | None:
-        """What went wrong, which is not thereby reported."""
+        """The error, if any; asking here does not count as reporting it."""
         return super().exception()
 
     def complete(self, call: Callable[[], Any]) -> None:
@@ -43,13 +43,13 @@ class Saved(Future):
             self.set_exception(error)
 
 
-# Those of each directory, of whatever threads, until somebody asks.
+# The futures of each directory, from any thread, until somebody asks for their results.
 _started: dict[Path, list[Saved]] = {}
 _lock = threading.Lock()
 
 
 def start(path: Path, future: Saved, call: Callable[[], Any] | None = None) -> None:
-    """Call in a thread, before whose end the interpreter does not end; None if the future is done already."""
+    """Call in a thread, which the interpreter waits for before it ends; without `call` the future is done already."""
     with _lock:
         _started.setdefault(path, []).append(future)
     if call is not None:
@@ -57,13 +57,13 @@ def start(path: Path, future: Saved, call: Callable[[], Any] | None = None) -> N
 
 
 def failures(path: Path) -> list[BaseException]:
-    """Wait for those of a directory; all that went wrong and nobody has seen, which is hereby reported."""
+    """Wait for a directory's checkpoints; return, and so report, all errors that nobody has seen."""
     failed = _failed(path)
     return [error for future in failed if (error := future.exception()) is not None]
 
 
 def raise_failure(path: Path) -> None:
-    """Wait for those of a directory, and raise the first thing that went wrong and nobody has seen."""
+    """Wait for a directory's checkpoints, and raise the first error that nobody has seen."""
     failed = _failed(path)
     if failed:
         with _lock:
@@ -72,7 +72,7 @@ def raise_failure(path: Path) -> None:
 
 
 def _failed(path: Path) -> list[Saved]:
-    """Wait for those of a directory, and forget them; those that failed and that nobody has asked."""
+    """Wait for a directory's checkpoints and forget them; return those that failed and that nobody asked."""
     with _lock:
         before = [*_started.get(path, [])]
     wait(before)
@@ -85,7 +85,7 @@ def _failed(path: Path) -> list[Saved]:
 
 
 def _forget() -> None:
-    """In a fork: the threads that write are the other process's."""
+    """In a forked child: the threads that write are the parent's."""
     global _lock
     _lock = threading.Lock()
     _started.clear()

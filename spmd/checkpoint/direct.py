@@ -1,8 +1,7 @@
 """A new file that is written in large pieces, past the page cache where its file system can, while a program goes on.
 
-What is written is needed by nobody soon, and copying it into the page cache takes the processor longer than all else
-that a checkpoint does. Invariant: once `finish` has come back the bytes are on the disk, and their checksum is that of
-what was given.
+Nobody reads the file soon, and copying it into the page cache would take more processor time than all the rest of a
+checkpoint. Invariant: when `finish` returns, the bytes are on the disk, and the checksum is that of the bytes given.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from .sums import Sums
 
 PIECE = 4 << 20  # bytes a write
-_BLOCK = 4096  # what a write past the page cache begins and ends at, on any disk
+_BLOCK = 4096  # on any disk, a write past the page cache may begin and end at its multiples
 _spare: list[mmap.mmap] = []  # pieces that no file uses now: making one anew takes as long as filling it
 
 
@@ -39,7 +38,7 @@ class DirectFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._number = os.open(file, flags & ~os.O_EXCL, 0o666)  # which is there now
+            self._number = os.open(file, flags & ~os.O_EXCL, 0o666)  # the failed call has made it
         try:
             self._memory = _spare.pop()
         except IndexError:
@@ -48,7 +47,7 @@ class DirectFile:
         self._piece = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def write(self, data: torch.Tensor) -> None:
-        """Go on with these bytes."""
+        """Append these bytes."""
         while data.numel():
             count = min(data.numel(), PIECE - self._filled)
             self._piece[self._filled : self._filled + count].copy_(data[:count])
@@ -57,7 +56,7 @@ class DirectFile:
                 self._flush()
 
     def finish(self) -> dict[str, Any]:
-        """Force it to disk; what a manifest says of it."""
+        """Force it to disk, and return what a manifest says of it."""
         self._flush()
         try:
             os.ftruncate(self._number, self._length)
@@ -102,5 +101,5 @@ class DirectFile:
             return os.write(self._number, data)
 
     def _named(self, error: OSError) -> OSError:
-        error.filename = str(self._file)  # which system calls on what is open do not know
+        error.filename = str(self._file)  # system calls on an open file do not know it
         return error

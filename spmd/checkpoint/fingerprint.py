@@ -1,9 +1,9 @@
 """What the bits of a run depend on besides its program: recorded in a checkpoint, compared when it is resumed.
 
-Of the checkpoints that a program restores, one is its run's own, and others may be a teacher's, or the best one:
-nothing says which. Invariant: random numbers move forwards only, so that a run that is stopped and resumed draws what
-it would have drawn; but after a call that failed they go back to what is restored, to run again from there. What the
-steps were made with is reported where it is as in none of the checkpoints.
+A program may restore several checkpoints: its run's own, and a teacher's, say, or the best one; nothing says which is
+which. Invariant: restoring only moves random numbers forwards, so that a run that is stopped and resumed draws what it
+would have drawn; but after a call that failed they go back to what is restored, to run again from there. A step's
+settings are reported if they match none of the checkpoints.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..kernels.callsite import warn
 from ..mesh.mesh import Mesh
 from ..mesh.run_state import RunState
 
-# Backends that combine in one order, in this library's own arithmetic.
+# Backends that share one order of reduction, and this library's own arithmetic.
 _IN_ORDER = ("shm", "gloo", "mpi")
 
 Position = tuple[int, int]  # as `RunState.position`
@@ -38,10 +38,10 @@ class Restored:
 
 @dataclasses.dataclass(slots=True)
 class Resumed:
-    """What a mesh goes on from.
+    """The checkpoints that a mesh resumes from.
 
     Attributes:
-        restored: by fingerprint, the last restored last, each with the furthest position of its kind.
+        restored: by fingerprint, in the order of restoring, each with the furthest position among equal fingerprints.
         compared: names of the steps that have run since.
     """
 
@@ -68,7 +68,7 @@ def _furthest(positions: Iterable[Position | None]) -> Position | None:
 
 
 def fingerprint(mesh: Mesh | None) -> dict[str, Any]:
-    """As far as it is known: without a mesh only what this process says."""
+    """The fingerprint as far as it is known: without a mesh, only what this process says."""
     found: dict[str, Any] = {
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
@@ -84,7 +84,7 @@ def _of_mesh(mesh: Mesh) -> dict[str, Any]:
 def of_run(mesh: Mesh | None) -> dict[str, Any]:
     """What a manifest tells of the run that saves: its fingerprint, its steps, and how far it has got.
 
-    Steps that have not run since the run was resumed are those of the checkpoint that it was resumed from.
+    Steps that have not run since the resume are taken over from the restored checkpoints.
     """
     if mesh is not None:
         run = mesh.run_state
@@ -117,7 +117,7 @@ def _steps_of(restored: Iterable[Restored], but: Mapping[str, Any] | None = None
 
 
 def resume(mesh: Mesh | None, manifest: Mapping[str, Any], where: str) -> None:
-    """Have a mesh go on as a run that was saved; None is the one that next runs its first step."""
+    """Have a mesh continue a saved run; None stands for the next mesh that runs a first step."""
     position = manifest.get("position")
     position = None if position is None else (position[0], position[1])
     one = Restored(where, manifest["fingerprint"], position, time.monotonic())
@@ -128,7 +128,7 @@ def resume(mesh: Mesh | None, manifest: Mapping[str, Any], where: str) -> None:
 
 
 def _go_on(run: RunState, restored: list[Restored]) -> None:
-    """Forwards to the furthest of some checkpoints, or, after a call that failed, to where they are."""
+    """Move the run forwards to the furthest of these checkpoints, or, after a call that failed, back to them."""
     failed, before = run.failed, run.position
     since = [one for one in restored if one.position is not None and failed is not None and one.when > failed]
     if since:
@@ -141,15 +141,15 @@ def _go_on(run: RunState, restored: list[Restored]) -> None:
     for one in restored:
         run.resumed.add(one)
     run.position = _furthest([start, *(one.position for one in restored)]) or before
-    if run.position != before:  # its steps go on from there, also those that have run here before
+    if run.position != before:  # all steps go on from there, including those that have run here before
         run.resumed.compared.clear()
 
 
 def _go_on_unplaced(mesh: Mesh, *, at_first: bool, of_steps: bool = True) -> None:
-    """Take up what was restored as plain tensors: at the first call of a function, or after a call that failed.
+    """Resume from what was restored as plain tensors: at the first call of a function, or after a call that failed.
 
     Args:
-        of_steps: also runs that have data_parallel steps, whose other calls are before or beside them.
+        of_steps: also from runs with data_parallel steps, which calls of other functions leave to those steps.
     """
     failed = mesh.run_state.failed
     waiting = {key: one for key, one in _unplaced.restored.items() if of_steps or one.fingerprint.get("steps") == {}}
@@ -168,14 +168,14 @@ def begin_step(mesh: Mesh, name: str, settings: dict[str, Any] | None) -> None:
     """Before an @spmd function is called: have the mesh go on with what was restored for it.
 
     Args:
-        settings: what a data_parallel step was made with that is seen in the bits, which is noted, and compared with
-            that of the run resumed; None for other functions.
+        settings: the arguments of `data_parallel` that the bits depend on; they are noted, and compared with those of
+            the resumed run. None for other functions.
     """
     run = mesh.run_state
     if _unplaced.restored:
         _go_on_unplaced(mesh, at_first=name not in run.functions, of_steps=settings is not None)
     run.functions[name] = run.functions.get(name, False) or settings is not None
-    if settings is None or name == "<lambda>":  # a name that all of them have
+    if settings is None or name == "<lambda>":  # all lambdas have this name
         return
     taken = run.resumed
     if taken is not None and name not in taken.compared:
@@ -192,7 +192,7 @@ def begin_step(mesh: Mesh, name: str, settings: dict[str, Any] | None) -> None:
 
 
 def _compare(restored: list[Restored], now: Mapping[str, Any], of: str) -> None:
-    """Warn if what is now is as in none of several checkpoints."""
+    """Warn if the present settings match none of these checkpoints."""
     if restored and all(_other(one.fingerprint, now) for one in restored):
         last = restored[-1]
         before = {f"{key}{of}": value for key, value in last.fingerprint.items()}
@@ -200,7 +200,7 @@ def _compare(restored: list[Restored], now: Mapping[str, Any], of: str) -> None:
 
 
 def warn_if_other(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    """Say what differs of what both tell; the steps are compared when they run."""
+    """Warn of what both have and differ in; the steps are compared when they run."""
     other = _other(before, now)
     if other:
         listed = "; ".join(f"{name}: {was}, now {is_}" for name, (was, is_) in other.items())

@@ -3,8 +3,8 @@
     runs/step-00000120/checkpoint.json            what is where, with a checksum of every file and of itself
     runs/step-00000120/rank-00000.safetensors     what each rank wrote; any reader of safetensors reads it
 
-Files are written beside their place, forced to disk and renamed, the folder last. Invariant: under its own name a
-folder is whole from the first moment on, and is never written to again; what `save` did not write is left alone.
+Files are written under temporary names, forced to disk and renamed, the folder last. Invariant: under its own name a
+folder is complete from the first moment on, and never written to again; what `save` did not write is left alone.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _REMEMBERED = 64  # manifests
 _LARGEST_MANIFEST = 1 << 28  # bytes: a hundred for each leaf, and more leaves than any model has
 _HERE, _RENAME_EXCHANGE = -100, 2  # Linux's AT_FDCWD and RENAME_EXCHANGE
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
-# The names, which no two have alike, of folders that this process is writing into.
+# The names of the folders that this process is writing into; no two folders share one.
 _writing: set[str] = set()
-# By what a manifest's file is, when it was written and how long: the files' lengths that it says, since checking one
-# takes longer than a `save` of many small steps may.
+# The file lengths that a manifest says, by its file's identity, time and size: checking a manifest each time would take
+# too long for a frequent `save` of something small.
 _lengths: dict[tuple[int, int, int, int], list[tuple[str, int]]] = {}
 
 
@@ -104,14 +104,14 @@ def _check_replaceable(final: Path) -> None:
 
 
 def set_aside(final: Path) -> Path | None:
-    """Where a checkpoint is that was about to be replaced when its writer ended; None if it has its name."""
+    """Where a checkpoint lies that a writer set aside, and then ended; None if the name is in use."""
     if os.path.lexists(final) or not final.parent.is_dir():
         return None
     return next(final.parent.glob(f".{final.name}.aside-*"), None)
 
 
 def put_back(path: Path) -> None:
-    """Give checkpoints back the names that writers, which are gone, took from them to replace them."""
+    """Rename checkpoints back that a writer set aside in order to replace them, if that writer is gone."""
     for entry in path.glob(".step-*.aside-*"):
         found = _TEMPORARY.fullmatch(entry.name)
         if (
@@ -120,12 +120,12 @@ def put_back(path: Path) -> None:
             and is_left_over(entry.name)
             and not os.path.lexists(path / found["of"])
         ):
-            with contextlib.suppress(OSError):  # where nothing may be written, it is read where it is
+            with contextlib.suppress(OSError):  # in a read-only directory it is read where it is
                 os.rename(entry, path / found["of"])
 
 
 def begin(path: Path, step: int) -> Path:
-    """A new folder to write a checkpoint into; what writers that are gone have left there is removed.
+    """Make a folder to write a checkpoint into, and remove what writers that are gone have left there.
 
     Raises:
         SpecError: something else has the checkpoint's name.
@@ -150,7 +150,7 @@ def begin(path: Path, step: int) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, renamed first, so that none is there in part."""
+    """Remove a folder. It is renamed first, so that nobody finds a part of it under its name."""
     gone = folder.parent / _temporary(0)
     with contextlib.suppress(OSError):
         os.rename(folder, gone)
@@ -160,7 +160,7 @@ def remove(folder: Path) -> None:
 def keep_last(path: Path, count: int, written: Path) -> None:
     """Remove all checkpoints but the `count` written last, and nothing that is no checkpoint.
 
-    The one just `written` stays. One that can't be read doesn't count, and goes.
+    The one just `written` stays. One that can't be read doesn't count, and is removed.
     """
     others = [folder for _, folder in steps(path) if folder != written and is_name(folder.name) and is_ours(folder)]
     times = {folder: _written_at(folder) for folder in others}
@@ -170,7 +170,7 @@ def keep_last(path: Path, count: int, written: Path) -> None:
 
 
 def _written_at(folder: Path) -> float | None:
-    """When a checkpoint was written whose files are as long as it says; their checksums are not computed."""
+    """When a checkpoint was written; None if it can't be read, or its files' lengths are wrong. Checks no checksums."""
     try:
         with open_plain(MANIFEST, folder) as file:
             about = os.fstat(file.fileno())
@@ -195,7 +195,7 @@ def _remember(about: os.stat_result, manifest: dict[str, Any]) -> list[tuple[str
 
 
 def read_manifest(file: Any) -> tuple[dict[str, Any], str]:
-    """What the open file says, and its digest.
+    """The manifest in an open file, and its digest.
 
     Raises:
         Invalid: it is no manifest.
@@ -206,7 +206,7 @@ def read_manifest(file: Any) -> tuple[dict[str, Any], str]:
 
 
 def open_plain(name: str, folder: str | Path | int) -> Any:
-    """A plain file of a folder (a path, or an open one); nothing else that may have its name is waited for.
+    """Open a plain file of a folder (a path, or an open one), without waiting for a pipe, say, of that name.
 
     Raises:
         Invalid: it is something else.
@@ -232,7 +232,7 @@ def _suffix(kind: str = "tmp") -> str:
 
 
 def is_left_over(name: str) -> bool:
-    """Whether the process that made a temporary folder is known to be gone; of another host's nothing is."""
+    """Whether the process that made a temporary folder is known to be gone; one of another host never is."""
     found = _TEMPORARY.fullmatch(name)
     if found is None:
         return False
@@ -268,15 +268,15 @@ def write(file: Path, data: bytes, mode: str = "xb") -> None:
                 view = view[out.write(view) :]
             os.fsync(out.fileno())
     except OSError as error:
-        error.filename = str(file)  # which system calls on what is open do not know
+        error.filename = str(file)  # system calls on an open file do not know it
         raise
 
 
 def commit(folder: Path, path: Path, step: int, manifest: dict[str, Any], *, replace: bool) -> Path:
-    """Give a folder that is complete but for its manifest the checkpoint's name.
+    """Write the manifest of a folder that is otherwise complete, and give it the checkpoint's name.
 
     Args:
-        replace: take the place of a checkpoint of this step; else, where another writer was faster, the next number.
+        replace: replace a checkpoint of this step; else take the next number if another writer was faster.
     """
     while True:
         manifest = {**manifest, "step": step}
@@ -320,7 +320,7 @@ def _exchange(one: Path, other: Path) -> bool:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0:
             return True
-    # Not every file system can. Whoever looks for the old one, after a kill between the two, knows this name.
+    # Not every file system can. If this process is killed between the two renames, the old one is found by this name.
     between = other.with_name(f".{other.name}{_suffix('aside')}")
     _writing.add(between.name)
     try:

@@ -1,7 +1,7 @@
-"""Leaves: the pieces that ranks write of a value, how they are put together and cut again, what `like` may have there.
+"""Leaves: the pieces of a value that ranks write, how they are joined and cut again, and what `like` may have there.
 
-Invariants: a value is cut again only where every part is what it was when it was saved, or where the program says how;
-everywhere else it is whole on all ranks. A value never takes the place of one that the program could not use instead.
+Invariants: a value is cut again only if every part is what it was when it was saved, or if the program says how;
+otherwise it is whole on all ranks. A value only takes the place of one that it can stand in for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALIGNED = 64  # a sharded optimizer's slices begin and end at multiples of this
 
 
 def cut(array: Array) -> dict[str, Any]:
-    """What a manifest says of how an Array is cut: its spec, and for every dimension the sizes of the axes that do."""
+    """What a manifest says of how an Array is cut: its spec, and the sizes of the axes that cut each dimension."""
     spec = array.spec
     if not spec.entries:
         return {"spec": []}
@@ -44,7 +44,7 @@ def position_of(layout: Layout, spec: P, rank: int) -> int | list[int]:
 
 
 def about(value: Tensor, whole: Sequence[int]) -> dict[str, Any]:
-    """What a manifest says of a value of this shape besides, which those know who hold (a part of) it."""
+    """What else a manifest says of a value, known to ranks that hold a part: strides, and whether it is trained."""
     found: dict[str, Any] = {}
     if not strides.is_standard(value):
         layout = strides.joined(whole, value.shape, strides.dense(value.shape, value.stride()))
@@ -61,7 +61,7 @@ def about(value: Tensor, whole: Sequence[int]) -> dict[str, Any]:
 
 
 def whole(entry: Entry, pieces: Sequence[tuple[int | list[int], Tensor]]) -> Tensor:
-    """The value of a leaf, from its places and pieces, which fit together."""
+    """The value of a leaf, joined from its pieces, each given with its position."""
     if entry["dtype"].startswith("complex"):
         pieces = [(position, torch.view_as_complex(piece)) for position, piece in pieces]
     if len(pieces) == 1 and "strides" not in entry:
@@ -136,7 +136,7 @@ def _sizes(layout: Layout, spec: P) -> list[list[int]]:
 
 
 def check_alike(path: str, entry: Entry, leaf: Any, ranks: int) -> None:
-    """Compare what a manifest says of a leaf, saved by a mesh that has had so many ranks, with that of `like`.
+    """Compare a manifest's entry for a leaf with the leaf of `like`; `ranks` is the most that the saving mesh has had.
 
     Raises:
         SpecError: they differ in shape, dtype or kind.
@@ -163,7 +163,7 @@ def _check_tensor(path: str, entry: Entry, leaf: Any, ranks: int) -> None:
 def _is_padded_alike(entry: Entry, leaf: Any, ranks: int) -> bool:
     """Whether both may be the same state of a sharded optimizer, padded for different numbers of ranks.
 
-    On a mesh that was resized values are as long as they were.
+    On a mesh that was resized, values keep their length.
     """
     if len(entry["shape"]) != 1 or len(leaf.shape) != 1:
         return False

@@ -1,7 +1,8 @@
 """What a checkpoint says of itself, checked field by field before anything of it is used.
 
-A manifest comes from a disk: another program, another version or a clumsy hand may have written it. Invariant: what
-passes is as `save` writes it, names files within the folder only, and says nothing that the files do not have.
+A manifest comes from a disk: another program, another version or a clumsy hand may have written it. Invariant: a
+manifest that passes is as `save` writes it, names only files within the folder, and claims nothing that the files do
+not have.
 
     {"sha256": ..., "manifest": {
         "format": 3, "step": 120,
@@ -134,7 +135,7 @@ def check_files(manifest: Mapping[str, Any], files: Mapping[str, Mapping[str, St
             schema.require(code == CODES[leaf["dtype"]], field, f"{code} in {file}", f"{leaf['dtype']}")
             good = len(shape) == dim + len(pairs) and shape[dim:] == pairs
             schema.require(good, field, f"shape {list(shape)} in {file}", f"a part of {leaf['shape']}")
-            numbers = (*numbers_of(position), *[0] * dim)  # of a scalar none counts
+            numbers = (*numbers_of(position), *[0] * dim)  # a scalar has none that counts
             for size, number, known in zip(shape[:dim], numbers[:dim], extents, strict=True):
                 good = known.setdefault(number, size) == size
                 schema.require(good, field, f"shape {list(shape)} in {file}", "parts that fit together")
@@ -318,5 +319,5 @@ def _position(field: str, value: Any) -> None:
 
 
 def parts_of(leaf: Mapping[str, Any]) -> Sequence[int]:
-    """Into how many parts each dimension of a tensor was cut, as far as any is."""
+    """Into how many parts each dimension of a tensor was cut; empty if none was."""
     return [math.prod(sizes) for sizes in leaf.get("parts", [])]

@@ -66,7 +66,7 @@ class Opened:
         try:
             with self._naming(MANIFEST):
                 self.manifest, self.digest = folders.read_manifest(self._open(MANIFEST))
-            # All are opened before the first is read, which may take minutes: what is open stays.
+            # All files are opened before the first is read, which may take minutes: an open file stays there.
             self._files = {about["file"]: self._open(about["file"]) for about in self.manifest["files"]}
             self._tensors = {about["file"]: self._checked(about) for about in self.manifest["files"]}
             with self._naming(MANIFEST):
@@ -123,7 +123,7 @@ class Opened:
             raise Damaged(message(f"{file} cannot be read", got=f"{type(error).__name__}: {error}")) from None
 
     def _open(self, name: str) -> Any:
-        """A file of the folder; nothing else that may have its name, and that may not answer, is waited for."""
+        """Open a file of the folder, without waiting for a pipe, say, of that name."""
         with self._naming(name):
             return self._closing.enter_context(folders.open_plain(name, self._at))
 
@@ -191,7 +191,7 @@ def _open_last(path: Path) -> tuple[Opened, list[str]]:
     if problems:
         raise Damaged(message(f"{problems[0]}, and no checkpoint in {path} is whole", got="; ".join(problems)))
     text = message(f"there is no checkpoint in {path}", remedy="look at the path given to save")
-    # A writer that is at work may have been between two names.
+    # A writer may have been between its two renames.
     raise Gone(text) if path.is_dir() and any(path.glob(".step-*")) else SpmdError(text)
 
 

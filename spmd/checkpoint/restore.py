@@ -1,7 +1,7 @@
 """`restore`: the last checkpoint that is whole, on a mesh of any size or as plain tensors.
 
-Invariant: nothing of a checkpoint is used before all of its files were found to be what was written, and launched ranks
-go on from the same one.
+Invariant: nothing of a checkpoint is used before all of its files are checked to be what was written, and launched
+ranks all use the same one.
 """
 
 from __future__ import annotations
@@ -34,30 +34,29 @@ PAUSE_SECONDS = 0.2
 def restore(path: str | os.PathLike, *, like: Any = None, mesh: Mesh | None = None) -> Any:
     """Read the last checkpoint that `save` wrote to a directory, or the one whose folder is given.
 
-    A damaged one, and one that could not be written in the background, is named in a warning, and the one before it is
-    read. The mesh goes on with the random numbers of the run that was saved, if that has got further than the mesh;
-    after a call that failed it goes back to them. All launched ranks of a mesh call it; they go on from what the first
-    one finds.
+    If a checkpoint is damaged, or could not be written in the background, a warning names it, and the one before it is
+    read. The mesh continues the random numbers of the saved run, if that got further than the mesh; after a call that
+    failed it goes back to them. All launched ranks of a mesh call it, and use the checkpoint that the first one finds.
 
     Args:
         path: as given to `save`, or the folder of one checkpoint.
-        like: a tree such as was saved, needed where that had named tuples or other classes, which are taken from it.
-            `Loader`s in it are set to the position that was saved, and a loop over one goes on from there. Dicts in it,
-            within whatever classes, may have fewer entries, and all come back; or more, where the dict that was saved
-            had none. Its tensors must have the shapes and dtypes of those that were saved; None in it stands for
-            anything, a whole tree of dicts, lists and tuples, too.
-        mesh: place tensors on this mesh, of whatever size: cut as an Array of `like` there is, or else as they were if
-            its axes have the sizes that cut them, else replicated. None gives plain tensors, or places them where
-            `like` has Arrays.
+        like: a tree of the structure that was saved; needed if that had named tuples or other classes, which are taken
+            from it. `Loader`s in it are set to the saved position, and a loop over one continues there. A dict in it
+            may have fewer entries than were saved (all come back), or more, if the saved dict was empty. Its tensors
+            must have the saved shapes and dtypes. None in it stands for anything, even a whole tree of dicts, lists and
+            tuples.
+        mesh: place tensors on this mesh, of any size: cut like the Array at their place in `like`, or else as they were
+            saved if the axes that cut them have the same sizes here, or else replicated. None gives plain tensors, or,
+            where `like` has an Array, places them on its mesh.
 
     Returns:
-        The tree; without `like` of dicts, lists and tuples, with a state dictionary for a `Loader`. Tensors have the
-        strides that they had, but for gaps and overlaps, and are parameters, and trainable, if they were; their memory
-        is their own, whatever becomes of the files.
+        The tree; without `like` it consists of dicts, lists and tuples, with a state dictionary for a `Loader`. Tensors
+        keep their strides, except for gaps and overlaps, and are parameters, and trainable, if they were; they do not
+        depend on the files any more.
 
     Raises:
         SpecError: `like` is of another structure, or a leaf of another shape, dtype or kind. SpmdError: there is no
-            checkpoint, or none that is whole, or that all ranks see; the message names the files.
+            checkpoint, none is whole, or the ranks do not see the same one; the message names the files.
     """
     path = checked_path("restore", path, "write restore(path, like=tree)")
     for directory in (path, path.parent):
@@ -119,7 +118,7 @@ def _open_together(path: Path, mesh: Mesh) -> tuple[Opened, list[str]]:
 
 
 def _chosen(path: Path) -> tuple[Opened | None, Any]:
-    """The first rank's choice, and what the others hear of it: name, digest, folder and problems, or what failed."""
+    """The first rank's choice, and what the others are told: name, digest, folder and problems, or the error."""
     try:
         opened, problems = open_last(path)
     except Exception as error:
@@ -146,7 +145,7 @@ def _read(opened: Opened, like: Any, mesh: Mesh | None, onto: Mesh | None) -> An
     warn_if_other({**manifest["fingerprint"], **before}, {**fingerprint(onto), **now}, where)
     resume(onto, manifest, where)
     if onto is not None:
-        onto.most_ranks = max(onto.most_ranks, ranks)  # values are as long as they were
+        onto.most_ranks = max(onto.most_ranks, ranks)  # restored values keep their length
 
     def value(entry: dict[str, Any], wanted: Any) -> Any:
         found = [(position, opened.tensor(file, name)) for position, file, name in manifest["pieces"][entry["key"]]]

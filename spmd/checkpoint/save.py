@@ -42,27 +42,27 @@ def save(
 ) -> Future:
     """Write a checkpoint, `path/step-00000120` for step 120: there in full, or not at all.
 
-    Every rank writes the shards that it holds (of what all hold, its share) to a safetensors file of its own. On
-    launched ranks all call it, with a path that all of them see.
+    Every rank writes the shards that it holds, and a share of what all hold, to a safetensors file of its own. Launched
+    ranks all call it, with a path that all of them see.
 
     Args:
         path: a directory, made if need be; `~` is the user's own.
         tree: of tensors, Arrays, numbers, strings, None, `Loader`s (their positions) and `Sampler`s.
-        step: the number that the checkpoint is named by, where it takes the place of one that is there; None is the
-            one after the last there, and never one that another program or thread has taken meanwhile.
-        keep: remove all but the last so many checkpoints afterwards; what is no checkpoint stays.
-        background: return at once, and write while the program goes on. What went wrong is raised by `result()` of
-            what is returned, or else by the next `save` to this path, by the mesh when it closes, or printed when the
-            program ends; `restore` from this path says it in a warning. All of them wait for it.
+        step: the checkpoint's number; an existing checkpoint of this number is replaced. None is the number after the
+            last one there, and never one that another program or thread has taken meanwhile.
+        keep: remove all but the last `keep` checkpoints afterwards; what is no checkpoint stays.
+        background: return at once, and write while the program goes on. An error is raised by `result()` of the future,
+            or else by the next `save` to this path, by the mesh when it closes, or printed when the program ends;
+            `restore` from this path gives a warning. All of these wait until the checkpoint is done.
 
     Returns:
-        A future of the checkpoint's folder; without `background` it is there.
+        A future of the checkpoint's folder; without `background` it is done.
 
     Raises:
         SpecError: a leaf cannot be saved, the path is a checkpoint's own folder, or something that is no checkpoint has
-            the checkpoint's name. OSError: what the file system says, of a full disk for one, with the file's name. The
-            checkpoints that were there before are as they were. SpmdError: launched ranks do not agree on what to
-            save; it says which differ in what. Launched ranks all raise what one of them does.
+            the checkpoint's name. OSError: from the file system (a full disk, say), with the file's name; earlier
+            checkpoints stay as they were. SpmdError: launched ranks do not agree on what to save; it says which differ
+            in what. If one launched rank raises, all of them do.
     """
     if current() is not None:
         remedy = "save what the step returns; the handler of a signal, also in a step, sets a flag (docs/how_to.md)"
@@ -70,7 +70,7 @@ def save(
     path = checked_path("save", path, "the path comes first: save(path, tree)")
     leaves, _ = trees.flatten(tree, is_leaf=is_array)
     mesh = _mesh_of(leaves)
-    # The ranks of one size describe the leaves, write them, and are waited for by those of the next.
+    # No other thread may resize the mesh until the leaves are described and their writing has begun.
     with contextlib.nullcontext() if mesh is None else one_at_a_time(mesh):
         future = _begun(path, tree, leaves, mesh, step=step, keep=keep, background=background)
     if not background:
@@ -118,7 +118,7 @@ def _begun(
 
 
 def _problem(path: Path, step: Any, keep: int | None) -> Exception | None:
-    """Why nothing can be saved here: the arguments, or what went wrong in the background and nobody has seen."""
+    """Why nothing can be saved: bad arguments, or an error in the background that nobody has seen."""
     if keep is not None and (not is_whole(keep) or keep < 1):
         return SpecError(message("save got a bad keep", got=repr(keep), expected="at least 1, or None"))
     if step is not None and (

@@ -1,4 +1,4 @@
-"""What the fields of a file may be: small checks, put together to a schema.
+"""What the fields of a file may be: small checks that combine into a schema.
 
 Invariant: whatever a file has, a check passes or raises `Invalid`, which names the field.
 """

@@ -1,10 +1,10 @@
 """A checksum of a file that costs a fraction of a cryptographic one: it is taken beside steps that need the processor.
 
 The bytes are 64-bit little-endian numbers in rows of 4096 bytes, zeros behind the last; the checksum is the SHA-256 of
-the sums of all rows, one after another, of the sums of all columns, and of the length, all modulo 2**64. Damage that it
-does not tell leaves every row and every column with the sum that it had: no lost, moved or exchanged block does, nor a
-change within one word or one row. It is against damage, not against an attacker, as whoever can write a file of a
-checkpoint can write its manifest as well.
+the sums of all rows, one after another, of the sums of all columns, and of the length, all modulo 2**64. Damage goes
+unnoticed only if it leaves the sums of all rows and of all columns as they were: no lost, moved or exchanged block
+does, nor a change within one word or one row. It guards against damage, not against an attacker: whoever can write a
+file of a checkpoint can write its manifest as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROW = 8 * _COLUMNS  # bytes
 
 
 class Sums:
-    """As those of hashlib.
+    """The checksum, used like those of hashlib.
 
     >>> whole, parts = Sums(), Sums()
     >>> whole.update(bytes(range(256)) * 40)
@@ -36,7 +36,7 @@ class Sums:
         self._length = 0
 
     def update(self, data: Any) -> None:
-        """Go on with these bytes."""
+        """Append these bytes."""
         data = memoryview(data).cast("B")
         self._length += len(data)
         if self._left:
@@ -52,7 +52,7 @@ class Sums:
         self._left = bytes(data[whole:])
 
     def hexdigest(self) -> str:
-        """Of all that was given."""
+        """The checksum of all bytes so far."""
         end = Sums()
         end._rows, end._columns = self._rows.copy(), self._columns.copy()
         if self._left:

@@ -65,13 +65,13 @@ class Stored:
 
 
 def write(file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Write a file of these tensors, and force it to disk; what a manifest says of it.
+    """Write a file of these tensors, force it to disk, and return what a manifest says of it.
 
     Raises:
         OSError: what the file system says, with the file's name.
     """
     header, end = {}, 0
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that each lies where it may
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that each is aligned
     for name, tensor in ordered:
         code = CODES[str(tensor.dtype).removeprefix("torch.")]
         offsets = [end, end := end + tensor.numel() * tensor.element_size()]

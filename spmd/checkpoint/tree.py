@@ -1,8 +1,8 @@
-"""Trees as a manifest tells of them: structure and leaves in JSON, and the tree again.
+"""Trees in a manifest: their structure and leaves as JSON, and back.
 
-What was saved says which leaves there are, `like` gives the classes. A state often has more entries when it is saved
+The checkpoint says which leaves there are, `like` gives the classes. A state often has more entries when it is saved
 than when the program begins, since optimizers make theirs in the first step. Invariant: a dict comes back with the
-entries that it had when it was saved, within whatever classes it was.
+entries that it had when it was saved, whatever classes it is nested in.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .manifest import CODES, named_leaves
 from .schema import LONGEST_NUMBER, Invalid
 
 DICTS = (dict, collections.OrderedDict, collections.defaultdict)
-_NOTHING = object()  # what `like` has in the place of something that it does not know of
+_NOTHING = object()  # stands for what `like` does not have
 
 # -- to JSON ----------------------------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
 
 @functools.lru_cache(maxsize=16)
 def _paths(structure: str) -> list[tuple[str, str]]:
-    """(path, key) of every leaf of a structure, as JSON: the trees that a run saves are mostly alike."""
+    """(path, key) of every leaf of a structure in JSON; cached, as the trees that a run saves are mostly alike."""
     return list(named_leaves(json.loads(structure)))
 
 
@@ -134,8 +134,7 @@ def _unwritable(path: str, got: str, expected: str, remedy: str = "") -> SpecErr
 
 
 def check(structure: Any, entries: Sequence[Mapping[str, Any]], like: Any, ranks: int) -> None:
-    """Compare what was saved, by a mesh that has had so many ranks, with `like`, before anything of the program's is
-    changed.
+    """Compare what was saved with `like`, before anything in the program changes; `ranks` as in `check_alike`.
 
     Raises:
         SpecError: `like` is of another structure, lacks a class, or has a leaf of another shape, dtype or kind.
@@ -214,7 +213,7 @@ def _has_classes(structure: Any) -> bool:
 
 
 def _empty_dicts(structure: Any, path: str) -> Iterator[str]:
-    """Where dicts had no entries: before the first step an optimizer has none."""
+    """The paths of dicts without entries, as an optimizer's state is before the first step."""
     if structure != "leaf" and structure.get("dict") == []:
         yield path
     for part, _, below in _within(structure, _NOTHING, path, strict=False):
@@ -243,7 +242,7 @@ def _build(structure: Any, leaves: Iterator[Any], like: Any, path: str) -> Any:
 
 
 def _within(structure: Any, like: Any, path: str, *, strict: bool = True) -> list[tuple[Any, Any, str]]:
-    """The structures that one consists of, in the order of their leaves, with what `like` has there, and where."""
+    """The children of a structure, in the order of their leaves: each with what `like` has there, and its path."""
     parts = _children(structure)
     if structure == "leaf":
         return []
@@ -267,7 +266,7 @@ def _within(structure: Any, like: Any, path: str, *, strict: bool = True) -> lis
 
 
 def _one_level(node: Any) -> tuple[list[str], list[Any], Any]:
-    """What a node consists of: where its children are, as Python expressions behind it; they; and how to make it."""
+    """Where a node's children are, as Python expressions after the node; the children; the treedef to rebuild it."""
 
     def stops(found: Any) -> bool:
         return found is not node or is_array(found)

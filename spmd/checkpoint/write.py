@@ -1,7 +1,7 @@
 """A checkpoint being written: every rank writes a file, and one process commits when all are there.
 
-What a rank has written it reports in a file too, so that ranks and the one who commits meet on the disk only: a thread
-that waits there disturbs no collective. Invariant: all ranks raise the same, or return the same folder.
+A rank reports what it wrote in a file, too, so that the ranks and the process that commits meet only on the disk: a
+thread that waits there disturbs no collective. Invariant: all ranks raise the same, or return the same folder.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .manifest import FORMAT
 
 POLL_SECONDS = 0.01
 ASK_SECONDS = 0.5  # that a rank may take to write its part until it is asked for a sign of life
-TRIES = 5  # of beginning to write: ranks that are killed again while they are replaced are two losses, or three
-STORE_SECONDS = 0.05  # between two questions to the process that has the store, of every rank
+TRIES = 5  # to begin writing: ranks may be killed again while lost ones are being replaced
+STORE_SECONDS = 0.05  # between two polls of the store by each rank: one process answers them all
 
 
 def begin(path: Path, step: int | None) -> tuple[Path, int]:
@@ -59,7 +59,7 @@ class Writing:
         background: bool,
         started: Any = None,
     ):
-        """`started` is what came of `begin`, if launched ranks have done it: the same on all."""
+        """`started` is the outcome of `begin`, if launched ranks have called it already: the same on all."""
         self._path, self._step, self._keep, self._mesh = path, step, keep, mesh
         self._launched = mesh is not None and not mesh.is_driver
         self._first = mesh is None or mesh.is_driver or mesh.rank == 0
@@ -67,11 +67,11 @@ class Writing:
         self._started = started
         self._ranks = 1 if mesh is None else mesh.size
         if background:
-            # Arrays never change; what the caller has of plain tensors may.
+            # Arrays never change, but the caller may write to plain tensors.
             self._tensors = {key: _copied(value) for key, value in tensors.items()}
 
     def start(self) -> None:
-        """Have every rank begin to write, or do it, if nothing else goes on meanwhile."""
+        """Have every rank begin to write, or, without `background`, write its file."""
         for left in reversed(range(TRIES)):
             started = self._started if self._started is not None else attempt(begin, self._path, self._step)
             self._folder, self._number = _result(started)
@@ -94,18 +94,18 @@ class Writing:
                     raise
 
     def _wait_for_told(self) -> None:
-        """After Ctrl-C, which may come when ranks were told: who then finds no folder fails what is called next."""
+        """After Ctrl-C, wait for ranks that were told to write: without a folder they would fail the next call."""
         driver = self._mesh.driver  # type: ignore[union-attr]
         with contextlib.suppress(Exception), aside():
             driver.wait(driver.submit(protocol.PassThrough, name="a checkpoint", reported=True))
 
     @property
     def _survives(self) -> bool:
-        """Whether values outlive the ranks that were about to write them, and the program is not to notice."""
+        """Whether values outlive the ranks that were to write them, so that the program need not notice a loss."""
         return self._mesh is not None and self._mesh.is_driver and self._mesh.driver.reruns
 
     def finish(self) -> Path:
-        """Wait for all ranks' files, and commit; on launched ranks all hear of how it went."""
+        """Wait for all ranks' files, and commit; launched ranks all get the outcome."""
         outcome = attempt(self._commit) if self._first else None
         if self._launched and not self._background:
             outcome = self._on_ranks(lambda: outcome)[0]
@@ -131,7 +131,7 @@ class Writing:
             for part in parts:
                 for key, position, name in part["pieces"]:
                     written.setdefault(key, []).append([position, part["file"], name])
-            about = {key: more for part in reversed(parts) for key, more in part["about"].items()}  # the first one's
+            about = {key: more for part in reversed(parts) for key, more in part["about"].items()}  # the first rank's
             manifest = {
                 "format": FORMAT,
                 "files": [{key: part[key] for key in ("file", "bytes", "sums")} for part in parts],
@@ -150,7 +150,7 @@ class Writing:
         return final
 
     def _shared(self, outcome: Any) -> Any:
-        """In threads, where no collective may run, the ranks get the outcome through the store that they met in."""
+        """Give all ranks the outcome through the store that they met in: in threads, no collective may run."""
         assert self._mesh is not None
         store, key = self._mesh.session.store(), f"checkpoint/{self._folder.name}"
         try:
@@ -169,7 +169,7 @@ class Writing:
         return self._mesh.driver.pids if self._mesh is not None and self._mesh.is_driver else []
 
     def _part(self, rank: int) -> dict[str, Any]:
-        """What a rank says that it has written."""
+        """A rank's report of what it has written; waits for it."""
         file = _report_of(self._folder, rank)
         asked, began = None, time.monotonic()
         while not file.exists():
@@ -177,14 +177,14 @@ class Writing:
                 raise MeshError(message(f"the mesh was closed before {self._path} was written"))
             if self._mesh is not None and self._mesh.is_driver and time.monotonic() > began + ASK_SECONDS:
                 asked = self._ask(rank, asked)
-            # A driver's mesh is ready for what comes next once it has replaced them.
+            # A driver's mesh that has replaced lost ranks shows other processes, and is ready for the next call.
             lost = self._processes()[rank : rank + 1] != self._pids[rank : rank + 1]
             if lost or (self._launched and gone(*self._writers[rank])):
                 if not (lost and self._survives):
                     raise MeshError(message(f"a rank was lost before {self._path} was written"))
-                if not file.exists():  # the last that it did, perhaps
+                if not file.exists():  # it may have reported before it was lost
                     self._write_for(rank)
-            if not (_unfinished(file).exists() or file.exists()):  # one of them is there while it is written
+            if not (_unfinished(file).exists() or file.exists()):  # one of the two is there while the rank writes
                 remedy = "make room on the disk, and let nothing remove files there while a checkpoint is written"
                 raise SpmdError(message(f"{file.parent} could not be written, or was removed meanwhile", remedy=remedy))
             time.sleep(POLL_SECONDS)
@@ -194,16 +194,16 @@ class Writing:
         return report
 
     def _ask(self, rank: int, asked: Task | None) -> Task:
-        """See to it that a rank is waited for, since one that is stopped meanwhile would else never be missed."""
+        """Have the driver wait for a rank: otherwise nobody would notice that it was stopped."""
         driver = self._mesh.driver  # type: ignore[union-attr]
         if asked is not None and not asked.settled.is_set():
             return asked
         with aside():
-            # It is the future that tells.
+            # The checkpoint's future reports the errors.
             return driver.submit(protocol.PassThrough, ranks=[rank], name="a checkpoint", reported=True)
 
     def _write_for(self, rank: int) -> None:
-        """Write, here, what a rank that was lost had to write, of its shards."""
+        """Write here what a lost rank should have written, from its shards."""
         (self._folder / f"rank-{rank:05d}.safetensors").unlink(missing_ok=True)  # half of it, perhaps
         arrays = {key: value for key, value in self._tensors.items() if isinstance(value, Array)}
         try:
@@ -222,7 +222,7 @@ _ERRORS = {kind.__name__: kind for kind in (SpmdError, SpecError, MeshError, Pee
 
 
 def _encoded(outcome: Path | BaseException) -> dict[str, Any]:
-    """What came of something, for another process; a store or a file is no place for pickles."""
+    """An outcome as JSON, for another process: a store or a file is no place for pickles."""
     if isinstance(outcome, Path):
         return {"path": str(outcome)}
     text = str(outcome.args[-1] if isinstance(outcome, OSError) and outcome.args else outcome)
@@ -239,7 +239,7 @@ def _decoded(found: dict[str, Any]) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """A plain tensor as it is now."""
+    """A copy of a plain tensor."""
     if not isinstance(value, Tensor):
         return value
     copy = strides.copied(value.detach())
@@ -296,7 +296,7 @@ def _write_quietly(rank: int, size: int, folder: Path, tensors: dict[str, Any], 
         try:
             _report(folder, rank, _encoded(error))
         except OSError:
-            folders.abandon(folder)  # its absence tells
+            folders.abandon(folder)  # the others notice that it is missing
 
 
 def _write_here(rank: int, size: int, folder: Path, tensors: dict[str, Any], held: dict[str, Tensor]) -> None:
@@ -333,7 +333,7 @@ def _write_here(rank: int, size: int, folder: Path, tensors: dict[str, Any], hel
 
 
 def _report(folder: Path, rank: int, report: dict[str, Any]) -> None:
-    """Where the one who commits looks for it."""
+    """Write a rank's report where the process that commits looks for it."""
     file = _report_of(folder, rank)
     folders.write(_unfinished(file), json.dumps(report).encode(), mode="wb")
     os.rename(_unfinished(file), file)
@@ -344,5 +344,5 @@ def _report_of(folder: Path, rank: int) -> Path:
 
 
 def _unfinished(report: Path) -> Path:
-    """What a report is called until it is complete: from before its rank begins to write."""
+    """A report's name until it is complete; the file is there before its rank begins to write."""
     return report.with_name(f".{report.name}")

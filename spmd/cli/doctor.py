@@ -51,7 +51,7 @@ _SHARED = "two ranks on one GPU"
 
 
 def doctor() -> int:
-    """Print the findings; the exit status."""
+    """Print the findings, and return the exit status."""
     try:
         launch = launch_of_process()
     except MeshError as error:
@@ -119,10 +119,10 @@ def attempt(test: Callable[[], str]) -> tuple[bool, str]:
 
 
 def reduce_once(mesh: Mesh) -> str:
-    """All-reduce 4 MiB on a mesh, see that the sum is right, and tell how long it took.
+    """All-reduce 4 MiB on a mesh, check the sum, and say how long it took.
 
-    Warm: the first ones find memory, and are not what a training loop sees. Of the rest the quickest counts, since
-    other programs may run here.
+    The first ones warm up: they allocate memory, and are not what a training loop sees. Of the rest the fastest counts,
+    since other programs may run here.
     """
 
     def body() -> tuple[float, float]:
@@ -230,12 +230,12 @@ def _nccl() -> list[tuple[str, ...]]:
 
 
 def _reduced_by_nccl(ranks: int, environ: dict[str, str]) -> tuple[bool, str]:
-    """Whether so many ranks can reduce on GPUs, and what they say."""
+    """Whether this many ranks can all-reduce on GPUs, and what they print."""
     return _run([sys.executable, "-c", _NCCL_TEST, str(ranks)], environ, 2 * SECONDS)
 
 
 def _run(command: list[str], environ: dict[str, str], seconds: float) -> tuple[bool, str]:
-    """Whether a program ends well within so many seconds, and what it says, or says last."""
+    """Whether a program succeeds within so many seconds, and its output, or else its last line of errors."""
     try:
         done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:

@@ -1,8 +1,8 @@
 """A host that the driver dials (`spmd host --listen`), because a firewall lets nobody out, or nobody in to the driver.
 
-It waits for drivers that have the job's secret, and each has a process of its own here, forked before anything was
-done, which is what `mesh.hosts.process` describes. Invariant: of connections that have proved nothing there are few,
-and none is older than a greeting takes.
+It waits for drivers that have the job's secret. Each driver gets a process of its own here, as `mesh.hosts.process`
+describes, forked before anything else was done. Invariant: connections that have not proved the secret are few, and
+none is older than a greeting takes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def listen(where: str) -> None:
         )
     except (MeshError, OSError) as error:
         sys.exit(f"spmd host: {where}: {error}")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they end
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     print(f"spmd host: listening at {server.getsockname()[0]} port {server.getsockname()[1]}", flush=True)
-    strangers: deque[tuple[int, int]] = deque()  # pid, and a pipe that ends when it is none any more
+    strangers: deque[tuple[int, int]] = deque()  # pid, and a pipe that closes when it is no stranger any more
     while (connection := accepted(server)) is not None:
         strangers = deque(one for one in strangers if not _ended(one[1]))
         if len(strangers) >= STRANGERS:  # the oldest makes room
@@ -65,7 +65,7 @@ def _ended(pipe: int) -> bool:
 
 
 def _answer(parent: int, connection: socket.socket, secret: bytes, standing: int, others: list[int]) -> None:
-    """In a process of its own, which ends here: who has connected proves to be a driver, and is served."""
+    """Have the one who connected prove to be a driver, and serve it, in a process of its own, which ends here."""
     status = 1
     try:
         end_with_parent(parent)

@@ -91,13 +91,13 @@ def _run_command(own: list[str]) -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """Launch a script with torch's elastic launcher; the exit status, that of the first rank that failed."""
+    """Launch a script with torch's elastic launcher; returns the exit status, that of the first rank that failed."""
     from torch.distributed.run import run as launch
 
     from ..mesh.rank.memory import tunables
     from . import one_host
 
-    # A Mesh sets its ranks' threads; unless told a number torchrun prints a page about it.
+    # A Mesh sets its ranks' threads itself; without a number here torchrun prints a long warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["GLIBC_TUNABLES"] = tunables(os.environ.get("GLIBC_TUNABLES"))
     options = parse(arguments)
@@ -120,7 +120,7 @@ def _launched(launch: Callable[[argparse.Namespace], None], options: argparse.Na
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         _, first = error.get_first_failure()
-        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # as a shell tells of a signal
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # as a shell reports a signal
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
@@ -133,8 +133,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         arguments: what follows `spmd run`.
 
     Returns:
-        As torchrun's own parser would, but for what nobody set, on the command line or in torchrun's PET_* variables:
-        the ranks are as many as this host's cores, and they meet on this host.
+        As torchrun's own parser would, but with other defaults for what is set neither on the command line nor in
+        torchrun's PET_* variables: as many ranks as this host's cores, and they meet on this host.
     """
     from torch.distributed.run import get_args_parser
 

@@ -1,7 +1,7 @@
 """How torch's launcher has its agent and ranks meet on one host: without a port, and without a pickle.
 
-Its own way keeps a store on all addresses, from which the agent unpickles what anyone has put there. Here the agent
-is alone with a store in its own memory, and the ranks meet in a directory that only this user may enter.
+Torch's own way opens a store on all addresses, from which the agent unpickles whatever anyone has put there. Here the
+agent has a store in its own memory, and the ranks meet in a directory that only this user may enter.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class OneHost(RendezvousHandler):
 
 @contextlib.contextmanager
 def meeting_place() -> Iterator[None]:
-    """Ranks that are started in here meet in a directory of the user's own, with a secret made for them."""
+    """Ranks that are started within it meet in a directory of the user's own, with a secret made for them."""
     rendezvous_handler_registry.register(BACKEND, OneHost)
     before = {name: os.environ.get(name) for name in ("SPMD_INIT_METHOD", "SPMD_SECRET")}
     with tempfile.TemporaryDirectory(prefix="spmd-run-", ignore_cleanup_errors=True) as folder:

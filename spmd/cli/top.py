@@ -1,7 +1,7 @@
-"""`spmd top`: what the ranks of all meshes do that this user's programs on this host have, drawn anew every second.
+"""`spmd top`: what the ranks of all of this user's meshes on this host are doing, redrawn every second.
 
-A mesh is found by its arena, which the processes of this user have open: nothing is written down anywhere, so nothing
-is left of a mesh that has ended. Invariant: another user's processes are not looked at, and nothing is written.
+A mesh is found by its arena, which the processes of this user have open: there is no list on disk, so nothing is left
+of a mesh that has ended. Invariant: another user's processes are not looked at, and nothing is written.
 """
 
 from __future__ import annotations

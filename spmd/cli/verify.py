@@ -1,6 +1,6 @@
 """`spmd verify`: run a script at several numbers of ranks, and say whether all computed the same bits, or where not.
 
-The script is run as it is, each time with other SPMD_RANKS; what its @spmd functions return is compared call by call.
+The script runs unchanged, each time with another SPMD_RANKS; what its @spmd functions return is compared call by call.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Parting:
     Attributes:
         call: from 1 on.
         name: the function's.
-        leaf: of its result.
-        values: both, as far as they are shown.
+        leaf: the leaf of its result, as a path.
+        values: the beginnings of both, as text.
         kept: where both values are, if they were kept: the place in the file, dtype and shape.
     """
 
@@ -154,7 +154,7 @@ def _run(
 
 
 def compare(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> Parting | None:
-    """Where two runs first part.
+    """Where two runs first differ; None if they don't.
 
     >>> call = {"name": "step", "leaves": [["[0]", "ab", "1.0", None]]}
     >>> compare([call, call], [call, {"name": "step", "leaves": [["[0]", "cd", "1.5", None]]}])

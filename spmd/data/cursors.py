@@ -1,7 +1,7 @@
-"""Cursors: where a virtual stream is in what it reads, each stage of its pipeline as an iterator that knows its state.
+"""Cursors: each stage of a virtual stream's pipeline as an iterator that knows where it is and can be reopened there.
 
 A state is made of counters (and of what a source's `tell()` gives), never of samples. Invariant: a cursor opened at
-another's `state()` gives what that one would have given next; for that it reads at most one window of a shuffle again.
+another's `state()` gives what that one would have given next; to do so it rereads at most one window of a shuffle.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Position:
     """Which stream of how many, in which epoch: what all random numbers of a stream are made from.
 
     Attributes:
-        path: of the stage among those of its pipeline.
+        path: where the stage is in its pipeline.
         shuffle: whether the shards come in another order in each epoch.
     """
 
@@ -59,7 +59,7 @@ class Shards:
     def __init__(self, shards: Sequence[Any], opened: Callable[..., Any], position: Position, state: State):
         self._shards, self._open = shards, opened
         count = len(shards)
-        # Enough parts of each shard to give every stream as many; without need no shard is read by two.
+        # With fewer shards than streams, each is read in parts, equally many by every stream; else no two share one.
         self._parts = 1 if count >= position.streams else position.streams // math.gcd(count, position.streams)
         whole = Position(position.seed, position.epoch, -1, position.streams, position.shuffle, position.path)
         order = permutation(count, whole.key("shards")) if position.shuffle else range(count)
@@ -90,7 +90,7 @@ class Shards:
             process.note.write(f"record {self._read} of {self._shards[shard]!r}")
 
     def _read_some(self, most: int) -> list[Any]:
-        """The next records of a shard, up to so many, as many as its reader has at hand; none at its end."""
+        """Up to `most` next records of a shard, as many as its reader has at hand; none at its end."""
         some = getattr(self._records, "some", None)
         return list(itertools.islice(self._records, 1)) if some is None else some(most)
 
@@ -98,7 +98,7 @@ class Shards:
         return _only(self.some(1))
 
     def some(self, count: int) -> list[Any]:
-        """The next records, up to so many."""
+        """Up to `count` next records."""
         found: list[Any] = []
         while len(found) < count and self._unit < len(self._mine):
             shard, part = self._mine[self._unit]
@@ -190,7 +190,7 @@ class Shuffled:
         return _only(self.some(1))
 
     def some(self, count: int) -> list[Any]:
-        """The next samples, up to so many."""
+        """Up to `count` next samples."""
         found: list[Any] = []
         while len(found) < count:
             if self._given == len(self._samples):
@@ -279,7 +279,7 @@ class Packed:
 
 
 class Mixed:
-    """Samples of several sources, which of them drawn by weight; one that is used up leaves the rest to the others."""
+    """Samples of several sources, each from one drawn by weight; when one is used up, the others go on."""
 
     def __init__(self, sources: Sequence[Any], weights: Sequence[float], position: Position, state: State):
         self._sources, self._weights = sources, weights
@@ -307,7 +307,7 @@ class Mixed:
 
 
 def taken(cursor: Any, count: int) -> list[Any]:
-    """The next samples of a cursor, up to so many."""
+    """Up to `count` next samples of a cursor."""
     if hasattr(cursor, "some"):
         found: list[Any] = cursor.some(count)
         return found

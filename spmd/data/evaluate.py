@@ -30,14 +30,14 @@ def evaluate(step: Callable[..., Any], loader: Loader, *args: Any) -> Any:
     {'sum': tensor(20., dtype=torch.float64), 'count': tensor(5)}
 
     Args:
-        step: `step(*args, batch)`, an `@spmd` function that gives a tree of values that are the same on all ranks.
-        loader: its first epoch is read, and it is set to the beginning of that again.
+        step: `step(*args, batch)`, an `@spmd` function that returns a tree of values that are the same on all ranks.
+        loader: its first epoch is read, and afterwards it is set back to the beginning of that epoch.
 
     Returns:
         The tree of their sums, as tensors: of floats in float64, of integers and booleans in int64.
 
     Raises:
-        SpecError: the loader has no batches, or the step gives what can't be added up. What the step raises.
+        SpecError: the loader has no batches, or the step returns what can't be added up. Whatever the step raises.
     """
     check_function("evaluate", step, "evaluate(step, loader, params)")
     if not isinstance(loader, Loader):

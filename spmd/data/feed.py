@@ -30,18 +30,18 @@ class Feed:
 
     @property
     def is_brief(self) -> bool:
-        """Whether the ranks have read the last ones that were taken in no time."""
+        """Whether the ranks took next to no time to read the last batches that were taken."""
         return self._reader.is_brief
 
 
 class LastSeen:
-    """What a launched rank reads with, as it last was: its workers have copies. A driver sees to those of its ranks."""
+    """What a launched rank last read with; its workers have copies of that. A driver checks this for its own ranks."""
 
     def __init__(self) -> None:
         self._seen: Snapshot | None = None
 
     def has_changed(self, *parts: Any) -> bool:
-        """Whether anything in these parts has, as far as `Snapshot` sees, since this was last asked."""
+        """Whether anything in these parts has changed since the last call, as far as `Snapshot` sees."""
         if self._seen is not None and self._seen.unchanged(parts):
             return False
         first, self._seen = self._seen is None, Snapshot(parts)
@@ -49,5 +49,5 @@ class LastSeen:
 
 
 def in_words(settings: Mapping[str, Any]) -> str:
-    """What batches depend on, as a `Deal` has it."""
+    """What batches depend on, as the text that a `Deal` has."""
     return ", ".join(f"{name}={value!r}" for name, value in settings.items())

@@ -41,29 +41,29 @@ class Loader:
     [tensor([8]), tensor([9])]
 
     Args:
-        dataset: a dict, tuple, named tuple or single one of tensors or arrays that share dimension 0; any map-style
+        dataset: one tensor or array, or a dict, tuple or named tuple of them that share dimension 0; any map-style
             dataset (`len(d)`, `d[i]`; a list is one), whose samples are collated; or a `Stream`, read forwards.
         batch_size: samples in a minibatch, over all ranks.
         mesh: None is the enclosing or default mesh.
         seed, shuffle, drop_last, order: as in `Sampler`; of a Stream `shuffle` is the order of its shards.
         collate_fn: makes a batch of a list of samples; None is torch's default. Tensors are sharded along dimension 0;
-            what is no tensor (or has no dimension) must be the same on all ranks. It may pad, on each rank to the
-            longest sample there: a step gets its own part, `shards()` are all, `full()` refuses.
-        prefetch: batches to have read ahead; with `workers`, for each of them. A driver asks for as many in a message,
-            if reading one takes no time.
-        workers: processes beside each rank that read, collate and augment for it; 0 has the rank do it between steps.
-            They are started anew, with torch imported once a rank, never as forks of a process that computes; what
-            they read reaches the rank through shared memory. The batches are the same for any number.
-        prefetch_mb: reads no further ahead on a rank than so many megabytes.
-        shards: deal by this many virtual shards, for a step that is `data_parallel` over as many: what a shard has
-            does not depend on the number of ranks. `collate_fn` is given one of them at a time.
+            anything else, and tensors without dimensions, must be the same on all ranks. It may pad on each rank to the
+            longest sample there: then a step gets its rank's part, `shards()` gives all parts, and `full()` raises.
+        prefetch: batches to read ahead; with `workers`, for each worker. A driver asks for several in one message if
+            reading them takes next to no time.
+        workers: processes for each rank that read, collate and augment; with 0 the rank does this itself, between
+            steps. They are started fresh (torch is imported once per rank), never forked from a process that computes,
+            and hand over batches through shared memory. The batches are the same for any number.
+        prefetch_mb: the most megabytes to read ahead on a rank.
+        shards: deal the samples to this many virtual shards, for a `data_parallel` step with the same `shards=`: then a
+            shard's samples don't depend on the number of ranks. `collate_fn` gets one shard at a time.
 
-    Iterating yields the batches of one epoch, sharded over the axis "data" (the first axis, if there is none of that
-    name), and moves on to the next epoch at its end; after a break it starts that epoch again. Samples are dealt to
-    ranks one by one: `full()` of a batch has those of the first rank first (docs/data.md has predictions in the order
-    of the dataset). A loop goes on from a position that is loaded meanwhile (by `restore`), until the end of the epoch
-    that it was in. `len()` is steps per epoch. Random numbers that a sample is made with depend on (seed, epoch, the
-    sample's id), not on who reads it.
+    Iterating yields the batches of one epoch, sharded over the axis "data" (or the first axis, if none has that name);
+    at its end the loader moves on to the next epoch, while a loop after a `break` starts the same epoch again. Samples
+    are dealt to ranks one by one, so `full()` of a batch has the first rank's samples first (docs/data.md: predictions
+    in the order of the dataset). If a position is loaded during a loop (by `restore`), the loop continues from there,
+    to the end of the epoch that it was in. `len()` is steps per epoch. The random numbers for a sample depend on (seed,
+    epoch, the sample's id), not on who reads it.
 
     Raises:
         SpecError: the dataset's leaves differ in length, or a bad number; when iterating, strings for samples. Whatever
@@ -175,7 +175,7 @@ class Loader:
             raise
 
     def _note_left(self) -> None:
-        """Warn who leaves one loop after the other early: all begin with the same samples, and others never come."""
+        """Warn if loop after loop is left early: all begin with the same samples, and the rest are never read."""
         begins_at = self._loads, self._epoch
         self._left = self._left + 1 if begins_at == self._begun_at and self._yielded > 1 else 0
         self._begun_at = begins_at
@@ -237,6 +237,6 @@ class Loader:
 
 
 def _nbytes(batch: Any) -> int:
-    """Bytes of a batch's tensors; of what is padded on each rank to its own length, as if that were nothing."""
+    """Bytes of a batch's tensors; a dimension that each rank pads to its own length counts as 1."""
     found = [leaf for leaf in trees.leaves(batch, is_leaf=is_array) if isinstance(leaf, Array)]
     return sum(abs(math.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in found)

@@ -24,7 +24,7 @@ from .reading import ONE_LENGTH, MapReader
 
 
 class MapBatches:
-    """Those of a map-style dataset, or of a tree of tensors.
+    """The batches of a map-style dataset, or of a tree of tensors.
 
     Args:
         options: the Sampler's.
@@ -61,7 +61,7 @@ class MapBatches:
         return {name: getattr(self.sampler, name) for name in names}
 
     def checked(self, epoch: int, step: int, streams: Any) -> tuple[int, int, None]:
-        """A position, refused if there is none such."""
+        """The position that these say; raises if there is no such position."""
         if epoch < 0 or not 0 <= step <= len(self) or streams is not None:
             got = {"epoch": epoch, "step": step, **({} if streams is None else {"streams": streams})}
             raise SpecError(
@@ -79,7 +79,7 @@ class MapBatches:
         return _Feed(self, mesh, epoch, step)
 
     def _see_changes(self, mesh: Mesh) -> None:
-        """Take the dataset as it is by now; refuse another length, of which the sampler would know nothing."""
+        """Take the dataset as it is by now; refuse another length, since the sampler has the old one."""
         if self._leaves is None:
             length = len(self._dataset)
         else:
@@ -107,11 +107,11 @@ class _Feed(Feed):
 
     @property
     def more(self) -> bool:
-        """Whether there may be any that were not asked for."""
+        """Whether there may be batches that were not asked for."""
         return self._next < self._batches.steps
 
     def ask(self, count: int) -> None:
-        """Ask for so many more, as far as there are any."""
+        """Ask for `count` more batches, as far as there are any."""
         this, axis = self._batches, self._mesh.layout.batch_axis
         steps = range(self._next, min(self._next + count, this.steps))
         deals = [Deal((self._epoch, step), this.shards, source=this.source) for step in steps]
@@ -122,7 +122,7 @@ class _Feed(Feed):
         self._next += len(steps)
 
     def take(self) -> tuple[Any, None]:
-        """The first, or None if the epoch is over, and the position behind it as far as it is more than a number."""
+        """The first batch, or None if the epoch is over; and what a position has besides the step's number: None."""
         return (self._pending.popleft()() if self._pending else None), None
 
 
@@ -171,5 +171,5 @@ def _tensors(dataset: Any) -> Any:
 
 
 def _unread(leaf: Any) -> Any:
-    """A leaf of a dataset as a tensor; a mapped file as it is, of which each rank reads its own samples."""
+    """A leaf of a dataset as a tensor; a mapped file stays as it is, so that each rank reads its own samples only."""
     return leaf if isinstance(leaf, np.memmap) and leaf.dtype.kind in "biufc" else as_tensor(leaf)

@@ -27,7 +27,7 @@ def seed_generators(number: int) -> None:
 
 @contextlib.contextmanager
 def one_thread(wanted: bool) -> Iterator[None]:
-    """Where the bits must not depend on the number of ranks: how many threads a rank has does."""
+    """One thread, if bits must not depend on the number of ranks: the threads of a rank depend on it."""
     threads = torch.get_num_threads()
     if wanted:
         torch.set_num_threads(1)

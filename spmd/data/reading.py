@@ -1,7 +1,7 @@
 """Reading a rank's part of a minibatch of a map-style dataset, or of a tree of tensors.
 
-Invariant: what is read follows from the sampler, the epoch, the step and the rank's place; random numbers that a sample
-is made with from (seed, epoch, the sample's id). So a worker process can do it as well as the rank itself.
+Invariant: what is read depends only on the sampler, the epoch, the step and the rank's place, and a sample's random
+numbers only on (seed, epoch, the sample's id). So a worker process can read as well as the rank itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MapReader:
     """Reads a rank's part of a minibatch; shipped to the ranks once, and from there to their workers.
 
     Args:
-        ahead: processes that read for the rank, the batches to have asked of them, and at most how many bytes of those.
+        ahead: number of processes that read for the rank, batches to ask of them ahead, and the most bytes of these.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class MapReader:
         parts, mine = session.layout.axes[axis], session.layout.coords(session.rank)[axis]
         if self._ahead[0]:
             if self._queue is None:
-                # A copy: with a circle through this object its processes would live until garbage is looked for.
+                # A copy: a reference cycle through this object would keep the processes until a garbage collection.
                 pool = Pool(copy.copy(self).read, self._ahead[0], "reads for the Loader")
                 self._queue = ReadAhead(pool, *self._ahead[1:])
             (batch,) = self._queue.next((mine, parts, epoch, step), self._following)
@@ -87,7 +87,7 @@ class MapReader:
         return self._collated(ids, epoch, step, self._groups(len(ids), mine, parts, self._total(step)))
 
     def _rows(self, mine: int, parts: int, epoch: int, step: int) -> tuple[list[torch.Tensor], Any]:
-        """That of a tree of tensors, as leaves and treedef."""
+        """The part for a tree of tensors, as leaves and treedef."""
         if self._columns is None:
             self._columns = trees.flatten(self.data)
         leaves, treedef = self._columns
@@ -95,7 +95,7 @@ class MapReader:
         return [_rows_of(leaf, ids) for leaf in leaves], treedef
 
     def _following(self, request: tuple) -> Iterator[tuple[tuple, list[tuple]]]:
-        """What will be asked for from a request on: the rest of the epoch."""
+        """The requests that will come from this one on: the rest of the epoch."""
         mine, parts, epoch, step = request
         coming = range(step, len(self.sampler))
         return (((mine, parts, epoch, later), [(mine, parts, epoch, later)]) for later in coming)
@@ -104,8 +104,8 @@ class MapReader:
         return min(self.sampler.batch_size, self.sampler.length - step * self.sampler.batch_size)
 
     def _groups(self, count: int, mine: int, parts: int, total: int) -> list[tuple[int, int]]:
-        """What is collated together: (what its random numbers are keyed by, how many of the ids)."""
-        if self.shards is None or self.collate is None:  # torch's way makes the same of all at once
+        """What is collated together: (the key of its random numbers, how many of the ids)."""
+        if self.shards is None or self.collate is None:  # torch's default makes the same of all at once
             return [(mine, count)]
         owned, sizes = split_sizes(self.shards, parts), strided_sizes(total, self.shards)
         first = sum(owned[:mine])
@@ -150,13 +150,13 @@ def _rows_of(leaf: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 class ReadAhead:
-    """What was asked of a pool before a rank wants it, in the order in which it will.
+    """Requests that are sent to a pool before the rank makes them, in the order in which it will.
 
     A request is divided into parts: one, for any of the readers, or one for each of several.
 
     Args:
         ahead: requests to have under way.
-        most_bytes: that their answers may have, as far as the largest so far tells; one request is always under way.
+        most_bytes: the most bytes of their answers, judged by the largest so far; one request is always under way.
     """
 
     def __init__(self, pool: Pool, ahead: int, most_bytes: int):
@@ -175,7 +175,7 @@ class ReadAhead:
             self._pool.forget()
             self._asked.clear()
             self._coming = following(request)
-            self._ask(len(self._pool))  # one each: what they are like is not known yet
+            self._ask(len(self._pool))  # one each: how large answers are is not known yet
         try:
             found = [self._pool.take(number) for number in self._asked[0][1]]
         except BaseException:
@@ -196,11 +196,11 @@ class ReadAhead:
 def described(
     batch: Any, session: RankSession, axis: str, total: int, only_tensors: bool
 ) -> tuple[Any, list[Any], list[OutputMeta]]:
-    """A rank's part of a batch, on its device, and what there is to say of it.
+    """A rank's part of a batch, on its device, with its metadata.
 
     Args:
         total: samples of the batch over all ranks.
-        only_tensors: refuse what is none.
+        only_tensors: refuse leaves that are none.
     """
     if batch is None:
         raise SpecError(message("a Loader's collate_fn made no batch", got="None", remedy="have it return the batch"))
@@ -228,7 +228,7 @@ def described(
 
 @functools.lru_cache(maxsize=1 << 10)
 def _cut(axis: str, shape: torch.Size, dtype: torch.dtype, total: int) -> OutputMeta:
-    """What there is to say of a rank's part of a tensor of `total` samples: of most batches the same."""
+    """The metadata of a rank's part of a tensor of `total` samples; cached, as most batches are alike."""
     return OutputMeta(P(axis), tuple(shape), dtype, whole=(total, *shape[1:]))
 
 

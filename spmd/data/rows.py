@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from ..mesh.readers import process
 from ..mesh.readers.stacked import Stacked
 
-# By kind of a column: the dtype of what default_collate makes of Python's numbers.
+# The dtype that default_collate gives Python's numbers, by the kind of a column.
 _DTYPES = {"i": np.int64, "u": np.int64, "f": np.float64, "b": np.bool_}
 _PLAIN = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "float", "double"}  # Arrow's types
 _STACKED_BYTES = 1 << 24
@@ -26,7 +26,7 @@ class Columns:
 
     Attributes:
         arrays: by name.
-        stacks: those of one dtype as one array, by dtype and names; of a large part each is one by itself, uncopied.
+        stacks: columns of one dtype as one array, by dtype and names; in a large part each by itself, uncopied.
     """
 
     __slots__ = ("_arrow", "arrays", "length", "names", "stacks")
@@ -38,7 +38,7 @@ class Columns:
         self.arrays: dict[str, np.ndarray] = {}
         for name, column in zip(self.names, table.columns, strict=True):
             if column.null_count == 0 and str(column.type) in _PLAIN:
-                # Of a table a column is in chunks, which are joined; that of a record batch would refuse to be copied.
+                # A table's column is in chunks, which are joined; a record batch's raises unless a copy is allowed.
                 chunked = hasattr(column, "chunks")
                 self.arrays[name] = column.to_numpy() if chunked else column.to_numpy(zero_copy_only=False)
         alike: dict[Any, list[str]] = {}
@@ -97,7 +97,7 @@ def collated(samples: Sequence[Any]) -> Any:
 
 
 def _collated(samples: list[Any]) -> Any:
-    """`default_collate`; in a reader large tensors, in dicts and tuples, too, are stacked where they are sent."""
+    """`default_collate`; in a reader, large tensors, also in dicts and tuples, are stacked where they are sent."""
     kinds = {*map(type, samples)} if process.note.kept else set()
     first = samples[0]
     if kinds == {dict} and all(sample.keys() == first.keys() for sample in samples):
@@ -116,7 +116,7 @@ def _numbers(
     """The columns that are plain numbers, and of one dtype in all parts.
 
     Args:
-        indexes, rows: in the batch, and in the columns, for each part.
+        indexes, rows: for each part, the places in the batch and those in its columns.
     """
     found: dict[str, torch.Tensor] = {}
     for key in parts[0].stacks:

@@ -85,7 +85,7 @@ class _Rows:
 
     def __init__(self, path: str, columns: tuple[str, ...] | None, at: tuple[int, int]):
         try:
-            pyarrow = importlib.import_module("pyarrow")  # not needed by who reads other files
+            pyarrow = importlib.import_module("pyarrow")  # not needed for other files
             parquet = importlib.import_module("pyarrow.parquet")
         except ImportError:
             raise MeshError(
@@ -112,7 +112,7 @@ class _Rows:
         raise StopIteration
 
     def some(self, most: int) -> list[Row]:
-        """The next rows of a group, up to so many; none at the end of the file."""
+        """Up to `most` next rows of a group; none at the end of the file."""
         while self._group < self._groups:
             if self._columns is None:
                 self._columns = Columns(self._get(self._group))

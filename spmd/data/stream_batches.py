@@ -31,10 +31,10 @@ class _Unsized(SpecError, TypeError):
 
 
 class StreamBatches:
-    """Those of a Stream.
+    """The batches of a Stream.
 
     Args:
-        shards: as many virtual streams; None is the largest power of two that divides the batch size, up to 64.
+        shards: the number of virtual streams; None is the largest power of two that divides the batch size, up to 64.
         ahead: as in `StreamReader`.
     """
 
@@ -82,7 +82,7 @@ class StreamBatches:
         return {"stream": self.stream.describe(), **{name: getattr(self, name) for name in names}}
 
     def checked(self, epoch: int, step: int, streams: Any) -> tuple[int, int, Any]:
-        """A position, refused if there is none such."""
+        """The position that these say; raises if there is no such position."""
         try:
             position = None if streams is None else json.loads(streams)
         except (TypeError, ValueError):
@@ -113,16 +113,16 @@ class _Feed(Feed):
     def __init__(self, batches: StreamBatches, mesh: Mesh, epoch: int, step: int, position: Any):
         super().__init__(mesh, batches._reader, epoch, step)
         self._batches = batches
-        self._known = step, position  # the last step up to which all was taken, and the position before it
+        self._known = step, position  # the first step that was not taken, and the position before it
         self._run = next(_runs)
 
     @property
     def more(self) -> bool:
-        """Whether there may be any that were not asked for: that none is left is known when one is taken."""
+        """Whether there may be more batches: yes, since only taking one shows that none is left."""
         return True
 
     def ask(self, count: int) -> None:
-        """Ask for so many more."""
+        """Ask for `count` more batches."""
         axis, steps = self._mesh.layout.batch_axis, range(self._next, self._next + count)
         deals = [Deal((self._epoch, step), self._batches.shards, source=self._batches.source) for step in steps]
         requests = [((axis, self._run, *deal.position, self._known), deal) for deal in deals]
@@ -130,7 +130,7 @@ class _Feed(Feed):
         self._next += count
 
     def take(self) -> tuple[Any, Any]:
-        """The first, or None if the epoch is over, and the position behind it."""
+        """The first batch, or None if the epoch is over, and the position after it."""
         batch, found = self._pending.popleft()()
         count = sum(count for count, _ in found.values())
         if count == 0 or (self._batches.drop_last and count < self._batches.batch_size):

@@ -1,9 +1,8 @@
 """Reading a rank's part of a minibatch from its virtual streams.
 
-Each virtual stream gives its part of every batch, collated by itself where that is not torch's way; a rank lays those
-of its streams one behind the other. Invariant: a stream's part of step s, its length and the position after it are the
-same whoever reads it. A request comes with a position from which it can be answered, so that whoever takes another's
-place can do so.
+Each virtual stream gives its part of every batch, collated by itself if there is a `collate_fn`; a rank concatenates
+those of its streams. Invariant: a stream's part of step s, its length and the position after it are the same whoever
+reads it. A request comes with a position from which a rank or worker that replaces another can answer it, too.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from .rows import collated, seen
 from .streams import Stream
 
 Counts = dict[int, tuple[int, State]]
-"""By virtual stream: how many samples it has given, and where it is behind them."""
+"""By virtual stream: how many samples it gave, and its state after them."""
 Base = tuple[int, Sequence[State] | None]
-"""A step, and where each virtual stream is before it; None is the beginning of the epoch."""
+"""A step, and the state of each virtual stream before it; None is the beginning of the epoch."""
 _RUNS_KEPT = 2  # iterations under way that a reader remembers
 
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    """One iteration over an epoch: the cursors of a reader's streams, and the step that they have come to."""
+    """One iteration over an epoch: the cursors of a reader's streams, and the step that they are at."""
 
     step: int
     open: dict[int, Any]
@@ -45,8 +44,8 @@ class StreamReader:
     """Reads a rank's part of a batch; shipped to the ranks once, and from there to their workers.
 
     Args:
-        count: of virtual streams.
-        ahead: processes that read for the rank, the batches to have asked of them, and at most how many bytes of those.
+        count: number of virtual streams.
+        ahead: number of processes that read for the rank, batches to ask of them ahead, and the most bytes of these.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class StreamReader:
         self.stream, self.sizes, self.count = stream, strided_sizes(batch_size, count), count
         self.seed, self.shuffle, self.collate = seed, shuffle, collate
         self._ahead = ahead
-        self._draws = stream.calls_users() or collate is not None  # random numbers, perhaps
+        self._draws = stream.calls_users() or collate is not None  # may draw random numbers
         self._runs: OrderedDict[int, _Run] = OrderedDict()
         self._queue: ReadAhead | None = None
         self._empty: Any = None  # a batch without its samples, once one was seen
@@ -89,7 +88,7 @@ class StreamReader:
         return *described(batch, session, axis, 0, self.collate is None), counts
 
     def read(self, run: int, epoch: int, step: int, streams: tuple[int, ...], base: Base) -> tuple[Counts, list[Any]]:
-        """What some streams give to a step's batch, from where they are or else from `base` on: batches, in order."""
+        """What these streams give to a step's batch, in order: from where they are, or else from `base` on."""
         known = self._runs.get(run)
         with own_random_numbers(self._draws), one_thread(True):
             if known is None or known.step != step or not {*streams} <= {*known.open}:
@@ -111,7 +110,7 @@ class StreamReader:
         given = {v: taken(known.open[v], self.sizes[v]) for v in streams}
         counts = {v: (len(samples), known.open[v].state()) for v, samples in given.items()}
         batches = []
-        if self.collate is None:  # torch's way, which needs no random numbers: of all streams at once
+        if self.collate is None:  # torch's default needs no random numbers: all streams at once
             together = [sample for samples in given.values() for sample in samples]
             batches = [collated(together)] if together else []
         else:
@@ -150,7 +149,7 @@ class StreamReader:
         return counts, batches
 
     def _without_samples(self, epoch: int) -> Any:
-        """What a batch is like, for a rank that gets no samples: as the last one, or made of any stream's first."""
+        """An empty batch, for a rank that gets no samples: like its last one, or like any stream's first sample."""
         if self._empty is None:
             with own_random_numbers(self._draws), one_thread(True):
                 for v in range(self.count):

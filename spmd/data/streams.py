@@ -1,6 +1,6 @@
-"""`Stream`: samples that are read forwards, from files or whatever gives one after another, as a description.
+"""`Stream`: a description of samples that are read forwards, from files or any other iterators.
 
-Nothing is read where a Stream is made: it goes to the ranks, where each virtual stream of a `Loader` opens its own.
+Making one reads nothing: it is sent to the ranks, where each virtual stream of a `Loader` opens a cursor on it.
 Invariant: what a virtual stream gives depends on its number, their number, the seed and the epoch alone.
 """
 
@@ -76,15 +76,15 @@ class Stream:
     A `Loader` reads it as V virtual streams, each with its own share of the shards, its own random numbers and its own
     shuffle. V is the Loader's `shards=`, or else the largest power of two up to 64 that divides the batch size; a rank
     owns whole streams. So the batches, and their order, are the same at any number of ranks, every sample comes once in
-    an epoch, and a position is a few counters for each stream, with which any number of ranks goes on.
+    an epoch, and a position is a few counters for each stream, from which any number of ranks can resume.
 
     Args:
-        shards: what to open: paths, or anything else that can be pickled. Give several for each virtual stream: where
-            there are fewer, streams read the same shard, and each takes its share of the records.
-        open: `open(shard)` gives an iterator over the shard's records, which draws no random numbers: `map` may. If it
-            also takes a position, `open(shard, at)`, it is called with what the iterator's `tell()` has given (JSON:
-            numbers, strings, lists), and goes on there; else a resumed run reads the shard's first records again and
-            drops them.
+        shards: what to open: paths, or anything else that can be pickled. Give several for each virtual stream: with
+            fewer shards than streams, several streams read the same shard, each keeping its share of the records.
+        open: `open(shard)` returns an iterator over the shard's records; it must not draw random numbers (`map` may).
+            If it also takes a position, `open(shard, at)`, a resumed run calls it with what the iterator's `tell()`
+            returned (JSON: numbers, strings, lists), and reads on there; else a resumed run reads the shard's first
+            records again and drops them.
 
     Raises:
         SpecError: there are no shards, or `open` can't be called.
@@ -113,18 +113,18 @@ class Stream:
         return Stream._of(_Stage(kind, arguments, (self._stage,)))
 
     def map(self, function: Callable[[Any], Any]) -> Stream:
-        """Each sample through a function, whose random numbers depend on seed, epoch, stream and sample alone."""
+        """Apply a function to each sample; its random numbers depend on seed, epoch, stream and sample alone."""
         return self._then("map", _callable("map", function))
 
     def filter(self, predicate: Callable[[Any], Any]) -> Stream:
-        """The samples for which a predicate holds; its random numbers are as those of a function given to `map`."""
+        """Keep the samples for which a predicate holds; its random numbers are like those in `map`."""
         return self._then("filter", _callable("filter", predicate))
 
     def shuffle(self, window: int) -> Stream:
-        """Windows of so many samples, each in an order of its own, computed from its number.
+        """Shuffle within windows of this many samples; a window's order is computed from its number.
 
-        A virtual stream holds one window in memory, and a resumed run reads at most one again: shuffle names, or what
-        is small, and map them to what is large afterwards.
+        A virtual stream holds one window in memory, and a resumed run rereads at most one. So shuffle names, or other
+        small things, and map them to large ones afterwards.
         """
         return self._then("shuffle", _positive("shuffle", "window", window))
 
@@ -132,8 +132,8 @@ class Stream:
         """Sequences laid end to end and cut to one length: tensors of shape [length].
 
         Args:
-            length: of what comes out.
-            pad: the value with which the last one of a virtual stream is filled up; None leaves it out.
+            length: of each result.
+            pad: the value that fills up the last one of a virtual stream; None drops that one.
         """
         return self._then("pack", _positive("pack", "length", length), pad)
 
@@ -170,7 +170,8 @@ class Stream:
         """The rows of Parquet files, or Arrow files (`.arrow`, `.feather`), as dicts; needs pyarrow.
 
         Args:
-            paths: a row group (a record batch) is read at a time, and is what a resumed run reads again.
+            paths: of the files. One row group (record batch) is read at a time; a resumed run reads its current one
+                again.
             columns: None is all.
         """
         return Stream(_paths(paths), sources.Table(None if columns is None else tuple(columns)))

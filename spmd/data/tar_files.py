@@ -1,8 +1,8 @@
 """The members of a tar file, read forwards.
 
-The headers that most members have are read here, since `tarfile` takes as long over one as a small image takes to
-decode; from the first header that is another on it reads the rest of the file. Invariant: names, contents and offsets
-are those that `tarfile` alone would give.
+Common headers are parsed here, since `tarfile` takes as long for one as decoding a small image does; from the first
+uncommon header on, `tarfile` reads the rest. Invariant: names, contents and offsets are those that `tarfile` alone
+would give.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 _BLOCK = tarfile.BLOCKSIZE
 _FILE, _FOLDER, _MORE = b"0", b"5", b"x"  # kinds of headers
-_TIMES = {b"mtime", b"atime", b"ctime"}  # of what `_MORE` says, that of which a sample knows nothing
+_TIMES = {b"mtime", b"atime", b"ctime"}  # fields of `_MORE` that a sample has no use for
 
 
 def members(file: Any) -> Iterator[tuple[int, str, bytes]]:
-    """(offset, name, content) of the files in a tar file, from where it is on."""
+    """(offset, name, content) of the files in a tar file, from its current position on."""
     while True:
         begin, header = file.tell(), file.read(_BLOCK)
         kind, size = _kind_and_size(header)
@@ -61,7 +61,7 @@ def _content(file: Any, size: int) -> bytes | None:
 
 
 def _is_of_times(content: bytes) -> bool:
-    """Whether all that is said of the next member, in lines such as `30 mtime=1700000000.123`, is times."""
+    """Whether an extended header, lines such as `30 mtime=1700000000.123`, has nothing but times."""
     return bool(content) and _TIMES.issuperset(
         line.partition(b" ")[2].partition(b"=")[0] for line in content.splitlines()
     )

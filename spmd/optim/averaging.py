@@ -1,6 +1,6 @@
 """An exponential moving average of the parameters, kept beside the state of any optimizer.
 
-Invariant: the average of a parameter that is cut is cut as it is, and says so.
+Invariant: the average of a sharded parameter is sharded the same way, and declared as such.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def ema(opt: Optimizer, decay: float = 0.999) -> Optimizer:
 
     Args:
         opt: what `optimizer` gave, or another wrapper.
-        decay: what is left of the average in a step, 0 to 1: it becomes `decay * average + (1 - decay) * params`.
+        decay: from 0 to 1. In a step the average becomes `decay * average + (1 - decay) * params`.
 
     Returns:
-        An `Optimizer` whose state is that of `opt` with one entry more: a tree like the parameters, which starts as
-        their copy. Leaves that are no floating-point tensors are in it as they are. In a step, the averages of
-        parameters that are cut are `Sharded`, as the rest of their state is.
+        An `Optimizer` whose state is that of `opt` with one more entry: a tree like the parameters, which starts as
+        their copy. Leaves other than floating-point tensors are kept as they are. In a step, the averages of sharded
+        parameters are `Sharded`, as is the rest of their state.
 
     Raises:
-        SpecError: `decay` is no number from 0 to 1; later, as `opt`.
+        SpecError: `decay` is no number from 0 to 1; later, what `opt` raises.
 
     Source: Polyak and Juditsky, https://doi.org/10.1137/0330046; `torch.optim.swa_utils.AveragedModel`.
     """
@@ -70,7 +70,7 @@ def ema(opt: Optimizer, decay: float = 0.999) -> Optimizer:
 
 
 def _copies(params: Any) -> Any:
-    """A tree of copies, where the parameters are: those of ones that are cut are made on the ranks."""
+    """Copies of the parameters. If some are sharded, the copies are made on the ranks."""
     cut = [leaf for leaf in trees.leaves(params) if isinstance(leaf, Array) and leaf.spec.entries]
     if cut and current() is None:
         return spmd(_copies, mesh=cut[0].mesh)(params)
@@ -85,11 +85,11 @@ def _copied(leaf: Any) -> Any:
 def _averaged(old: Any, new: Any, decay: float) -> Any:
     if not isinstance(new, Tensor) or not (new.is_floating_point() or new.is_complex()):
         return new
-    own = localized({"ema": old}, new, layout_of(new))["ema"]  # also of one that was given whole
+    own = localized({"ema": old}, new, layout_of(new))["ema"]  # the average may have been given whole
     return _declared(torch.lerp(own, new, float(1 - decay)), new)
 
 
 def _declared(average: Tensor, param: Tensor) -> Any:
-    """An average of a parameter that is cut, cut so: a step's results are otherwise taken for replicated."""
+    """Declare the average of a sharded parameter as sharded: a step's results otherwise count as replicated."""
     spec = layout_of(param)
     return Sharded(average, spec) if current() is not None and spec.entries else average

@@ -1,10 +1,10 @@
 """New parameters and state: the old values are copied to where the new ones go, and stepped there in place.
 
-A fused kernel, which goes over everything once, steps a whole copy. Other optimizers go over it several times, and make
-tensors as large on the way, so they copy and step it block by block: what they make stays small and in the cache.
-Memory that may be overwritten (`mesh.donation`) is stepped where it is. Invariants: the old values stay whole, unless
-they were donated; blocks are cut at multiples of 64 elements, so that the tails of vectors, which torch may round
-otherwise, fall where they do in a step on the whole.
+A fused kernel goes over everything once, so it steps a whole copy. Other optimizers go over it several times and
+allocate temporaries as large, so copying and stepping go block by block: temporaries stay small and in the cache.
+Memory that may be overwritten (`mesh.donation`) is stepped where it is. Invariants: the old values stay intact, unless
+they were donated; blocks are cut at multiples of 64 elements, so that the elements behind the last whole vector, which
+torch may round differently, are the same ones as in a step on the whole.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WholeJob:
     """A parameter of any layout, with state of any kind, stepped in one block.
 
     Args:
-        fused: by a kernel that takes all to lie in memory as the parameter does, and does not look.
+        fused: stepped by a kernel that takes all tensors to have the parameter's strides, without a check.
     """
 
     def __init__(self, param: Tensor, grad: Tensor, state: State, *, fused: bool):
@@ -62,10 +62,10 @@ class WholeJob:
 
 
 class Piece(NamedTuple):
-    """A part of a flat parameter, from `start` on: its old values, unless they are there already, and its gradient.
+    """A part of a flat parameter, from `start` on: its gradient, and its old values unless they are in place already.
 
     Attributes:
-        spans: what of it torch steps as one parameter each; None: all of it.
+        spans: the parts of it that torch steps as one parameter each; None: all of it as one.
     """
 
     start: int
@@ -74,7 +74,7 @@ class Piece(NamedTuple):
     spans: Spans | None = None
 
     def within(self, first: int, stop: int) -> Spans:
-        """The spans between two multiples of 64, from the first of them on."""
+        """The spans between `first` and `stop`, counted from `first`; both are multiples of 64, or ends."""
         if self.spans is None:
             return ((0, stop - first),)
         if first == 0 and stop == self.grad.numel():
@@ -88,9 +88,9 @@ class FlatJob:
 
     Args:
         out: where the new values go.
-        pieces: in order; what lies between them belongs to nobody.
-        state: of the whole; what isn't of the parameter's shape is shared by all elements.
-        shape: of the parameter; without it, it is flat.
+        pieces: in order; what lies between them is padding.
+        state: of the whole; values without the parameter's shape, such as a step count, are shared by all elements.
+        shape: the parameter's; None if it is flat.
     """
 
     def __init__(self, out: Tensor, pieces: Sequence[Piece], state: State, shape: torch.Size | None = None):
@@ -123,12 +123,12 @@ class FlatJob:
         part = slice(first, first + stop - start)
         if piece.source is not None:
             copy(self.out[start:stop], piece.source[part])
-        end = self._ends.get(stop, stop)  # with what lies behind the piece
+        end = self._ends.get(stop, stop)  # including the padding behind the piece
         for name, old in self._old.items():
             copy(self._new[name][start:end], old[start:end])
         spans = piece.within(part.start, part.stop)
         columns: dict[str, Sequence[Any]] = {name: parts(new[start:stop], spans) for name, new in self._new.items()}
-        # Every span has what isn't of the parameter's shape as it was before the step.
+        # Values without the parameter's shape go to every span as they were before the step.
         columns |= {name: _copies(value, len(spans)) for name, value in self._given.items() if name not in columns}
         states = [{name: columns[name][at] for name in self._given} for at in range(len(spans))]
         return list(map(Lent, parts(self.out[start:stop], spans), parts(piece.grad[part], spans), states))
@@ -149,7 +149,7 @@ class FlatJob:
 
     @property
     def state(self) -> State:
-        """What it is after the step."""
+        """The state after the step."""
         return {
             name: self._new[name].view(self._shape) if name in self._new else value
             for name, value in self._after.items()
@@ -161,7 +161,7 @@ Block = tuple[Job, int, int]  # where it starts and stops
 
 
 def batches(jobs: Sequence[Job], length: int | None) -> Iterator[list[Block]]:
-    """The blocks of all jobs, as many together as make up `length` elements."""
+    """The blocks of all jobs, in groups of up to `length` elements (a larger block is alone); None: all in one."""
     size, together = 0, list[Block]()
     for job in jobs:
         for start, stop in job.blocks(length):
@@ -175,13 +175,13 @@ def batches(jobs: Sequence[Job], length: int | None) -> Iterator[list[Block]]:
 
 
 def shared_memory() -> Arena | None:
-    """Where tensors may lie that other ranks read."""
+    """The arena in which tensors may lie that other ranks read; None outside a region."""
     region = current()
     return None if region is None else region.session.leases
 
 
 def allocate_like(value: Tensor, shared: Arena | None) -> Tensor:
-    """Where what comes after a tensor may be written: its own memory, if nobody else reads it, or new memory."""
+    """Memory for the tensor that replaces this one: its own, if it was donated and nobody else reads it, else new."""
     region = current()
     if donation.may_take(value) and not (shared is not None and shared.is_leased(value)):
         if region is not None:
@@ -193,7 +193,7 @@ def allocate_like(value: Tensor, shared: Arena | None) -> Tensor:
 
 
 def allocate(numel: int, like: Tensor) -> Tensor:
-    """Where so many flat elements of a tensor's kind may be written: new memory."""
+    """New flat memory for `numel` elements of the dtype and device of `like`."""
     region = current()
     return like.new_empty(numel) if region is None else region.session.allocate(numel, like)
 
@@ -210,7 +210,7 @@ def _laid_as(param: Tensor, value: Any) -> Any:
 
 
 def _own_all(state: State, shared: Arena | None) -> State:
-    """The values of a state, as `_own` has them."""
+    """`_own` of each value of a state."""
     return {
         name: _own(value, shared)
         if isinstance(value, Tensor)
@@ -220,7 +220,7 @@ def _own_all(state: State, shared: Arena | None) -> State:
 
 
 def _own(value: Any, shared: Arena | None) -> Any:
-    """A tensor that may be written to in the place of this one."""
+    """A tensor with the same values that may be overwritten."""
     if not isinstance(value, Tensor):
         return value
     if not (value.is_cpu and value.is_contiguous()) and not donation.may_take(value):
@@ -230,9 +230,9 @@ def _own(value: Any, shared: Arena | None) -> Any:
 
 
 def _copies(value: Any, count: int) -> Sequence[Any]:
-    """So many of a value, with tensors of their own."""
+    """`count` copies of a value."""
     if isinstance(value, Tensor) and not value.ndim and count > 1:
-        return value.expand(count).clone().unbind()  # at once: a step may have hundreds, and a GPU a launch for each
+        return value.expand(count).clone().unbind()  # at once: a step may need hundreds, each a launch on a GPU
     return [value.clone() if isinstance(value, Tensor) else trees.map(_clone, value) for _ in range(count)]
 
 

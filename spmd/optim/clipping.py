@@ -25,10 +25,10 @@ def check(clip: Any) -> None:
 
 @torch.no_grad()
 def scale_of(clip: float, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor | None:
-    """What every gradient is multiplied by, so that all together have at most the norm; None where that is 1.
+    """The factor for every gradient that brings their common norm down to `clip`; None if it is known to be 1.
 
-    That of `torch.nn.utils.clip_grad_norm_`. Parts of a leaf that is cut are on other ranks, and their squares are
-    summed over the axes that cut it.
+    It is that of `torch.nn.utils.clip_grad_norm_`. Other ranks have the rest of a leaf that is cut, so its squared norm
+    is summed over the axes that cut it.
     """
     cut: dict[tuple[str, ...], list[Tensor]] = {}
     for param, grad in zip(params, grads, strict=True):

@@ -1,6 +1,6 @@
-"""What makes a torch optimizer pure: an `Engine` lends it what it may write to for the length of a call.
+"""What makes a torch optimizer pure: for the length of a call, an `Engine` lends it tensors that it may write to.
 
-That is, block by block, what `blocks` has copied to where the new values go, or memory that the step may take.
+These are, block by block, copies that `blocks` made where the new values go, or memory that was donated.
 Invariant: inputs keep their values unless they were donated, the bits are those of torch's own step on the whole, and
 between two calls an engine holds no tensor of the caller's.
 """
@@ -23,8 +23,8 @@ from .blocks import BLOCK, Block, FlatJob, Job, Piece, WholeJob, allocate_like, 
 from .hyper import is_numeric, lent, refuse_unknown, written
 from .leaves import REFUSED, Leaf, State
 
-# What torch has fused kernels for that start from the same state as the others (SGD's begin with any momentum in half
-# precision).
+# The dtypes for which torch's fused kernels start from the same state as the others (in half precision, SGD's start
+# from arbitrary momentum).
 _FUSED = (torch.float32, torch.float64)
 
 
@@ -35,7 +35,7 @@ class Engine:
         self.cls = cls
         self.options = options
         self._light = _light(cls)
-        # Of torch's own the bare method: each instance's class is wrapped anew, for hooks and the profiler.
+        # For torch's own classes, `step` without the wrappers for hooks and the profiler that each instance adds anew.
         self._bare_step = inspect.unwrap(cls.step) if cls.__module__.startswith("torch.optim") else None
         # Whether any part of a parameter can be stepped alone.
         self._elementwise = cls.__module__.startswith("torch.optim") and cls.__name__ not in REFUSED
@@ -45,10 +45,10 @@ class Engine:
         self._may_fuse = known and not chosen
         self._fuses: dict[str, bool] = {}  # by kind of device
         self._numeric: frozenset[str] | None = None  # the names of the numbers among the options
-        # A class from elsewhere may look at all parameters in a step, and count its steps in the group.
+        # Classes from elsewhere may look at all parameters in a step, and count their steps in the group.
         self.looks_at_all = self._bare_step is None
-        self._written: set[str] = set()  # names of what its steps have written there, besides the numbers
-        # A class from elsewhere may clip or scale gradients in place; of torch's own, foreach SGD with nesterov does.
+        self._written: set[str] = set()  # names that steps have written in the group, besides the numbers
+        # Classes from elsewhere may clip or scale gradients in place; of torch's own, foreach SGD with nesterov does.
         writes = cls is torch.optim.SGD and bool(options.get("nesterov"))
         self._keeps = cls.__module__.startswith("torch.optim") and not (writes and options.get("foreach"))
         self._keeps_on_gpu = self._keeps and not writes
@@ -84,7 +84,7 @@ class Engine:
     def update_flat(
         self, out: Tensor, pieces: Sequence[Piece], state: State, hyper: Mapping[str, Any], scale: Tensor | None = None
     ) -> tuple[State, dict[str, Any]]:
-        """One step of a flat parameter that lies in pieces, written to `out`: its state and the hyper-parameters."""
+        """One step of a flat parameter in pieces, written to `out`. Returns its new state and hyper-parameters."""
         fused = self._is_fused(out, pieces[0].grad)
         job = FlatJob(out, pieces, self._counted(state, out, fused))
         new_hyper = self._run([job], hyper, fused, scale)
@@ -126,13 +126,13 @@ class Engine:
         return FlatJob(out.view(-1), [Piece(0, source, grad.view(-1))], state, param.shape)
 
     def _run(self, jobs: Sequence[Job], hyper: Mapping[str, Any], fused: bool, scale: Tensor | None) -> dict[str, Any]:
-        """Do the jobs, block by block; the new hyper-parameters."""
+        """Do the jobs, block by block, and return the new hyper-parameters."""
         instance, options = self._take(fused)
         lent = self._lend(options, hyper)
         group = instance.param_groups[0]
         group.clear()
         group.update(options, params=[], **lent)
-        # A fused kernel goes over everything once. A GPU has no cache to keep a block in, and a launch for each.
+        # A fused kernel goes over everything once. On a GPU blocks would save no traffic, and cost a launch each.
         # A class from elsewhere may count its steps, or look at all parameters: it gets all of them, once.
         whole = self.looks_at_all or bool(options.get("fused")) or not all(job.is_cpu for job in jobs)
         length = None if whole else BLOCK
@@ -146,7 +146,7 @@ class Engine:
             self._numeric = frozenset(name for name, value in options.items() if is_numeric(value))
         if not self.looks_at_all or hyper.keys() == self._numeric:
             return lent(options, self._numeric, hyper)
-        # Among them what an earlier step has written; a name that no step writes is found out after it.
+        # The rest is what an earlier step has written; a name that no step writes is refused after this one.
         numeric = {name: value for name, value in hyper.items() if name in self._numeric}
         more = {name: value for name, value in hyper.items() if name not in self._numeric}
         more = {name: value.clone() if isinstance(value, Tensor) else value for name, value in more.items()}
@@ -213,7 +213,7 @@ class Engine:
         return True
 
     def _check_flat(self, state: State) -> None:
-        """Refuse state that is not known to be of a part of the parameter, and so would be that of its last piece."""
+        """Refuse tensors within lists or dicts of the state: of these, only the last piece's would remain."""
         for name, value in state.items():
             if isinstance(value, Tensor | numbers.Number):
                 continue
@@ -228,7 +228,7 @@ class Engine:
                 )
 
     def _counted(self, state: State, param: Tensor, fused: bool) -> State:
-        """With the count of steps where torch reads it, whatever it was made by."""
+        """The state with its step count on the device where torch reads it, wherever it was made."""
         step = state.get("step")
         if not isinstance(step, Tensor):
             return state
@@ -324,10 +324,10 @@ def _after(
 
 
 def _light(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The class without the wrappers by which torch tells its compiler to keep off these methods.
+    """The class without the wrappers that tell torch's compiler to leave these methods alone.
 
-    At their first call they import that compiler: a second and 100 MB, on every rank, for nothing. What they do
-    besides, switching gradients off and calling hooks, the engine does or has no use for.
+    At their first call they import that compiler: a second and 100 MB, on every rank, for nothing. The other things
+    that they do, switching gradients off and calling hooks, the engine does itself or does not need.
     """
     if not cls.__module__.startswith("torch.optim"):
         return cls

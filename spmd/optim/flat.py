@@ -1,8 +1,8 @@
-"""Leaves laid end to end: where each of them lies, and what shows many of them as one tensor.
+"""Leaves laid end to end: where each one lies, and how many of them are viewed as one tensor.
 
-Each leaf begins at a multiple of 64 elements. Invariant: a step goes over leaves as torch would go over each by itself.
-A run ends with a leaf that is no whole number of vectors, whose last elements torch may round otherwise; behind others
-it goes on, over what lies between them and belongs to nobody. So no bits depend on where a leaf lies.
+Each leaf begins at a multiple of 64 elements. Invariant: each leaf gets the bits that torch would give it by itself,
+wherever it lies. Torch may round the elements behind the last whole vector differently, so what is stepped as one
+tensor ends with a leaf that is no whole number of vectors; behind other leaves it continues, over the padding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..kernels import torch_private
 from ..kernels.bucket import ALIGNED
 from ..mesh.strides import standard
 
-# Elements. Smaller leaves that don't lie end to end are copied so: torch goes over one tensor sooner than over many.
+# Elements. Smaller leaves that don't lie end to end are copied together: torch steps one tensor faster than many.
 SMALL = 1 << 14
 VECTORS = 128  # bytes: torch's loops take two vectors at a time, and what remains one by one
 
@@ -38,7 +38,7 @@ def offsets(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def joined(sizes: Sequence[int], values: Sequence[Tensor]) -> Tensor:
-    """Tensors of these sizes as one flat one, of memory of its own."""
+    """Copies of tensors of these sizes, laid end to end in one new flat tensor."""
     starts = offsets(tuple(sizes))
     flat = values[0].new_zeros(starts[-1])
     views = [flat[start : start + size] for start, size in zip(starts, sizes, strict=False)]
@@ -67,17 +67,17 @@ def _layouts(shapes: tuple[Sequence[int], ...]) -> list[tuple[Sequence[int], tup
 
 
 class Run(NamedTuple):
-    """Leaves as one flat tensor, in each of the columns that they are in: where it begins, and these tensors."""
+    """Leaves laid end to end: where the first one begins, and one flat tensor of them for each column."""
 
     start: int
     columns: list[Tensor]
 
 
 def runs(sizes: tuple[int, ...], columns: Sequence[Sequence[Tensor]], start: int, stop: int) -> Iterator[Run]:
-    """What shows all leaves between `start` and `stop`, multiples of 64: views where they lie end to end, else copies.
+    """All leaves from `start` to `stop`, multiples of 64, as flat tensors: views, or small leaves copied end to end.
 
     Args:
-        columns: in each the leaves, all of one dtype: gradients, say, and parameters.
+        columns: each has one tensor per leaf, all of one dtype: gradients, say, and parameters.
     """
     for begin, tensors in _together(sizes, columns, start, stop):
         end = begin + tensors[0].numel()
@@ -94,14 +94,14 @@ Spans = tuple[tuple[int, int], ...]
 
 @functools.lru_cache(maxsize=256)
 def stretches(sizes: tuple[int, ...], width: int, start: int, stop: int) -> Spans:
-    """What of a run is stepped as one, from the run's beginning on: up to each leaf that is no whole number of vectors.
+    """The parts of a run that are stepped as one each: they end with the leaves that are no whole number of vectors.
 
     >>> stretches((32, 64, 65, 3), 4, 0, 259), stretches((32, 64, 65, 3), 4, 64, 128)
     (((0, 193), (256, 259)), ((0, 64),))
 
     Args:
         width: bytes of an element.
-        start, stop: of the run.
+        start, stop: of the run; the parts are counted from its start.
     """
     found = [(max(begin, start) - start, min(end, stop) - start) for begin, end in _stretches(sizes, width)]
     return tuple((low, high) for low, high in found if low < high)
@@ -127,7 +127,7 @@ def parts(flat: Tensor, spans: Spans) -> Sequence[Tensor]:
 
 @functools.lru_cache(maxsize=256)
 def _and_between(spans: Spans, stop: int) -> list[int]:
-    """The lengths of parts, the first of which begins at 0, and of what lies behind each.
+    """The lengths of the parts, the first of which begins at 0, and of the gap behind each.
 
     >>> _and_between(((0, 3), (64, 69)), 70)
     [3, 61, 5, 1]
@@ -137,7 +137,7 @@ def _and_between(spans: Spans, stop: int) -> list[int]:
 
 
 def _together(sizes: tuple[int, ...], columns: Sequence[Sequence[Tensor]], start: int, stop: int) -> Iterator[Run]:
-    """What lies end to end or is laid so, up to the end of its last leaf, with what lies before and behind."""
+    """Runs of leaves that lie end to end or are copied so. They may reach beyond `start` and `stop`."""
     starts = offsets(sizes)
     whole = [flat for column in columns if (flat := _whole(sizes, column)) is not None]
     if len(whole) == len(columns):
@@ -159,12 +159,12 @@ def _together(sizes: tuple[int, ...], columns: Sequence[Sequence[Tensor]], start
             laid = [joined(sizes[some], column[some]) if flat is None else flat for flat, column in pairs]
             yield Run(begin, [flat[: end - begin] for flat in laid])  # without the last leaf's padding
             continue
-        for index in range(first, last + 1):  # side by side by chance, in memory that is not one
+        for index in range(first, last + 1):  # side by side by chance, in separate allocations
             yield Run(starts[index], [column[index].reshape(-1) for column in columns])
 
 
 def _whole(sizes: tuple[int, ...], column: Sequence[Tensor]) -> Tensor | None:
-    """All leaves as one, if they lie end to end, as they come from step to step."""
+    """All leaves as one, if they lie end to end, as they do once a step has made them."""
     first = column[0]
     if len(sizes) < 2 or 0 in sizes or type(first) is not Tensor or first.is_complex():
         return None
@@ -177,7 +177,7 @@ def _whole(sizes: tuple[int, ...], column: Sequence[Tensor]) -> Tensor | None:
 def _grouped(
     sizes: tuple[int, ...], starts: tuple[int, ...], columns: Sequence[Sequence[Tensor]]
 ) -> Iterator[tuple[int, int, list[bool]]]:
-    """The first and the last leaf of what is one run, and in which columns they lie end to end."""
+    """For each run, its first and last leaf, and in which columns its leaves lie end to end."""
     views = [_origins(starts, column) for column in columns]
     keys = list(zip(*views, strict=True))
     groups: list[list[int]] = []
@@ -197,7 +197,7 @@ def _grouped(
 
 
 def _origins(starts: tuple[int, ...], column: Sequence[Tensor]) -> list[int]:
-    """Where the first leaf lies if all lie end to end, as each of them says; of what can't be told, another number."""
+    """For each leaf, the address of the first one if all lie end to end; a number of its own if that is unknown."""
     width, complex_ones = column[0].element_size(), column[0].is_complex()
     anywhere = torch_private.is_fake(column[0]) or (complex_ones and any(leaf.is_conj() for leaf in column))
     return [
@@ -207,6 +207,6 @@ def _origins(starts: tuple[int, ...], column: Sequence[Tensor]) -> list[int]:
 
 
 def _shown(first: Tensor, count: int) -> Tensor | None:
-    """So many elements from the first one of a tensor on, if its memory has them."""
+    """A flat view of `count` elements from a tensor's first one on; None if its storage has fewer."""
     there = first.untyped_storage().nbytes() // first.element_size() - first.storage_offset()
     return first.as_strided((count,), (1,)) if count <= there else None

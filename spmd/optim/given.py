@@ -1,6 +1,6 @@
 """A step: every parameter with its gradient, checked; how they are divided; and the engines' work on each part.
 
-Checks and division depend on what the leaves are like, and not on what is in them, so that they are found out once for
+Checks and division depend on the leaves' shapes, dtypes and specs, not on their values, so they are worked out once for
 each kind of step. Invariant: steps of one kind are checked alike and divided alike.
 """
 
@@ -35,10 +35,10 @@ _kind_of_leaf = attrgetter("__class__", "shape", "dtype", "device", "layout", "r
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Known:
-    """Of one kind of step: which leaves are stepped, the slices that they lie in, and what is known of the new ones.
+    """For one kind of step: which leaves are stepped, the slices they lie in, and how the new parameters are cut.
 
     Attributes:
-        specs, axes: how the new parameters are cut, and what they differ over; None where that isn't known.
+        specs, axes: how the new parameters are cut, and the axes over which they differ; None where that isn't known.
     """
 
     indexes: tuple[int, ...]
@@ -48,7 +48,7 @@ class Known:
 
 
 class Kinds:
-    """What is known of the kinds of steps that there were in this process."""
+    """What was worked out for each kind of step in this process."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Known] = {}
@@ -67,10 +67,10 @@ class Kinds:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Given:
-    """What is stepped.
+    """What one step works on.
 
     Attributes:
-        params, grads: those that are trained.
+        params, grads: of the leaves that are trained.
     """
 
     params: list[Tensor]
@@ -81,8 +81,8 @@ class Given:
     def mark(self, new_params: Sequence[Tensor]) -> None:
         """Carry over how parameters are cut, and along which axes they differ, for `value_and_grad`.
 
-        That is where they or their gradients did. Of a gradient that the step has worked on nothing is known, nor of
-        what it is added to.
+        A new parameter differs where the old one or its gradient did. A gradient that the step itself changed carries
+        no mark, and neither does anything it is added to.
         """
         known = self.known
         for new, spec in zip(new_params, known.specs, strict=True):
@@ -173,7 +173,7 @@ def settle(
 
 
 def _kind(leaves: list[Any], treedef: optree.PyTreeSpec, grads: list[Any], state: Mapping[str, State]) -> Any:
-    """What must be the same for a later step to be like this one; None if that can't be told."""
+    """What must be equal for a later step to be of the same kind; None if that can't be told."""
     region = current()
     try:
         kinds = tuple(map(_kind_of_leaf, leaves)), tuple(map(_kind_of_leaf, grads))
@@ -189,7 +189,7 @@ def _kind(leaves: list[Any], treedef: optree.PyTreeSpec, grads: list[Any], state
 
 
 def _refuse_arrays(leaves: list[Any], treedef: optree.PyTreeSpec, grads: list[Any], state: Mapping[str, Any]) -> None:
-    """Refuse values that live on the ranks, whatever they are of."""
+    """Refuse Arrays, which live on the ranks, among parameters, gradients and state."""
     if not any(isinstance(value, Array) for value in (*leaves, *grads, *trees.leaves(state))):
         return
     named = [(f"params{path}", leaf) for path, leaf in zip(paths(treedef), leaves, strict=True)]

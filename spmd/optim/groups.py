@@ -20,7 +20,7 @@ FORM = 'groups=[{"params": lambda name, p: name.endswith("bias"), "weight_decay"
 
 
 def check(groups: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """What names the parameters of each group, and its options."""
+    """For each group, what names its parameters, and its options."""
     if isinstance(groups, Sequence) and all(isinstance(one, Mapping) and "params" in one for one in groups):
         return [(one["params"], {name: value for name, value in one.items() if name != "params"}) for one in groups]
     raise SpecError(
@@ -70,7 +70,7 @@ def _members(which: Any, names: list[str], leaves: list[Any], treedef: optree.Py
 
 
 def refuse_module(what: str, params: Any) -> None:
-    """Refuse a module, and what `module.parameters()` gives, whose parameters no step could return; and a state."""
+    """Refuse a module or its `parameters()`, whose structure no step could return, and an optimizer's state."""
     is_state = isinstance(params, Mapping) and {"state", "hyper"} <= params.keys()
     if isinstance(params, nn.Module | Iterator) or is_state:
         raise SpecError(

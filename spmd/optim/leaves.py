@@ -30,7 +30,7 @@ REFUSED = {
 class Leaf(NamedTuple):
     """A parameter to be optimised; its path names its state, and `group` the options it is stepped with.
 
-    `axes` and `grad_axes` are those that it and its gradient are known to differ over; None if that isn't known.
+    `axes` and `grad_axes` are those over which it and its gradient are known to differ; None if that isn't known.
     """
 
     path: str
@@ -56,13 +56,13 @@ def declared(own: State, shape: Sequence[int], spec: P) -> State:
 
 
 def declared_as(leaf: Leaf, own: State) -> State:
-    """State of a parameter that is cut says so, since a step's results are otherwise taken for replicated."""
+    """Declare the state of a cut parameter as cut, since a step's results otherwise count as replicated."""
     spec = layout_of(leaf.param)
     return declared(own, leaf.param.shape, spec) if spec.entries else own
 
 
 def localized(own: State, param: Tensor, spec: P) -> State:
-    """State of a cut parameter as this rank has it, be it given so or (made in the driver, say) whole."""
+    """This rank's part of a cut parameter's state, whether it was given in parts or whole (made in the driver, say)."""
     local: State = {}
     region = current()
     for name, value in own.items():

@@ -1,7 +1,7 @@
 """Any `torch.optim` optimizer as two pure functions: `init` makes its state, `step` makes new parameters and state.
 
-The torch optimizer itself does the arithmetic, so the bits are its own, of parameters as they are laid out (`flat`);
-`Engine` lends it what it works on.
+The torch optimizer itself does the arithmetic, so the bits are torch's own (`flat` sees to it); `Engine` lends it the
+tensors that it works on.
 Invariant: inputs keep their values, and outputs are new tensors.
 """
 
@@ -87,17 +87,18 @@ def optimizer(
             treat every element alike. Outside a region it changes nothing. "auto": all axes over which a parameter and
             its gradient are known to be the same (gradients as `value_and_grad` gives them), if `cls` is one of
             torch's that treats every element alike, the ranks share one host's memory, and there are more than 8192
-            elements to share: of fewer each rank updates all, laid end to end, sooner than it exchanges them. None:
-            each rank updates everything, and keeps all state.
+            elements to share: with fewer, each rank updates all of them, which is faster than an exchange. None: each
+            rank updates everything, and keeps all state.
         groups: dictionaries, each with "params" (a function of a parameter's name and tensor, a list of names, or a
-            tree of booleans) and the options of these parameters: `{"params": is_bias, "weight_decay": 0.0}`. The
-            first that names a parameter has it; the others are stepped with `hyper`. Numbers start out in
+            tree of booleans) and the options of these parameters: `{"params": is_bias, "weight_decay": 0.0}`. A
+            parameter belongs to the first group that names it; the rest are stepped with `hyper`. Numbers start out in
             `opt_state["groups"]`, one dictionary for each group.
         schedule: the learning rate of every step: a number, or a function of the step's number, from 0; or a class of
             `torch.optim.lr_scheduler`, or a function of an optimizer that makes one, such as
             `lambda opt: CosineAnnealingLR(opt, T_max=100)`. Steps are counted in `opt_state["count"]`.
-        clip: gradients are scaled down to this norm of all of them together, as by
-            `torch.nn.utils.clip_grad_norm_`, which itself finds nothing to clip in a step, where no tensor has `.grad`.
+        clip: the largest norm of all gradients together; they are scaled down to it, as
+            `torch.nn.utils.clip_grad_norm_` does. (That function itself has no effect in a step, where no tensor has
+            `.grad`.)
         hyper: keyword arguments of `cls`. Without `fused` and `foreach`, torch's fused implementation is taken where
             there is one (float32 and float64; not under `data_parallel(shards=)`). Numbers and tuples of numbers start
             out in `opt_state["hyper"]`, from which every step reads them; the others (`maximize`, ...) are fixed.
@@ -110,8 +111,7 @@ def optimizer(
 
     Raises:
         SpecError: `cls` is no optimizer class, does not take these keywords or values, or cannot be sharded; groups,
-            schedule or clip are of no such form; later,
-            parameters, gradients and state do not fit one another.
+            schedule or clip have another form; later, parameters, gradients and state do not fit one another.
         SpmdError: the `step` of `cls` needs a closure (LBFGS).
 
     Source: the `init`/`update` pair of optax; for `shard`, ZeRO stage 1, https://arxiv.org/abs/1910.02054.
@@ -148,11 +148,11 @@ class Recipe:
     """What an optimizer was asked for.
 
     Attributes:
-        engines: of each group; the first is for what is in none of `groups`.
-        groups: what names the parameters of each of the others.
-        owned: of each group the hyper-parameters that are its own.
+        engines: one for each group; the first is for parameters in none of `groups`.
+        groups: for each of the other groups, what names its parameters.
+        owned: for each group, the names of its own hyper-parameters.
         mixing: how the class mixes elements of one parameter, if it is known to.
-        kinds: of the steps that there were.
+        kinds: what was worked out for the steps so far.
     """
 
     engines: tuple[Engine, ...]
@@ -193,7 +193,7 @@ def _init(recipe: Recipe, params: Any) -> dict[str, Any]:
 
 @shows_only_users
 def _step(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    # What a compiler would trace here are writes to memory that it knows nothing of.
+    # A compiler would trace writes to memory that it knows nothing of.
     return torch_compiled.uncompiled(_stepped)(recipe, params, grads, opt_state)
 
 
@@ -202,7 +202,7 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
         grouping.refuse_module("opt.step", params)
     leaves, treedef = trees.flatten(params)
     state, hypers, count = _read(recipe, opt_state)
-    # Its new value stays on the host: to ask a GPU for it, at the next step, would wait for all that it does.
+    # The new count stays on the host: reading it from a GPU, at the next step, would wait for all of the GPU's work.
     count = count.cpu() if isinstance(count, torch.Tensor) else count
     step = settle(recipe.kinds, recipe.shard, recipe.groups, (leaves, treedef), grads, state)
     if recipe.mixing is not None:
@@ -211,7 +211,7 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     donation.spare_repeated(step.params)
     now = hypers if count is None or recipe.schedule is None else recipe.schedule.at(int(count), hypers)
     scale = None if recipe.clip is None else clipping.scale_of(recipe.clip, step.params, step.grads)
-    keys = trees.keys_text(treedef)  # which ranks compare that update a slice each
+    keys = trees.keys_text(treedef)  # compared between ranks that update a slice each
     try:
         with torch.set_grad_enabled(False), labelled(f"of {keys}"):
             new_params, new_state, new_hypers = step.update(recipe.engines, now, scale)
@@ -220,7 +220,7 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     step.mark(new_params)
     for index, new in zip(step.known.indexes, new_params, strict=True):
         leaves[index] = new
-    # What was scheduled for this step is no change of what the next one starts from.
+    # A value that the schedule set for this step alone must not be what the next step starts from.
     kept_hypers = [
         {name: hyper[name] if name in hyper and value is scheduled[name] else value for name, value in new.items()}
         for hyper, scheduled, new in zip(hypers, now, new_hypers, strict=True)
@@ -235,11 +235,11 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
 
 
 def _written(recipe: Recipe, hypers: list[dict[str, Any]], before: Any = None, given: Any = None) -> dict[str, Any]:
-    """The hyper-parameters as a state has them: all of the default group, and of the others what is their own.
+    """The hyper-parameters as a state holds them: all of the default group's, and each other group's own.
 
     Args:
-        before: those that the step began with.
-        given: the state that had them, whose groups keep what they had of their own.
+        before: the hyper-parameters that the step began with.
+        given: the state that they came from; a group keeps its own, even if they did not change.
     """
     if not recipe.groups:
         return {"hyper": hypers[0]}
@@ -252,7 +252,7 @@ def _written(recipe: Recipe, hypers: list[dict[str, Any]], before: Any = None, g
 
 
 def _read(recipe: Recipe, opt_state: Mapping[str, Any]) -> tuple[Any, list[dict[str, Any]], Any]:
-    """A state's tensors, the hyper-parameters of every group, and how many steps were taken where that is counted."""
+    """A state's tensors, the hyper-parameters of every group, and the number of steps taken, if it is counted."""
     try:
         state, hyper = opt_state["state"], opt_state["hyper"]
         own = opt_state["groups"] if recipe.groups else []
@@ -279,7 +279,7 @@ def _read(recipe: Recipe, opt_state: Mapping[str, Any]) -> tuple[Any, list[dict[
 
 
 def _refuse_unread(opt_state: Mapping[str, Any], hyper: Any) -> None:
-    """Refuse what the user has put beside what a state consists of: no step would read it."""
+    """Refuse an entry that the user added to a state, since no step would read it."""
     name = next((name for name in opt_state if name not in _READ), None)
     if name is not None:
         known = isinstance(hyper, Mapping) and name in hyper

@@ -1,10 +1,10 @@
 """What a rank steps: which leaves whole, which laid end to end and sliced, and the state of each.
 
-State is kept by path for a leaf that is stepped whole, and for leaves that are sliced under the name of what they have
-in common: "float32", with "/model" for leaves that are cut over that axis, ":1" for those of the second group, "[0,2]"
-if not all such leaves are in it, and behind "#" a number for their paths and shapes. Invariant: a leaf's state is in
-one place, and which one that is depends on nothing that differs between ranks; state in any form suits any number of
-ranks, and the leaves that it was made for alone.
+The state of a leaf that is stepped whole is kept under its path, that of sliced leaves under the name of what these
+have in common: "float32", with "/model" for leaves that are cut over that axis, ":1" for those of the second group,
+"[0,2]" if only some of such leaves are in it, and after "#" a hash of their paths and shapes. Invariant: a leaf's state
+is in one place, which depends on nothing that differs between ranks; state in any form fits any number of ranks, but
+only the leaves that it was made for.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .flat import divided, joined
 from .leaves import REFUSED, Leaf, State, declared_as, layout_of, localized, refuse_torchs
 from .slices import ALONE, Axis, Ranks, Slice, fetched
 
-# Elements, all of one kind together: with "auto" no more than these are sliced. What an exchange costs does not shrink
-# with them: all ranks wait for each other once more, on busy cores for as long as a turn of another process takes.
+# Elements. With "auto", leaves of one kind are sliced only if they have more than this together. For fewer, an exchange
+# still costs as much: all ranks wait for each other once more, on busy cores for another process's time slice.
 FEW = 1 << 13
-# Of a parameter without dimensions the shape does not tell.
+# Values of which there is one per leaf. For a parameter without dimensions, the shape does not tell.
 _ONE_FOR_A_LEAF = {"step", "eta", "mu", "mu_product"}
 
 
@@ -84,9 +84,9 @@ class Parts:
 
     Attributes:
         slices: leaves laid end to end.
-        whole: leaves that are stepped whole, and which these are.
+        whole: leaves that are stepped whole, with their indexes.
         states: as this rank keeps them, of slices by key and of whole leaves by path.
-        are_kept: all leaves lie in slices, and the state was given as theirs, as it is from one step to the next.
+        are_kept: all leaves lie in slices, and the state was given as that of these slices, as an earlier step left it.
     """
 
     slices: tuple[Slice, ...]
@@ -96,7 +96,7 @@ class Parts:
 
 
 def divide(shard: Axis | None, leaves: Sequence[Leaf], state: Mapping[str, State]) -> Parts:
-    """The parts of a step, where nothing is known of it yet; `shard` as for `_Division`."""
+    """Work out the parts of a step of a new kind; `shard` as for `_Division`."""
     found = _Division(shard, leaves, state)
     states = {part.key: found.state_of(part) for part in found.slices}
     states.update({leaf.path: found.state_of_leaf(leaf) for _, leaf in found.whole})
@@ -104,7 +104,7 @@ def divide(shard: Axis | None, leaves: Sequence[Leaf], state: Mapping[str, State
 
 
 def create(shard: Axis | None, engines: Sequence[Engine], leaves: Sequence[Leaf]) -> dict[str, State]:
-    """The state that the torch class makes in its constructor, without gradients; sliced where it is known now how."""
+    """The state that the torch class makes in its constructor, before there are gradients; sliced if known how."""
     found: dict[str, State] = {}
     for group, engine in enumerate(engines):
         members = [leaf for leaf in leaves if leaf.group == group]
@@ -184,7 +184,7 @@ class _Division:
         return Slice(key, tuple(members), shapes, first.group, along, cut)
 
     def _few(self) -> set[int]:
-        """Leaves of which there is so little that all of them are stepped sooner than a slice of them is exchanged."""
+        """Leaves so small that it is faster to step all of them than to exchange slices of them."""
         few: set[int] = set()
         for members in self._kinds.values():
             if sum(self._leaves[index].param.numel() for index in members) <= FEW:
@@ -192,7 +192,7 @@ class _Division:
         return few
 
     def _members(self, key: str) -> list[int] | None:
-        """The leaves whose state lies end to end under a key; None if they are others, or in another order."""
+        """The leaves whose state lies end to end under a key; None if the key is for other leaves or another order."""
         name, _, number = key.partition("#")
         kind, _, which = name.partition("[")
         members = self._kinds.get(kind)
@@ -202,14 +202,14 @@ class _Division:
         return members if members is not None and number == self._number_of(members) else None
 
     def _number_of(self, members: Sequence[int]) -> str:
-        """What tells leaves that lie end to end from all others: freezing one moves those behind it."""
+        """A hash that tells these leaves from all others: if one is frozen, say, those behind it move."""
         leaves = [self._leaves[index] for index in members]
-        # Of what is cut the shape here depends on the number of ranks.
+        # The local shape of a cut leaf depends on the number of ranks.
         named = [(leaf.path, None if layout_of(leaf.param).axes else tuple(leaf.param.shape)) for leaf in leaves]
         return f"{word_key(*named):x}"[:8]
 
     def _alike(self, members: Iterable[int]) -> list[list[int]]:
-        """Leaves that can share the state of a slice: as many steps, and whatever else is one number for a leaf."""
+        """Groups of leaves that can share a slice's state, as their step counts and other single values agree."""
         found: dict[Any, list[int]] = {}
         for index in members:
             leaf = self._leaves[index]
@@ -219,11 +219,11 @@ class _Division:
         return [*found.values()]
 
     def _dissolve(self, key: str) -> None:
-        """Keep state that lies end to end by leaf."""
+        """Split state that lies end to end into one state for each leaf."""
         leaves = [self._leaves[index] for index in self._members(key) or ()]
         own = self._state.pop(key)
         for name, value in own.items():
-            # Each its own: a donated one would be stepped in place once for every leaf.
+            # A copy for each: a shared one that was donated would be stepped in place once for every leaf.
             parts: Iterable[Any] = [value.clone() if isinstance(value, Tensor) else value for _ in leaves]
             local = value.local if isinstance(value, Sharded) else value
             if isinstance(local, Tensor) and local.ndim:
@@ -274,16 +274,16 @@ def _ranks(shard: Axis | None, leaf: Leaf) -> Ranks | None:
 
 
 def _together(leaf: Leaf) -> Ranks | None:
-    """Every rank steps all of what would be sliced if it were more, or were there more ranks: end to end, but alone."""
+    """For leaves too few to slice, or with no ranks to share them: each rank steps all, laid end to end as well."""
     whole = leaf.param.layout is torch.strided and not layout_of(leaf.param).axes
     return ALONE if whole and _known_axes(leaf) is not None else None
 
 
 def _known_ranks(leaf: Leaf) -> Ranks | None:
-    """Those that have the same parameter, and the same gradient, for all that is known, and read the same memory.
+    """The ranks that are known to have the same parameter and the same gradient, and that share memory.
 
-    Over a network, and on GPUs, each steps all by itself: new parameters would have to be gathered, beside gradients
-    that every rank has whole by then.
+    Over a network, and on GPUs, each rank steps everything: every rank has whole gradients by then, so gathering new
+    parameters would only add an exchange.
     """
     region, own = current(), _known_axes(leaf)
     if region is None or own is None:
@@ -297,12 +297,12 @@ def _known_ranks(leaf: Leaf) -> Ranks | None:
     alone = tuple(name for name in layout.axes if name not in own)
     if transforms.current_plan().virtual is None:
         return _together(leaf) if alone else None
-    # The same bits at any number of ranks: on a single one, too, state is that of slices.
+    # In exact mode a single rank, too, keeps its state by slices, as any number of ranks does.
     return Ranks(alone, inside=True) if alone else None
 
 
 def _known_axes(leaf: Leaf) -> frozenset[str] | None:
-    """The axes over which a parameter differs, and no others its gradient; None if that isn't known."""
+    """The axes over which a parameter differs; None if that isn't known, or its gradient may differ over others."""
     own, others = leaf.axes, leaf.grad_axes
     return None if current() is None or own is None or others is None or not others <= own else own
 

@@ -1,8 +1,8 @@
-"""Learning-rate schedules: what torch's schedulers, or functions of the step, say for a step, as a pure function.
+"""Learning-rate schedules as pure functions: torch's schedulers, or functions of the step's number.
 
-A torch scheduler writes to the optimizer that it is made for; here that is one without parameters, in which it is
-played up to the step that is asked for. Invariant: what a schedule gives depends on the number of the step alone, so
-that a resumed run goes on with it.
+A torch scheduler writes to the optimizer that it is made for; here that is a dummy with nothing to step, and the
+scheduler is stepped up to the step that is asked for. Invariant: what a schedule gives depends on the step's number
+alone, so that a resumed run continues it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Schedule:
 
     Args:
         given: what the user gave; see `optimizer`.
-        starts: of each group the hyper-parameters that it starts with.
-        own: of each group the names among them that are its own.
+        starts: for each group, the hyper-parameters that it starts with.
+        own: for each group, the names of those that it sets itself.
     """
 
     def __init__(self, given: Any, starts: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]):
@@ -118,7 +118,7 @@ class _Played:
         return self._steps[step]
 
     def _now(self) -> list[dict[str, Any]]:
-        """Of each group what a scheduler may set, among what the group has."""
+        """For each group, those of its values that a scheduler may set."""
         return [
             {name: _plain(group[name]) for name in ("lr", "momentum", "betas") if name in start}
             for group, start in zip(self._optimizer.param_groups, self._starts, strict=True)

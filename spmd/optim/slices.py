@@ -1,8 +1,8 @@
-"""Parameters laid end to end, of which every rank steps, and keeps the state of, one slice.
+"""Parameters laid end to end and sliced: each rank steps one slice, and keeps the state of that slice only.
 
-Each leaf begins at a multiple of 64 elements, and so does every slice. Invariants: no cut falls elsewhere, so that the
-bits are those of a step on all of them (see `flat`) at any number of ranks; and state of one number of ranks, fetched
-and put back, suits another.
+Each leaf begins at a multiple of 64 elements, and so does every slice. Invariants: no cut falls elsewhere, so the bits
+are those of a step on the whole (see `flat`) at any number of ranks; and state from one number of ranks, fetched and
+put back, fits another.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def slice_bounds(numel: int, parts: int) -> list[tuple[int, int]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ranks:
-    """Those that share the work: along which axes, how many, and which this one is; alone outside a region."""
+    """The ranks that share the work: along which axes, how many, and which one this is; outside a region, one alone."""
 
     axis: Axis
     index: int = 0
@@ -59,7 +59,7 @@ class Ranks:
     inside: bool = False
 
 
-ALONE = Ranks((), inside=True)  # each steps all: for being so little, or since there is no other rank
+ALONE = Ranks((), inside=True)  # each rank steps everything: there is too little to share, or no other rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Slice:
 
     @functools.cached_property
     def numel(self) -> int:
-        """Of all leaves, with what lies between them."""
+        """The elements of all leaves and of the padding between them."""
         return offsets(self.sizes)[-1]
 
     @functools.cached_property
@@ -100,7 +100,7 @@ class Slice:
 
     @functools.cached_property
     def spec(self) -> P | None:
-        """Of the state, which differs over every axis that cuts the leaves, and over ours; None where it is whole."""
+        """The state's: cut over the axes that cut the leaves and those of the slices; None if it is whole."""
         axis = self.ranks.axis
         names = (*((axis,) if isinstance(axis, str) else axis), *self.cut)
         return P(names) if names and self.ranks.inside else None
@@ -141,14 +141,14 @@ class Slice:
         return found, *stepped[0]
 
     def _pieces(self, out: Tensor, grads: Sequence[Tensor], params: Sequence[Tensor] | None) -> list[Piece]:
-        """What lies in this slice; without `params` these are there already."""
+        """What lies in this slice; without `params`, their old values are in `out` already."""
         start, stop = self.bounds
         columns, width = [grads] if params is None else [grads, params], grads[0].element_size()
         pieces = []
         for begin, (grad, *source) in runs(self.sizes, columns, start, stop):
             spans = stretches(self.sizes, width, begin, begin + grad.numel())
             pieces.append(Piece(begin - start, source[0] if source else None, grad, spans))
-        # A slice of padding alone is stepped as well: its state has to be like that of the others.
+        # A slice of nothing but padding is stepped as well, so that its state has the same entries as the others'.
         return pieces or [Piece(0, out.new_zeros(ALIGNED), out.new_zeros(ALIGNED))]
 
     def _donated_flat(self, params: Sequence[Tensor]) -> Tensor | None:
@@ -168,7 +168,7 @@ class Slice:
         return whole if self.ranks.size == 1 or transforms.can_rewrite(whole, self.ranks.axis) else None
 
     def localize(self, own: State) -> State:
-        """State values as this rank's slice, be they given as that or as the whole, or cut for other ranks."""
+        """This rank's slice of state values, given as that slice, whole, or cut for another number of ranks."""
         if not self.cut and all(type(value) is Tensor and self._is_own(value) for value in own.values()):
             return own  # as from one step to the next
         local = {}
@@ -194,7 +194,7 @@ class Slice:
         return local
 
     def _is_own(self, value: Any) -> bool:
-        """Whether a value is one for all elements, or this rank's slice, and not one for another number of ranks."""
+        """Whether a value is one for all elements or this rank's slice, rather than one for another number of ranks."""
         local = value.local if isinstance(value, Sharded) else value
         if not isinstance(local, Tensor) or not local.ndim:
             return True
@@ -206,7 +206,7 @@ class Slice:
         return torch.cat([whole[start:stop], whole.new_zeros(self.length - (stop - start))])
 
     def _check_cut(self, name: str, value: Tensor) -> None:
-        """Refuse the whole of state of cut parameters: its parts lie in the order of the ranks that it was made on."""
+        """Refuse whole state of cut parameters: its parts lie in the order of the ranks that it was made on."""
         if not self.cut or self.spec is None:
             return
         if value.shape != (self.length,) or getattr(value, "_spmd_spec", self.spec) != self.spec:
@@ -224,7 +224,7 @@ class Slice:
 
 
 def fetched(cut: frozenset[str], value: Any) -> Tensor:
-    """All slices, end to end, of a value of leaves that are cut over these axes."""
+    """All slices, end to end, of a value that belongs to leaves that are cut over these axes."""
     names = tuple(name for name in _axes_of(value) if name not in cut)
     local: Tensor = value.local if isinstance(value, Sharded) else value
     return transforms.all_gather(local, names, tiled=True) if current() is not None and names else local
@@ -237,5 +237,6 @@ def _axes_of(value: Any) -> frozenset[str]:
 
 
 def _like(piece: Tensor, param: Tensor) -> Tensor:
-    # Keeps the strides: channels last stays so. What has no elements shows no memory, which others may be stepped in.
+    # Keeps the strides, such as channels last. A tensor without elements gets its own memory, not a view of the
+    # others'.
     return piece if param.is_contiguous() and param.numel() else torch.empty_like(param).copy_(piece)

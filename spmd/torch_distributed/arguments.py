@@ -1,4 +1,4 @@
-"""What torch gives to a collective, in its several forms, as one form; and what can't be done refused."""
+"""Brings the several forms of arguments that torch passes to a collective into one, and refuses what can't be done."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A barrier that says who is missing: ranks sign in, and rank 0 decides when it has waited long enough.
 
-It goes through the store, which answers also where ranks are out of step in their collectives.
+It goes through the store, which answers even if ranks are out of step in their collectives.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..kernels.errors import CollectiveMismatch, message
 
-_GRACE_SECONDS = 5.0  # that the others wait longer than rank 0, to hear what it has to say
+_GRACE_SECONDS = 5.0  # the others wait this much longer than rank 0, to hear its verdict
 
 
 class MonitoredBarrier:
@@ -27,7 +27,7 @@ class MonitoredBarrier:
         """Return once all ranks are here.
 
         Args:
-            seconds: that are waited; with 0 those that are not here yet are missing.
+            seconds: how long to wait; with 0, ranks that are not here yet are missing.
             wait_all_ranks: name all that are missing, not only the first.
 
         Raises:

@@ -1,4 +1,4 @@
-"""How torch makes a process group of ours: who meets for it, or has met already."""
+"""How torch makes a process group of ours: its ranks meet for it, or have met already."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def create(options: Any) -> ProcessGroup:
 
 
 class adopting:
-    """Within, the default group that is made is of ranks that have met already."""
+    """Within it, torch's default group is made of ranks that have met already."""
 
     def __init__(self, world: World):
         self._adopted = world

@@ -42,7 +42,7 @@ def from_dtensor(dtensor: DTensor, *, mesh: Mesh | None = None) -> Any:
         An `Array`; within an @spmd function, which returns no Arrays, a `Sharded`.
 
     Raises:
-        SpecError: it is on another mesh, or is cut in a way that no spec says.
+        SpecError: it is on another mesh, or is cut in a way that no spec describes.
         MeshError: in the driver.
     """
     mesh = resolve(mesh)
@@ -104,7 +104,7 @@ def to_dtensor(array: Array) -> DTensor:
 def as_dtensor(
     local: torch.Tensor, spec: P, shape: tuple[int, ...], layout: Layout, device_mesh: DeviceMesh
 ) -> DTensor:
-    """A rank's shard of a value of this shape, whose cut has a counterpart."""
+    """A rank's shard as part of a `DTensor` of this shape; the way it is cut must have a counterpart."""
     dims = {name: dim for dim in range(len(spec.entries)) for name in spec.dim_axes(dim)}
     placements = [Shard(dims[name]) if name in dims else Replicate() for name in layout.names]
     stride = torch.empty(shape, device="meta").stride()
@@ -112,7 +112,7 @@ def as_dtensor(
 
 
 def _check_cuts(what: str, layout: Layout, shape: tuple[int, ...], spec: P) -> None:
-    """Refuse what the two cut in different ways."""
+    """Refuse what this library and torch cut differently."""
     for dim in range(len(spec.entries)):
         axes = spec.dim_axes(dim)
         if list(axes) != sorted(axes, key=layout.names.index):

@@ -1,8 +1,8 @@
 """The process group "spmd": torch's collectives over our communicators.
 
-Python may subclass torch's `ProcessGroup`, and torch's C++ then calls these methods, as Python does. A call that is not
-asynchronous is over when it returns. Invariants: ranks that disagree all raise at once, and what is left of the group
-says so in every later call; a group holds nothing when it has been destroyed.
+Torch lets Python subclass `ProcessGroup`, and its C++ code then calls these methods, as its Python code does. A call
+that is not asynchronous is over when it returns. Invariants: if ranks disagree, all raise at once, and so does every
+later call on the group; a destroyed group holds nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .torch_private import begin_event, end_event
 from .work import Work
 from .world import World
 
-_Base: Any = dist.ProcessGroup  # whose stubs know other signatures than its callers
+_Base: Any = dist.ProcessGroup  # its stubs have other signatures than its callers use
 
 
 class ProcessGroup(_Base):
@@ -60,7 +60,7 @@ class ProcessGroup(_Base):
         return self._name
 
     _device_types = property(lambda self: list(map(torch.device, DEVICES)))
-    supports_splitting = False  # asked for when groups are made on a bound device; `new_group` then does as on others
+    supports_splitting = False  # asked when a group is made on a bound device; `new_group` then works as on others
 
     def _get_backend(self, device: Any) -> Any:
         return self  # torch asks of what kind it is
@@ -89,7 +89,7 @@ class ProcessGroup(_Base):
         self.world.check_together()
 
     def _failed(self, error: BaseException) -> BaseException:
-        """What to raise for what an operation has raised; bad arguments leave the group as it is."""
+        """The error to raise for one that an operation raised; bad arguments leave the group usable."""
         error = self.world.raised(error)
         if self._broken is None and not self.world.adopted and not isinstance(error, SpecError | TypeError):
             self._broken = error

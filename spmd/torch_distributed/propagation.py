@@ -1,4 +1,4 @@
-"""Torch's functions on values of a mesh, cut as torch's `DTensor` says: what can stay cut does, the rest is moved.
+"""Torch's functions on values of a mesh, by the rules of torch's `DTensor`: what can stay cut does, the rest is moved.
 
 Invariant: the result is that of the function on the whole values. What DTensor has no rule for, and what it would take
 from a rank's shard as if that were all (numbers that go to Python, random numbers), runs on whole values on each rank.
@@ -29,7 +29,7 @@ from .torch_private import laid_out, with_layout
 aten = torch.ops.aten
 _KINDS = 4096  # of shards whose layouts are kept
 _LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
-_WHOLE = {ITEM.default, aten.linalg_pinv.atol_rtol_tensor}  # below a DTensor torch has that wrong (see `DispatchMode`)
+_WHOLE = {ITEM.default, aten.linalg_pinv.atol_rtol_tensor}  # which torch gets wrong below a DTensor (`DispatchMode`)
 _SCANS = {aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default}
 _PLACES = {aten.argmax.default, aten.argmin.default}
 _MEAN = 1  # torch's number for that way to reduce
@@ -75,10 +75,11 @@ _layouts = _Layouts()
 
 
 class _OnShards(DispatchMode):
-    """Refuses what DTensor takes from a rank's shard, and what its rules have wrong.
+    """Refuses what DTensor would compute from a rank's shard alone, and what its rules get wrong.
 
-    A mean of samples with weights is not the mean of the ranks' means; a convolution is of whole samples and whole
-    weights; and what is yet to be summed is so before anything else is done with it: 1 - x is not.
+    A weighted mean of samples is not the mean of the ranks' means; a convolution takes whole samples and whole weights;
+    and partial values are summed before anything else is done with them, since 1 - x of the parts is not that of the
+    sum.
     """
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -86,13 +87,13 @@ class _OnShards(DispatchMode):
             raise NeedsWhole
         if (func in _LOSSES and args[3] == _MEAN) or (func is aten.convolution.default and not _cut_by_samples(*args)):
             raise NeedsWhole
-        if func in _SCANS and args[1] < 0:  # which the rule takes for a dimension that is not cut
+        if func in _SCANS and args[1] < 0:  # the rule takes it for a dimension that is not cut
             args = (args[0], args[1] + args[0].ndim, *args[2:])
         if func in _PLACES and (*args, None)[1] is None and not _is_cut_by_rows(args[0]):
             raise NeedsWhole  # of equal elements the first is asked for, and the rule takes the first rank's
         if func not in _SUMMED_LATER:
             if any(map(_is_partial, trees.leaves([value for _, value in written_by(func, args, kwargs)]))):
-                raise NeedsWhole  # the sum would be written to, and C++ go on with what was to be summed
+                raise NeedsWhole  # only the sum would be written to, and C++ go on with the partial values
             args, kwargs = trees.map(_summed, (args, kwargs))
         result = func(*args, **kwargs)
         if not all(map(_is_cut_as_said, result if isinstance(result, tuple | list) else (result,))):
@@ -101,7 +102,7 @@ class _OnShards(DispatchMode):
 
 
 def _cut_by_samples(x: DTensor, *others: Any) -> bool:
-    """Whether of a convolution nothing is cut but the first dimension of the input."""
+    """Whether nothing of a convolution is cut except the first dimension of its input."""
     weights = (leaf for leaf in others if isinstance(leaf, DTensor))
     return _is_cut_by_rows(x) and all(map(_is_whole, weights))
 
@@ -111,10 +112,10 @@ def _is_cut_by_rows(x: DTensor) -> bool:
 
 
 def _is_cut_as_said(leaf: Any) -> bool:
-    """Whether a rank has of a result what torch's rule for it says, by its shape; the same on all ranks.
+    """Whether a rank's part of a result has the shape that torch's rule says; the same on all ranks.
 
-    Some rules have it wrong: torch 2.13 says of `logsumexp(keepdim=True)` what holds without that, and 2.14 of `argmin`
-    that it is cut where the tensor is not, and computes all of it on every rank.
+    Some rules are wrong: torch 2.13 gives `logsumexp(keepdim=True)` the layout that it has without keepdim, and 2.14
+    says that `argmin` is cut where the tensor is not, but computes all of it on every rank.
     """
     if not isinstance(leaf, DTensor):
         return True
@@ -133,7 +134,7 @@ def _is_partial(leaf: Any) -> bool:
 
 
 def _summed(leaf: Any) -> Any:
-    """A tensor whose parts on the ranks are summed, or whatever else is left to do with them."""
+    """A tensor whose partial values are summed over the ranks, or reduced as is left to do with them."""
     if not _is_partial(leaf):
         return leaf
     return leaf.redistribute(
@@ -142,12 +143,12 @@ def _summed(leaf: Any) -> Any:
 
 
 def on_shards(region: Region, func: Callable, args: tuple, kwargs: dict[str, Any], *, first: bool) -> tuple[Any, bool]:
-    """The function of these shards, which are evenly cut; as an @spmd function returns it.
+    """Apply a function to these shards, which are evenly cut; the results are as an @spmd function returns them.
 
-    Also says whether each rank has computed of its shards alone, rather than of whole values that torch has gathered.
+    Also says whether each rank computed from its own shards alone, rather than from whole values that torch gathered.
 
     Args:
-        first: of its kind, of which torch may have something to say, once.
+        first: whether it is the first call of its kind, for which torch may log something.
 
     Raises:
         NeedsWhole: the same on all ranks.
@@ -169,7 +170,7 @@ def on_shards(region: Region, func: Callable, args: tuple, kwargs: dict[str, Any
         if isinstance(error, MeshError):  # torch.distributed has other ranks than the mesh
             raise NeedsWhole from error
         raise
-    except Exception as error:  # also of the program's own making, which the whole values then show as it is
+    except Exception as error:  # also the program's own errors, which the call on whole values then shows as they are
         raise NeedsWhole from error
 
 
@@ -180,7 +181,7 @@ def _is_whole(leaf: Any) -> bool:
 def _left(region: Region, leaf: Any) -> Any:
     """A result as an @spmd function returns it."""
     if not isinstance(leaf, DTensor):
-        raise NeedsWhole  # computed of this rank's shard, perhaps
+        raise NeedsWhole  # it may be computed from this rank's shard
     session = region.session
     layout, placements = session.layout, list(leaf.placements)
     wanted = [Replicate() if isinstance(each, Partial) else each for each in placements]
@@ -202,7 +203,7 @@ def _left(region: Region, leaf: Any) -> Any:
 
 
 def _all_reduced(comm: Any, local: torch.Tensor) -> torch.Tensor:
-    """The sum, rounded once where it is of 16 bits."""
+    """The sum; 16-bit values are summed in float32 and rounded once."""
     total = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
     comm.all_reduce(total)
     return total.to(local.dtype)
@@ -210,7 +211,7 @@ def _all_reduced(comm: Any, local: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _unlogged() -> Iterator[None]:
-    """Torch's advice on DTensor is for those who use it, and its errors are looked at."""
+    """Silence torch's logs: its advice is for users of DTensor, and its errors are handled here."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.ERROR))
     try:

@@ -1,7 +1,7 @@
 """`torch.distributed` learns of the backend "spmd" as soon as both are loaded, whichever comes first.
 
-Why so: `import spmd` loads nothing of torch, and a program that never communicates should not pay for it. Invariant:
-what is registered is a function, and the backend itself is loaded when a process group is made.
+The reason: `import spmd` loads nothing of torch, and a program that never communicates should not pay for it.
+Invariant: only a function is registered, and the backend itself is loaded when a process group is made.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 
 class _Finder:
-    """Finds one module, once, and has it registered with when it has been loaded."""
+    """Finds one module, once, and registers the backend with it when it has been loaded."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != _MODULE:

@@ -1,4 +1,4 @@
-"""Sums of sparse tensors: every rank gets the entries of all, of which there may be other numbers on each."""
+"""Sums of sparse tensors: every rank gathers the entries of all, and each may have another number of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What of torch is private and process groups need: why, what was tried instead, and nothing else.
+"""The private parts of torch that process groups need: why, what was tried instead, and nothing else.
 
-As `kernels/torch_private.py`, for what only this room uses.
+Like `kernels/torch_private.py`, for what only this folder uses.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def begin_event(name: str, tensors: list[Tensor]) -> list[Any] | None:
 
 
 def end_event(event: list[Any]) -> None:
-    """End one, as one of an operation that went on beside the program: that is, in another thread.
+    """End an event in another thread, as that of an operation that ran beside the program.
 
     Public way: none; a function whose future ends an event records no shapes.
     """
-    thread = threading.Thread(target=event.clear)  # it ends, for good, where the last reference to it goes
+    thread = threading.Thread(target=event.clear)  # it ends in the thread that drops the last reference to it
     thread.start()
     thread.join()
 

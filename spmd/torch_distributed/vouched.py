@@ -1,8 +1,8 @@
-"""Copies of bytes between hosts, with a code of the job's secret: torch unpickles what its object collectives receive.
+"""Copies of bytes between hosts, authenticated by the job's secret: torch unpickles what object collectives receive.
 
-Gloo's connections have no codes of their own. So where a group's ranks are on several hosts, a copy of a uint8 tensor
-that the caller waits for, as object collectives do, is followed by one of codes, and given out when they fit.
-Invariant: nothing of another process than the group's ranks is unpickled.
+Gloo's connections are not authenticated. So if a group's ranks are on several hosts, a copy of a uint8 tensor that the
+caller waits for, as object collectives do, is followed by a copy of authentication codes, and raises if these don't
+fit. Invariant: nothing from another process than the group's ranks is unpickled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..kernels.communicator import Communicator
 from ..kernels.network.authentication import CODE_BYTES, code, same
 from ..kernels.network.communicator import NetworkedCommunicator, not_of_this_job
 
-_numbers: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()  # of copies that had codes
+_numbers: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()  # of copies with codes so far
 
 
 def broadcast(comm: Communicator, tensor: torch.Tensor, src: int, later: bool) -> Any:
@@ -68,7 +68,7 @@ def _no_code() -> torch.Tensor:
 
 
 def _code(comm: Any, source: int, tensor: torch.Tensor) -> torch.Tensor:
-    number = f"{source} {_numbers[comm]}".encode()  # what was overheard earlier fits nowhere else
+    number = f"{source} {_numbers[comm]}".encode()  # so that an overheard code fits no other copy
     made = code(comm.key, b"object", number, tensor.detach().contiguous().numpy().tobytes())
     return torch.frombuffer(bytearray(made), dtype=torch.uint8)
 

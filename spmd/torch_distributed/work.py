@@ -1,10 +1,10 @@
-"""What a collective of a process group gives: torch's `Work`, with a future that is done when the operation is.
+"""What a collective of a process group returns: torch's `Work`, with a future that is done when the operation is.
 
-Who asks for a future goes on computing, and may wait for it where nobody can advance the operation (DDP waits in C++).
-So a thread beside the program sees to futures: it sleeps until a peer has done its part, and works only while there
-are some.
-Invariants: a future is done once, and callbacks of it run while no thread is kept from communicating; when the program
-ends, no such thread is left in torch's code, where the interpreter's end would be that of the process, by abort.
+A caller that asks for a future goes on computing, and may wait for it where nothing advances the operation (DDP waits
+in C++). So a background thread advances operations with futures: it sleeps until a peer has done its part, and works
+only while there are any.
+Invariants: a future is done once, and its callbacks keep no other thread from communicating; when the program ends, no
+such thread is left in torch's code, since the interpreter's end would abort the process there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Work(dist.Work):
 
     Args:
         comm: whose operation it is.
-        started: of the communicator, one or several.
+        started: the communicator's operations, one or several.
         result: the tensors that it gives.
         failed: told an error, returns what to raise.
         event: of a profiler, to be ended when the operation is.
@@ -76,7 +76,7 @@ class Work(dist.Work):
         self._error = self._failed(error)
 
     def look(self) -> bool:
-        """Whether it is over, without waiting, and without telling the future."""
+        """Whether it is over, without waiting, and without completing the future."""
         try:
             with turn:
                 while self._started:
@@ -124,7 +124,7 @@ class Work(dist.Work):
         return self._future
 
     def _tell(self) -> None:
-        """Have the future done, if there is one."""
+        """Complete the future, if there is one."""
         with turn:
             event, self._event = self._event, None
         if event is not None:
@@ -148,14 +148,14 @@ def _plain(error: BaseException) -> Exception:
     return error if isinstance(error, Exception) else RuntimeError(str(error))
 
 
-_LEAVE_SECONDS = 2.0  # that the program's end waits at most, for a callback that does not end
+_LEAVE_SECONDS = 2.0  # the most that the program's end waits for a callback that does not end
 
 
 class _Futures:
-    """The threads that see to works whose futures somebody may wait for: one waits, others run callbacks.
+    """The threads that advance works whose futures somebody may wait for: one waits, others run callbacks.
 
-    A callback may start an operation and wait for its future. So who is about to run callbacks leaves the waiting to
-    another thread; as many are made as callbacks wait at one time.
+    A callback may start an operation and wait for its future. So a thread that is about to run callbacks leaves the
+    waiting to another, which is started if none is idle.
     """
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ class _Futures:
                 self._idle += 1
 
     def _await_one(self) -> list[Work]:
-        """Those that are over, once one is."""
+        """Wait until a work is over, and return those that are."""
         pending = list(self._pending)
         over: list[Work] = []
 
@@ -222,7 +222,7 @@ class _Futures:
             pending[0].comm.wait_for(ready, "an operation with a future")
         except BaseException as error:
             over = [work for work in pending if work.look()]
-            if not over:  # said of none of them: of the one that was waited for
+            if not over:  # the error is of none of them: fail the one that was waited for
                 pending[0].fail(error)
                 over = pending[:1]
         return over

@@ -41,7 +41,7 @@ class World:
     """Ranks that have met.
 
     Args:
-        watch: where aborts and deaths are noticed, the arena if there is one for all.
+        watch: what notices aborts and deaths: the arena, if one is shared by all.
         store: gives a store that all ranks share.
         backend: of their communicators.
         session: of the mesh whose ranks they are.
@@ -53,7 +53,7 @@ class World:
 
     @classmethod
     def met(cls, store: Any, rank: int, size: int, timeout: float) -> World:
-        """Meet in a store of torch's, in which every rank of `size` does the same, and for the same time each."""
+        """Meet in a store of torch's; all `size` ranks do so, each for the same number of times."""
         keep_freed_memory()
         time = store.add(f"spmd/joins/{rank}", 1)
         store = dist.PrefixStore(f"spmd/{time}", store)
@@ -97,19 +97,19 @@ class World:
     def check_together(self) -> None:
         """Refuse to communicate where the ranks of a mesh do not run the same: in remote objects and `mesh.submit`.
 
-        What a program does in threads of its own, which are in no region, it sees to itself.
+        A program's own threads are in no region; it must see to them itself.
         """
         if self.session is not None and current() is not None:
             self.session.check_together("communicate")
 
     def store_of(self, channel: str, store: Any) -> Any:
-        """A store for one group, torch's own being `store`; what the ranks have not written is as if not there."""
+        """A store for one group; `store` is torch's own. In it, what no rank of ours wrote counts as missing."""
         return store if self.adopted else dist.PrefixStore(channel, self.store())
 
     def channel(self, ranks: tuple[int, ...]) -> str:
-        """What tells a group from all others, also from one that had its ranks and is gone.
+        """A name that no other group has, not even an earlier one of the same ranks.
 
-        Not its name: torch numbers groups, on each rank those that it is in, so that the name of one may differ.
+        Torch's name won't do: each rank numbers the groups that it is in, so the name of one may differ between ranks.
         """
         self._times[ranks] += 1
         return f"torch {','.join(map(str, ranks))} {self._times[ranks]}"
@@ -120,9 +120,9 @@ class World:
         return isinstance(self.watch, Arena) and self.backend not in _MEETING
 
     def opens_early(self, rank: int) -> bool:
-        """Whether a group is opened by this one of its ranks as it is made, so that nobody waits when it is used.
+        """Whether this rank of a group opens it as soon as it is made, so that nobody waits when it is used.
 
-        Not by a rank of a network that replaces one that died: the others have the group, and open it afresh on use.
+        On a network, a rank that replaces a dead one does not: the others have the group, and open it afresh on use.
         """
         return rank == 0 if self.opens_alone else not self.adopted or self.watch.generation == 1
 
@@ -141,7 +141,7 @@ class World:
             )
 
     def raised(self, error: BaseException) -> BaseException:
-        """What to raise for what a wait has raised: outside of a region nobody catches the end of one."""
+        """The error to raise for one that a wait raised: outside a region nobody catches `Aborted`."""
         return PeerLost(str(error)) if isinstance(error, Aborted) and not self.adopted else error
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ Measure = Callable[[str, Any, Mapping[str, tuple[str, dict]]], dict[str, list[fl
 
 
 def main(arguments: list[str]) -> int:
-    """Run `spmd bench`, which `arguments` follow; returns the exit status."""
+    """Run `spmd bench` with these arguments; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="spmd bench",
         description="All-reduces and a train step of this library, of torch's Gloo and of DDP, measured in turn.",
@@ -100,7 +100,7 @@ def show(where: str, measure: Measure, *, quiet: bool = False) -> None:
 
 
 def time_text(seconds: float) -> str:
-    """With three digits.
+    """A time with three digits and its unit.
 
     >>> time_text(2.5e-6), time_text(0.0123), time_text(3)
     ('2.5 us', '12.3 ms', '3 s')

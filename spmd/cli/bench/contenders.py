@@ -72,7 +72,7 @@ class Ours:
         self.barrier, self.finish = self.comm.barrier, lambda: None
 
     def all_reduce(self, options: Mapping[str, Any], size: int) -> Step:
-        """Of `size` bytes of float32: `kind` says where they lie, and what becomes of them.
+        """All-reduce `size` bytes of float32; `kind` says where they lie, and what happens to them.
 
         "kept" in the arena; "overwritten" there, in place on every rank; "given up" there, as the buckets of gradients
         are, whose result may take their place; "any" tensor.
@@ -83,7 +83,7 @@ class Ours:
         if kind == "any":
             ordinary = torch.ones(numel)
             return lambda: comm.all_reduced(ordinary)
-        buffer = comm.empty(numel, dtype=torch.float32).zero_()  # overwritten again and again, it stays finite
+        buffer = comm.empty(numel, dtype=torch.float32).zero_()  # stays finite however often it is reduced
         return (lambda: comm.all_reduced(buffer)) if kind == "kept" else (lambda: comm.all_reduce(buffer))
 
     def train_step(self, options: Mapping[str, Any], model: str | tuple) -> Step:

@@ -42,8 +42,8 @@ def load(name: str) -> Any:
 def spread_out(side: Side) -> None:
     """Move each rank, or each thread of a side that computes with several, to a core of its own.
 
-    Reading a request leaves them all on one core, at times, where they may stay for a whole turn. They are free again
-    to be moved at once.
+    After they have read a request, all may be on one core, and stay there for a whole turn. They are not pinned: right
+    after the move the system may place them as it likes.
     """
     cores = sorted(os.sched_getaffinity(0))
     threads = sorted(map(int, os.listdir("/proc/self/task"))) if side.threads > 1 else [0]
