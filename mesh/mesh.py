@@ -196,7 +196,7 @@ class Mesh:
         return self is other or (self._rank_session is not None and self._rank_session is other._rank_session)
 
     def comm(self, axis: str | tuple[str, ...] | None = None, *, ranks: Sequence[int] | None = None) -> Communicator:
-        """A communicator, for messages and collectives on a rank: of the ranks along `axis` (None: all), or of `ranks`.
+        """On a rank, a communicator (messages, collectives) of the ranks along `axis` (None: all), or of `ranks`.
 
         Args:
             ranks: any ranks of the mesh, including this one. All of them must make the call with the same list, and its

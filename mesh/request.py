@@ -261,7 +261,7 @@ def spans_of(leaves: Sequence[Any], before: Sequence[int] = ()) -> list[Span]:
         stop = start + 1
         if many > 1:
             here = ids[at : at + many]
-            # `ids` is empty unless all Arrays of the source are alive: so equal ids mean the same Arrays.
+            # `source.ids` is empty unless all its Arrays are alive: so equal ids mean the same Arrays.
             if len(here) == many and here == source.ids[start : start + many]:
                 stop = start + many
         after = at + stop - start

@@ -54,7 +54,7 @@ class RunState:
         self._calls = self._runs = self._operations = 0
         self._aside = False
         self._last_called = ""  # the @spmd function called last, or the one that failed
-        self._seen: Started | None = None  # what that call had started
+        self._seen: Started | None = None  # what was seen to fail then, if a call had started it
         self._recent: deque[Call] = deque(maxlen=RECENT_CALLS)
         self._failed_calls: list[Call] = []  # their numbers are used when they are made again
 
@@ -137,7 +137,7 @@ class RunState:
     def uncounted(self) -> Iterator[None]:
         """For calls of `Mesh.run` that draw no random numbers, such as saving: those of other calls do not change.
 
-        Such a failure does not count as a failed step of the program, unless a rank was lost.
+        If such a call fails, that is no failed step of the program, unless a rank was lost or Ctrl-C was pressed.
         """
         failed, runs = self.failed, self._runs
         try:

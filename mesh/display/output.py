@@ -65,7 +65,7 @@ class _Held:
 
 
 class _Splitter:
-    """Cuts one rank's bytes into lines, ended by a newline, a carriage return, or one after the other."""
+    """Cuts one rank's bytes into lines, ended by a newline, a carriage return, or a carriage return and newline."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -116,7 +116,7 @@ class Task:
         return [self.answers[rank][1] for rank in self.ranks]
 
     def settle(self, failure: Outcome = None) -> None:
-        """Make the outcome known. A future takes over a failure; without one, `reported` says whether it was seen."""
+        """Make the outcome known. A future takes a failure over; for other tasks `reported` says if it was seen."""
         self.failure = failure
         if self.again is not None:
             self.again.packet.close()

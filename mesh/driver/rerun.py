@@ -18,7 +18,7 @@ from .pending import Again, Task
 from .session_view import Session
 from .values import CallValues
 
-LOSSES = 3  # after so many losses of ranks in a row, one call is blamed and not run again
+LOSSES = 3  # of ranks in a row in one call: then the call is blamed, and not run again
 logger = logging.getLogger("spmd")
 
 

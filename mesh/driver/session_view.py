@@ -1,6 +1,6 @@
 """The driver's session as a type for the files that it imports, which therefore can't import it.
 
-A file that needs more of the session extends `Session` itself, if the types of that part import this file.
+It leaves out parts whose types import this file: a file that needs one of these extends `Session` for itself.
 """
 
 from __future__ import annotations

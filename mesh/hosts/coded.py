@@ -98,7 +98,7 @@ def framed(packet: wire.Packet) -> list[Any]:
 
 
 def unframed(content: bytes | memoryview, most: int = wire.INLINE_BYTES) -> wire.Packet:
-    """The packet; tensors of more than `most` bytes in all are put into a memfd, for this host's ranks to map."""
+    """The packet; tensors of more than `most` bytes in all go into a memfd, if one can be made, for ranks to map."""
     head, data = _LENGTHS.unpack_from(content)
     view = memoryview(content)[_LENGTHS.size :]
     tensors = view[head + data :]

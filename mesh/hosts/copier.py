@@ -1,8 +1,8 @@
 """Copying a rank's values to other hosts, by a thread beside the program, when a call has made them.
 
-Values go to the next hosts, in a ring, until as many other hosts have them as `Mesh(copies=)` says; of several ranks
-that hold the same shard, the first sends it. Invariant: the driver is told that a call's results will be copied before
-it hears of the call's end, and that they are copied once all of those hosts have all of them.
+Values go to the next hosts that lack them, in a ring, until as many other hosts have them as `Mesh(copies=)` says; of
+several ranks that hold the same shard, the first sends it. Invariant: the driver is told that a call's results will
+be copied before it hears of the call's end, and that they are copied once all of those hosts have all of them.
 """
 
 from __future__ import annotations

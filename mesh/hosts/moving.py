@@ -97,7 +97,7 @@ class Moves:
 
 
 def moves_of(session: ValuesSession, again: Iterable[Task]) -> Moves:
-    """What has to go where so that all ranks have their values again; not of calls that are not over, or run again."""
+    """What has to go where so that all ranks have their values again, without calls that run again or have failed."""
     found, copies = Moves(remedy=remedy(session)), session.ranks.copies()
     made = {id(values) for task in again for values in task.again.values}
     for values in session.values.of_calls(read=False):

@@ -173,7 +173,7 @@ class Host:
             return rank.send(packet, wire.frame(packet))
 
     def _laid_out(self, packet: wire.Packet) -> wire.Packet:
-        """Put a packet's values once into this host's arena, where its ranks share them, and they outlive them."""
+        """Put a packet's values once into this host's arena, where ranks share them, and which outlives the ranks."""
         if packet.fd is None or not isinstance(msg := ranks_protocol.decode(packet.head), ranks_protocol.PutValues):
             return packet
         size = os.fstat(packet.fd).st_size

@@ -71,7 +71,7 @@ class Refused(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToRanks(Message):
-    """To a host: pass the content, a packet, to these of its ranks; if none are given, to all, and so on all hosts."""
+    """To a host: pass the content, a packet, to these of its ranks; () if it goes to all ranks of all hosts."""
 
     ranks: tuple[int, ...]
 
@@ -139,7 +139,7 @@ class DropGiven(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offer(Message):
-    """To a host whose ranks are idle: let the ranks of a mesh read their values; its key is made from this number."""
+    """To a host with idle ranks: offer their values to the ranks of a mesh whose key is made from this number."""
 
     number: bytes
 
@@ -165,7 +165,7 @@ class Carried(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report(Message):
-    """From a host, the answer to `Ask`: the fields of each `RankStatus`, or the stacks, or "yes"."""
+    """From a host, the answer to `Ask`: the fields of each `RankStatus`, the stacks, or "yes" if overwritten."""
 
     rows: tuple[tuple[int, str, int, int, str, int], ...]
     text: str

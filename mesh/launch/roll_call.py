@@ -229,7 +229,7 @@ class RollCall:
     def _of_other_secrets(self, found: dict[int, _Signature], strange: dict[int, bytes]) -> dict[int, _Signature]:
         """The ranks of hosts with another secret file; none if all must have the same, or an entry is no signature.
 
-        All must have the same if the user has chosen a secret, on one host, and if a rank on another host has this one.
+        All must have the same if the user has chosen one, if all are on one host, or if some other host has this one.
         """
         if self._secret.chosen or self._one_host:
             return {}

@@ -29,7 +29,7 @@ from .newcomers import Died, Newcomers
 from .pieces import Piece, Pieces, Source
 from .shares import Share, Shares
 
-_SLOWEST = 10 << 20  # bytes a second: the least that a rank is expected to fetch, before the resize fails
+_SLOWEST = 10 << 20  # bytes a second: beyond the timeout, ranks get as long to fetch values as this rate takes
 
 
 class Moved:

@@ -160,7 +160,7 @@ class Newcomers:
                     self._printed.append((rank, kind, what))
 
     def _heard_here(self) -> Iterator[list[tuple[str, Rank, Any]]]:
-        """What ranks on this host have sent, printed or died of, time and again, after a moment at most."""
+        """Yields, after a moment at most, what ranks on this host have sent and printed, and which have died."""
         found: list[tuple[str, Rank, Any]] = []
 
         def said(rank: Rank, packets: Iterable[wire.Packet]) -> None:
