@@ -166,7 +166,7 @@ class PutValues(Task):
 @dataclasses.dataclass(frozen=True, slots=True)
 class FillValues(Task):
     """Keep what a reader reads for each (arguments, out). The answer is `Unchanged` if all batches are described as in
-    the task `known`, and reading each took less than `brief` seconds."""
+    the task `known`, and reading took less than `brief` seconds a batch."""
 
     reader: str
     batches: tuple[tuple[tuple, int], ...]

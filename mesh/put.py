@@ -175,7 +175,7 @@ def put_on(mesh: Mesh, tree: Any, spec: Any, *, compared: bool = False) -> Any:
 
 
 def _refuse_parts(leaf: torch.Tensor, where: str) -> None:
-    """In a followed region, refuse a value that may differ between ranks: each would keep its part of another whole."""
+    """In a region, if its types are followed, refuse a value that may differ between ranks: each has another whole."""
     net = active()
     differs = None if net is None else net.uncovered(leaf, frozenset())
     if differs is not None:

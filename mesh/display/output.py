@@ -220,7 +220,7 @@ class _Stream:
 
 
 class Collator:
-    """Merges what the ranks print: rank 0's output plain and at once; other ranks' own lines with a label, each once.
+    """Merges the ranks' output: rank 0's plain and at once; other ranks' own lines with a label, equal ones once.
 
     >>> collator = Collator(lambda stream, text: print(text, end=""), size=4, clock=lambda: 0.0)
     >>> for rank in (3, 1, 2, 0):

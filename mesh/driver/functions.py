@@ -19,7 +19,7 @@ from ..rank.reloading import LoadedModules
 from . import snapshot
 from .session_view import Session
 
-LARGE = 100 << 20  # bytes of a function, with what travels with it, from which on there is a warning
+LARGE = 100 << 20  # bytes; of a larger function, with what travels with it, there is a warning
 
 
 class Shipped:
@@ -49,7 +49,7 @@ class ShippedObjects:
         self._last_results: dict[str, dict[int, bytes]] = {}
         self._unused: deque[str] = deque()
         self._naming_values: set[str] = set()
-        self._unread: set[str] = set()  # by some rank, mostly as files or a module were missing: sent again
+        self._unread: set[str] = set()  # by some rank, mostly because files or a module are missing there: sent again
         self._treedefs: dict[Any, Shipped] = {}
         self._functions: weakref.WeakKeyDictionary[Any, tuple[snapshot.Snapshot, Shipped]] = weakref.WeakKeyDictionary()
         self._path = list(sys.path)

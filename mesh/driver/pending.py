@@ -17,7 +17,7 @@ from ..failure import Failure
 from ..run_state import RunState
 
 IN_FLIGHT = 2
-BRIEF_IN_FLIGHT, BRIEF_SECONDS = 8, 0.02  # more of calls that are short, which still end soon after Ctrl-C
+BRIEF_IN_FLIGHT, BRIEF_SECONDS = 8, 0.02  # more may be under way if they are short: they still end soon after Ctrl-C
 
 Outcome = Callable[[], BaseException] | None  # makes the exception of a failed task; None if it went well
 Make = Callable[[int, int, protocol.Spans, tuple[str, ...]], protocol.Task]

@@ -105,7 +105,7 @@ def debug_through(session: RankSession, ask: Callable[[str], str] | None = None)
             if ask is None:
                 super()._cmdloop()
             else:
-                self.cmdloop()  # without pdb's own handling of Ctrl-C, which is the driver's, and ends the call
+                self.cmdloop()  # pdb's `_cmdloop` would catch Ctrl-C, which comes from the driver and ends the call
 
         def do_EOF(self, arg: str) -> bool | None:
             raise MeshError(

@@ -50,7 +50,7 @@ class Reader:
         self.is_brief = False
 
     def to(self, objects: ShippedObjects) -> Shipped:
-        """It, shipped to the ranks of a mesh."""
+        """The function, as shipped to the ranks of a mesh."""
         if self._known is None or self._known[0] is not objects or not objects.has(self._known[1].key):
             self._known, self.described = (objects, objects.ship_function(self.obj)), (0, {})
         return self._known[1]

@@ -68,7 +68,7 @@ class Shares:
         before: the layout of the old ranks.
         at: for each of them the address and port where its host offers values.
         call: the number of the call.
-        values: None for a value that is no longer needed.
+        values: None for a value that is no longer needed, or that no old rank has.
     """
 
     before: Layout

@@ -82,7 +82,7 @@ class Relay(Serving):
             return
         done = self._done.setdefault(msg.done, set())
         done.add(host)
-        if len(self._done) > _UNFINISHED:  # long answers don't pass here
+        if len(self._done) > _UNFINISHED:  # long answers don't pass here, so that some tasks never get complete here
             del self._done[min(self._done)]
         if done >= self._below.keys():
             self._done = {task: hosts for task, hosts in self._done.items() if task > msg.done}
