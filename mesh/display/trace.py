@@ -132,7 +132,7 @@ class Writer(logging.Handler):
             self._file.write(f"{',' if self._known else '['}\n{json.dumps(event)}")
 
     def close(self) -> None:
-        """End the file at the end of the program; if that is killed before, readers of the format accept it, too."""
+        """End the file at the end of the program; if this is killed before, readers of the format do without that."""
         if os.getpid() == self._pid and not self._file.closed:
             self._file.write("\n]\n")
             self._file.close()

@@ -48,7 +48,7 @@ class HostRanks(Ranks):
     Args:
         host_list: the hosts.
         hear: takes the inbox, where everything from ranks arrives; None: nobody listens yet (see `listened_to`).
-        secret: of the ranks whose values these take over; by default a new one.
+        secret: of the ranks whose values these take over; by default that of dialled hosts, or a new one.
         check_wanted: raises an error once nobody waits for them to start any more.
     """
 

@@ -1,8 +1,8 @@
 """The main loop of a driver's rank: take a message from the socket, do what it says, answer.
 
 Tasks run in the order in which they were sent. After a failed region, the rank skips everything already sent, until the
-driver has waited for all ranks to fall quiet and opens the next generation. The failure of a task that this rank runs
-alone has no effect on other tasks.
+driver has waited for all ranks to fall quiet and opens the next generation. If a task that this rank runs alone fails,
+other tasks go on (unless it was interrupted or aborted).
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def _serve(control_fd: int, driver: int) -> NoReturn:
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     children: set[int] = set()
-    with contextlib.suppress(ConnectionError):  # the driver is gone already, which is noticed below
+    with contextlib.suppress(ConnectionError):  # the driver has closed it already, or is gone, which is noticed below
         control.sendall(b"R")
     waiting = select.poll()  # select() takes no descriptors from 1024 on, and the driver may have many open
     for fd in (control.fileno(), wake_read, driver):
