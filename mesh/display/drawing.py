@@ -17,7 +17,7 @@ from ..spec import RAGGED, Layout, P
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grid:
-    """Cells in rows, with a label for each row and column. A cell is its text and ranks; the first gives its colour."""
+    """Cells in rows, with a label for each row and column. A cell is its text and ranks; the first rank colours it."""
 
     title: str
     columns: list[str]

@@ -130,7 +130,7 @@ def handle_of(name: tuple, caller: Caller) -> Remote:
 
 
 def plain_name_of(obj: Any, mesh: Callable[[], Any]) -> Any:
-    """The name of a mesh. Arrays are refused: the rank of a remote call may not have made them yet."""
+    """The name of the mesh, None for others. Refuses Arrays: the rank of a remote call may not have made them yet."""
     if isinstance(obj, Array):
         raise MeshError(
             message(
