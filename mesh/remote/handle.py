@@ -130,7 +130,7 @@ def handle_of(name: tuple, caller: Caller) -> Remote:
 
 
 def plain_name_of(obj: Any, mesh: Callable[[], Any]) -> Any:
-    """The name of the mesh, None for others. Refuses Arrays: the rank of a remote call may not have made them yet."""
+    """The mesh's name; None for what is no mesh. Refuses Arrays: a remote call's rank may not have made them yet."""
     if isinstance(obj, Array):
         raise MeshError(
             message(
